@@ -1,0 +1,45 @@
+# Two commands matter: `make quickstart` and `make test`. Both set everything up first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: quickstart test test-slow test-gpu lint format clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/draftsmith quickstart
+
+test: $(VENV)/.installed-dev lint
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/pytest -m slow
+
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/pytest -m gpu
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing draftsmith and what it needs into $(VENV) (a few minutes on a new machine)"
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing draftsmith with its development tools into $(VENV) (a few minutes on a new machine)"
+	$(PIP) --editable ".[dev]"
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info

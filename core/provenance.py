@@ -1,0 +1,70 @@
+"""Who made a number: versions, machine, command; and fingerprints of what it was made from."""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers")
+
+
+def fingerprint(value: Any) -> str:
+    """First 16 hex digits of the SHA-256 of `value` as canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Equal for two tokenizers when every token string has the same id in both."""
+    return fingerprint(tokenizer.get_vocab())
+
+
+def model_fingerprint(model: Any) -> str:
+    """Changes when the weights do: hashes up to 1,024 evenly spaced numbers of every parameter, rounded to bfloat16 so
+    that the same checkpoint loaded in float32 and in bfloat16 is recognised as one target."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.state_dict().items()):
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 1024)].to(torch.bfloat16).view(torch.int16).cpu().numpy()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(sample.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment() -> dict[str, Any]:
+    """The machine and versions that a measurement was made with; no user name, host name or path."""
+    import torch
+
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "versions": versions,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }

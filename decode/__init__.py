@@ -1,0 +1,1 @@
+"""The speculative decoder: target adapter, KV cache, chance, processors, verification rules and the loop."""

@@ -1,0 +1,1 @@
+"""What a drafter learns from: prompts, target samples, teacher signals and objectives."""

@@ -1,0 +1,1 @@
+"""Measurement: prompt sets, the interleaved harness, metrics, tables, plots and reports."""

@@ -1,0 +1,167 @@
+"""A drafter on disk: `config.json` with a `draftsmith` section, `model.safetensors`, and nothing that executes.
+
+A draft model is saved as a plain transformers checkpoint, so that it also loads as `assistant_model` elsewhere.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.drafter import Drafter
+from draftsmith.provenance import model_fingerprint, tokenizer_fingerprint
+from draftsmith.storage import write_json
+
+WEIGHTS = "model.safetensors"
+FORMAT = 1
+
+
+def describe_target(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str | None = None
+) -> dict[str, Any]:
+    """What a checkpoint records of its target, to be recognised later."""
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "name": name,
+        "revision": revision,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "model_fingerprint": model_fingerprint(model),
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer) if tokenizer is not None else None,
+    }
+
+
+def save_drafter(
+    drafter: Drafter,
+    folder: Path,
+    *,
+    target: dict[str, Any],
+    recipe: dict[str, Any] | None,
+    draft_length: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write the drafter into `folder`, which exists or is made. For an atomic write wrap it in `atomic_folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    section = {
+        "format": FORMAT,
+        "type": drafter.type,
+        "drafter": drafter.config(),
+        "draft_length": draft_length,
+        "target": target,
+        "recipe": recipe,
+    }
+    config: dict[str, Any] = {}
+    if isinstance(drafter, DraftModel):
+        drafter.model.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    else:
+        tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    write_json(folder / "config.json", {**config, "draftsmith": section})
+
+
+def load_drafter(
+    path_or_repo: str | Path, target: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Drafter:
+    """Load a drafter and check that it fits `target`.
+
+    Args:
+        path_or_repo: a local folder or a Hub id: a draftsmith checkpoint, or a plain transformers causal LM.
+        target: the model it will draft for; the drafter takes its device and dtype.
+        tokenizer: the target's, when at hand: its vocabulary is then compared with the drafter's.
+
+    Raises:
+        ConfigError: for a missing folder, a damaged file, or a drafter of another target.
+    """
+    folder = _local(str(path_or_repo))
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ConfigError(f"drafter={path_or_repo}; expected a folder with config.json, and there is none")
+    try:
+        section = json.loads(config_file.read_text(encoding="utf-8")).get("draftsmith")
+    except ValueError as error:
+        raise ConfigError(f"{config_file} is not JSON ({error}); expected a drafter's config") from error
+    if section is not None:
+        _require_fit(section, path_or_repo, target, tokenizer)
+    elif tokenizer is not None:
+        _require_same_vocabulary(folder, path_or_repo, tokenizer)
+    drafter = _read(folder, section)
+    wanted = target.config.get_text_config(decoder=True).vocab_size
+    if drafter.vocab_size != wanted:
+        raise ConfigError(
+            f"drafter={path_or_repo} has a vocabulary of {drafter.vocab_size}; expected the target's {wanted}"
+        )
+    parameter = next(target.parameters())
+    drafter.draft_length_hint = section["draft_length"] if section else None
+    return drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
+
+
+def _local(path_or_repo: str) -> Path:
+    """The local folder of a checkpoint, downloaded first when it is a Hub id. Only data files are fetched."""
+    if Path(path_or_repo).is_dir():
+        return Path(path_or_repo)
+    try:
+        return Path(snapshot_download(path_or_repo, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"drafter={path_or_repo}; expected a local folder or a Hub id ({reason})") from error
+
+
+def _read(folder: Path, section: dict[str, Any] | None) -> Drafter:
+    try:
+        if section is None or section["type"] == DraftModel.type:
+            return DraftModel(AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True))
+        drafter = HEADS[section["type"]].from_config(section["drafter"])
+        drafter.load_state_dict(load_file(folder / WEIGHTS))
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"drafter={folder} cannot be read ({reason}); expected whole safetensors weights") from error
+    return drafter
+
+
+def _require_fit(
+    section: dict[str, Any], name: str | Path, target: nn.Module, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """ConfigError unless the checkpoint was made by a known format, for a target of these shapes and this tokenizer."""
+    if section.get("type") not in HEADS:
+        raise ConfigError(f"drafter={name} is of type {section.get('type')!r}; expected one of {sorted(HEADS)}")
+    made_for = section["target"]
+    config = target.config.get_text_config(decoder=True)
+    keys = ("vocab_size", "hidden_size") if HEADS[section["type"]].needs.hidden else ("vocab_size",)
+    for key in keys:
+        if made_for[key] != getattr(config, key):
+            raise ConfigError(
+                f"drafter={name} was trained for {made_for['name']} with {key}={made_for[key]}; "
+                f"expected the target's {getattr(config, key)}"
+            )
+    recorded = made_for.get("tokenizer_fingerprint")
+    if tokenizer is not None and recorded is not None and recorded != tokenizer_fingerprint(tokenizer):
+        raise ConfigError(
+            f"drafter={name} was trained for {made_for['name']} with another tokenizer; expected the same"
+        )
+    if HEADS[section["type"]].needs.hidden and made_for["model_fingerprint"] != model_fingerprint(target):
+        raise ConfigError(
+            f"drafter={name} reads the hidden states of {made_for['name']}, and the target's weights are others; "
+            "expected the target that it was trained on"
+        )
+
+
+def _require_same_vocabulary(folder: Path, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A plain transformers checkpoint says nothing of a target, so its own tokenizer has to agree."""
+    try:
+        own = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        return  # no tokenizer beside it: the vocabulary size is all that can be compared
+    if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
+        raise ConfigError(f"drafter={name} has another tokenizer than the target; expected the same token for every id")

@@ -1,0 +1,1 @@
+"""Publishing: the model card."""

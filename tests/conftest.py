@@ -1,0 +1,53 @@
+"""Fixtures: a real but tiny target, its tokenizer, and both in a folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB = 64
+
+
+def make_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
+    """A random Llama in fp32. Large initial weights make its distributions far from flat."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+
+
+@pytest.fixture
+def tiny_target() -> LlamaForCausalLM:
+    return make_llama()
+
+
+@pytest.fixture
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """64 tokens: pad, eos, and 62 single characters; unknown characters become pad."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+    vocabulary = {"<pad>": 0, "<eos>": 1, **{letter: index + 2 for index, letter in enumerate(letters)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+
+
+@pytest.fixture
+def tiny_target_folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    folder = tmp_path / "tiny-target"
+    tiny_target.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,70 @@
+"""Greedy decoding gives transformers' own `generate` token by token, in fp32, on 200 prompts."""
+
+import pytest
+import torch
+from conftest import VOCAB, make_llama
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.heads import Drafter, DraftModel, Medusa
+
+PROMPTS = 200
+NEW_TOKENS = 40
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    lengths = torch.randint(1, 30, (PROMPTS,), generator=generator).tolist()
+    return [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _perturbed(drafter: Drafter) -> Drafter:
+    """Noise, so that some draft tokens are accepted and some are not."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return drafter.eval()
+
+
+def _drafter(kind: str, target: nn.Module) -> Drafter | None:
+    if kind == "none":
+        return None
+    if kind == "medusa":
+        return _perturbed(Medusa.from_target(target, num_heads=3))
+    return _perturbed(DraftModel.from_target(target, num_hidden_layers=2, init="target_layers"))
+
+
+@pytest.mark.parametrize("kind", ["none", "draft_model", "medusa"])
+def test_identical_tokens_on_two_hundred_prompts(kind: str) -> None:
+    target = make_llama()
+    decoder = SpeculativeDecoder(target, _drafter(kind, target))
+    stops, accepted = set(), 0
+    for prompt in _prompts():
+        ours = decoder.generate(prompt, max_new_tokens=NEW_TOKENS)
+        ids = torch.tensor([prompt])
+        theirs = target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )
+        assert ours.tokens == theirs[0, len(prompt) :].tolist()
+        stops.add(ours.stopped_by)
+        accepted += sum(record.accepted for record in ours.rounds)
+    assert stops == {"eos", "length"}, "both ways to stop have to be covered"
+    assert (accepted > 0) == (kind != "none")
+
+
+def test_identical_tokens_for_gpt2() -> None:
+    """Another architecture: learned positions, tied embeddings, no position_ids of its own making."""
+    torch.manual_seed(2)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=2, n_positions=128, initializer_range=0.2, eos_token_id=1
+    )
+    target = GPT2LMHeadModel(config).eval()
+    decoder = SpeculativeDecoder(target, DraftModel.from_target(target, num_hidden_layers=2, init="target_layers"))
+    for prompt in _prompts()[:30]:
+        ids = torch.tensor([prompt])
+        theirs = target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )
+        assert decoder.generate(prompt, max_new_tokens=NEW_TOKENS).tokens == theirs[0, len(prompt) :].tolist()

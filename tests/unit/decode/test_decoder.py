@@ -1,0 +1,125 @@
+"""The decoder's edges: EOS, lengths, seeds, streaming, bad input."""
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config, T5ForConditionalGeneration
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.output import DecodeOutput, Round
+from draftsmith.errors import ConfigError
+from draftsmith.heads import DraftModel, Medusa
+
+PROMPT = [5, 9, 33, 2]
+
+
+@pytest.fixture
+def decoder(tiny_target: LlamaForCausalLM) -> SpeculativeDecoder:
+    return SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), draft_length=3)
+
+
+def test_same_seed_same_text_and_another_seed_another(decoder: SpeculativeDecoder) -> None:
+    texts = [decoder.generate(PROMPT, temperature=1.0, seed=seed, eos_token_id=None).tokens for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 17])
+def test_exactly_the_wanted_number_of_tokens(decoder: SpeculativeDecoder, count: int) -> None:
+    out = decoder.generate(PROMPT, max_new_tokens=count, temperature=1.0, eos_token_id=None)
+    assert len(out.tokens) == count
+    assert out.stopped_by == "length"
+    assert sum(record.committed for record in out.rounds) == count - 1
+
+
+def test_nothing_follows_an_eos(tiny_target: LlamaForCausalLM) -> None:
+    # The target drafts for itself, so every draft is accepted and an EOS often falls inside one.
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), draft_length=5)
+    inside = 0
+    for seed in range(40):
+        out = decoder.generate(PROMPT, temperature=1.5, seed=seed, eos_token_id=[1, 7, 8], max_new_tokens=100)
+        assert all(token not in (1, 7, 8) for token in out.tokens[:-1])
+        if out.stopped_by == "eos":
+            assert out.tokens[-1] in (1, 7, 8)
+            inside += bool(out.rounds) and out.rounds[-1].committed < out.rounds[-1].accepted + 1
+    assert inside > 0, "no EOS fell inside a draft: the test would prove nothing"
+
+
+def test_text_fills_the_context_and_stops_there(decoder: SpeculativeDecoder) -> None:
+    out = decoder.generate([3] * 120, max_new_tokens=50, temperature=1.0, eos_token_id=None)
+    assert len(out.tokens) == 8
+
+
+def test_stream_gives_the_tokens_in_order(decoder: SpeculativeDecoder) -> None:
+    seen: list[int] = []
+    rounds: list[Round] = []
+
+    def on_tokens(tokens: list[int], record: Round | None) -> None:
+        seen.extend(tokens)
+        if record is not None:
+            rounds.append(record)
+
+    out = decoder.generate(PROMPT, temperature=0.8, on_tokens=on_tokens)
+    assert seen == out.tokens
+    assert rounds == out.rounds
+
+
+def test_the_drafter_state_does_not_leak_into_the_next_text(decoder: SpeculativeDecoder) -> None:
+    first = decoder.generate(PROMPT, temperature=1.0, seed=3)
+    decoder.generate([8] * 40, temperature=1.0, seed=9)
+    again = decoder.generate(PROMPT, temperature=1.0, seed=3)
+    assert [(r.drafted, r.accepted) for r in first.rounds] == [(r.drafted, r.accepted) for r in again.rounds]
+
+
+def test_numbers_of_a_decoded_text() -> None:
+    rounds = [Round(2, 2, 3, (1.0, 0.5), 0.1, 0.3, 0.5), Round(2, 0, 1, (0.25,), 0.1, 0.3, 0.5)]
+    out = DecodeOutput([1], [4, 5, 6, 7, 8], rounds, 0.2, "length")
+    assert out.acceptance_length == 2.0
+    assert out.alpha == pytest.approx(1.75 / 3)
+    assert out.acceptance_at == [0.5, 1.0]
+    assert out.tokens_per_second == 4.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0; expected >= 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0; expected >= 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(decoder: SpeculativeDecoder, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decoder.generate(PROMPT, **options)
+
+
+def test_prompts_that_do_not_fit_are_refused(decoder: SpeculativeDecoder) -> None:
+    with pytest.raises(ConfigError, match="prompt=128 tokens; expected fewer than the context of 128"):
+        decoder.generate([3] * 128)
+    with pytest.raises(ConfigError, match="prompt=0 tokens"):
+        decoder.generate([])
+
+
+def test_draft_lengths_out_of_range_are_refused(tiny_target: LlamaForCausalLM) -> None:
+    with pytest.raises(ConfigError, match="draft_length=0; expected >= 1"):
+        SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), draft_length=0)
+    with pytest.raises(ConfigError, match="draft_length=4; expected at most 3"):
+        SpeculativeDecoder(tiny_target, Medusa.from_target(tiny_target, num_heads=3), draft_length=4)
+
+
+def test_targets_that_cannot_be_decoded_are_refused_by_name() -> None:
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    with pytest.raises(ConfigError, match="model_type='t5' is encoder-decoder"):
+        SpeculativeDecoder(t5)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    mistral = MistralForCausalLM(MistralConfig(vocab_size=64, num_key_value_heads=2, sliding_window=16, **sizes)).eval()
+    with pytest.raises(ConfigError, match="sliding window of 16 tokens, fewer than the 24"):
+        SpeculativeDecoder(mistral).generate(PROMPT, max_new_tokens=20)
+    assert len(SpeculativeDecoder(mistral).generate(PROMPT, max_new_tokens=12, eos_token_id=None).tokens) == 12
+
+
+def test_half_precision_target_decodes(tiny_target: LlamaForCausalLM) -> None:
+    target = tiny_target.to(torch.bfloat16)
+    out = SpeculativeDecoder(target, Medusa.from_target(target).bfloat16()).generate(PROMPT, temperature=1.0)
+    assert out.tokens

@@ -1,0 +1,104 @@
+"""Drafters are saved and loaded bit by bit, and refused where they do not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith import load_drafter
+from draftsmith.errors import ConfigError
+from draftsmith.heads import Drafter, DraftModel, Medusa
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.draft_model import spread
+
+
+def _save(drafter: Drafter, folder: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
+    made_for = describe_target(target, tokenizer, "tiny")
+    save_drafter(drafter, folder, target=made_for, recipe={"a": 1}, draft_length=3, tokenizer=tokenizer)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "medusa"])
+def test_round_trip_is_bit_exact(
+    kind: str, tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    drafter = DraftModel(make_llama(1)) if kind == "draft_model" else Medusa.from_target(tiny_target)
+    for parameter in drafter.parameters():
+        parameter.data += torch.randn_like(parameter)
+    again = load_drafter(_save(drafter, tmp_path / "d", tiny_target, tiny_tokenizer), tiny_target, tiny_tokenizer)
+    assert type(again) is type(drafter)
+    assert again.draft_length_hint == 3
+    state = again.state_dict()
+    assert state.keys() == drafter.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in drafter.state_dict().items())
+
+
+def test_a_draft_model_is_a_plain_transformers_checkpoint(
+    tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    folder = _save(DraftModel(make_llama(1)), tmp_path / "d", tiny_target, tiny_tokenizer)
+    assistant = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = torch.tensor([[4, 5, 6]])
+    out = tiny_target.generate(prompt, assistant_model=assistant, max_new_tokens=10, do_sample=False)
+    assert torch.equal(out, tiny_target.generate(prompt, max_new_tokens=10, do_sample=False))
+
+
+def test_a_plain_transformers_checkpoint_is_a_draft_model(
+    tiny_target: LlamaForCausalLM, tiny_target_folder: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    drafter = load_drafter(tiny_target_folder, tiny_target, tiny_tokenizer)
+    assert isinstance(drafter, DraftModel)
+    assert drafter.draft_length_hint is None
+
+
+def test_misfits_are_refused(
+    tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    medusa = _save(Medusa.from_target(tiny_target), tmp_path / "m", tiny_target, tiny_tokenizer)
+    with pytest.raises(ConfigError, match="vocab_size=64; expected the target's 60"):
+        load_drafter(medusa, make_llama(vocab_size=60))
+    with pytest.raises(ConfigError, match="reads the hidden states of tiny"):
+        load_drafter(medusa, make_llama(seed=9))
+    other = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer)
+    other.add_tokens(["<extra>"])
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        load_drafter(medusa, tiny_target, other)
+    with pytest.raises(ConfigError, match=r"expected a folder with config\.json"):
+        load_drafter(tmp_path, tiny_target)
+    with pytest.raises(ConfigError, match="expected a local folder or a Hub id"):
+        load_drafter(tmp_path / "absent" / "too deep", tiny_target)
+
+
+def test_the_same_target_in_bfloat16_is_recognised(
+    tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    medusa = _save(Medusa.from_target(tiny_target), tmp_path / "m", tiny_target, tiny_tokenizer)
+    assert load_drafter(medusa, tiny_target.to(torch.bfloat16)).lm_heads[0].weight.dtype == torch.bfloat16
+
+
+def test_damaged_files_are_refused(
+    tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    medusa = _save(Medusa.from_target(tiny_target), tmp_path / "m", tiny_target, tiny_tokenizer)
+    weights = medusa / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_drafter(medusa, tiny_target)
+    config = json.loads((medusa / "config.json").read_text())
+    config["draftsmith"]["type"] = "medsua"
+    (medusa / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="type 'medsua'; expected one of"):
+        load_drafter(medusa, tiny_target)
+
+
+def test_target_layers_are_copied(tiny_target: LlamaForCausalLM) -> None:
+    draft = DraftModel.from_target(tiny_target, num_hidden_layers=2, init="target_layers").model
+    ids = torch.arange(2, 20)[None]
+    assert torch.equal(draft(ids).logits, tiny_target(ids).logits)
+    assert spread(1, 12) == [0]
+    assert spread(3, 12) == [0, 6, 11]
+    with pytest.raises(ConfigError, match=r"drafter\.num_hidden_layers=3; expected 1 to the target's 2"):
+        DraftModel.from_target(tiny_target, num_hidden_layers=3)

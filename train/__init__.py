@@ -1,0 +1,1 @@
+"""Training: the recipe, the accelerate loop, checkpoints and resume."""
