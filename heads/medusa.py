@@ -78,9 +78,10 @@ class Medusa(Drafter):
             raise ConfigError("target shows no hidden state; expected a transformers model for Medusa heads")
 
     def propose(self, context: Context, draft_length: int) -> Draft:
+        hidden_H = context.hidden.to(self.lm_heads[0].weight.dtype)
         tokens, rows = [], []
         for block, head in zip(self.blocks[:draft_length], self.lm_heads[:draft_length], strict=True):
-            token, q_V = context.choose(head(block(context.hidden)))
+            token, q_V = context.choose(head(block(hidden_H)))
             tokens.append(token)
             rows.append(q_V)
         return Draft.chain(tokens, None if rows[0] is None else torch.stack(rows))
@@ -89,7 +90,9 @@ class Medusa(Drafter):
         """Nothing to forget: the heads keep no state between rounds."""
 
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
+        # A target in half precision may train heads that are kept in fp32.
+        hidden_BTH = signals.hidden_BTH.to(self.lm_heads[0].weight.dtype)
         return [
-            Unrolled(block(signals.hidden_BTH), head, offset=k + 1)
+            Unrolled(block(hidden_BTH), head, offset=k + 1)
             for k, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True))
         ]

@@ -1,0 +1,172 @@
+"""Text that every Python carries: the standard library's own source, split by module into train and held-out."""
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from draftsmith.errors import ConfigError
+
+Split = Literal["train", "heldout"]
+
+# Tests and demos are repetitive, encodings and Unicode tables are data, and site-packages is not the standard library.
+SKIPPED_FOLDERS = frozenset(
+    ("test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "site-packages", "dist-packages")
+)
+SKIPPED_FILES = frozenset({"html/entities.py"})
+SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+MAX_BYTES = 300_000
+HELDOUT_PERCENT = 10
+SPLIT_SALT = "pencil/"
+"""Picked among a few so that each kind of module has its share of held-out text."""
+
+KINDS: dict[str, str] = {
+    "network": (
+        "asyncio email ftplib http imaplib mailbox mimetypes nntplib poplib selectors smtpd smtplib socket "
+        "socketserver ssl telnetlib urllib uuid webbrowser wsgiref xmlrpc ipaddress netrc cgi cgitb asyncore asynchat"
+    ),
+    "text": (
+        "argparse base64 configparser csv difflib fnmatch gettext getopt html json locale optparse plistlib pprint "
+        "quopri re sre_compile sre_constants sre_parse reprlib shlex string stringprep textwrap tomllib xml"
+    ),
+    "data": (
+        "array bisect calendar collections copy csv datetime dbm decimal _pydecimal _pydatetime enum fractions "
+        "graphlib gzip bz2 lzma hashlib heapq numbers pickle pickletools random shelve sqlite3 statistics tarfile "
+        "zipfile zoneinfo _strptime _collections_abc types weakref operator functools"
+    ),
+    "runtime": (
+        "abc ast bdb cProfile code codeop compileall concurrent contextlib ctypes dataclasses dis distutils doctest "
+        "importlib inspect logging multiprocessing ntpath opcode os pathlib pdb pkgutil platform posixpath profile "
+        "pstats py_compile pyclbr pydoc queue runpy sched shutil signal site subprocess symtable sysconfig tempfile "
+        "threading timeit token tokenize trace traceback tracemalloc typing unittest venv warnings zipapp zipimport "
+        "_pyio _pyrepl glob io stat filecmp fileinput"
+    ),
+}
+"""Top-level modules by what they are about; those in no row are `other`."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file of the standard library: its path below the library's root, and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def package(self) -> str:
+        """`email/message.py` -> `email`, `argparse.py` -> `argparse`."""
+        return self.path.removesuffix(".py").split("/")[0]
+
+    @property
+    def kind(self) -> str:
+        """What the module is about: a key of KINDS, or `other`."""
+        return next((kind for kind, names in KINDS.items() if self.package in names.split()), "other")
+
+    @property
+    def split(self) -> Split:
+        """The same on every machine and in every Python version: a hash of the path decides."""
+        draw = int(hashlib.sha256((SPLIT_SALT + self.path).encode()).hexdigest()[:8], 16) % 100
+        return "heldout" if draw < HELDOUT_PERCENT else "train"
+
+
+def _wanted(relative: Path) -> bool:
+    return (
+        not SKIPPED_FOLDERS.intersection(relative.parts[:-1])
+        and relative.as_posix() not in SKIPPED_FILES
+        and not relative.parts[0].startswith(SKIPPED_PREFIXES)
+    )
+
+
+@lru_cache(maxsize=1)
+def _all_modules() -> tuple[Module, ...]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    modules = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not _wanted(relative) or path.stat().st_size > MAX_BYTES:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text.strip():
+            modules.append(Module(relative.as_posix(), text))
+    return tuple(modules)
+
+
+def read_modules(split: Split, packages: tuple[str, ...] | None = None) -> list[Module]:
+    """The modules of one split in path order, only those of the top-level `packages` when given.
+
+    Raises:
+        ConfigError: this Python was installed without its sources.
+    """
+    modules = [
+        module
+        for module in _all_modules()
+        if module.split == split and (packages is None or module.package in packages)
+    ]
+    if not modules:
+        raise ConfigError.of("target", "embedded", f"a Python with its library's {split} sources (.py files)")
+    return modules
+
+
+def corpus_hash(modules: list[Module]) -> str:
+    """Changes with any path or any text."""
+    digest = hashlib.sha256()
+    for module in modules:
+        digest.update(f"{module.path}\0{module.text}\0".encode())
+    return digest.hexdigest()
+
+
+def _windows(tokenizer: Any, module: Module, prompt_tokens: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Windows of one module that start at its non-blank lines, in random order."""
+    lines = module.text.splitlines(keepends=True)
+    order = [number for number, line in enumerate(lines) if line.strip()]
+    random.Random(f"{seed}:{module.path}").shuffle(order)
+    too_late = len(lines)  # From here on the module's rest is known to be shorter than a window.
+    for first in order:
+        if first >= too_late:
+            continue
+        # A token is hardly ever longer than 16 characters of source code, so this cut is enough for a window.
+        text = "".join(lines[first : first + prompt_tokens])[: 16 * prompt_tokens]
+        input_ids = tokenizer(text, verbose=False)["input_ids"][:prompt_tokens]
+        if len(input_ids) == prompt_tokens:
+            yield {"id": f"{module.path}:{first + 1}", "category": module.kind, "input_ids": input_ids}
+        elif first + prompt_tokens >= len(lines) and len(text) < 16 * prompt_tokens:
+            too_late = first
+
+
+def embedded_prompts(
+    tokenizer: Any, split: Split, count: int, prompt_tokens: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """`count` rows `{"id", "category", "input_ids"}`: stretches of the split's modules, each `prompt_tokens` long.
+
+    Windows start at a line and come from as many modules as there are before any module gives a second one.
+    The same arguments give the same rows.
+
+    Raises:
+        ConfigError: `count` or `prompt_tokens` is not positive, or the split has fewer windows than `count`.
+    """
+    for key, value in (("count", count), ("prompt_tokens", prompt_tokens)):
+        if value < 1:
+            raise ConfigError.of(key, value, ">= 1")
+    modules = read_modules(split)
+    random.Random(f"{seed}:{split}").shuffle(modules)
+    sources = [_windows(tokenizer, module, prompt_tokens, seed) for module in modules]
+    rows: list[dict[str, Any]] = []
+    while sources:
+        alive = []
+        for source in sources:
+            row = next(source, None)
+            if row is None:
+                continue
+            rows.append(row)
+            if len(rows) == count:
+                return rows
+            alive.append(source)
+        sources = alive
+    raise ConfigError.of("count", count, f"<= {len(rows)}, the {split} windows of {prompt_tokens} tokens")

@@ -1,0 +1,69 @@
+"""Loading the target that a name means: the embedded one, a local folder, or a Hub id."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from draftsmith.distill.embedded import embedded_target
+from draftsmith.errors import ConfigError
+
+EMBEDDED = "embedded"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A frozen target in eval mode, with its tokenizer and where it came from."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    revision: str | None
+
+
+def check_target_name(name: str) -> None:
+    """ConfigError for something that looks like a local path and does not exist; costs nothing."""
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if name != EMBEDDED and looks_local and not Path(name).expanduser().is_dir():
+        raise ConfigError(
+            f"target={name}; expected 'embedded', an existing folder or a Hub id, and there is no such folder"
+        )
+
+
+def load_target(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> LoadedTarget:
+    """Load and freeze a target.
+
+    Args:
+        name: "embedded", a local folder, or a Hub id.
+        dtype: one of float32, bfloat16, float16.
+        trust_remote_code: run code that the repository carries; off unless the user says so.
+        device: by default the accelerator when there is one.
+
+    Raises:
+        ConfigError: when it cannot be found or read.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError.of("target.dtype", dtype, f"one of {', '.join(DTYPES)}")
+    check_target_name(name)
+    source = str(embedded_target(progress)) if name == EMBEDDED else str(Path(name).expanduser())
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"target={name}; expected 'embedded', a local folder or a Hub id ({reason})") from error
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return LoadedTarget(model.to(device).eval().requires_grad_(False), tokenizer, name, revision)

@@ -1,0 +1,44 @@
+"""The teacher in the loop: the target's final hidden states, from which p is made again chunk by chunk."""
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads.drafter import TeacherSignals
+
+# Shapes: B batch, T positions, H hidden size.
+
+
+class OnlineTeacher:
+    """Runs the frozen target without its lm_head: H numbers a token instead of a vocabulary's worth."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.lm_head = model.get_output_embeddings()
+        self._require_plain_head()
+
+    @torch.no_grad()
+    def signals(self, input_ids_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor) -> TeacherSignals:
+        """The batch as the target sees it; see `TeacherSignals` for what the mask means."""
+        hidden_BTH = self._hidden(input_ids_BT, attention_mask_BT)
+        return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT)
+
+    def _hidden(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> Tensor:
+        output = self.model.base_model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False)
+        return output.last_hidden_state
+
+    @torch.no_grad()
+    def _require_plain_head(self) -> None:
+        """Some models scale or cap their logits behind the lm_head; for them lm_head(hidden) would be another p."""
+        name = type(self.model).__name__
+        if self.lm_head is None:
+            raise ConfigError(f"target {name} has no lm_head; expected a causal language model")
+        device = next(self.model.parameters()).device
+        probe_1T = torch.arange(1, 4, device=device)[None]
+        logits = self.model(input_ids=probe_1T, use_cache=False).logits.float()
+        again = self.lm_head(self._hidden(probe_1T, torch.ones_like(probe_1T))).float()
+        # Relative to the logits' size, with room for bf16; a soft cap or a scale misses by far more.
+        if again.shape != logits.shape or (again - logits).abs().max() > 0.02 * logits.abs().max():
+            raise ConfigError(
+                f"target {name} transforms its logits behind the lm_head; expected logits = lm_head(last hidden state)"
+            )

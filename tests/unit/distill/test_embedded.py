@@ -1,0 +1,164 @@
+"""The embedded target in miniature: a few packages, one thin model, a handful of steps."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from draftsmith.distill import embedded
+from draftsmith.distill.corpus import corpus_hash, embedded_prompts, read_modules
+from draftsmith.distill.embedded import EmbeddedRecipe, Stage, build_info, embedded_target, find_damage
+from draftsmith.distill.embedded_training import batches, grow, model_config
+from draftsmith.errors import ConfigError
+
+MINIATURE = EmbeddedRecipe(
+    vocab_size=320,
+    hidden_size=16,
+    intermediate_size=32,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+    stages=(
+        Stage(layers=1, steps=3, batch_size=2, sequence_length=32),
+        Stage(layers=2, steps=3, batch_size=2, sequence_length=32),
+    ),
+    packages=("json", "wsgiref", "tomllib", "wave"),
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The miniature's folder, built once; tests that damage it build their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return embedded_target(progress=False, recipe=MINIATURE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(built):
+    return AutoTokenizer.from_pretrained(built)
+
+
+def test_no_module_is_in_both_splits():
+    train, heldout = read_modules("train"), read_modules("heldout")
+    assert not {module.path for module in train} & {module.path for module in heldout}
+    share = sum(len(m.text) for m in heldout) / sum(len(m.text) for m in [*train, *heldout])
+    assert 0.05 < share < 0.15
+    assert len({module.kind for module in heldout}) >= 4
+
+
+def test_no_tests_and_no_other_peoples_packages_in_the_corpus():
+    paths = [module.path for split in ("train", "heldout") for module in read_modules(split)]
+    assert len(paths) == len(set(paths))
+    assert not [path for path in paths if {"test", "tests", "site-packages"} & set(path.split("/"))]
+
+
+def test_corpus_hash_sees_a_changed_text():
+    modules = read_modules("heldout")
+    changed = [type(modules[0])(modules[0].path, modules[0].text + "#"), *modules[1:]]
+    assert corpus_hash(modules) != corpus_hash(changed)
+
+
+def test_loads_with_transformers_and_records_its_build(built, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(built)
+    assert model.config.num_hidden_layers == 2
+    assert model.dtype == torch.float32
+    assert model.config.vocab_size == len(tokenizer) == 320
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        assert getattr(model.config, name) == getattr(tokenizer, name) == getattr(model.generation_config, name)
+    info = build_info(built)
+    assert 0 < info["heldout_loss"] < 8
+    assert info["precision"] in ("bf16 autocast", "fp32")
+
+
+def test_tokenizer_gives_every_text_back(tokenizer):
+    for text in ("def f(x):\n\treturn  x ** 2  # naïve ≤ 日本 🙂\n", "", " ", "\n\n    \n", "don 't . ,"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_second_call_reuses_the_cache(built, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(built.parent.parent))
+    monkeypatch.setattr(embedded, "_build", lambda *_: pytest.fail("built again"))
+    assert embedded_target(progress=False, recipe=MINIATURE) == built
+
+
+def test_same_seed_same_weights(built, tmp_path, monkeypatch):
+    torch.manual_seed(123)  # the caller's random state must neither matter nor change
+    state = torch.get_rng_state()
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    again = embedded_target(progress=False, recipe=MINIATURE)
+    assert again != built
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (again / name).read_bytes() == (built / name).read_bytes(), name
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove", "unreadable"])
+def test_damage_is_named_and_repaired(damage, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    folder = embedded_target(progress=False, recipe=MINIATURE)
+    weights = (folder / "model.safetensors").read_bytes()
+    if damage == "flip":
+        (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    elif damage == "remove":
+        (folder / "tokenizer.json").unlink()
+    else:
+        (folder / "checksums.json").write_text("{")
+    assert embedded_target(progress=False, recipe=MINIATURE) == folder
+    named = {"flip": "model.safetensors does", "remove": "tokenizer.json is missing", "unreadable": "checksums.json"}
+    assert named[damage] in capsys.readouterr().err
+    assert find_damage(folder) is None
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert "build.json" in json.loads((folder / "checksums.json").read_text())
+
+
+def test_another_recipe_is_another_folder(built, tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    monkeypatch.setattr(embedded, "_build", lambda folder, *_: (folder / "build.json").write_text("{}"))
+    other = EmbeddedRecipe(**{**MINIATURE.__dict__, "seed": 1})
+    assert embedded_target(progress=False, recipe=other).name != built.name
+
+
+def test_prompts_are_deterministic_and_exact(tokenizer):
+    rows = embedded_prompts(tokenizer, "heldout", count=40, prompt_tokens=24, seed=3)
+    assert rows == embedded_prompts(tokenizer, "heldout", count=40, prompt_tokens=24, seed=3)
+    assert rows != embedded_prompts(tokenizer, "heldout", count=40, prompt_tokens=24, seed=4)
+    assert {len(row["input_ids"]) for row in rows} == {24}
+    assert len({row["id"] for row in rows}) == 40
+    heldout = {module.path: module for module in read_modules("heldout")}
+    per_module = Counter(row["id"].rsplit(":", 1)[0] for row in rows)
+    assert set(per_module) <= set(heldout)
+    assert max(per_module.values()) <= 2  # more than 20 held-out modules are long enough
+    for row in rows:
+        path, line = row["id"].rsplit(":", 1)
+        rest = "".join(heldout[path].text.splitlines(keepends=True)[int(line) - 1 :])
+        assert rest.startswith(tokenizer.decode(row["input_ids"]).rstrip("\N{REPLACEMENT CHARACTER}"))
+        assert row["category"] == heldout[path].kind
+
+
+@pytest.mark.parametrize(("count", "length", "key"), [(0, 8, "count"), (1, 0, "prompt_tokens"), (1, 10**6, "count")])
+def test_impossible_prompts_are_refused(tokenizer, count, length, key):
+    with pytest.raises(ConfigError, match=f"^{key}="):
+        embedded_prompts(tokenizer, "heldout", count=count, prompt_tokens=length)
+
+
+def test_growing_by_repeated_blocks_nearly_keeps_the_function(tokenizer):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(model_config(MINIATURE, tokenizer, 2)).eval()
+    deeper = grow(model, 6).eval()
+    ids = torch.arange(20)[None]
+    before, after = model(ids).logits, deeper(ids).logits
+    # 0.02-sized random blocks move the residual little, so that splitting their update changes it to second order only.
+    assert (after - before).abs().max() < 0.05 * before.abs().max()
+    assert deeper.config.num_hidden_layers == 6
+
+
+def test_an_epoch_visits_every_piece_once():
+    stage = Stage(layers=1, steps=1, batch_size=3, sequence_length=9)
+    tokens = torch.arange(100)
+    source = batches(tokens, stage, seed=0)
+    seen = torch.cat([next(source) for _ in range(3)])
+    assert seen.shape == (9, 10)
+    assert len(set(seen[:, 0].tolist())) == 9
+    assert torch.equal(seen - seen[:, :1], torch.arange(10).expand(9, 10))

@@ -1,0 +1,24 @@
+"""`accelerate launch -m draftsmith.train RECIPE [key=value …]`"""
+
+import sys
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.train.loop import train
+from draftsmith.train.recipe import load_recipe
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0, or 2 with one line for anything the user can mend."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: accelerate launch -m draftsmith.train RECIPE [section.key=value ...]")
+        return 0 if arguments else 2
+    try:
+        train(load_recipe(arguments[0], arguments[1:]))
+    except DraftsmithError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

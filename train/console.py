@@ -1,0 +1,42 @@
+"""What a run shows: one line with a bar and the time left, on the main process only."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Console:
+    """Prints on the main process, stays silent on all others."""
+
+    def __init__(self, visible: bool) -> None:
+        self.visible = visible
+        self._rich = RichConsole(stderr=True, quiet=not visible, highlight=False)
+
+    def say(self, text: str) -> None:
+        self._rich.print(text, markup=False, soft_wrap=True)
+
+    def evaluation(self, step: int, result: dict[str, Any]) -> None:
+        at = " ".join(f"{share:.2f}" for share in result["acceptance_at"])
+        self.say(f"  step {step}: alpha {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {at}")
+
+    @contextmanager
+    def bar(self, name: str, steps: int, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+        """Yields a function that takes a step's metrics and moves the bar on."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        with Progress(*columns, console=self._rich, disable=not self.visible) as progress:
+            task = progress.add_task(name, total=steps, completed=done, numbers="")
+
+            def advance(row: dict[str, Any]) -> None:
+                numbers = f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f} {row['tokens_per_second']:,.0f} tokens/s"
+                progress.update(task, advance=1, numbers=numbers)
+
+            yield advance

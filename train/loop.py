@@ -1,0 +1,237 @@
+"""The training loop: teacher signals, unrolled drafter, agreement, one optimizer step; through accelerate."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from draftsmith.distill.objectives import Objective
+from draftsmith.distill.targets import LoadedTarget, load_target
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads import HEADS
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.provenance import environment
+from draftsmith.storage import atomic_folder
+from draftsmith.train.batches import batch_indices, collate, response_tokens
+from draftsmith.train.checkpoint import Progress, load_state, save_state
+from draftsmith.train.console import Console
+from draftsmith.train.data import TrainingData, prepare_data
+from draftsmith.train.evaluate import evaluate_drafter
+from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, Metrics, check_output, claim_output, finish
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.step import AgreementStep
+from draftsmith.train.trackers import TRACKER_FOLDER, require_tracker, start_tracker, tracker_row
+
+
+def train(recipe: Recipe) -> Path:
+    """Train the recipe's drafter and return the folder of the best one, by measured tau.
+
+    Runs in one process or, under `accelerate launch`, in several. A run that was interrupted goes on from its last
+    checkpoint; a finished one is left as it is.
+
+    Raises:
+        ConfigError: before any work starts, for a recipe that cannot run here or an output folder of another run.
+    """
+    check_output(recipe)
+    require_tracker(recipe.tracker)
+    folder = Path(recipe.output)
+    if (folder / FINISHED).exists():
+        Console(True).say(f"{recipe.name}: already finished in {folder}")
+        return folder / DRAFTER
+    accelerator = Accelerator(
+        mixed_precision=_precision(recipe),
+        log_with=None if recipe.tracker == "none" else recipe.tracker,
+        project_dir=str(folder / TRACKER_FOLDER),
+    )
+    _require_divisible(recipe, accelerator.num_processes)
+    accelerator.wait_for_everyone()  # every process has looked at the folder before the first one writes
+    if accelerator.is_main_process:
+        claim_output(recipe)
+    run = _Run(recipe, accelerator, folder)
+    run.train()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return folder / DRAFTER
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Linear warm-up to the peak, then a cosine to a tenth of it. `step` counts from 0."""
+    settings = recipe.train
+    warmup = max(1, round(settings.steps * settings.warmup_fraction))
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, settings.steps - warmup)
+    return settings.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class _Run:
+    """One run's models, data and progress; `train` is the loop."""
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
+        self.recipe, self.accelerator, self.folder = recipe, accelerator, folder
+        self.console = Console(accelerator.is_main_process)
+        settings = recipe.target
+        with accelerator.main_process_first():  # the embedded target is built once, the Hub is asked once
+            self.target: LoadedTarget = load_target(
+                settings.model,
+                revision=settings.revision,
+                dtype=settings.dtype,
+                trust_remote_code=settings.trust_remote_code,
+                device=accelerator.device,
+                progress=accelerator.is_main_process,
+            )
+        with accelerator.main_process_first():
+            self.data: TrainingData = prepare_data(recipe, self.target, self.console)
+        self.teacher = OnlineTeacher(self.target.model)
+        torch.manual_seed(recipe.train.seed)
+        self.drafter = HEADS[recipe.drafter.type].from_target(self.target.model, **recipe.drafter_options())
+        objective = Objective(**recipe.objective.model_dump())
+        optimizer = torch.optim.AdamW(
+            self.drafter.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=recipe.train.weight_decay
+        )
+        module = AgreementStep(self.drafter, objective, self.teacher)
+        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self.described = describe_target(
+            self.target.model, self.target.tokenizer, self.target.name, self.target.revision
+        )
+
+    def train(self) -> None:
+        progress, problems = load_state(self.folder / CHECKPOINTS, self.drafter, self.optimizer.optimizer)
+        for problem in problems:
+            self.console.say(problem)
+        step, self.best_tau, self.best_step = (
+            (progress.step, progress.best_tau, progress.best_step) if progress else (0, 0.0, 0)
+        )
+        if progress is not None:
+            self.console.say(f"{self.recipe.name}: resuming behind step {step}")
+        if self.accelerator.is_main_process:
+            self.metrics = Metrics(self.folder, step)
+        start_tracker(self.accelerator, self.recipe)
+        settings = self.recipe.train
+        self.module.train()
+        if progress is None:
+            self._evaluate(0)
+        with self.console.bar(self.recipe.name, settings.steps, step) as advance:
+            while step < settings.steps:
+                row = self._step(step)
+                step += 1
+                self._log({"step": step, **row})
+                advance(row)
+                if step % settings.evaluate_every == 0 or step == settings.steps:
+                    self._evaluate(step)
+                if step % settings.checkpoint_every == 0 or step == settings.steps:
+                    self._checkpoint(step)
+        if self.accelerator.is_main_process:
+            finish(
+                self.folder,
+                {"best_step": self.best_step, "best_tau": self.best_tau, "environment": environment()},
+            )
+        self.console.say(f"{self.recipe.name}: best tau {self.best_tau:.2f} at step {self.best_step}")
+
+    def _step(self, step: int) -> dict[str, Any]:
+        """One optimizer step over one global batch; its metrics."""
+        started = time.perf_counter()
+        settings, accelerator = self.recipe.train, self.accelerator
+        torch.manual_seed(settings.seed * 1_000_003 + step * 1_009 + accelerator.process_index)
+        indices = batch_indices(settings.seed, step, settings.batch_size, len(self.data.rows))
+        tokens = response_tokens(self.data.rows, indices)
+        rate = learning_rate(self.recipe, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        sums = self._accumulate(indices, tokens)
+        norm = accelerator.clip_grad_norm_(self.module.parameters(), settings.clip_norm)
+        loss_sum, alpha_K, match_K, count_K = (accelerator.reduce(value, "sum") for value in sums)
+        loss = loss_sum.item() / tokens
+        if not math.isfinite(loss) or not math.isfinite(float(norm)):
+            raise DraftsmithError(
+                f"loss={loss} with gradient norm {float(norm)} at step {step + 1} (rows {indices}); expected finite "
+                f"numbers. The last checkpoint in {self.folder / CHECKPOINTS} is kept; try a lower train.learning_rate"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+        return {
+            "loss": loss,
+            "alpha": (alpha_K / count_K.clamp_min(1)).tolist(),
+            "top1": (match_K / count_K.clamp_min(1)).tolist(),
+            "lr": rate,
+            "gradient_norm": float(norm),
+            "tokens_per_second": tokens / seconds,
+            "seconds": seconds,
+        }
+
+    def _accumulate(self, indices: list[int], tokens: int) -> list[torch.Tensor]:
+        """Forward and backward over this process's part of the batch; the sums of loss, alpha, match and count."""
+        accelerator, parts = self.accelerator, self.recipe.train.gradient_accumulation
+        size = len(indices) // (accelerator.num_processes * parts)
+        totals: list[torch.Tensor] = []
+        for part in range(parts):
+            begin = (part * accelerator.num_processes + accelerator.process_index) * size
+            batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device)
+            with accelerator.autocast():
+                signals = self.teacher.signals(batch.input_ids_BT, batch.attention_mask_BT, batch.mask_BT)
+            last = part == parts - 1
+            with torch.enable_grad() if last else accelerator.no_sync(self.module):
+                values = self.module(signals)
+                # Engines average gradients over processes; the sum over all tokens is wanted.
+                accelerator.backward(values[0] * accelerator.num_processes / tokens)
+            detached = [value.detach() for value in values]
+            totals = detached if not totals else [a + b for a, b in zip(totals, detached, strict=True)]
+        return totals
+
+    def _evaluate(self, step: int) -> None:
+        """Decode held-out prompts on the main process; keep the drafter when its tau is the best so far."""
+        if self.accelerator.is_main_process:
+            result = evaluate_drafter(self.target.model, self.drafter, self.data.heldout, self.recipe)
+            self._log({"step": step, "evaluation": result})
+            self.console.evaluation(step, result)
+            if result["tau"] > self.best_tau:
+                self.best_tau, self.best_step = result["tau"], step
+                self._save_best()
+        self.accelerator.wait_for_everyone()
+
+    def _save_best(self) -> None:
+        with atomic_folder(self.folder / DRAFTER) as temporary:
+            save_drafter(
+                self.drafter,
+                temporary,
+                target=self.described,
+                recipe=self.recipe.model_dump(mode="json"),
+                draft_length=self.recipe.train.draft_length,
+                tokenizer=self.target.tokenizer,
+            )
+
+    def _checkpoint(self, step: int) -> None:
+        if self.accelerator.is_main_process:
+            progress = Progress(step, self.best_tau, self.best_step)
+            keep = self.recipe.train.keep_checkpoints
+            save_state(self.folder / CHECKPOINTS, progress, self.drafter, self.optimizer.optimizer, keep)
+        self.accelerator.wait_for_everyone()
+
+    def _log(self, row: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            self.metrics.write(row)
+        if self.recipe.tracker != "none":
+            self.accelerator.log(tracker_row(row), step=row["step"])
+
+
+def _precision(recipe: Recipe) -> str:
+    from draftsmith.distill.embedded_training import bf16_is_fast
+
+    if recipe.train.mixed_precision != "auto":
+        return recipe.train.mixed_precision
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return "bf16" if bf16_is_fast(device) else "no"
+
+
+def _require_divisible(recipe: Recipe, processes: int) -> None:
+    parts = processes * recipe.train.gradient_accumulation
+    if recipe.train.batch_size % parts:
+        raise ConfigError(
+            f"train.batch_size={recipe.train.batch_size}; expected a multiple of {parts} = {processes} processes x "
+            f"gradient_accumulation={recipe.train.gradient_accumulation}"
+        )

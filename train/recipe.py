@@ -1,0 +1,225 @@
+"""The recipe: every knob of a training run, checked before any work starts."""
+
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+
+from draftsmith.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and no key that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TargetSection(Section):
+    model: str = "embedded"
+    """'embedded', a local folder, or a Hub id."""
+    revision: str | None = None
+    """A branch, tag or commit of the Hub repository."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the frozen target; the drafter is always trained in float32."""
+    trust_remote_code: bool = False
+    """Run code that the target's repository carries."""
+
+
+class DraftModelSection(Section):
+    type: Literal["draft_model"]
+    num_hidden_layers: PositiveInt = 1
+    """Layers of the draft model."""
+    hidden_size: PositiveInt | None = None
+    """Width; by default the target's."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the MLP; by default the target's."""
+    num_attention_heads: PositiveInt | None = None
+    """Attention heads; by default the target's."""
+    init: Literal["random", "target_layers"] = "random"
+    """'target_layers' starts from the target's embeddings, lm_head and evenly spaced layers."""
+
+
+class MedusaSection(Section):
+    type: Literal["medusa"]
+    num_heads: PositiveInt = 3
+    """Heads, i.e. the longest draft."""
+    num_layers: PositiveInt = 1
+    """Residual blocks a head."""
+
+
+class DataSection(Section):
+    prompts: str = "embedded"
+    """'embedded', or a JSONL file with `prompt`, `text`, `turns` or `messages`."""
+    count: PositiveInt = 1000
+    """At most this many prompts."""
+    prompt_tokens: PositiveInt = 48
+    """Embedded prompts have this length; longer prompts of a file are left out and counted."""
+    response_tokens: PositiveInt = 128
+    """The longest response that is sampled from the target."""
+    temperature: NonNegativeFloat = 1.0
+    """At which the target answers."""
+    batch_size: PositiveInt = 64
+    """Prompts that are answered together."""
+
+
+class ObjectiveSection(Section):
+    kind: Literal["kl", "tv", "ce"] = "kl"
+    """KL(p || q), total variation, or cross-entropy with the target's argmax."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of both p and q inside the objective."""
+    position_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Draft position k weighs position_decay ** k."""
+    chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits are alive at a time."""
+
+
+class TrainSection(Section):
+    steps: PositiveInt = 200
+    """Optimizer steps."""
+    batch_size: PositiveInt = 16
+    """Sequences a step, over all processes and accumulation steps together."""
+    gradient_accumulation: PositiveInt = 1
+    """Parts that each process's share of a batch is cut into."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak, behind the warm-up; a cosine leads to a tenth of it."""
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of the steps in which the rate rises."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's."""
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Largest norm of the gradient."""
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    """'auto' takes bf16 where the machine computes it in hardware."""
+    draft_length: PositiveInt = 4
+    """gamma: draft tokens a round, in the periodic evaluation and as the checkpoint's default."""
+    evaluate_every: PositiveInt = 50
+    """Steps between two evaluations, which decode held-out prompts."""
+    checkpoint_every: PositiveInt = 50
+    """Steps between two checkpoints to resume from."""
+    keep_checkpoints: PositiveInt = 2
+    """Older ones are deleted."""
+    seed: int = 0
+    """Of initial weights, order of the data and sampling."""
+
+
+class EvaluationSection(Section):
+    prompts: str | None = None
+    """'embedded' or a JSONL file; by default the embedded held-out text, or the last prompts of the training file."""
+    count: PositiveInt = 8
+    """Prompts that are decoded; those taken from a training file are kept out of training."""
+    prompt_tokens: PositiveInt = 48
+    """Length of embedded prompts."""
+    max_new_tokens: PositiveInt = 48
+    """Tokens decoded for each."""
+    temperature: NonNegativeFloat = 0.0
+    """At which they are decoded; 0 is greedy."""
+
+
+class Recipe(Section):
+    name: str
+    """Of the run, in trackers and reports."""
+    output: str
+    """Folder of the run; it is resumed when it holds the same recipe, and refused when it holds another."""
+    drafter: Annotated[DraftModelSection | MedusaSection, Field(discriminator="type")]
+    target: TargetSection = TargetSection()
+    data: DataSection = DataSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    train: TrainSection = TrainSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """wandb runs offline unless WANDB_API_KEY is set."""
+
+    def drafter_options(self) -> dict[str, Any]:
+        """What `from_target` of the drafter takes."""
+        return self.drafter.model_dump(exclude={"type"})
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Text of every recipe in the package by name, e.g. `quickstart/medusa`."""
+    root = files("draftsmith.recipes")
+    found = {}
+    for folder in sorted(root.iterdir(), key=lambda entry: entry.name):
+        if folder.is_dir():
+            for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
+                if file.name.endswith(".yaml"):
+                    found[f"{folder.name}/{file.name.removesuffix('.yaml')}"] = file.read_text(encoding="utf-8")
+    return found
+
+
+def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
+    """A recipe from a YAML file or the name of a shipped one; `overrides` are `section.key=value` and win.
+
+    Raises:
+        ConfigError: for a missing file, an unknown key (with the nearest valid one) or a value out of range.
+    """
+    path, shipped = Path(source), shipped_recipes()
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    elif source.removesuffix(".yaml").removeprefix("recipes/") in shipped:
+        text = shipped[source.removesuffix(".yaml").removeprefix("recipes/")]
+    else:
+        near = get_close_matches(source, shipped, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"recipe={source}; expected a YAML file or one of {', '.join(shipped)}{hint}")
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML ({str(error).splitlines()[0]}); expected a recipe") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source} holds {type(values).__name__}; expected sections with keys")
+    for override in overrides or []:
+        _override(values, override)
+    return parse_recipe(values, source)
+
+
+def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
+    """Check plain values; `source` is named in errors."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{_explain(error, values)} ({source})") from error
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}; expected section.key=value")
+    *sections, last = key.split(".")
+    place = values
+    for section in sections:
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"override {override!r}; {section} is a value, expected a section")
+    place[last] = yaml.safe_load(text)
+
+
+def _explain(error: ValidationError, values: dict[str, Any]) -> str:
+    """The first problem in one line: key, value and what would be valid."""
+    problem = error.errors()[0]
+    location = [str(part) for part in problem["loc"]]
+    kind = (values.get("drafter") or {}).get("type") if isinstance(values.get("drafter"), dict) else None
+    if location[:2] == ["drafter", kind]:
+        location = ["drafter", *location[2:]]  # pydantic puts the union's tag in between
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        known = _keys(location[:-1], kind)
+        near = get_close_matches(location[-1], known, 1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location[:-1], near[0]])}?" if near else f"expected one of {', '.join(known)}"
+        return f"unknown key {key}={problem['input']!r}; {hint}"
+    if problem["type"] == "missing":
+        return f"{key} is missing; expected a value"
+    if problem["type"].startswith("union_tag"):
+        return f"drafter.type={kind!r}; expected draft_model or medusa"
+    return f"{key}={problem['input']!r}; {problem['msg'].replace('Input should be', 'expected')}"
+
+
+def _keys(sections: list[str], kind: str | None) -> list[str]:
+    """The keys that a section knows."""
+    if not sections:
+        return list(Recipe.model_fields)
+    if sections[0] == "drafter":
+        return list({"draft_model": DraftModelSection, "medusa": MedusaSection}[kind].model_fields)
+    return list(Recipe.model_fields[sections[0]].annotation.model_fields)
