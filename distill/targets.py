@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError
@@ -53,6 +54,7 @@ def load_target(
     Raises:
         ConfigError: when it cannot be found or read.
     """
+    disable_progress_bar()  # transformers would draw one for reading a file
     if dtype not in DTYPES:
         raise ConfigError.of("target.dtype", dtype, f"one of {', '.join(DTYPES)}")
     check_target_name(name)

@@ -1,0 +1,5 @@
+"""`python -m draftsmith`"""
+
+from draftsmith.cli import main
+
+main()

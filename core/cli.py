@@ -1,0 +1,161 @@
+"""The command line. Rooms are imported inside each command, so that help and errors do not wait for torch."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftsmith import __version__
+from draftsmith.errors import ConfigError, DraftsmithError
+
+app = typer.Typer(
+    help="Train drafters for speculative decoding on a frozen target, and measure what they are worth.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+TargetOption = Annotated[str, typer.Option("--target", help="'embedded', a local folder or a Hub id.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the target's repository carries.")
+]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"draftsmith {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option("--out", help="Folder of runs and report.")] = Path("runs/quickstart"),
+) -> None:
+    """Build the embedded target, train two drafters on it, and measure both."""
+    from draftsmith.quickstart import quickstart as run
+
+    run(out)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe: see `draftsmith recipes`.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the file.")] = None,
+) -> None:
+    """Train a drafter in this process; for several: accelerate launch -m draftsmith.train RECIPE."""
+    from draftsmith.train.recipe import load_recipe
+
+    checked = load_recipe(recipe, overrides)
+    from draftsmith.train.loop import train as run
+
+    typer.echo(f"drafter: {run(checked)}")
+
+
+@app.command(name="eval")
+def evaluate(
+    target: TargetOption,
+    drafter: Annotated[list[str], typer.Option("--drafter", help="Folder or Hub id, or name=folder; repeatable.")],
+    prompts: Annotated[str, typer.Option("--prompts", help="'embedded' or a JSONL file.")] = "embedded",
+    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Repeatable; 0 and 1.")] = None,
+    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; by default each drafter's own.")] = None,
+    count: Annotated[int | None, typer.Option("--count", help="At most this many prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens a prompt.")] = 96,
+    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Times that everything is measured.")] = 3,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    dtype: DtypeOption = "float32",
+    trust_remote_code: TrustOption = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the report.")] = Path("runs/eval"),
+) -> None:
+    """Measure acceptance and wall-clock speedup of drafters against the target alone."""
+    from draftsmith.measure import MeasureRequest, measure, show
+
+    request = MeasureRequest(
+        target=target,
+        drafters=_named(drafter),
+        prompts=prompts,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        draft_length=gamma,
+        count=count,
+        max_new_tokens=max_new_tokens,
+        top_k=top_k,
+        top_p=top_p,
+        repeats=repeats,
+        seed=seed,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    show(measure(request, out, title=f"Drafters for {target}"), out)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    target: TargetOption,
+    drafter: Annotated[str | None, typer.Option("--drafter", help="Without one the target decodes alone.")] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
+    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    dtype: DtypeOption = "float32",
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Continue a prompt, streaming; tokens that the drafter wrote are coloured."""
+    from draftsmith.stream import stream
+
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    settings["max_new_tokens"] = max_new_tokens
+    stream(prompt, target, drafter, gamma, settings, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe.")] = None) -> None:
+    """List the shipped recipes, or print one."""
+    from draftsmith.train.recipe import shipped_recipes
+
+    shipped = shipped_recipes()
+    if name is None:
+        for recipe, text in shipped.items():
+            typer.echo(f"{recipe:32s} {text.splitlines()[0].lstrip('# ')}")
+        return
+    if name not in shipped:
+        raise ConfigError(f"recipe={name}; expected one of {', '.join(shipped)}")
+    typer.echo(shipped[name], nl=False)
+
+
+def _named(drafters: list[str]) -> dict[str, str]:
+    """`name=folder` or `folder` (named after its last parts) as a dict; two of one name are refused."""
+    named: dict[str, str] = {}
+    for entry in drafters:
+        name, equals, folder = entry.partition("=")
+        if not equals:
+            parts = [part for part in Path(entry).parts if part not in ("drafter", "/")]
+            name, folder = (parts[-1] if parts else entry), entry
+        if name in named:
+            raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
+        named[name] = folder
+    return named
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line; anything the user can mend is one line and exit code 2."""
+    try:
+        app(args=arguments)
+    except DraftsmithError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

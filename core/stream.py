@@ -1,0 +1,73 @@
+"""`draftsmith generate`: streamed text that shows which tokens the drafter wrote in pencil."""
+
+import sys
+
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.output import Round
+from draftsmith.decode.processors import Sampling
+from draftsmith.distill.targets import check_target_name, load_target
+from draftsmith.errors import ConfigError
+from draftsmith.heads.checkpoint import load_drafter
+
+PENCIL, INK = "green", "bold"
+
+
+class IncrementalText:
+    """Turns tokens into text one by one; bytes of an unfinished character wait for the rest."""
+
+    def __init__(self, tokenizer: object) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def add(self, token: int) -> str:
+        """The text that became certain with `token`."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if text.endswith("\ufffd"):
+            return ""
+        new, self._shown = text[len(self._shown) :], text
+        return new
+
+
+def stream(
+    prompt: str,
+    target: str,
+    drafter: str | None,
+    gamma: int | None,
+    settings: dict,
+    *,
+    dtype: str,
+    trust_remote_code: bool,
+) -> None:
+    """Decode `prompt` and print it while it grows; the summary goes to stderr."""
+    Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
+    if gamma is not None and gamma < 1:
+        raise ConfigError.of("gamma", gamma, ">= 1")
+    check_target_name(target)
+    loaded = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
+    tokenizer = loaded.tokenizer
+    loaded_drafter = load_drafter(drafter, loaded.model, tokenizer) if drafter else None
+    decoder = SpeculativeDecoder(loaded.model, loaded_drafter, draft_length=gamma)
+    console, log = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+    text = IncrementalText(tokenizer)
+    if loaded_drafter is not None and console.is_terminal:
+        log.print(Text.assemble(("written by the drafter", PENCIL), ", ", ("written by the target", INK)))
+
+    def on_tokens(tokens: list[int], record: Round | None) -> None:
+        drafted = record.accepted if record is not None else 0
+        for place, token in enumerate(tokens):
+            console.print(Text(text.add(token), style=PENCIL if place < drafted else INK), end="")
+        sys.stdout.flush()
+
+    console.print(Text(prompt), end="")
+    out = decoder.generate(tokenizer(prompt)["input_ids"], on_tokens=on_tokens, **settings)
+    console.print()
+    accepted = sum(min(record.accepted, record.committed) for record in out.rounds)
+    log.print(
+        f"{len(out.tokens)} tokens, {accepted} of them drafted; tau {out.acceptance_length:.2f}, "
+        f"{out.tokens_per_second:.0f} tokens/s, stopped by {out.stopped_by}"
+    )

@@ -1,0 +1,164 @@
+"""The measurement: every drafter and the target alone on the same prompts, interleaved, in one process and engine."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.output import DecodeOutput
+from draftsmith.errors import ConfigError
+from draftsmith.eval.metrics import Measured, greedy_identity, row_numbers
+from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.threads import fastest_threads, threads
+from draftsmith.heads.drafter import Drafter
+from draftsmith.provenance import environment
+
+SCHEMA = 1
+BASELINE = "target alone"
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run measures; two runs with equal settings are the same measurement made again."""
+
+    target: str
+    drafters: dict[str, str]
+    """Name in the table: folder or Hub id."""
+    prompts: str
+    count: int | None = None
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    max_new_tokens: int = 96
+    draft_length: int | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repeats: int = 3
+    seed: int = 0
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rows of `eval.json`, what they were measured on, and a few words on how far to trust them."""
+
+    settings: Settings
+    rows: list[dict[str, Any]]
+    environment: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "rows": self.rows,
+            "environment": self.environment,
+            "settings": asdict(self.settings),
+            "notes": self.notes,
+        }
+
+
+def evaluate(
+    target: nn.Module, drafters: dict[str, Drafter], prompts: list[Prompt], settings: Settings, *, progress: bool = True
+) -> Evaluation:
+    """Measure every drafter against the target alone.
+
+    For each repeat, temperature and prompt all arms decode one after the other, and the arm that begins
+    changes from prompt to prompt, so that a slow second of the machine hits all alike. Decode time only; the prefill is reported apart.
+    """
+    if not prompts:
+        raise ConfigError("prompts=0; expected at least 1")
+    arms: dict[str, SpeculativeDecoder] = {BASELINE: SpeculativeDecoder(target)}
+    for name, drafter in drafters.items():
+        arms[name] = SpeculativeDecoder(target, drafter, draft_length=settings.draft_length)
+    count = fastest_threads(target, prompts[0].input_ids)
+    with threads(count):
+        measured = _measure(arms, prompts, settings, progress)
+        where = environment()
+    rows = []
+    for name, drafter in drafters.items():
+        for temperature in settings.temperatures:
+            runs = {arm: measured[(arm, temperature)] for arm in (BASELINE, name)}
+            head = {"drafter": name, "drafter_type": drafter.type, "temperature": temperature}
+            head["draft_length"] = arms[name].draft_length
+            rows += _rows(head, runs[BASELINE], runs[name])
+    return Evaluation(settings, rows, where, _notes(rows, len(prompts)))
+
+
+def _measure(
+    arms: dict[str, SpeculativeDecoder], prompts: list[Prompt], settings: Settings, progress: bool
+) -> dict[tuple[str, float], list[Measured]]:
+    """Every arm at every temperature on every prompt, `repeats` times."""
+
+    def decode(arm: str, prompt: Prompt, temperature: float, seed: int, tokens: int) -> DecodeOutput:
+        return arms[arm].generate(
+            prompt.input_ids,
+            max_new_tokens=tokens,
+            temperature=temperature,
+            top_k=settings.top_k if temperature > 0 else None,
+            top_p=settings.top_p if temperature > 0 else None,
+            seed=seed,
+        )
+
+    for arm in arms:  # first calls allocate and choose kernels; they are not measured
+        for temperature in settings.temperatures:
+            decode(arm, prompts[0], temperature, 0, WARM_UP_TOKENS)
+    measured: dict[tuple[str, float], list[Measured]] = {(a, t): [] for a in arms for t in settings.temperatures}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("measuring", total=settings.repeats * len(settings.temperatures) * len(prompts) * len(arms))
+        for repeat in range(settings.repeats):
+            for temperature in settings.temperatures:
+                for number, prompt in enumerate(prompts):
+                    first = (number + repeat) % len(arms)
+                    for arm in [*arms][first:] + [*arms][:first]:
+                        # Another seed each time: one lucky text must not decide a sampled row.
+                        seed = settings.seed + 10_007 * repeat + number
+                        output = decode(arm, prompt, temperature, seed, settings.max_new_tokens)
+                        measured[(arm, temperature)].append(Measured(prompt, repeat, output))
+                        bar.advance(task)
+    return measured
+
+
+def _rows(head: dict[str, Any], baseline: list[Measured], speculative: list[Measured]) -> list[dict[str, Any]]:
+    """The row over all prompts and, where there are several categories, one for each."""
+    categories = sorted({run.prompt.category for run in speculative})
+    groups = {"all": (baseline, speculative)}
+    if len(categories) > 1:
+        for category in categories:
+            groups[category] = tuple(
+                [run for run in runs if run.prompt.category == category] for runs in (baseline, speculative)
+            )
+    rows = []
+    for category, (base, spec) in groups.items():
+        row = {**head, "category": category, **row_numbers(base, spec)}
+        if head["temperature"] == 0:
+            row |= greedy_identity(base, spec)
+        rows.append(row)
+    return rows
+
+
+def _notes(rows: list[dict[str, Any]], prompts: int) -> list[str]:
+    """What a reader should know before quoting a number."""
+    notes = []
+    if prompts < 20:
+        notes.append(f"Measured on {prompts} prompts: differences of a few percent mean little.")
+    for row in rows:
+        if row["category"] != "all":
+            continue
+        name = f"{row['drafter']} at T={row['temperature']:g}"
+        if row["speedup"] < 1:
+            notes.append(f"{name} is slower than the target alone ({row['speedup']:.2f}x).")
+        if row["speedup"] > row["tau"]:
+            notes.append(f"{name}: a speedup above tau is impossible but for noise; measure again on a quiet machine.")
+        spread = max(row["speedup_repeats"], default=0) - min(row["speedup_repeats"], default=0)
+        if row["speedup"] and spread > 0.2 * row["speedup"]:
+            notes.append(f"{name}: repeats differ by {spread:.2f}x; the machine was not quiet.")
+        equal, total = row.get("greedy_identical", (0, 0))
+        if equal < total:
+            notes.append(
+                f"{name}: {total - equal} of {total} greedy texts part from the target's own, first at "
+                f"{row['first_divergence']}; in {name} look for a near tie in the target's logits."
+            )
+    return notes

@@ -1,0 +1,57 @@
+"""Prompt sets: the embedded held-out text, or JSON lines."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.distill.embedded import embedded_prompts
+from draftsmith.distill.jsonl import conversation, prompt_ids, read_rows
+from draftsmith.distill.targets import EMBEDDED
+from draftsmith.errors import ConfigError
+
+EMBEDDED_PROMPT_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as token ids, and the category that its numbers count towards."""
+
+    id: str
+    category: str
+    input_ids: list[int]
+
+
+def check_prompts(source: str) -> None:
+    """ConfigError for a prompt file that is missing, empty or malformed; needs no tokenizer."""
+    if source == EMBEDDED:
+        return
+    path = Path(source)
+    for number, row in read_rows(path):
+        conversation(path, number, row)
+
+
+def load_prompts(source: str, tokenizer: Any, *, count: int | None = None, context: int | None = None) -> list[Prompt]:
+    """At most `count` prompts (all of a file by default, 12 of the embedded text).
+
+    A file has rows with `prompt`, or Spec-Bench's and MT-Bench's `turns` (of which the first is asked), and optionally
+    `category` and an id.
+
+    Raises:
+        ConfigError: naming the line of a bad row, or of a prompt that leaves no room in a context of `context` tokens.
+    """
+    if source == EMBEDDED:
+        rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
+        return [Prompt(str(row["id"]), row["category"], row["input_ids"]) for row in rows]
+    path = Path(source)
+    prompts = []
+    for number, row in read_rows(path)[:count]:
+        ids = prompt_ids(tokenizer, conversation(path, number, row))
+        if context is not None and len(ids) >= context:
+            raise ConfigError(
+                f"{path}:{number}: prompt={len(ids)} tokens; expected fewer than the context of {context}"
+            )
+        if not ids:
+            raise ConfigError(f"{path}:{number}: prompt=0 tokens; expected at least 1")
+        name = row.get("question_id", row.get("task_id", row.get("id", number)))
+        prompts.append(Prompt(str(name), str(row.get("category", "all")), ids))
+    return prompts
