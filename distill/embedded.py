@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -22,6 +21,7 @@ from draftsmith.distill.embedded_training import (
     stage_step_cost,
     train_model,
     train_tokenizer,
+    training_device,
 )
 from draftsmith.provenance import environment, fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, write_json
@@ -124,13 +124,9 @@ def _build(folder: Path, recipe: EmbeddedRecipe, train: list[Module], heldout: l
         "heldout_tokens": len(heldout_tokens),
         "heldout_loss": round(loss, 4),
         "heldout_bits_per_byte": round(loss * tokens_per_byte / 0.6931, 4),
-        "precision": "bf16 autocast" if bf16_is_fast(_device()) else "fp32",
-        "device": _device().type,
+        "precision": "bf16 autocast" if bf16_is_fast(training_device()) else "fp32",
+        "device": training_device().type,
         "seconds": round(time.perf_counter() - started, 1),
         "environment": environment(),
     }
     write_json(folder / "build.json", info)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

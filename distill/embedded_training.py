@@ -40,12 +40,12 @@ class EmbeddedRecipe:
     max_position_embeddings: int = 1024
     stages: tuple[Stage, ...] = (
         Stage(layers=2, steps=560, batch_size=8, sequence_length=256),
-        Stage(layers=6, steps=200, batch_size=8, sequence_length=256),
-        Stage(layers=12, steps=90, batch_size=8, sequence_length=512),
+        Stage(layers=6, steps=160, batch_size=8, sequence_length=256),
+        Stage(layers=12, steps=100, batch_size=8, sequence_length=512),
     )
-    learning_rate: float = 1e-2
+    learning_rate: float = 6e-3
     """Peak, of Muon: the matrices inside the blocks."""
-    embedding_learning_rate: float = 4e-3
+    embedding_learning_rate: float = 8e-3
     """Peak, of AdamW: the embedding and the norms' gains."""
     warmup_steps: int = 20
     weight_decay: float = 0.1
@@ -147,6 +147,11 @@ def batches(tokens: Tensor, stage: Stage, seed: int) -> Iterator[Tensor]:
         yield torch.stack([tokens[start : start + width] for start in starts])
 
 
+def training_device() -> torch.device:
+    """The accelerator when there is one; its weights may differ from the CPU's in the last digits."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def bf16_is_fast(device: torch.device) -> bool:
     """True where bf16 matrix products run in hardware; elsewhere they are emulated and slower than fp32."""
     if device.type == "cuda":
@@ -197,7 +202,7 @@ def train_model(
     on_step: Callable[[Stage, float], None],
 ) -> LlamaForCausalLM:
     """Train through all stages and return the fp32 model in eval mode. `on_step` gets each step's stage and loss."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = training_device()
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM(model_config(recipe, tokenizer, recipe.stages[0].layers)).to(device)

@@ -65,7 +65,8 @@ def evaluate(
     """Measure every drafter against the target alone.
 
     For each repeat, temperature and prompt all arms decode one after the other, and the arm that begins
-    changes from prompt to prompt, so that a slow second of the machine hits all alike. Decode time only; the prefill is reported apart.
+    changes from prompt to prompt, so that a slow second of the machine hits all alike. Decode time only; the prefill is
+    reported apart.
     """
     if not prompts:
         raise ConfigError("prompts=0; expected at least 1")

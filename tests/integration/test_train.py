@@ -1,0 +1,194 @@
+"""Recipe to checkpoint to decoder on a tiny target: learning, resuming, several processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.train import loop
+from draftsmith.train.output import read_metrics
+from draftsmith.train.recipe import load_recipe
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts.jsonl"
+    texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i) % 26] for i in range(40)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    recipe = {
+        "name": "tiny",
+        "output": str(tmp_path / "run"),
+        "target": {"model": str(tiny_target_folder)},
+        "drafter": {"type": "draft_model"},
+        "data": {"prompts": str(prompts), "prompt_tokens": 16, "response_tokens": 24},
+        "train": {
+            "steps": 12,
+            "batch_size": 8,
+            "learning_rate": 3e-3,
+            "mixed_precision": "no",
+            "evaluate_every": 6,
+            "checkpoint_every": 4,
+            "draft_length": 3,
+        },
+        "evaluation": {"count": 4, "max_new_tokens": 16},
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file
+
+
+def _run(recipe: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess:
+    return subprocess.run(_command(recipe, *overrides, processes=processes), env=_env(), capture_output=True, text=True)
+
+
+def _env() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _command(recipe: Path, *overrides: str, processes: int = 0) -> list[str]:
+    launch = []
+    if processes:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
+        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
+    return [sys.executable, *launch, "-m", "draftsmith.train", str(recipe), *overrides]
+
+
+def _losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+def _comparable(folder: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the clock."""
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in read_metrics(folder)]
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "medusa"])
+def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
+    overrides = [f"drafter.type={drafter}", "train.steps=60", "train.learning_rate=1e-2", "train.evaluate_every=30"]
+    folder = loop.train(load_recipe(str(recipe_file), overrides))
+    losses = _losses(tmp_path / "run")
+    assert len(losses) == 60
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny-target")
+    decoder = SpeculativeDecoder(target, load_drafter(folder, target, tokenizer))
+    assert decoder.draft_length == 3
+    prompt = [5, 6, 7, 8]
+    out = decoder.generate(prompt, max_new_tokens=30)
+    assert out.tokens == SpeculativeDecoder(target).generate(prompt, max_new_tokens=30).tokens
+    evaluations = [row["evaluation"]["tau"] for row in read_metrics(tmp_path / "run") if "evaluation" in row]
+    best = json.loads((tmp_path / "run" / "finished.json").read_text())
+    assert best["best_tau"] == max(evaluations)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+
+
+def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, tmp_path: Path) -> None:
+    runs = {
+        "one": (0, ()),
+        "accumulated": (0, ("train.gradient_accumulation=2",)),
+        "two": (2, ()),
+        "two_accumulated": (2, ("train.gradient_accumulation=2",)),
+    }
+    curves = {}
+    for name, (processes, overrides) in runs.items():
+        result = _run(recipe_file, f"output={tmp_path / name}", *overrides, processes=processes)
+        assert result.returncode == 0, result.stderr[-2000:]
+        curves[name] = torch.tensor(_losses(tmp_path / name))
+    assert len(curves["one"]) == 12
+    for name in runs:
+        torch.testing.assert_close(curves[name], curves["one"], atol=1e-5, rtol=0)
+
+
+def test_a_killed_run_resumes_bit_by_bit(recipe_file: Path, tmp_path: Path) -> None:
+    whole = _run(recipe_file, f"output={tmp_path / 'whole'}", "train.steps=60", "train.checkpoint_every=5")
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    interrupted = tmp_path / "interrupted"
+    overrides = (f"output={interrupted}", "train.steps=60", "train.checkpoint_every=5")
+    kills = 0
+    for wanted in (8, 31):
+        process = subprocess.Popen(_command(recipe_file, *overrides), env=_env(), stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline and len(_losses(interrupted)) < wanted:
+            time.sleep(0.005)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+    assert kills >= 1, "the run was over before it could be killed"
+    resumed = _run(recipe_file, *overrides)
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert "resuming behind step" in resumed.stderr
+    assert _comparable(interrupted) == _comparable(tmp_path / "whole")
+    weights = [(folder / "drafter" / "model.safetensors").read_bytes() for folder in (interrupted, tmp_path / "whole")]
+    assert weights[0] == weights[1]
+
+
+def test_a_torn_checkpoint_falls_back_to_the_one_before(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(str(recipe_file))
+    loop.train(recipe)
+    expected = _comparable(tmp_path / "run")
+    (tmp_path / "run" / "finished.json").unlink()
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    weights = newest / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    result = _run(recipe_file)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "checkpoint step-000012 cannot be read" in result.stderr
+    assert "resuming behind step 8" in result.stderr
+    assert _comparable(tmp_path / "run") == expected
+
+
+def test_a_finished_run_is_left_alone(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(str(recipe_file), ["train.steps=2"])
+    folder = loop.train(recipe)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
+    assert loop.train(recipe) == folder
+    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
+
+
+def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path) -> None:
+    result = _run(recipe_file, "train.batch_size=7", "train.gradient_accumulation=2")
+    assert result.returncode == 2
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("ConfigError: train.batch_size=7; expected a multiple of 2")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="expected more than evaluation"):
+        loop.train(load_recipe(str(recipe_file), ["evaluation.count=40"]))
+
+
+def test_a_loss_that_is_no_number_stops_the_run(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "learning_rate", lambda recipe, step: float("nan") if step == 6 else 1e-3)
+    with pytest.raises(DraftsmithError, match="at step 8"):
+        loop.train(load_recipe(str(recipe_file)))
+    assert (tmp_path / "run" / "checkpoints" / "step-000004").is_dir()
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_trackers_write_without_a_network(
+    tracker: str, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    result = _run(recipe_file, f"tracker={tracker}", "train.steps=3")
+    assert result.returncode == 0, result.stderr[-2000:]
+    written = [file for file in (tmp_path / "run" / "tracker").rglob("*") if file.is_file()]
+    assert any("tfevents" in file.name if tracker == "tensorboard" else file.suffix == ".wandb" for file in written)

@@ -1,0 +1,75 @@
+"""Recipes are strict, and say what would be valid."""
+
+from pathlib import Path
+
+import pytest
+
+from draftsmith.errors import ConfigError
+from draftsmith.train.loop import learning_rate
+from draftsmith.train.output import check_output, claim_output
+from draftsmith.train.recipe import load_recipe, parse_recipe, shipped_recipes
+
+BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
+
+
+@pytest.mark.parametrize("name", list(shipped_recipes()))
+def test_every_shipped_recipe_is_valid(name: str) -> None:
+    recipe = load_recipe(name)
+    header = shipped_recipes()[name]
+    assert f"-m draftsmith.train {name}" in header
+    assert recipe.train.draft_length >= 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.stepz=3"], r"unknown key train\.stepz=3; did you mean train\.steps\?"),
+        (["trian.steps=3"], r"unknown key trian=.*; did you mean train\?"),
+        (["drafter.num_head=3"], r"unknown key drafter\.num_head=3; did you mean drafter\.num_heads\?"),
+        (["train.draft_length=0"], r"train\.draft_length=0; expected greater than 0"),
+        (["train.learning_rate=-1"], r"train\.learning_rate=-1; expected greater than 0"),
+        (["objective.kind=kll"], r"objective\.kind='kll'; expected 'kl', 'tv' or 'ce'"),
+        (["drafter.type=medsua"], r"drafter\.type='medsua'; expected draft_model or medusa"),
+        (["train.steps"], r"override 'train\.steps'; expected section\.key=value"),
+    ],
+)
+def test_bad_values_are_explained(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("quickstart/medusa", overrides)
+
+
+def test_files_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("name: x\noutput: y\ndrafter: {type: medusa}\ntrain: {learning_rate: 1e-3, steps: 7}\n")
+    recipe = load_recipe(str(file), ["train.steps=9", "data.prompts=other.jsonl", "train.learning_rate=2e-4"])
+    assert (recipe.train.steps, recipe.data.prompts, recipe.train.learning_rate) == (9, "other.jsonl", 2e-4)
+    file.write_text("name: [")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_recipe(str(file))
+    with pytest.raises(ConfigError, match=r"did you mean quickstart/medusa\?"):
+        load_recipe("quickstart/medsua")
+    with pytest.raises(ConfigError, match="drafter is missing"):
+        parse_recipe({"name": "x", "output": "y"}, "here")
+
+
+def test_the_rate_warms_up_and_falls() -> None:
+    recipe = parse_recipe({**BASE, "train": {"steps": 100, "learning_rate": 1.0, "warmup_fraction": 0.1}}, "here")
+    rates = [learning_rate(recipe, step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert max(rates) == 1.0
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert 0.1 <= rates[-1] < 0.11
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    recipe = parse_recipe({**BASE, "output": str(tmp_path / "run")}, "here")
+    check_output(recipe)
+    claim_output(recipe)
+    check_output(recipe)
+    other = parse_recipe({**BASE, "output": str(tmp_path / "run"), "train": {"steps": 7}}, "here")
+    with pytest.raises(ConfigError, match=r"holds another run: train\.steps=200 there, 7 here"):
+        check_output(other)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds files but no recipe\.yaml"):
+        check_output(parse_recipe({**BASE, "output": str(tmp_path / "full")}, "here"))
