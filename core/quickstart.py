@@ -15,7 +15,7 @@ from draftsmith.eval.harness import Evaluation
 from draftsmith.measure import MeasureRequest, measure, show
 
 RECIPES = {"draft_model": "quickstart/draft_model", "medusa": "quickstart/medusa"}
-PROMPTS, NEW_TOKENS, REPEATS = 24, 96, 3
+PROMPTS, NEW_TOKENS, REPEATS = 20, 80, 3
 
 
 def quickstart(out: Path) -> None:

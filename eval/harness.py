@@ -19,6 +19,8 @@ from draftsmith.provenance import environment
 SCHEMA = 1
 BASELINE = "target alone"
 WARM_UP_TOKENS = 16
+REPETITIVE = 0.3
+"""Share of repeated 4-grams above which a report warns; source code itself has about 0.05."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,15 @@ def _notes(rows: list[dict[str, Any]], prompts: int) -> list[str]:
         spread = max(row["speedup_repeats"], default=0) - min(row["speedup_repeats"], default=0)
         if row["speedup"] and spread > 0.2 * row["speedup"]:
             notes.append(f"{name}: repeats differ by {spread:.2f}x; the machine was not quiet.")
+        if row["repeated_4grams"] > REPETITIVE:
+            notes.append(
+                f"{name}: {row['repeated_4grams']:.0%} of the 4-grams stood in the same text before. The target goes "
+                "in circles there, which is easy to draft: a less repetitive text gains less."
+            )
         equal, total = row.get("greedy_identical", (0, 0))
         if equal < total:
             notes.append(
                 f"{name}: {total - equal} of {total} greedy texts part from the target's own, first at "
-                f"{row['first_divergence']}; in {name} look for a near tie in the target's logits."
+                f"{row['first_divergence']}; a near tie in its logits does that, and so would a bug."
             )
     return notes

@@ -56,7 +56,18 @@ def row_numbers(baseline: list[Measured], speculative: list[Measured]) -> dict[s
         "prefill_seconds": median(run.output.prefill_seconds for run in speculative),
         "baseline_prefill_seconds": median(run.output.prefill_seconds for run in baseline),
         "decode_tokens": sum(run.output.decode_tokens for run in speculative),
+        "repeated_4grams": repeated_4grams([run.output.tokens for run in speculative]),
     }
+
+
+def repeated_4grams(texts: list[list[int]]) -> float:
+    """Share of 4-grams that their own text held before. Text that goes in circles is easy to draft."""
+    repeated = total = 0
+    for tokens in texts:
+        grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
+        repeated += len(grams) - len(set(grams))
+        total += len(grams)
+    return repeated / total if total else 0.0
 
 
 def greedy_identity(baseline: list[Measured], speculative: list[Measured]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def _save(figure: plt.Figure, path: Path, title: str) -> dict[str, str]:
 
 
 def plot_speedup(rows: list[dict[str, Any]], path: Path) -> dict[str, str]:
-    """A bar a drafter and temperature, with a line at the target alone."""
+    """A bar a drafter and temperature, a stroke from its slowest to its fastest repeat, a line at the target alone."""
     overall = _overall(rows)
     best = max(overall, key=lambda row: row["speedup"])
     title = f"{best['drafter']} decodes {best['speedup']:.2f}x as fast as the target alone at T={best['temperature']:g}"
@@ -38,16 +38,17 @@ def plot_speedup(rows: list[dict[str, Any]], path: Path) -> dict[str, str]:
         figure, axis = plt.subplots(figsize=(1.6 + 1.5 * len(overall), 4))
         for place, row in enumerate(overall):
             bar = axis.bar(place, row["speedup"], width=0.65, color=_colour(rows, row["drafter"]))
-            axis.bar_label(bar, [f"{row['speedup']:.2f}x"], padding=3)
+            axis.bar_label(bar, [f"{row['speedup']:.2f}x"], label_type="center", color="white", fontweight="bold")
             if row["speedup_repeats"]:
                 low, high = min(row["speedup_repeats"]), max(row["speedup_repeats"])
                 axis.vlines(place, low, high, color="black", linewidth=1.2)
-        axis.axhline(1, color="black", linewidth=1, linestyle="--")
-        axis.text(len(overall) - 0.6, 1.02, "target alone", ha="right", va="bottom", fontsize=9)
+        axis.axhline(1, color="black", linewidth=1, linestyle="--", label="target alone")
+        axis.legend(fontsize=9, loc="upper right")
         labels = [f"{row['drafter']}\nT={row['temperature']:g}, gamma={row['draft_length']}" for row in overall]
         axis.set_xticks(range(len(overall)), labels, fontsize=9)
         axis.set_ylabel("speedup (ratio of tokens/s)")
-        axis.set_ylim(0, 1.18 * max(1, *(row["speedup"] for row in overall)))
+        tallest = max(max(row["speedup_repeats"], default=row["speedup"]) for row in overall)
+        axis.set_ylim(0, 1.2 * max(1, tallest))
         axis.grid(axis="x", visible=False)
         axis.set_title(title, fontsize=11, wrap=True)
     return _save(figure, path, title)

@@ -10,6 +10,7 @@ from draftsmith.distill.targets import EMBEDDED
 from draftsmith.errors import ConfigError
 
 EMBEDDED_PROMPT_TOKENS = 48
+UNCATEGORISED = "uncategorised"
 
 
 @dataclass(frozen=True)
@@ -53,5 +54,7 @@ def load_prompts(source: str, tokenizer: Any, *, count: int | None = None, conte
         if not ids:
             raise ConfigError(f"{path}:{number}: prompt=0 tokens; expected at least 1")
         name = row.get("question_id", row.get("task_id", row.get("id", number)))
-        prompts.append(Prompt(str(name), str(row.get("category", "all")), ids))
+        category = str(row.get("category") or UNCATEGORISED)
+        # `all` is the row that sums up a run.
+        prompts.append(Prompt(str(name), UNCATEGORISED if category == "all" else category, ids))
     return prompts

@@ -1,0 +1,153 @@
+"""`draftsmith eval` and `generate` on tiny models: every file it writes, and every refusal that needs a model."""
+
+import json
+import os
+from itertools import product
+from pathlib import Path
+
+import pytest
+from conftest import make_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.cli import main
+from draftsmith.heads import Medusa
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.hub.card import write_card
+
+ROW_KEYS = [
+    *("drafter", "drafter_type", "temperature", "draft_length", "category", "prompts", "alpha", "tau", "acceptance_at"),
+    *("baseline_tokens_per_second", "tokens_per_second", "speedup", "draft_share", "verify_share", "overhead_share"),
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "abcd"}, {"turns": ["hello", "again"], "category": "chat", "question_id": 81}, {"prompt": "xyz"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def medusa_folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    made_for = describe_target(tiny_target, tiny_tokenizer, "tiny")
+    drafter = Medusa.from_target(tiny_target, num_heads=2)
+    save_drafter(drafter, tmp_path / "medusa", target=made_for, recipe={"name": "x"}, draft_length=2)
+    return tmp_path / "medusa"
+
+
+def _main(*arguments: str) -> int:
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_a_whole_evaluation(tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, prompts: Path) -> None:
+    out = tmp_path / "out"
+    call = [
+        "eval",
+        "--target",
+        tiny_target_folder,
+        "--drafter",
+        medusa_folder,
+        "--drafter",
+        f"self={tiny_target_folder}",
+    ]
+    call += ["--prompts", prompts, "--max-new-tokens", 20, "--repeats", 2, "--out", out]
+    assert _main(*call) == 0
+    written = json.loads((out / "eval.json").read_text())
+    assert written["schema"] == 1
+    assert set(written["environment"]) >= {"cpu", "torch_threads", "versions", "command"}
+    rows = written["rows"]
+    assert {(row["drafter"], row["temperature"], row["category"]) for row in rows} == set(
+        product(("medusa", "self"), (0.0, 1.0), ("all", "chat", "uncategorised"))
+    )
+    assert {row["prompts"] for row in rows if row["category"] == "all"} == {3}
+    for row in rows:
+        assert set(ROW_KEYS) <= row.keys()
+        assert row["draft_share"] + row["verify_share"] + row["overhead_share"] == pytest.approx(1)
+        assert 0 <= row["alpha"] <= 1
+        assert 1 <= row["tau"] <= row["draft_length"] + 1
+        if row["temperature"] == 0:
+            assert row["greedy_identical"][0] == row["greedy_identical"][1] > 0
+    own = next(row for row in rows if row["drafter"] == "self" and row["temperature"] == 0)
+    assert own["alpha"] == 1.0, "a target that drafts for itself is always accepted"
+    report = (out / "report.md").read_text()
+    assert "| medusa | 0 | 2 |" in report
+    for plot in ("speedup.png", "acceptance.png"):
+        assert f"({plot})" in report
+        assert (out / plot).read_bytes().startswith(b"\x89PNG")
+
+    write_card(medusa_folder, written, "medusa")
+    card = (medusa_folder / "README.md").read_text()
+    assert card.startswith("---\nlicense:")
+    assert "load_drafter" in card
+    assert _main(*call) == 0, "the same measurement may be made again"
+
+
+def test_another_run_in_the_folder_is_refused(
+    tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    call = ["eval", "--target", tiny_target_folder, "--drafter", medusa_folder, "--prompts", prompts, "--out", out]
+    call += ["--repeats", 1, "--max-new-tokens", 4]
+    assert _main(*call, "--seed", 1) == 0
+    before = {file: file.read_bytes() for file in out.iterdir()}
+    assert _main(*call, "--seed", 2) == 2
+    assert "holds another run: seed=1 there, 2 here" in capsys.readouterr().err
+    assert before == {file: file.read_bytes() for file in out.iterdir()}
+
+
+def test_refusals_that_need_the_models(
+    tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
+) -> None:
+    call = ["eval", "--target", tiny_target_folder, "--out", tmp_path / "out", "--repeats", 1]
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "ab" * 100}) + "\n")
+    assert _main(*call, "--drafter", medusa_folder, "--prompts", long) == 2
+    assert "long.jsonl:2: prompt=200 tokens; expected fewer than the context of 128" in capsys.readouterr().err
+    other = tmp_path / "other"
+    make_llama(vocab_size=60).save_pretrained(other)
+    assert _main(*call, "--drafter", other, "--prompts", prompts) == 2
+    assert "has a vocabulary of 60; expected the target's 64" in capsys.readouterr().err
+    assert _main(*call, "--drafter", medusa_folder, "--prompts", prompts, "--gamma", 3) == 2
+    assert "draft_length=3; expected at most 2" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_generate_prints_the_targets_text(
+    tiny_target_folder: Path, medusa_folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    call = ["generate", "abc", "--target", tiny_target_folder, "--max-new-tokens", 20]
+    assert _main(*call) == 0
+    alone = capsys.readouterr()
+    assert _main(*call, "--drafter", medusa_folder) == 0
+    drafted = capsys.readouterr()
+    assert alone.out == drafted.out
+    assert "\x1b[" not in drafted.out, "plain text where there is no terminal"
+    model, tokenizer = (kind.from_pretrained(tiny_target_folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer("abc", return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=20, do_sample=False)
+    assert alone.out.strip("\n") == tokenizer.decode(expected[0], skip_special_tokens=True)
+    assert "tau" in drafted.err
+
+
+ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
+
+
+@pytest.mark.skipif(not (ASSETS / "models").is_dir(), reason="no pretrained models: set DRAFTSMITH_ASSETS")
+def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path) -> None:
+    """Two TinyStories models that agree on about 0.7 of the tokens."""
+    prompts = tmp_path / "stories.jsonl"
+    texts = ["Once upon a time, there was a", "Lily went to the park", "The dog was very", "One day, a boy named Tim"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    models = ASSETS / "models"
+    call = ["eval", "--target", models / "stories260K", "--drafter", models / "stories260K-qat-polish256"]
+    call += ["--prompts", prompts, "--repeats", 1, "--max-new-tokens", 64, "--out", tmp_path / "out"]
+    assert _main(*call) == 0
+    rows = json.loads((tmp_path / "out" / "eval.json").read_text())["rows"]
+    greedy = next(row for row in rows if row["temperature"] == 0)
+    assert 0.55 < greedy["alpha"] < 0.9
+    assert greedy["greedy_identical"] == [4, 4]

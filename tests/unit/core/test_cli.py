@@ -1,0 +1,92 @@
+"""The command line: one clear line and exit code 2 before any work starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.cli import _named, main
+from draftsmith.errors import ConfigError
+from draftsmith.stream import IncrementalText
+from draftsmith.train.recipe import shipped_recipes
+
+
+def _run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    printed = capsys.readouterr()
+    return int(stop.value.code or 0), printed.out, printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gamma", "0"], "ConfigError: gamma=0; expected >= 1"),
+        (["--temperature", "-1"], "ConfigError: temperature=-1.0; expected >= 0"),
+        (["--temperature", "1", "--temperature", "1"], "ConfigError: temperature=[1.0, 1.0]; expected each only once"),
+        (["--max-new-tokens", "0"], "ConfigError: max_new_tokens=0; expected >= 1"),
+        (["--dtype", "int3"], "ConfigError: dtype='int3'; expected one of float32"),
+        (["--prompts", "absent.jsonl"], "ConfigError: prompts=absent.jsonl; expected a JSONL file"),
+        (["--top-p", "2"], "ConfigError: top_p=2.0; expected a number above 0"),
+        (["--drafter", "d"], "ConfigError: drafter=d: the name 'd' is taken"),
+    ],
+)
+def test_bad_evaluations_stop_early(
+    options: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    arguments = ["eval", "--target", "embedded", "--drafter", "d", "--out", str(tmp_path / "out"), *options]
+    code, _, err = _run(capsys, *arguments)
+    assert code == 2
+    assert err.startswith(message)
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    absent = str(tmp_path / "a" / "b")
+    assert _run(capsys, "generate", "x", "--target", absent)[0] == 2
+    assert _run(capsys, "generate", "x", "--target", "embedded", "--temperature", "-2")[0] == 2
+    code, _, err = _run(capsys, "train", "quickstart/medusa", "train.stepz=1")
+    assert (code, "did you mean train.steps?" in err) == (2, True)
+    assert _run(capsys, "recipes", "nothing")[0] == 2
+
+
+def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
+    code, out, _ = _run(capsys, "recipes")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(shipped_recipes())
+    _, out, _ = _run(capsys, "recipes", "quickstart/medusa")
+    assert out == shipped_recipes()["quickstart/medusa"]
+
+
+def test_help_does_not_load_torch() -> None:
+    program = "import sys; from draftsmith.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    program += "assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_names_of_drafters() -> None:
+    named = _named(["runs/a/drafter", "best=runs/b/drafter", "org/model"])
+    assert named == {"a": "runs/a/drafter", "best": "runs/b/drafter", "model": "org/model"}
+    with pytest.raises(ConfigError, match="'a' is taken"):
+        _named(["x/a", "y/a"])
+
+
+def test_streamed_text_adds_up(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    text = IncrementalText(tiny_tokenizer)
+    ids = tiny_tokenizer("HelloWorld")["input_ids"]
+    assert "".join(text.add(token) for token in ids) == tiny_tokenizer.decode(ids)
+
+
+class _Bytes:
+    """A tokenizer whose tokens are bytes: a character may need several."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def test_half_a_character_waits_for_the_rest() -> None:
+    text = IncrementalText(_Bytes())
+    assert [text.add(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
