@@ -65,9 +65,40 @@ def conversation(path: Path, number: int, row: dict[str, Any]) -> str | list[dic
 def prompt_ids(tokenizer: Any, asked: str | list[dict[str, str]]) -> list[int]:
     """Token ids of a prompt; messages go through the tokenizer's chat template where it has one."""
     if isinstance(asked, str):
-        return tokenizer(asked)["input_ids"]
+        return tokenizer(asked, verbose=False)["input_ids"]
     if tokenizer.chat_template:
         return tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=True)[
             "input_ids"
         ]
     return tokenizer("\n".join(message["content"] for message in asked))["input_ids"]
+
+
+ANSWERS = ("response", "completion", "answer", "output")
+
+
+def answered_ids(
+    tokenizer: Any, path: Path, number: int, row: dict[str, Any], prompt_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Token ids of a row's prompt and of the answer that stands beside it.
+
+    The answer is the first assistant message, or under one of `ANSWERS`; a lone `text` is cut into a beginning of at
+    most `prompt_tokens` tokens, at most half of it, and a rest.
+    """
+    if isinstance(row.get("text"), str) and "prompt" not in row:
+        ids = tokenizer(row["text"])["input_ids"]
+        cut = min(prompt_tokens, len(ids) // 2)
+        if cut > 0:
+            return ids[:cut], ids[cut:]
+        raise ConfigError(f"{path}:{number}: {len(ids)} tokens of text; expected at least 2")
+    prompt = prompt_ids(tokenizer, conversation(path, number, row))
+    messages = row["messages"] if isinstance(row.get("messages"), list) else []
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    answers += [row[key] for key in ANSWERS if isinstance(row.get(key), str)]
+    ids = tokenizer(answers[0], add_special_tokens=False)["input_ids"] if answers else []
+    if not ids:
+        raise ConfigError(
+            f"{path}:{number}: no answer; data.response='text' expected a 'text', an assistant message, or one of "
+            f"{', '.join(ANSWERS)}"
+        )
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return prompt, [*ids, *end]

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, disable_progress_bars, load_from_disk
+from rich.console import Console
 from rich.progress import track
 from torch import nn
 
 from draftsmith.decode.cache import PointerCache, context_limit
 from draftsmith.distill.embedded import embedded_prompts
-from draftsmith.distill.jsonl import conversation, prompt_ids, read_rows
+from draftsmith.distill.jsonl import answered_ids, conversation, prompt_ids, read_rows
 from draftsmith.distill.targets import EMBEDDED, LoadedTarget
 from draftsmith.errors import ConfigError
 from draftsmith.provenance import fingerprint, model_fingerprint
@@ -30,24 +31,63 @@ class SampleSettings:
     seed: int
 
 
-def training_prompts(
-    source: str, target: LoadedTarget, count: int, prompt_tokens: int, seed: int, report: Callable[[str], None]
-) -> list[list[int]]:
-    """Token ids of at most `count` prompts of at most `prompt_tokens`, from the embedded text or a JSONL file.
+@dataclass(frozen=True)
+class Example:
+    """Token ids of a prompt and, unless the target is to write it, of the response."""
 
-    Longer prompts of a file are left out, and `report` is told how many.
+    prompt: list[int]
+    response: list[int]
+
+
+@dataclass(frozen=True)
+class ExampleSettings:
+    """Where examples come from and how long they may be; see the recipe's data section."""
+
+    source: str
+    count: int
+    prompt_tokens: int
+    response_tokens: int
+    answered: bool
+    """Take the responses that the text holds, too."""
+    seed: int
+
+
+def training_examples(target: LoadedTarget, settings: ExampleSettings, report: Callable[[str], None]) -> list[Example]:
+    """At most `count` examples from the embedded text or a JSONL file.
+
+    Those of a file that are longer than asked for, or than the context, are left out, and `report` is told how many.
     """
-    if source == EMBEDDED:
-        return [row["input_ids"] for row in embedded_prompts(target.tokenizer, "train", count, prompt_tokens, seed)]
-    path = Path(source)
-    rows = [prompt_ids(target.tokenizer, conversation(path, number, row)) for number, row in read_rows(path)]
-    fitting = [ids for ids in rows if 0 < len(ids) <= prompt_tokens]
-    if len(fitting) < len(rows):
-        left_out = f"{len(rows) - len(fitting)} of {len(rows)} prompts"
-        report(f"{left_out} of {path} are longer than {prompt_tokens} tokens: left out")
+    tokenizer, prompt_tokens = target.tokenizer, settings.prompt_tokens
+    if settings.source == EMBEDDED:
+        window = prompt_tokens + (settings.response_tokens if settings.answered else 0)
+        rows = embedded_prompts(tokenizer, "train", settings.count, window, settings.seed)
+        return [Example(row["input_ids"][:prompt_tokens], row["input_ids"][prompt_tokens:]) for row in rows]
+    path = Path(settings.source)
+    if settings.answered:
+        pairs = [answered_ids(tokenizer, path, number, row, prompt_tokens) for number, row in read_rows(path)]
+    else:
+        pairs = [(prompt_ids(tokenizer, conversation(path, number, row)), []) for number, row in read_rows(path)]
+    limit = context_limit(target.model)
+    fitting = [
+        Example(prompt, response)
+        for prompt, response in pairs
+        if 0 < len(prompt) <= prompt_tokens
+        and len(response) <= settings.response_tokens
+        and (limit is None or len(prompt) + len(response) <= limit)
+    ]
+    if len(fitting) < len(pairs):
+        most = f"{prompt_tokens} tokens" + (f", or their answers than {settings.response_tokens}" * settings.answered)
+        report(f"{len(pairs) - len(fitting)} of {len(pairs)} prompts of {path} are longer than {most}: left out")
     if not fitting:
         raise ConfigError.of("data.prompt_tokens", prompt_tokens, f"room for at least one prompt of {path}")
-    return fitting[:count]
+    return fitting[: settings.count]
+
+
+def text_samples(examples: list[Example]) -> Dataset:
+    """The examples' own responses, in the layout of `target_samples`."""
+    return Dataset.from_list(
+        [{"input_ids": [*row.prompt, *row.response], "prompt_length": len(row.prompt)} for row in examples]
+    )
 
 
 def target_samples(
@@ -83,7 +123,8 @@ def sample_responses(
     rows: dict[int, dict] = {}
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
-        for start in track(starts, description="sampling from the target", disable=not progress):
+        console = Console(stderr=True)
+        for start in track(starts, description="sampling from the target", console=console, disable=not progress):
             batch = order[start : start + settings.batch_size]
             responses = _batch(target.model, [prompts[index] for index in batch], settings)
             for index, response in zip(batch, responses, strict=True):

@@ -27,7 +27,7 @@ class Console:
         """Yields a function that takes a step's metrics and moves the bar on."""
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
@@ -36,7 +36,7 @@ class Console:
             task = progress.add_task(name, total=steps, completed=done, numbers="")
 
             def advance(row: dict[str, Any]) -> None:
-                numbers = f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f} {row['tokens_per_second']:,.0f} tokens/s"
+                numbers = f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f}"  # 80 columns hold no more
                 progress.update(task, advance=1, numbers=numbers)
 
             yield advance

@@ -1,20 +1,22 @@
 """The periodic evaluation: decode held-out prompts with the drafter as it is now."""
 
+from typing import Any
+
 from torch import nn
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.output import acceptance_at
 from draftsmith.heads.drafter import Drafter
-from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe import EvaluationSection
 
 
-def evaluate_drafter(target: nn.Module, drafter: Drafter, prompts: list[list[int]], recipe: Recipe) -> dict:
+def evaluate_drafter(
+    target: nn.Module, drafter: Drafter, prompts: list[list[int]], settings: EvaluationSection, draft_length: int
+) -> dict[str, Any]:
     """Measured `alpha`, `tau` and `acceptance_at` over all prompts, decoded one by one."""
     was_training = drafter.training
     drafter.eval()
-    length = min(recipe.train.draft_length, drafter.max_draft_length or recipe.train.draft_length)
-    decoder = SpeculativeDecoder(target, drafter, draft_length=length)
-    settings = recipe.evaluation
+    decoder = SpeculativeDecoder(target, drafter, draft_length=draft_length)
     rounds, committed = [], 0
     for number, prompt in enumerate(prompts):
         out = decoder.generate(

@@ -19,7 +19,7 @@ from draftsmith.storage import atomic_folder
 from draftsmith.train.batches import batch_indices, collate, response_tokens
 from draftsmith.train.checkpoint import Progress, load_state, save_state
 from draftsmith.train.console import Console
-from draftsmith.train.data import TrainingData, prepare_data
+from draftsmith.train.data import TrainingData, check_sources, prepare_data
 from draftsmith.train.evaluate import evaluate_drafter
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, Metrics, check_output, claim_output, finish
 from draftsmith.train.recipe import Recipe
@@ -38,6 +38,7 @@ def train(recipe: Recipe) -> Path:
     """
     check_output(recipe)
     require_tracker(recipe.tracker)
+    check_sources(recipe)
     folder = Path(recipe.output)
     if (folder / FINISHED).exists():
         Console(True).say(f"{recipe.name}: already finished in {folder}")
@@ -84,11 +85,12 @@ class _Run:
                 device=accelerator.device,
                 progress=accelerator.is_main_process,
             )
-        with accelerator.main_process_first():
-            self.data: TrainingData = prepare_data(recipe, self.target, self.console)
         self.teacher = OnlineTeacher(self.target.model)
         torch.manual_seed(recipe.train.seed)
         self.drafter = HEADS[recipe.drafter.type].from_target(self.target.model, **recipe.drafter_options())
+        self.draft_length = recipe.draft_length(self.drafter.max_draft_length)
+        with accelerator.main_process_first():
+            self.data: TrainingData = prepare_data(recipe, self.target, self.console)
         objective = Objective(**recipe.objective.model_dump())
         optimizer = torch.optim.AdamW(
             self.drafter.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=recipe.train.weight_decay
@@ -109,7 +111,7 @@ class _Run:
         if progress is not None:
             self.console.say(f"{self.recipe.name}: resuming behind step {step}")
         if self.accelerator.is_main_process:
-            self.metrics = Metrics(self.folder, step)
+            self.metrics = Metrics(self.folder, step if progress else None)
         start_tracker(self.accelerator, self.recipe)
         settings = self.recipe.train
         self.module.train()
@@ -186,7 +188,9 @@ class _Run:
     def _evaluate(self, step: int) -> None:
         """Decode held-out prompts on the main process; keep the drafter when its tau is the best so far."""
         if self.accelerator.is_main_process:
-            result = evaluate_drafter(self.target.model, self.drafter, self.data.heldout, self.recipe)
+            result = evaluate_drafter(
+                self.target.model, self.drafter, self.data.heldout, self.recipe.evaluation, self.draft_length
+            )
             self._log({"step": step, "evaluation": result})
             self.console.evaluation(step, result)
             if result["tau"] > self.best_tau:
@@ -201,7 +205,7 @@ class _Run:
                 temporary,
                 target=self.described,
                 recipe=self.recipe.model_dump(mode="json"),
-                draft_length=self.recipe.train.draft_length,
+                draft_length=self.draft_length,
                 tokenizer=self.target.tokenizer,
             )
 

@@ -8,7 +8,7 @@ import yaml
 
 from draftsmith.errors import ConfigError
 from draftsmith.storage import write_json, write_text
-from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe import Recipe, parse_recipe
 
 RECIPE, METRICS, FINISHED, DRAFTER, CHECKPOINTS = (
     "recipe.yaml",
@@ -28,8 +28,7 @@ def check_output(recipe: Recipe) -> None:
         return
     if not (folder / RECIPE).is_file():
         raise ConfigError(f"output={folder} holds files but no {RECIPE}; expected an empty folder or an earlier run")
-    earlier = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
-    difference = _first_difference(earlier, _comparable(recipe))
+    difference = _first_difference(_earlier(folder / RECIPE), _comparable(recipe))
     if difference is not None:
         key, before, now = difference
         raise ConfigError(
@@ -44,6 +43,17 @@ def claim_output(recipe: Recipe) -> Path:
     if not (folder / RECIPE).exists():
         write_text(folder / RECIPE, yaml.safe_dump(_comparable(recipe), sort_keys=False))
     return folder
+
+
+def _earlier(file: Path) -> Any:
+    """The folder's recipe; keys that have come since then get their defaults."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return _comparable(parse_recipe({**values, "output": "earlier"}, str(file)))
+    except (ConfigError, TypeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{file} is not a recipe that this version knows ({error}); expected another output"
+        ) from error
 
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:
@@ -64,9 +74,10 @@ def _first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, A
 class Metrics:
     """`metrics.jsonl`: one object a line; starting again at a step drops what an interrupted run wrote behind it."""
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        """`resume_step` is the checkpoint's that the run goes on from; None begins from nothing."""
         self._path = folder / METRICS
-        kept = [row for row in read_metrics(folder) if row["step"] <= resume_step]
+        kept = [] if resume_step is None else [row for row in read_metrics(folder) if row["step"] <= resume_step]
         write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: dict[str, Any]) -> None:

@@ -6,15 +6,34 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draftsmith.errors import ConfigError
+
+DEFAULT_DRAFT_LENGTH = 4
+BOUNDS = (
+    ("greater_than", ">", "gt"),
+    ("greater_than_equal", ">=", "ge"),
+    ("less_than", "<", "lt"),
+    ("less_than_equal", "<=", "le"),
+)
+
+
+def _no_truth_value(value: Any) -> Any:
+    # YAML reads `yes` as true, and pydantic would then take it for 1.
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
+
+
+Count = Annotated[int, Field(ge=1), BeforeValidator(_no_truth_value)]
+Number = Annotated[float, BeforeValidator(_no_truth_value)]
 
 
 class Section(BaseModel):
     """Base of all sections: frozen, and no key that it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
@@ -30,13 +49,13 @@ class TargetSection(Section):
 
 class DraftModelSection(Section):
     type: Literal["draft_model"]
-    num_hidden_layers: PositiveInt = 1
+    num_hidden_layers: Count = 1
     """Layers of the draft model."""
-    hidden_size: PositiveInt | None = None
+    hidden_size: Count | None = None
     """Width; by default the target's."""
-    intermediate_size: PositiveInt | None = None
+    intermediate_size: Count | None = None
     """Width of the MLP; by default the target's."""
-    num_attention_heads: PositiveInt | None = None
+    num_attention_heads: Count | None = None
     """Attention heads; by default the target's."""
     init: Literal["random", "target_layers"] = "random"
     """'target_layers' starts from the target's embeddings, lm_head and evenly spaced layers."""
@@ -44,77 +63,84 @@ class DraftModelSection(Section):
 
 class MedusaSection(Section):
     type: Literal["medusa"]
-    num_heads: PositiveInt = 3
+    num_heads: Count = 3
     """Heads, i.e. the longest draft."""
-    num_layers: PositiveInt = 1
+    num_layers: Count = 1
     """Residual blocks a head."""
+
+
+DRAFTERS: dict[str, type[Section]] = {"draft_model": DraftModelSection, "medusa": MedusaSection}
 
 
 class DataSection(Section):
     prompts: str = "embedded"
     """'embedded', or a JSONL file with `prompt`, `text`, `turns` or `messages`."""
-    count: PositiveInt = 1000
+    count: Count = 1000
     """At most this many prompts."""
-    prompt_tokens: PositiveInt = 48
+    prompt_tokens: Count = 48
     """Embedded prompts have this length; longer prompts of a file are left out and counted."""
-    response_tokens: PositiveInt = 128
-    """The longest response that is sampled from the target."""
-    temperature: NonNegativeFloat = 1.0
+    response: Literal["target", "text"] = "target"
+    """'target' samples an answer to each prompt; 'text' takes the one that stands in the file, which is another
+    distribution than the drafter will meet."""
+    response_tokens: Count = 128
+    """The longest response; longer ones of a file are left out and counted."""
+    temperature: Annotated[Number, Field(ge=0)] = 1.0
     """At which the target answers."""
-    batch_size: PositiveInt = 64
+    batch_size: Count = 64
     """Prompts that are answered together."""
 
 
 class ObjectiveSection(Section):
     kind: Literal["kl", "tv", "ce"] = "kl"
     """KL(p || q), total variation, or cross-entropy with the target's argmax."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[Number, Field(gt=0)] = 1.0
     """Of both p and q inside the objective."""
-    position_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    position_decay: Annotated[Number, Field(gt=0, le=1)] = 0.8
     """Draft position k weighs position_decay ** k."""
-    chunk_tokens: PositiveInt = 1024
+    chunk_tokens: Count = 1024
     """Tokens whose logits are alive at a time."""
 
 
 class TrainSection(Section):
-    steps: PositiveInt = 200
+    steps: Count = 200
     """Optimizer steps."""
-    batch_size: PositiveInt = 16
+    batch_size: Count = 16
     """Sequences a step, over all processes and accumulation steps together."""
-    gradient_accumulation: PositiveInt = 1
+    gradient_accumulation: Count = 1
     """Parts that each process's share of a batch is cut into."""
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    learning_rate: Annotated[Number, Field(gt=0)] = 1e-3
     """Peak, behind the warm-up; a cosine leads to a tenth of it."""
-    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05
     """Share of the steps in which the rate rises."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     """AdamW's."""
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    clip_norm: Annotated[Number, Field(gt=0)] = 1.0
     """Largest norm of the gradient."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """'auto' takes bf16 where the machine computes it in hardware."""
-    draft_length: PositiveInt = 4
-    """gamma: draft tokens a round, in the periodic evaluation and as the checkpoint's default."""
-    evaluate_every: PositiveInt = 50
+    draft_length: Count | None = None
+    """gamma: draft tokens a round, in the periodic evaluation and as the checkpoint's default; by default as many as
+    the drafter has heads, or 4."""
+    evaluate_every: Count = 50
     """Steps between two evaluations, which decode held-out prompts."""
-    checkpoint_every: PositiveInt = 50
+    checkpoint_every: Count = 50
     """Steps between two checkpoints to resume from."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: Count = 2
     """Older ones are deleted."""
-    seed: int = 0
+    seed: Annotated[int, BeforeValidator(_no_truth_value)] = 0
     """Of initial weights, order of the data and sampling."""
 
 
 class EvaluationSection(Section):
     prompts: str | None = None
     """'embedded' or a JSONL file; by default the embedded held-out text, or the last prompts of the training file."""
-    count: PositiveInt = 8
+    count: Count = 8
     """Prompts that are decoded; those taken from a training file are kept out of training."""
-    prompt_tokens: PositiveInt = 48
+    prompt_tokens: Count = 48
     """Length of embedded prompts."""
-    max_new_tokens: PositiveInt = 48
+    max_new_tokens: Count = 48
     """Tokens decoded for each."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: Annotated[Number, Field(ge=0)] = 0.0
     """At which they are decoded; 0 is greedy."""
 
 
@@ -135,6 +161,15 @@ class Recipe(Section):
     def drafter_options(self) -> dict[str, Any]:
         """What `from_target` of the drafter takes."""
         return self.drafter.model_dump(exclude={"type"})
+
+    def draft_length(self, most: int | None) -> int:
+        """gamma, for a drafter that can propose at most `most` tokens."""
+        wanted = self.train.draft_length or most or DEFAULT_DRAFT_LENGTH
+        if most is not None and wanted > most:
+            raise ConfigError.of(
+                "train.draft_length", wanted, f"at most {most}, the {self.drafter.type} drafter's heads"
+            )
+        return wanted
 
 
 def shipped_recipes() -> dict[str, str]:
@@ -157,7 +192,7 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
     """
     path, shipped = Path(source), shipped_recipes()
     if path.is_file():
-        text = path.read_text(encoding="utf-8")
+        text = _read(path)
     elif source.removesuffix(".yaml").removeprefix("recipes/") in shipped:
         text = shipped[source.removesuffix(".yaml").removeprefix("recipes/")]
     else:
@@ -175,6 +210,13 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
     return parse_recipe(values, source)
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe={path} cannot be read ({error}); expected YAML in UTF-8") from error
+
+
 def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
     """Check plain values; `source` is named in errors."""
     try:
@@ -190,17 +232,23 @@ def _override(values: dict[str, Any], override: str) -> None:
     *sections, last = key.split(".")
     place = values
     for section in sections:
-        place = place.setdefault(section, {})
+        if place.get(section) is None:
+            place[section] = {}
+        place = place[section]
         if not isinstance(place, dict):
             raise ConfigError(f"override {override!r}; {section} is a value, expected a section")
-    place[last] = yaml.safe_load(text)
+    try:
+        place[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        place[last] = text  # such as a file name with a bracket or a colon
 
 
 def _explain(error: ValidationError, values: dict[str, Any]) -> str:
     """The first problem in one line: key, value and what would be valid."""
     problem = error.errors()[0]
     location = [str(part) for part in problem["loc"]]
-    kind = (values.get("drafter") or {}).get("type") if isinstance(values.get("drafter"), dict) else None
+    drafter = values.get("drafter")
+    kind = drafter.get("type") if isinstance(drafter, dict) else drafter
     if location[:2] == ["drafter", kind]:
         location = ["drafter", *location[2:]]  # pydantic puts the union's tag in between
     key = ".".join(location)
@@ -212,14 +260,24 @@ def _explain(error: ValidationError, values: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{key} is missing; expected a value"
     if problem["type"].startswith("union_tag"):
-        return f"drafter.type={kind!r}; expected draft_model or medusa"
-    return f"{key}={problem['input']!r}; {problem['msg'].replace('Input should be', 'expected')}"
+        return f"drafter.type={kind!r}; expected {' or '.join(DRAFTERS)}"
+    return f"{key}={problem['input']!r}; expected {_expected(problem)}"
+
+
+def _expected(problem: Any) -> str:
+    """What pydantic would have taken, in this project's words."""
+    bounds, kind = problem.get("ctx", {}), problem["type"]
+    if kind.startswith(("model_type", "model_attributes_type")):
+        return "a section with keys"
+    for name, sign, bound in BOUNDS:
+        if kind == name:
+            return f"{sign} {bounds[bound]:g}"
+    return problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
 
 
 def _keys(sections: list[str], kind: str | None) -> list[str]:
     """The keys that a section knows."""
     if not sections:
         return list(Recipe.model_fields)
-    if sections[0] == "drafter":
-        return list({"draft_model": DraftModelSection, "medusa": MedusaSection}[kind].model_fields)
-    return list(Recipe.model_fields[sections[0]].annotation.model_fields)
+    section = DRAFTERS[kind] if sections[0] == "drafter" else Recipe.model_fields[sections[0]].annotation
+    return list(section.model_fields)

@@ -174,6 +174,28 @@ def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path) -> No
         loop.train(load_recipe(str(recipe_file), ["evaluation.count=40"]))
 
 
+def test_bad_files_stop_a_run_before_the_target_is_loaded(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "load_target", lambda *_, **__: pytest.fail("loaded the target first"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "ab"}\n{"prompt": 3}\n')
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2"):
+        loop.train(load_recipe(str(recipe_file)))
+    with pytest.raises(ConfigError, match="there is none"):
+        loop.train(load_recipe(str(recipe_file), [f"data.prompts={tmp_path / 'absent.jsonl'}"]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_drafter_learns_from_text_as_it_stands(recipe_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": LETTERS[i % 9 :]}) + "\n" for i in range(20)))
+    overrides = [f"data.prompts={file}", "data.response=text", "train.steps=2", "evaluation.count=2"]
+    loop.train(load_recipe(str(recipe_file), overrides))
+    assert len(_losses(tmp_path / "run")) == 2
+    assert not (tmp_path / "cache" / "samples").exists()
+
+
 def test_a_loss_that_is_no_number_stops_the_run(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,8 @@ from conftest import make_llama
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.distill import samples as samples_module
-from draftsmith.distill.jsonl import conversation, read_rows
-from draftsmith.distill.samples import SampleSettings, target_samples
+from draftsmith.distill.jsonl import answered_ids, conversation, prompt_ids, read_rows
+from draftsmith.distill.samples import ExampleSettings, SampleSettings, target_samples, training_examples
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
@@ -48,6 +48,40 @@ def test_gzip_and_all_layouts_are_read(tmp_path: Path) -> None:
 @pytest.fixture
 def loaded(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> LoadedTarget:
     return LoadedTarget(tiny_target, tiny_tokenizer, "tiny", None)
+
+
+def test_answers_of_a_file(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    ids = tiny_tokenizer("abcdef")["input_ids"]
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    for row in ({"prompt": "ab", "response": "cd"}, {"messages": messages}):
+        assert answered_ids(tiny_tokenizer, file, 1, row, 9) == (ids[:2], [*ids[2:4], 1])
+    assert answered_ids(tiny_tokenizer, file, 1, {"text": "abcdef"}, 2) == (ids[:2], ids[2:])
+    assert answered_ids(tiny_tokenizer, file, 1, {"text": "abcdef"}, 9) == (ids[:3], ids[3:])
+    with pytest.raises(ConfigError, match=r"p\.jsonl:7: no answer"):
+        answered_ids(tiny_tokenizer, file, 7, {"prompt": "ab"}, 9)
+
+
+def test_chat_template_is_used_for_messages(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    asked = [{"role": "user", "content": "ab"}]
+    plain = prompt_ids(tiny_tokenizer, asked)
+    tiny_tokenizer.chat_template = (
+        "{% for m in messages %}U{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+    )
+    letters = tiny_tokenizer("UA")["input_ids"]
+    assert prompt_ids(tiny_tokenizer, asked) == [letters[0], *plain, letters[1]]
+
+
+def test_long_prompts_are_left_out_and_counted(loaded: LoadedTarget, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a" * length}) + "\n" for length in (3, 9, 4, 200)))
+    said: list[str] = []
+    settings = ExampleSettings(str(file), 10, 5, 8, False, 0)
+    examples = training_examples(loaded, settings, said.append)
+    assert [len(example.prompt) for example in examples] == [3, 4]
+    assert said == [f"2 of 4 prompts of {file} are longer than 5 tokens: left out"]
+    with pytest.raises(ConfigError, match=r"data\.prompt_tokens=2; expected room for at least one prompt"):
+        training_examples(loaded, ExampleSettings(str(file), 10, 2, 8, False, 0), said.append)
 
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]

@@ -1,0 +1,34 @@
+"""The whole quickstart, as a user runs it. Minutes long: it builds and trains for real."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith import quickstart as quickstart_module
+from draftsmith.cli import main
+
+
+@pytest.mark.slow
+def test_quickstart_writes_everything_and_reuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(quickstart_module, "PROMPTS", 5)
+    monkeypatch.setattr(quickstart_module, "NEW_TOKENS", 24)
+    monkeypatch.setattr(quickstart_module, "REPEATS", 1)
+    out = tmp_path / "runs"
+    main_call = ["quickstart", "--out", str(out)]
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stop:
+            main(main_call)
+        assert stop.value.code in (0, None)
+    rows = json.loads((out / "eval.json").read_text())["rows"]
+    overall = [(row["drafter"], row["temperature"]) for row in rows if row["category"] == "all"]
+    assert overall == [("draft_model", 0.0), ("draft_model", 1.0), ("medusa", 0.0), ("medusa", 1.0)]
+    for name in ("report.md", "speedup.png", "acceptance.png", "training.png"):
+        assert (out / name).stat().st_size > 500
+    for name in ("draft_model", "medusa"):
+        card = (out / name / "drafter" / "README.md").read_text()
+        assert yaml.safe_load(card.split("---")[1])["library_name"] == "draftsmith"
+    assert "already finished" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""Every shipped recipe goes through the real entry point, on a tiny target, and its drafter decodes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.train.__main__ import main
+from draftsmith.train.output import read_metrics
+from draftsmith.train.recipe import load_recipe, shipped_recipes
+
+
+@pytest.mark.parametrize("name", list(shipped_recipes()))
+def test_a_recipe_trains_and_its_drafter_decodes(
+    name: str, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "abcdefgh"[i % 5 :]}) + "\n" for i in range(24)))
+    out = tmp_path / "run"
+    small = (
+        f"output={out}",
+        f"target.model={tiny_target_folder}",
+        f"data.prompts={prompts}",
+        "data.response_tokens=16",
+    )
+    small += ("train.steps=2", "evaluation.count=2", "evaluation.max_new_tokens=8", "train.batch_size=8")
+    assert main([name, *small]) == 0
+    assert [row["step"] for row in read_metrics(out) if "loss" in row] == [1, 2]
+    target = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_folder)
+    decoder = SpeculativeDecoder(target, load_drafter(out / "drafter", target, tokenizer))
+    assert len(decoder.generate([5, 6, 7], max_new_tokens=12, eos_token_id=None).tokens) == 12
+
+
+@pytest.mark.parametrize("name", list(shipped_recipes()))
+def test_a_recipes_header_tells_how_to_launch_it(name: str) -> None:
+    header = shipped_recipes()[name]
+    assert f"-m draftsmith.train {name}" in header
+    assert "Hardware:" in header
+    load_recipe(name)
+
+
+def test_the_quickstarts_share_their_samples() -> None:
+    """The same data section and seed make the same cache key, so that the target is sampled once."""
+    recipes = [load_recipe(f"quickstart/{name}") for name in ("draft_model", "medusa")]
+    assert recipes[0].data == recipes[1].data
+    assert recipes[0].train.seed == recipes[1].train.seed
