@@ -1,0 +1,46 @@
+"""Files and folders are whole or not there; fingerprints change when what they stand for does."""
+
+from pathlib import Path
+
+import pytest
+from conftest import make_llama
+
+from draftsmith.provenance import fingerprint, model_fingerprint
+from draftsmith.storage import atomic_folder, cache_dir, write_text
+
+
+def _fill(folder: Path, text: str, fail: bool = False) -> None:
+    with atomic_folder(folder) as temporary:
+        (temporary / "a.txt").write_text(text)
+        if fail:
+            raise OSError("no space left on device")
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "kept"
+    with pytest.raises(OSError, match="no space"):
+        _fill(folder, "half", fail=True)
+    assert not folder.exists()
+    _fill(folder, "old")
+    with pytest.raises(OSError, match="no space"):
+        _fill(folder, "half", fail=True)
+    assert (folder / "a.txt").read_text() == "old"
+    _fill(folder, "new")
+    assert (folder / "a.txt").read_text() == "new"
+    assert [entry.name for entry in folder.parent.iterdir()] == ["kept"], "nothing temporary is left"
+
+
+def test_text_is_replaced_and_nothing_temporary_is_left(tmp_path: Path) -> None:
+    write_text(tmp_path / "x" / "a.txt", "one")
+    write_text(tmp_path / "x" / "a.txt", "two")
+    assert [file.read_text() for file in (tmp_path / "x").iterdir()] == ["two"]
+
+
+def test_the_cache_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+
+
+def test_fingerprints() -> None:
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}) != fingerprint({"a": 1, "b": 3})
+    assert model_fingerprint(make_llama(0)) == model_fingerprint(make_llama(0)) != model_fingerprint(make_llama(1))
