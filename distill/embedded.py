@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.distill.corpus import Module, corpus_hash, embedded_prompts, read_modules
 from draftsmith.distill.embedded_training import (
@@ -96,6 +97,7 @@ def _key(recipe: EmbeddedRecipe, train: list[Module], heldout: list[Module]) -> 
 
 def _build(folder: Path, recipe: EmbeddedRecipe, train: list[Module], heldout: list[Module], console: Console) -> None:
     """Write model, tokenizer and build.json into `folder`."""
+    disable_progress_bar()  # transformers would draw one for writing a file
     started = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
