@@ -1,81 +1,246 @@
-"""Our target-only loop beside transformers' `generate`, and our speculative loop beside assisted generation.
+"""The decoder beside transformers' own: the target alone, speculative decoding, prompt lookup, and long contexts.
 
-    python benchmarks/decoder.py --target TARGET --drafter DRAFT_MODEL [--prompts 8] [--max-new-tokens 96]
+    python benchmarks/decoder.py --drafter DRAFT_MODEL                # the embedded target and a draft model for it
+    python benchmarks/decoder.py --pair 134m                          # random weights in the shapes of SmolLM2-135M
+    python benchmarks/decoder.py --pair 134m --contexts 128 512 2048  # milliseconds a token by context length
 
-All arms decode the same prompts greedily, interleaved in one process; the medians over prompts are printed with
-are printed with their ratios. The first prompt warms up and does not count.
+All arms decode the same prompts, interleaved in one process; medians over prompts are printed with their ratios. The
+first prompt warms up and does not count. `overhead` is 1 - (seconds inside the models' forward passes) / (wall).
 """
 
 import argparse
+import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.distill.targets import load_target
 from draftsmith.eval.prompts import load_prompts
 from draftsmith.heads import DraftModel
+from draftsmith.heads.early_exit import first_layers
+from draftsmith.heads.retrieval import Hybrid, PromptLookup
 from draftsmith.provenance import environment
+
+LOOKUP_TOKENS = 10
+LATER_LAYERS = 0.05
+"""Scale of what the layers behind the draft's add: about tau 3 at gamma 4."""
+SMOL = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 4096}
+SMOL |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.05}
+
+
+@dataclass
+class Arm:
+    """One way of decoding, and what was measured of it."""
+
+    run: Callable[[list[int]], int]
+    speeds: list[float] = field(default_factory=list)
+    overheads: list[float] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--pair", choices=("trained", "134m"), default="trained", help="134m: made here, random weights"
+    )
     parser.add_argument("--target", default="embedded", help="'embedded', a local folder or a Hub id")
-    parser.add_argument("--drafter", required=True, help="a draft model: a local folder or a Hub id")
+    parser.add_argument("--drafter", help="a draft model: a local folder or a Hub id")
     parser.add_argument("--prompt-set", default="embedded", help="'embedded' or a JSONL file")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--gamma", type=int, default=4)
+    parser.add_argument("--gamma", type=int, default=4, help="of the comparison at equal draft length")
+    parser.add_argument("--gammas", type=int, nargs="*", default=[3, 6, 10], help="more, among which the best is taken")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--layers", type=int, default=3, help="134m: layers of the draft, which are the target's first")
+    parser.add_argument("--contexts", type=int, nargs="*", help="measure milliseconds a token at these lengths instead")
     return parser.parse_args()
+
+
+def load(options: argparse.Namespace) -> tuple[nn.Module, DraftModel, list[list[int]], list[list[int]]]:
+    """Target, draft model, prompts to measure, and prompts for the policies to learn from."""
+    if options.pair == "134m":
+        torch.manual_seed(0)
+        target = LlamaForCausalLM(LlamaConfig(**SMOL)).eval()
+        with torch.no_grad():  # later layers say little, so that the first ones alone agree as a trained draft would
+            for layer in target.model.layers[options.layers :]:
+                layer.self_attn.o_proj.weight *= LATER_LAYERS
+                layer.mlp.down_proj.weight *= LATER_LAYERS
+        ids = torch.randint(100, 4000, (options.prompts + 3, 64)).tolist()
+        return target, DraftModel(first_layers(target, options.layers)), ids[2:], ids[:2]
+    if options.drafter is None:
+        raise SystemExit("--drafter is missing; expected a draft model's folder or Hub id (or --pair 134m)")
+    loaded = load_target(options.target)
+    drafter = load_drafter(options.drafter, loaded.model, loaded.tokenizer)
+    if not isinstance(drafter, DraftModel):
+        raise SystemExit(f"--drafter {options.drafter} is of type {drafter.type}; expected a draft model")
+    rows = load_prompts(options.prompt_set, loaded.tokenizer, count=options.prompts + 5)
+    ids = [row.input_ids for row in rows]
+    return loaded.model, drafter, ids[: options.prompts + 1], ids[options.prompts + 1 :]
+
+
+def make_arms(
+    options: argparse.Namespace, target: nn.Module, drafter: DraftModel, learn: list[list[int]]
+) -> dict[str, Arm]:
+    sampling = {"temperature": options.temperature}
+    count = options.max_new_tokens
+
+    def ours(drafter: object = None, **plan: object) -> Arm:
+        decoder = SpeculativeDecoder(target, drafter, **plan)
+        if plan.get("policy"):
+            decoder.calibrate(learn, max_new_tokens=count, **sampling)
+        return Arm(lambda ids: len(decoder.generate(ids, max_new_tokens=count, eos_token_id=None, **sampling).tokens))
+
+    def theirs(gamma: int | None = None, **settings: object) -> Arm:
+        def run(prompt: list[int]) -> int:
+            if gamma is not None:
+                config = drafter.model.generation_config
+                config.num_assistant_tokens = gamma
+                config.num_assistant_tokens_schedule = "constant"
+                config.assistant_confidence_threshold = 0.0
+            ids = torch.tensor([prompt], device=target.device)
+            sample = {"do_sample": True, "top_k": 0} | sampling if options.temperature else {"do_sample": False}
+            out = target.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, eos_token_id=None, **sample, **settings
+            )
+            return out.shape[1] - len(prompt)
+
+        return Arm(run)
+
+    gammas = sorted({options.gamma, *options.gammas})
+    arms = {"ours: target alone": ours(), "theirs: generate": theirs()}
+    for gamma in gammas:
+        arms[f"ours: gamma {gamma}"] = ours(drafter, draft_length=gamma)
+        arms[f"theirs: assisted, gamma {gamma}"] = theirs(gamma, assistant_model=drafter.model)
+    arms["ours: adaptive"] = ours(drafter, policy="adaptive")
+    arms["ours: optimal-tree"] = ours(drafter, policy="optimal-tree")
+    arms["ours: hybrid, adaptive"] = ours(Hybrid(drafter), policy="adaptive")
+    arms["ours: prompt lookup"] = ours(PromptLookup(draft_length=LOOKUP_TOKENS))
+    arms["theirs: prompt lookup"] = theirs(prompt_lookup_num_tokens=LOOKUP_TOKENS)
+    return arms
+
+
+@contextmanager
+def timed_forwards(*models: nn.Module) -> Iterator[list[float]]:
+    """Seconds of every forward pass of `models`, appended while it is open."""
+    seconds: list[float] = []
+    originals = [model.forward for model in models]
+
+    def timed(original: Callable) -> Callable:
+        def forward(*args: object, **kwargs: object) -> object:
+            started = time.perf_counter()
+            output = original(*args, **kwargs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+            return output
+
+        # transformers and this decoder read the signature to know what a model takes.
+        forward.__signature__ = inspect.signature(original)
+        return forward
+
+    for model, original in zip(models, originals, strict=True):
+        model.forward = timed(original)
+    try:
+        yield seconds
+    finally:
+        for model in models:
+            del model.forward
+
+
+def compare(options: argparse.Namespace) -> None:
+    target, drafter, prompts, learn = load(options)
+    arms = make_arms(options, target, drafter, learn)
+    names = list(arms)
+    with timed_forwards(target, drafter.model) as forwards:
+        for number, prompt in enumerate(prompts):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                forwards.clear()
+                torch.manual_seed(number)
+                started = time.perf_counter()
+                tokens = arms[name].run(prompt)
+                wall = time.perf_counter() - started
+                if number > 0:
+                    arms[name].speeds.append(tokens / wall)
+                    arms[name].overheads.append(1 - sum(forwards) / wall)
+    report(arms, options.gamma)
+
+
+def report(arms: dict[str, Arm], gamma: int) -> None:
+    base = arms["theirs: generate"].speed
+    print(f"{'':34s} tokens/s  x generate  overhead   (prefill included)")
+    for name, arm in arms.items():
+        print(f"{name:34s} {arm.speed:8.1f} {arm.speed / base:10.2f} {statistics.median(arm.overheads):9.1%}")
+
+    def ratio(ours: str, theirs: str) -> float:
+        """Median over prompts of the ratio on the same prompt."""
+        return statistics.median(a / b for a, b in zip(arms[ours].speeds, arms[theirs].speeds, strict=True))
+
+    best = {
+        side: max((n for n in arms if n.startswith(side)), key=lambda n: arms[n].speed) for side in ("ours", "theirs")
+    }
+    pairs = {
+        "target alone": ("ours: target alone", "theirs: generate"),
+        f"gamma {gamma}": (f"ours: gamma {gamma}", f"theirs: assisted, gamma {gamma}"),
+        "prompt lookup": ("ours: prompt lookup", "theirs: prompt lookup"),
+        "best against best": (best["ours"], best["theirs"]),
+    }
+    print("\nours / theirs, median over prompts")
+    for label, (ours, theirs) in pairs.items():
+        print(f"{label:20s} {ratio(ours, theirs):5.2f}   ({ours} / {theirs})")
+
+
+def contexts(options: argparse.Namespace) -> None:
+    """Milliseconds a token of the target alone behind contexts of several lengths, and of attention by itself."""
+    target = load(options)[0]
+    decoder, config = SpeculativeDecoder(target), target.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    print("context  ours ms/token  generate ms/token  attention alone ms  ours less attention")
+    for length in options.contexts:
+        prompt = torch.randint(100, 1000, (length,)).tolist()
+        ours, theirs, attention = [], [], []
+        q = torch.randn(1, config.num_attention_heads, 1, head)
+        k = torch.randn(1, config.num_attention_heads, length, head)
+        for _ in range(5):
+            out = decoder.generate(prompt, max_new_tokens=24, eos_token_id=None)
+            ours.append(out.decode_seconds / out.decode_tokens)
+            theirs.append(_generate_seconds(target, prompt, 24))
+            started = time.perf_counter()
+            for _ in range(config.num_hidden_layers):
+                scaled_dot_product_attention(q, k, k)
+            attention.append(time.perf_counter() - started)
+        a, b, c = (1e3 * statistics.median(values) for values in (ours, theirs, attention))
+        print(f"{length:7d} {a:14.2f} {b:18.2f} {c:19.2f} {a - c:20.2f}")
+
+
+def _generate_seconds(target: nn.Module, prompt: list[int], count: int) -> float:
+    """Seconds a token of `generate` without its prefill: the difference of a long and a short call."""
+    seconds = []
+    for tokens in (count, 1):
+        ids = torch.tensor([prompt], device=target.device)
+        started = time.perf_counter()
+        target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, eos_token_id=None
+        )
+        seconds.append(time.perf_counter() - started)
+    return (seconds[0] - seconds[1]) / (count - 1)
 
 
 def main() -> None:
     options = arguments()
-    loaded = load_target(options.target)
-    target, count = loaded.model, options.max_new_tokens
-    drafter = load_drafter(options.drafter, target, loaded.tokenizer)
-    if not isinstance(drafter, DraftModel):
-        raise SystemExit(f"--drafter {options.drafter} is of type {drafter.type}; expected a draft model")
-    assistant = drafter.model
-    assistant.generation_config.num_assistant_tokens = options.gamma
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    assistant.generation_config.assistant_confidence_threshold = 0.0
-    alone, speculative = SpeculativeDecoder(target), SpeculativeDecoder(target, drafter, draft_length=options.gamma)
-
-    def ours(decoder: SpeculativeDecoder) -> Callable[[list[int]], int]:
-        return lambda prompt: len(decoder.generate(prompt, max_new_tokens=count).tokens)
-
-    def theirs(**settings: object) -> Callable[[list[int]], int]:
-        def run(prompt: list[int]) -> int:
-            ids = torch.tensor([prompt], device=target.device)
-            mask = torch.ones_like(ids)
-            out = target.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **settings)
-            return out.shape[1] - len(prompt)
-
-        return run
-
-    arms = {
-        "target alone, draftsmith": ours(alone),
-        "target alone, generate": theirs(),
-        "speculative, draftsmith": ours(speculative),
-        "speculative, assisted generation": theirs(assistant_model=assistant),
-    }
-    speeds: dict[str, list[float]] = {name: [] for name in arms}
-    for number, prompt in enumerate(load_prompts(options.prompt_set, loaded.tokenizer, count=options.prompts + 1)):
-        names = list(arms)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            started = time.perf_counter()
-            tokens = arms[name](prompt.input_ids)
-            if number > 0:
-                speeds[name].append(tokens / (time.perf_counter() - started))
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    for name, value in medians.items():
-        print(f"{name:34s} {value:8.1f} tokens/s, prefill included")
-    for kind in ("target alone", "speculative"):
-        ours_name, theirs_name = [name for name in arms if name.startswith(kind)]
-        print(f"{kind}: draftsmith / transformers = {medians[ours_name] / medians[theirs_name]:.2f}")
+    contexts(options) if options.contexts else compare(options)
     where = environment()
     print(f"{where['cpu']}, {where['torch_threads']} threads, accelerator: {where['accelerator']}")
 

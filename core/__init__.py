@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.errors import ConfigError, DraftsmithError
 
 if TYPE_CHECKING:
+    from draftsmith.decode.custom_generate import as_custom_generate
     from draftsmith.decode.decoder import SpeculativeDecoder
     from draftsmith.heads.checkpoint import load_drafter, save_drafter
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "DraftsmithError", "SpeculativeDecoder", "load_drafter", "save_drafter"]
+__all__ = ["ConfigError", "DraftsmithError", "SpeculativeDecoder", "as_custom_generate", "load_drafter", "save_drafter"]
 
 # Loaded on first use, so that `import draftsmith` and `draftsmith --help` do not wait for torch.
 _LAZY = {
     "SpeculativeDecoder": "draftsmith.decode.decoder",
+    "as_custom_generate": "draftsmith.decode.custom_generate",
     "load_drafter": "draftsmith.heads.checkpoint",
     "save_drafter": "draftsmith.heads.checkpoint",
 }

@@ -18,6 +18,12 @@ app = typer.Typer(
 
 TargetOption = Annotated[str, typer.Option("--target", help="'embedded', a local folder or a Hub id.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+DRAFTER_HELP = "Folder or Hub id; or untrained: prompt-lookup, suffix, early-exit:layers=N, hybrid:drafter=FOLDER."
+POLICY_HELP = (
+    "How drafts grow: chain, confidence, adaptive, tree, sampled-tree, dynamic-tree, best-first or optimal-tree, with "
+    "settings as in best-first:size=16,depth=8."
+)
+RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; by default the best lossless one.")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the target's repository carries.")
 ]
@@ -63,10 +69,12 @@ def train(
 @app.command(name="eval")
 def evaluate(
     target: TargetOption,
-    drafter: Annotated[list[str], typer.Option("--drafter", help="Folder or Hub id, or name=folder; repeatable.")],
+    drafter: Annotated[list[str], typer.Option("--drafter", help=DRAFTER_HELP + " Or name=any of these; repeatable.")],
     prompts: Annotated[str, typer.Option("--prompts", help="'embedded' or a JSONL file.")] = "embedded",
     temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Repeatable; 0 and 1.")] = None,
     gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; by default each drafter's own.")] = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", help=POLICY_HELP + " Repeatable.")] = None,
+    rule: RuleOption = None,
     count: Annotated[int | None, typer.Option("--count", help="At most this many prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens a prompt.")] = 96,
     top_k: Annotated[int | None, typer.Option("--top-k")] = None,
@@ -86,6 +94,8 @@ def evaluate(
         prompts=prompts,
         temperatures=tuple(temperature or (0.0, 1.0)),
         draft_length=gamma,
+        policies=tuple(policy or ()),
+        rule=rule,
         count=count,
         max_new_tokens=max_new_tokens,
         top_k=top_k,
@@ -102,9 +112,12 @@ def evaluate(
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     target: TargetOption,
-    drafter: Annotated[str | None, typer.Option("--drafter", help="Without one the target decodes alone.")] = None,
+    drafter: Annotated[str | None, typer.Option("--drafter", help=DRAFTER_HELP)] = None,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
     gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help=POLICY_HELP)] = None,
+    rule: RuleOption = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End behind this text; repeatable.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
     top_k: Annotated[int | None, typer.Option("--top-k")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p")] = None,
@@ -116,8 +129,9 @@ def generate(
     from draftsmith.stream import stream
 
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    settings["max_new_tokens"] = max_new_tokens
-    stream(prompt, target, drafter, gamma, settings, dtype=dtype, trust_remote_code=trust_remote_code)
+    settings |= {"max_new_tokens": max_new_tokens, "stop_strings": tuple(stop or ())}
+    plan = {"draft_length": gamma, "policy": policy, "rule": rule}
+    stream(prompt, target, drafter, plan, settings, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 @app.command()
@@ -137,12 +151,14 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe."
 
 def _named(drafters: list[str]) -> dict[str, str]:
     """`name=folder` or `folder` (named after its last parts) as a dict; two of one name are refused."""
+    from draftsmith.heads.named import is_named
+
     named: dict[str, str] = {}
     for entry in drafters:
         name, equals, folder = entry.partition("=")
-        if not equals:
+        if not equals or ":" in name:  # suffix:min_match=3 is a drafter with a setting, not a name for one
             parts = [part for part in Path(entry).parts if part not in ("drafter", "/")]
-            name, folder = (parts[-1] if parts else entry), entry
+            name, folder = (entry.partition(":")[0] if is_named(entry) else parts[-1] if parts else entry), entry
         if name in named:
             raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
         named[name] = folder

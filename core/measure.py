@@ -6,13 +6,16 @@ from pathlib import Path
 from rich.console import Console
 
 from draftsmith.decode.cache import context_limit
+from draftsmith.decode.policies import check_policy
 from draftsmith.decode.processors import Sampling
+from draftsmith.decode.verify import rule_named
 from draftsmith.distill.targets import DTYPES, check_target_name, load_target
 from draftsmith.errors import ConfigError
 from draftsmith.eval.harness import Evaluation, Settings, evaluate
 from draftsmith.eval.prompts import check_prompts, load_prompts
 from draftsmith.eval.report import check_report_folder, summary_table, write_report
 from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.heads.named import is_named, parse_named
 from draftsmith.train.output import read_metrics
 
 
@@ -36,7 +39,7 @@ def measure(request: MeasureRequest, out: Path, *, title: str) -> Evaluation:
     prompts = load_prompts(request.prompts, loaded.tokenizer, count=request.count, context=limit)
     drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in request.drafters.items()}
     evaluation = evaluate(loaded.model, drafters, prompts, request.settings)
-    runs = {name: read_metrics(Path(path).parent) for name, path in request.drafters.items()}
+    runs = {name: read_metrics(Path(path).parent) for name, path in request.drafters.items() if not is_named(path)}
     write_report(evaluation, out, title=title, runs={name: metrics for name, metrics in runs.items() if metrics})
     return evaluation
 
@@ -51,6 +54,15 @@ def _check(request: MeasureRequest, out: Path) -> None:
     for key, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError.of(key, value, ">= 1")
+    if request.draft_length is not None and request.policies:
+        raise ConfigError(f"gamma={request.draft_length} and policy={request.policies[0]}; expected one of the two")
+    for policy in request.policies:
+        check_policy(policy)
+    if request.rule is not None:
+        rule_named(request.rule)
+    for drafter in request.drafters.values():
+        if is_named(drafter):
+            parse_named(drafter)
     if len(set(request.temperatures)) < len(request.temperatures):
         raise ConfigError.of("temperature", list(request.temperatures), "each only once")
     if request.dtype not in DTYPES:

@@ -7,10 +7,13 @@ from rich.text import Text
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.output import Round
+from draftsmith.decode.policies import check_policy
 from draftsmith.decode.processors import Sampling
+from draftsmith.decode.verify import rule_named
 from draftsmith.distill.targets import check_target_name, load_target
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.heads.named import is_named, parse_named
 
 PENCIL, INK = "green", "bold"
 
@@ -37,7 +40,7 @@ def stream(
     prompt: str,
     target: str,
     drafter: str | None,
-    gamma: int | None,
+    plan: dict,
     settings: dict,
     *,
     dtype: str,
@@ -45,13 +48,19 @@ def stream(
 ) -> None:
     """Decode `prompt` and print it while it grows; the summary goes to stderr."""
     Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
-    if gamma is not None and gamma < 1:
-        raise ConfigError.of("gamma", gamma, ">= 1")
+    if plan["draft_length"] is not None and plan["draft_length"] < 1:
+        raise ConfigError.of("gamma", plan["draft_length"], ">= 1")
+    if plan["policy"] is not None:
+        check_policy(plan["policy"])
+    if plan["rule"] is not None:
+        rule_named(plan["rule"])
+    if drafter is not None and is_named(drafter):
+        parse_named(drafter)
     check_target_name(target)
     loaded = load_target(target, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = loaded.tokenizer
     loaded_drafter = load_drafter(drafter, loaded.model, tokenizer) if drafter else None
-    decoder = SpeculativeDecoder(loaded.model, loaded_drafter, draft_length=gamma)
+    decoder = SpeculativeDecoder(loaded.model, loaded_drafter, **plan)
     console, log = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
     text = IncrementalText(tokenizer)
     if loaded_drafter is not None and console.is_terminal:
@@ -64,10 +73,11 @@ def stream(
         sys.stdout.flush()
 
     console.print(Text(prompt), end="")
-    out = decoder.generate(tokenizer(prompt)["input_ids"], on_tokens=on_tokens, **settings)
+    out = decoder.generate(tokenizer(prompt)["input_ids"], on_tokens=on_tokens, tokenizer=tokenizer, **settings)
     console.print()
     accepted = sum(min(record.accepted, record.committed) for record in out.rounds)
     log.print(
         f"{len(out.tokens)} tokens, {accepted} of them drafted; tau {out.acceptance_length:.2f}, "
         f"{out.tokens_per_second:.0f} tokens/s, stopped by {out.stopped_by}"
+        + ("" if decoder.lossless or settings["temperature"] == 0 else f"; rule {plan['rule']} is LOSSY")
     )

@@ -1,214 +1,225 @@
-"""The loop: propose, verify, commit, until EOS or the length; the target alone is the same loop with empty drafts."""
+"""The public decoder: checks what it is given, decodes one prompt or a batch, and says what happened."""
 
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
-from draftsmith.decode.cache import PointerCache, causal_mask
-from draftsmith.decode.chance import Chance, SeededChance
+from draftsmith.decode.chance import SeededChance
+from draftsmith.decode.costs import measure_costs
+from draftsmith.decode.decoding import Decoding
 from draftsmith.decode.output import DecodeOutput, Round
-from draftsmith.decode.processors import Probabilities, Sampling
-from draftsmith.decode.target import Target, TransformersTarget
-from draftsmith.decode.verify import Verdict, verify_greedy, verify_token_rule
+from draftsmith.decode.policies import Policy, default_policy, policy_named
+from draftsmith.decode.policies.chain import Chain
+from draftsmith.decode.probe import require_tree_reading
+from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.decode.prompts import prompt_rows
+from draftsmith.decode.target import TransformersTarget
+from draftsmith.decode.text import Stops, Text
+from draftsmith.decode.verify import rule_named
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft import Draft
 from draftsmith.heads.drafter import Drafter
 
-DEFAULT_DRAFT_LENGTH = 4
 OnTokens = Callable[[list[int], Round | None], None]
+EosTokens = int | list[int] | Literal["model"] | None
 
 
-class Decoding:
-    """One text while it is being decoded. To the drafter it is the `Context` of heads/drafter.py."""
+class GenerateSettings(TypedDict, total=False):
+    """Keyword arguments that `generate` and `generate_batch` share."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        draft_length: int,
-        prompt: list[int],
-        max_length: int,
-        sampling: Sampling,
-        chance: Chance,
-        eos: frozenset[int] = frozenset(),
-    ) -> None:
-        self.tokens = list(prompt)
-        self.max_length = max_length
-        self.hidden: Tensor | None = None
-        self.stopped_by: Literal["eos", "length"] | None = None
-        self._target, self._drafter, self._draft_length = target, drafter, draft_length
-        self._greedy = sampling.greedy
-        self._probabilities = Probabilities(sampling) if not sampling.greedy else None
-        self._chance, self._eos = chance, eos
-
-    # What the drafter sees, beside tokens, hidden and max_length.
-
-    def new_cache(self, model: nn.Module) -> PointerCache:
-        return PointerCache(model.config, self.max_length)
-
-    def mask(self, start: int, count: int) -> Tensor | None:
-        device = self.hidden.device if self.hidden is not None else torch.device("cpu")
-        return causal_mask(start, count, device)
-
-    def choose(self, logits_V: Tensor) -> tuple[int, Tensor | None]:
-        if self._greedy:
-            return int(logits_V.argmax()), None
-        q_V = self._probabilities(logits_V[None])[0]
-        return self._chance.categorical(q_V), q_V
-
-    # The loop's two steps.
-
-    def prefill(self) -> list[int]:
-        """Read the prompt and commit the first token."""
-        self._target.start(self.max_length)
-        logits_1V = self._target.prefill(self.tokens)
-        verdict = self._verdict(logits_1V, Draft.chain([], None))
-        self.hidden = self._target.hidden(-1)
-        if self._drafter is not None:
-            self._drafter.start(self)
-        return self._commit([verdict.next_token])
-
-    def round(self) -> tuple[list[int], Round]:
-        """Propose, verify and commit once: the committed tokens and the round's record."""
-        started = _now(self.hidden)
-        base = len(self.tokens)
-        # The bonus token needs a place too. Decided before anything is drawn, so the distribution stays exact.
-        room = min(self._draft_length, self.max_length - base - 1)
-        draft = Draft.chain([], None)
-        if self._drafter is not None and room > 0:
-            draft = self._drafter.propose(self, room)
-        drafted = _now(self.hidden)
-        logits_PV = self._target.verify([self.tokens[-1], *draft.tokens])
-        verdict = self._verdict(logits_PV, draft)
-        verified = _now(self.hidden)
-        self.hidden = self._target.hidden(verdict.accepted)
-        new = self._commit([*draft.tokens[: verdict.accepted], verdict.next_token])
-        self._target.commit(base + verdict.accepted)
-        if self._drafter is not None:
-            self._drafter.observe(base + verdict.accepted)
-        record = Round(
-            drafted=len(draft),
-            accepted=verdict.accepted,
-            committed=len(new),
-            overlap=verdict.overlap,
-            draft_seconds=drafted - started,
-            verify_seconds=verified - drafted,
-            seconds=_now(self.hidden) - started,
-        )
-        return new, record
-
-    def _verdict(self, logits_PV: Tensor, draft: Draft) -> Verdict:
-        if self._greedy:
-            return verify_greedy(logits_PV.argmax(-1).tolist(), draft)
-        return verify_token_rule(self._probabilities(logits_PV), draft, self._chance)
-
-    def _commit(self, new: list[int]) -> list[int]:
-        """Append `new` up to and including the first EOS; nothing ever follows an EOS."""
-        for index, token in enumerate(new):
-            if token in self._eos:
-                new = new[: index + 1]
-                self.stopped_by = "eos"
-                break
-        self.tokens += new
-        if self.stopped_by is None and len(self.tokens) >= self.max_length:
-            self.stopped_by = "length"
-        return new
-
-
-def _now(hidden: Tensor | None) -> float:
-    """Seconds; on an accelerator, after the work queued so far is done."""
-    if hidden is not None and hidden.is_cuda:
-        torch.cuda.synchronize(hidden.device)
-    return time.perf_counter()
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    eos_token_id: EosTokens
+    logits_processor: Sequence[LogitsProcessor]
+    stopping_criteria: Sequence[StoppingCriteria]
+    stop_strings: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase | None
 
 
 class SpeculativeDecoder:
     """Decodes with a target and a drafter; without a drafter, with the target alone in the same engine.
 
     Args:
-        target: a decoder-only transformers causal LM, unmodified.
+        target: a transformers causal LM or encoder-decoder model, unmodified.
         drafter: from `load_drafter`, or any `Drafter`; None decodes with the target alone.
-        draft_length: draft tokens a round (gamma), at least 1; by default what the drafter was trained for.
+        draft_length: draft tokens a round (gamma), at least 1; short for `policy=Chain(draft_length)`. By default what
+            the drafter was trained for.
+        policy: how drafts grow: a `Policy` or its name, see `draftsmith.decode.policies`.
+        rule: the verification rule by name, see `draftsmith.decode.verify.RULES`; by default the best lossless one for
+            each draft. Under greedy decoding there is one rule only.
     """
 
-    def __init__(self, target: nn.Module, drafter: Drafter | None = None, *, draft_length: int | None = None) -> None:
+    def __init__(
+        self,
+        target: nn.Module,
+        drafter: Drafter | None = None,
+        *,
+        draft_length: int | None = None,
+        policy: Policy | str | None = None,
+        rule: str | None = None,
+    ) -> None:
         self._target = TransformersTarget(target)
         self._model = target
         self.drafter = drafter
-        self.draft_length = _draft_length(drafter, draft_length)
-        if drafter is not None and drafter.vocab_size != target.config.get_text_config(decoder=True).vocab_size:
-            vocabulary = target.config.get_text_config(decoder=True).vocab_size
-            raise ConfigError(f"drafter vocabulary={drafter.vocab_size}; expected the target's {vocabulary}")
+        self.rule = rule_named(rule) if rule is not None else None
+        if draft_length is not None and policy is not None:
+            raise ConfigError(f"draft_length={draft_length} and policy={policy}; expected one of the two")
+        if draft_length is not None:
+            policy = Chain(draft_length)
+            most = None if drafter is None else drafter.max_draft_length
+            if most is not None and draft_length > most:
+                raise ConfigError.of(
+                    "draft_length", draft_length, f"at most {most}, which is what this {drafter.type} drafter proposes"
+                )
+        self.policy: Policy | None = None
+        """None without a drafter, and for one that only retrieves."""
+        if drafter is not None and not drafter.only_retrieves:
+            self.policy = default_policy(drafter) if policy is None else policy
+            if isinstance(self.policy, str):
+                self.policy = policy_named(self.policy, lambda: measure_costs(target, drafter))
+            _require_same_vocabulary(drafter, target)
+        require_tree_reading(target)
 
-    @torch.inference_mode()
+    @property
+    def lossless(self) -> bool:
+        """Whether sampled texts are distributed exactly as the target's. Greedy texts always are the target's."""
+        return self.rule is None or self.rule.lossless
+
     def generate(
         self,
         input_ids: Tensor | list[int],
         *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
         seed: int = 0,
-        eos_token_id: int | list[int] | Literal["model"] | None = "model",
         on_tokens: OnTokens | None = None,
+        **settings: Unpack[GenerateSettings],
     ) -> DecodeOutput:
         """Decode one prompt.
 
         Args:
-            input_ids: the prompt, [T] or [1, T] or a list, at least one token.
-            max_new_tokens: the most tokens to produce; cut to what the target's context still holds.
-            temperature, top_k, top_p: applied to the target and the drafter alike; temperature 0 is greedy.
+            input_ids: the prompt, [T] or [1, T] or a list, at least one token; what an encoder-decoder target's encoder
+                reads.
             seed: of everything drawn in this call.
-            eos_token_id: ends the text; "model" takes the model's own, None never ends it.
             on_tokens: called with each run of committed tokens: `([first], None)` behind the prefill, then
                 `(tokens, round)`, where `tokens[: round.accepted]` were drafted and the last is the target's.
+            settings: see `generate_batch`.
 
         Raises:
             ConfigError: for an empty prompt, one that fills the context, or settings out of range.
         """
-        sampling = Sampling(temperature, top_k, top_p)
-        prompt = _prompt_tokens(input_ids)
-        max_length = self._max_length(prompt, max_new_tokens)
-        decoding = Decoding(
-            self._target,
-            self.drafter,
-            self.draft_length,
-            prompt,
-            max_length,
-            sampling,
-            SeededChance(seed),
-            self._eos(eos_token_id),
-        )
-        started = time.perf_counter()
-        new = decoding.prefill()
-        prefill_seconds = time.perf_counter() - started
-        if on_tokens is not None:
-            on_tokens(new, None)
-        rounds: list[Round] = []
-        while decoding.stopped_by is None:
-            new, record = decoding.round()
-            rounds.append(record)
-            if on_tokens is not None:
-                on_tokens(new, record)
-        return DecodeOutput(prompt, decoding.tokens[len(prompt) :], rounds, prefill_seconds, decoding.stopped_by)
+        rows, _ = prompt_rows(input_ids)
+        if len(rows) != 1:
+            raise ConfigError.of("input_ids batch", len(rows), "1 prompt a call; `generate_batch` takes several")
 
-    def _max_length(self, prompt: list[int], max_new_tokens: int) -> int:
+        def forward(_: int, tokens: list[int], record: Round | None) -> None:
+            on_tokens(tokens, record)
+
+        return self.generate_batch(rows, seeds=[seed], on_tokens=forward if on_tokens else None, **settings)[0]
+
+    @torch.inference_mode()
+    def generate_batch(
+        self,
+        input_ids: Tensor | Sequence[list[int]],
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seeds: Sequence[int] | int = 0,
+        eos_token_id: EosTokens = "model",
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
+        stop_strings: Sequence[str] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        on_tokens: Callable[[int, list[int], Round | None], None] | None = None,
+    ) -> list[DecodeOutput]:
+        """Decode several prompts together; each text is what `generate` gives for it alone.
+
+        Args:
+            input_ids: lists of tokens, or [B, T] with `attention_mask` where rows are padded, on either side.
+            max_new_tokens: the most tokens to produce for each; cut to what the target's context still holds.
+            temperature, top_k, top_p: applied to the target and the drafter alike; temperature 0 is greedy.
+            seeds: one for each prompt, or the first of as many that follow one another.
+            eos_token_id: ends a text; "model" takes the model's own, None never ends it.
+            logits_processor: transformers' or your own, applied before temperature at every node of a draft; each has
+                to be a function of the tokens before a position and their scores.
+            stopping_criteria: transformers' or your own, asked after every committed token, with `scores=None`.
+            stop_strings: a text ends with the token that completes one of them; needs `tokenizer`.
+            on_tokens: called with (place of the text, tokens, round); see `generate`.
+        """
+        rows, paddings = prompt_rows(input_ids, attention_mask)
+        processors = Processors(Sampling(temperature, top_k, top_p), logits_processor, texts=len(rows))
+        stops = Stops(self._eos(eos_token_id), [*stopping_criteria, *_stop_strings(stop_strings, tokenizer)])
+        if isinstance(seeds, int):
+            seeds = range(seeds, seeds + len(rows))
+        if len(seeds) != len(rows):
+            raise ConfigError.of("seeds", list(seeds), f"one for each of the {len(rows)} prompts")
+        texts = [
+            self._text(number, prompt, max_new_tokens, stops, seed)
+            for number, (prompt, seed) in enumerate(zip(rows, seeds, strict=True))
+        ]
+        for text, padding in zip(texts, paddings, strict=True):
+            text.padding = [] if text.source else padding
+        decoding = Decoding(self._target, self.drafter, self.policy, texts, processors, self.rule)
+        self._last = texts[0]
+        started = time.perf_counter()
+        for text, new in decoding.prefill():
+            if on_tokens is not None:
+                on_tokens(text.number, new, None)
+        prefill_seconds = time.perf_counter() - started
+        while decoding.texts:
+            for text, new, record in decoding.round():
+                if on_tokens is not None:
+                    on_tokens(text.number, new, record)
+        return [
+            DecodeOutput(prompt, text.tokens[text.prompt_length :], text.rounds, prefill_seconds, text.stopped_by)
+            for prompt, text in zip(rows, texts, strict=True)
+        ]
+
+    def calibrate(self, prompts: Sequence[list[int]], **settings: Unpack[GenerateSettings]) -> None:
+        """Decode `prompts` and let the policy keep what it learns: where `generate` begins from then on.
+
+        Worth a few texts for the policies that learn, at each temperature that will be used; others stay as they are.
+        """
+        for seed, prompt in enumerate(prompts):
+            self.generate(prompt, seed=seed, **settings)
+            self.policy = self._last.policy
+
+    @property
+    def learns(self) -> bool:
+        """Whether `calibrate` changes anything."""
+        return self.policy is not None and self.policy.learns
+
+    def _text(self, number: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int) -> Text:
         if max_new_tokens < 1:
             raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
-        limits = [self._target.context_limit, getattr(self.drafter, "context_limit", None)]
-        limit = min((limit for limit in limits if limit is not None), default=None)
-        if limit is not None and len(prompt) >= limit:
+        source: list[int] = []
+        if self._model.config.is_encoder_decoder:
+            source, prompt = prompt, [self._start_token()]
+        limit = self._target.context_limit
+        reach = [limit, None if self.drafter is None else self.drafter.context_limit]
+        shortest = min((value for value in reach if value is not None), default=None)
+        if shortest is not None and len(prompt) >= shortest:
             raise ConfigError(
-                f"prompt={len(prompt)} tokens; expected fewer than the context of {limit}, so that one can be added"
+                f"prompt={len(prompt)} tokens; expected fewer than the context of {shortest}, so that one can be added"
             )
         length = len(prompt) + max_new_tokens
-        return length if limit is None else min(length, limit)
+        length = length if limit is None else min(length, limit)
+        return Text(list(prompt), length, SeededChance(seed), stops, source, number=number)
 
-    def _eos(self, eos_token_id: int | list[int] | Literal["model"] | None) -> frozenset[int]:
+    def _start_token(self) -> int:
+        for config in (getattr(self._model, "generation_config", None), self._model.config):
+            start = getattr(config, "decoder_start_token_id", None)
+            if start is not None:
+                return start
+        raise ConfigError("decoder_start_token_id=None; expected the encoder-decoder target's config to name one")
+
+    def _eos(self, eos_token_id: EosTokens) -> frozenset[int]:
         if eos_token_id == "model":
             generation = getattr(self._model, "generation_config", None)
             eos_token_id = getattr(generation, "eos_token_id", None)
@@ -219,25 +230,17 @@ class SpeculativeDecoder:
         return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
 
 
-def _draft_length(drafter: Drafter | None, draft_length: int | None) -> int:
-    if draft_length is not None and draft_length < 1:
-        raise ConfigError.of("draft_length", draft_length, ">= 1")
-    if drafter is None:
-        return 0
-    most = drafter.max_draft_length
-    wanted = draft_length or drafter.draft_length_hint or most or DEFAULT_DRAFT_LENGTH
-    if most is not None and wanted > most:
-        raise ConfigError.of(
-            "draft_length", wanted, f"at most {most}, which is what this {drafter.type} drafter can propose"
-        )
-    return wanted
+def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[StoppingCriteria]:
+    if not strings:
+        return []
+    if tokenizer is None:
+        raise ConfigError(f"stop_strings={list(strings)!r} without a tokenizer; expected tokenizer=the target's")
+    return [StopStringCriteria(tokenizer, list(strings))]
 
 
-def _prompt_tokens(input_ids: Tensor | list[int]) -> list[int]:
-    if isinstance(input_ids, Tensor):
-        if input_ids.dim() > 1 and input_ids.shape[0] != 1:
-            raise ConfigError.of("input_ids batch", input_ids.shape[0], "1 prompt a call")
-        input_ids = input_ids.flatten().tolist()
-    if not input_ids:
-        raise ConfigError("prompt=0 tokens; expected at least 1")
-    return list(input_ids)
+def _require_same_vocabulary(drafter: Drafter, target: nn.Module) -> None:
+    """ConfigError where the drafter's logits are over another vocabulary, unless their common part is known."""
+    vocabulary = target.config.get_text_config(decoder=True).vocab_size
+    if drafter.vocab_size in (None, vocabulary) or drafter.shared_vocabulary is not None:
+        return
+    raise ConfigError(f"drafter vocabulary={drafter.vocab_size}; expected the target's {vocabulary}")

@@ -9,6 +9,9 @@ class Round:
     """One target forward pass behind the prefill. Times are wall-clock seconds."""
 
     drafted: int
+    """Draft tokens that were verified."""
+    depth: int
+    """Draft tokens on the longest path; equal to `drafted` for a chain."""
     accepted: int
     committed: int
     """Tokens kept: accepted draft tokens and the target's own, less what an EOS or the length cut off."""
@@ -29,7 +32,7 @@ class DecodeOutput:
     """New tokens, including the EOS when there is one."""
     rounds: list[Round]
     prefill_seconds: float
-    stopped_by: Literal["eos", "length"]
+    stopped_by: Literal["eos", "length", "criteria"]
 
     @property
     def decode_tokens(self) -> int:
@@ -65,8 +68,8 @@ class DecodeOutput:
 def acceptance_at(rounds: list[Round]) -> list[float]:
     """Measured acceptance by draft position, given that the positions before it were accepted."""
     shares = []
-    for position in range(max((record.drafted for record in rounds), default=0)):
-        tested = [record for record in rounds if record.drafted > position and record.accepted >= position]
+    for position in range(max((record.depth for record in rounds), default=0)):
+        tested = [record for record in rounds if record.depth > position and record.accepted >= position]
         if not tested:
             break
         shares.append(sum(record.accepted > position for record in tested) / len(tested))

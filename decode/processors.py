@@ -1,14 +1,45 @@
-"""How logits become the distribution that is sampled: the same for the target's p and the drafter's q."""
+"""How logits become the distribution that is sampled, for the target's p and the drafter's q alike, at every node."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import TopKLogitsWarper as TopK
+from transformers import TopPLogitsWarper as TopP
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, DraftsmithError
 
-# Shapes: N rows, V vocabulary.
+# Shapes: N rows of logits, V vocabulary.
+
+Contexts = Callable[[], Sequence[list[int]]]
+"""The tokens before each row of logits; made only when a processor asks for them."""
+
+# transformers' processors that look at the scores alone.
+_CONTEXT_FREE = (
+    *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper"),
+    *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
+    *("SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
+)
+# Those that treat every row of a batch by itself, so that nodes of equal depth can share one call.
+_BY_ROW = (
+    *("RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor"),
+    *("NoBadWordsLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"),
+    *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
+    "ExponentialDecayLengthPenalty",
+)
+# Those that remember earlier calls or run models: what they return depends on more than the text before a token.
+_STATEFUL = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "runs the model itself and keeps its cache between calls",
+    "SynthIDTextWatermarkLogitsProcessor": "keeps a history of its calls",
+    "ClassifierFreeGuidanceLogitsProcessor": "expects conditional and unconditional rows in one batch",
+    "DiaClassifierFreeGuidanceLogitsProcessor": "expects conditional and unconditional rows in one batch",
+    "DiaEOSDelayPatternLogitsProcessor": "keeps a history of its calls",
+    "BarkEosPrioritizerLogitsProcessor": "expects audio codebooks in place of text",
+    "AlternatingCodebooksLogitsProcessor": "expects audio codebooks in place of text",
+    "WhisperNoSpeechDetection": "runs the model itself",
+}
 
 
 @dataclass(frozen=True)
@@ -32,26 +63,108 @@ class Sampling:
         return self.temperature == 0
 
     def warpers(self) -> LogitsProcessorList:
-        """transformers' own processors for these settings; empty at temperature 1 without cuts."""
+        """transformers' own processors for these settings; empty when greedy or at temperature 1 without cuts."""
         warpers = LogitsProcessorList()
+        if self.greedy:
+            return warpers
         if self.temperature != 1:
             warpers.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k is not None:
-            warpers.append(TopKLogitsWarper(self.top_k))
+            warpers.append(TopK(self.top_k))
         if self.top_p is not None and self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
+            warpers.append(TopP(self.top_p))
         return warpers
 
 
-class Probabilities:
-    """Maps logits [N, V] to probabilities [N, V] under one run's settings; never used when greedy."""
+class Processors:
+    """Every logits processor of a run: the user's first, then the sampling's, as transformers orders them.
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._warpers = sampling.warpers()
+    A processor is called with the tokens before a node, the draft's among them, and has to be a function of those and
+    the scores alone; transformers' own that are not are refused by name.
+    """
 
-    def __call__(self, logits_NV: Tensor) -> Tensor:
+    def __init__(self, sampling: Sampling, extra: Sequence[LogitsProcessor] = (), *, texts: int = 1) -> None:
+        self.greedy = sampling.greedy
+        for processor in extra:
+            name = type(processor).__name__
+            if name in _STATEFUL:
+                raise ConfigError(
+                    f"logits_processor={name} {_STATEFUL[name]}; expected one that depends on the text alone"
+                )
+        self._all = [*extra, *sampling.warpers()]
+        self.may_empty = bool(extra)
+        """Whether a row may be left without any token; temperature, top-k and top-p always leave one."""
+        self.none = not self._all
+        """Whether scores are the logits as they are."""
+        self.read_text = any(type(processor).__name__ not in _CONTEXT_FREE for processor in self._all)
+        """Whether any of them looks at the tokens before a node."""
+        self._texts = texts
+
+    def tokens(self, logits_NV: Tensor, contexts: Contexts, text: int = 0) -> list[int]:
+        """The argmax of every row."""
+        scores_NV = self.scores(logits_NV, contexts, text)
+        if self.may_empty and bool(scores_NV.isneginf().all(-1).any()):
+            self._name_the_culprit(logits_NV, contexts, text)
+        return scores_NV.argmax(-1).tolist()
+
+    def probabilities(self, logits_NV: Tensor, contexts: Contexts, text: int = 0) -> Tensor:
+        """The distribution of every row, [N, V]; DraftsmithError where a processor has left nothing."""
+        scores_NV = self.scores(logits_NV, contexts, text)
+        if self.may_empty and bool(scores_NV.isneginf().all(-1).any()):
+            self._name_the_culprit(logits_NV, contexts, text)
+        return scores_NV.softmax(-1)
+
+    def scores(self, logits_NV: Tensor, contexts: Contexts, text: int = 0) -> Tensor:
+        """Processed logits [N, V] of nodes of one text, the `text`-th of its batch; a row may have nothing left."""
         # float16 and bfloat16 are too coarse for the ratio p/q; fp64 stays fp64 for the exact tests.
         scores_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-        for warper in self._warpers:
-            scores_NV = warper(None, scores_NV)
-        return scores_NV.softmax(-1)
+        before: Sequence[list[int]] | None = None
+        for processor in self._all:
+            if type(processor).__name__ in _CONTEXT_FREE:
+                scores_NV = processor(None, scores_NV)
+                continue
+            before = contexts() if before is None else before
+            scores_NV = self._by_node(processor, scores_NV, before, text)
+        return scores_NV
+
+    def _name_the_culprit(self, logits_NV: Tensor, contexts: Contexts, text: int) -> None:
+        """DraftsmithError with the name of the first processor that leaves some row without any token."""
+        before, scores_NV = contexts(), logits_NV.float()
+        for processor in self._all:
+            scores_NV = self._by_node(processor, scores_NV, before, text)
+            empty_N = scores_NV.isneginf().all(-1).tolist()
+            if any(empty_N):
+                length = len(before[empty_N.index(True)])
+                raise DraftsmithError(
+                    f"logits_processor={type(processor).__name__} forbids every token behind {length} tokens; "
+                    "expected at least one to be left"
+                )
+        raise DraftsmithError("the target's logits forbid every token; expected at least one finite logit")
+
+    def _by_node(self, processor: LogitsProcessor, scores_NV: Tensor, before: Sequence[list[int]], text: int) -> Tensor:
+        """Call `processor` with each node's own tokens: nodes of equal depth together where it treats rows alone.
+
+        Any other is called for one node at a time, at the row that the text has in its batch: some know rows by number.
+        """
+        together = _treats_rows_alone(processor)
+        groups: dict[int, list[int]] = {}
+        for row, tokens in enumerate(before):
+            groups.setdefault(len(tokens) if together else row, []).append(row)
+        out_NV = torch.empty_like(scores_NV)
+        for rows in groups.values():
+            ids = torch.tensor([before[row] for row in rows], device=scores_NV.device)
+            scores = scores_NV[rows]  # a copy: a processor may work in place
+            if not together and self._texts > 1:
+                ids, scores = ids.repeat(self._texts, 1), scores.repeat(self._texts, 1)
+                out_NV[rows] = processor(ids, scores)[text : text + 1]
+            else:
+                out_NV[rows] = processor(ids, scores)
+        return out_NV
+
+
+def _treats_rows_alone(processor: LogitsProcessor) -> bool:
+    """Whether what it does to a row depends on nothing but that row's tokens and scores."""
+    name = type(processor).__name__
+    # A padded batch gives the repetition penalty one number a row.
+    numbered = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+    return (name in _BY_ROW or name in _CONTEXT_FREE) and not numbered

@@ -1,14 +1,18 @@
-"""The target: an unmodified transformers causal LM behind prefill, verify and commit."""
+"""The target: an unmodified transformers model behind prefill, verify and commit."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
-from draftsmith.decode.cache import PointerCache, causal_mask, context_limit
+from draftsmith.decode.cache import context_limit
+from draftsmith.decode.reader import Reader
 from draftsmith.errors import ConfigError
+from draftsmith.heads.draft import ROOT, Draft
+from draftsmith.heads.drafter import Text
 
-# Shapes: P positions fed, H hidden size, V vocabulary.
+# Shapes: B texts, N draft nodes of one text, H hidden size, V vocabulary.
 
 
 class Target(Protocol):
@@ -16,72 +20,57 @@ class Target(Protocol):
 
     context_limit: int | None
 
-    def start(self, max_length: int) -> None:
-        """Begin a new text of at most `max_length` tokens."""
+    def prefill(self, texts: Sequence[Text]) -> Tensor:
+        """Begin: read all texts; the logits [B, V] behind their last tokens."""
 
-    def prefill(self, tokens: list[int]) -> Tensor:
-        """Read the prompt; the logits behind its last token, [1, V]."""
+    def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
+        """Read each text's last committed token and its draft behind it; logits [N + 1, V], the root's first."""
 
-    def verify(self, tokens: list[int]) -> Tensor:
-        """Read tokens behind the committed ones; the logits behind each, [P, V]."""
+    def commit(self, paths: list[list[int]]) -> None:
+        """Keep the roots and the accepted nodes; forget the other nodes."""
 
-    def commit(self, length: int) -> None:
-        """Keep the first `length` tokens; forget the others that were read."""
+    def hidden(self, row: int, node: int) -> Tensor | None:
+        """[H]: what the lm_head read behind `node` (or `ROOT`) of the last logits; None for a target without."""
 
-    def hidden(self, row: int) -> Tensor | None:
-        """[H]: what the lm_head read at `row` of the last logits; None for a target without hidden states."""
+    def drop(self, rows: list[int]) -> None:
+        """Some texts are finished: keep these rows."""
+
+
+@dataclass
+class RootedTree:
+    """A draft below its root, which is node 0 here because the target has not read it yet."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+
+    @classmethod
+    def of(cls, root: int, draft: Draft) -> "RootedTree":
+        return cls([root, *draft.tokens], [ROOT, *(p + 1 for p in draft.parents)], [1, *(d + 1 for d in draft.depths)])
 
 
 class TransformersTarget:
-    """A transformers causal LM with a pointer cache. Batch 1."""
+    """A transformers causal LM or encoder-decoder model with a pointer cache."""
 
     def __init__(self, model: nn.Module) -> None:
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise ConfigError(
-                f"model_type={model.config.model_type!r} is encoder-decoder; expected a decoder-only target"
-            )
-        head = model.get_output_embeddings()
-        if head is None:
+        if model.get_output_embeddings() is None:
             raise ConfigError(f"model {type(model).__name__} has no lm_head; expected a causal language model")
         self.model = model
         self.context_limit = context_limit(model)
-        self._device = next(model.parameters()).device
-        self._hidden_PH: Tensor | None = None
-        self._head = head
 
-    def start(self, max_length: int) -> None:
-        self._cache = PointerCache(self.model.config, max_length)
+    def prefill(self, texts: Sequence[Text]) -> Tensor:
+        self._reader = Reader(self.model, len(texts), [text.source for text in texts], remember=True)
+        return self._reader.append([text.tokens for text in texts])
 
-    def prefill(self, tokens: list[int]) -> Tensor:
-        return self._forward(tokens, logits_to_keep=1)
+    def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
+        trees = [RootedTree.of(root, draft) for root, draft in zip(roots, drafts, strict=True)]
+        return self._reader.branch(trees, [list(range(len(tree.tokens))) for tree in trees])
 
-    def verify(self, tokens: list[int]) -> Tensor:
-        return self._forward(tokens, logits_to_keep=0)
+    def commit(self, paths: list[list[int]]) -> None:
+        self._reader.commit([[0, *(node + 1 for node in path)] for path in paths])
 
-    def commit(self, length: int) -> None:
-        self._cache.rollback(length)
+    def hidden(self, row: int, node: int) -> Tensor | None:
+        return self._reader.hidden[row][node + 1]
 
-    def hidden(self, row: int) -> Tensor | None:
-        return None if self._hidden_PH is None else self._hidden_PH[row]
-
-    def _forward(self, tokens: list[int], logits_to_keep: int) -> Tensor:
-        start = self._cache.length
-        positions = torch.arange(start, start + len(tokens), device=self._device)[None]
-
-        # The hook sees what the lm_head reads, for every architecture alike and at no cost.
-        def remember(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._hidden_PH = inputs[0][0]
-
-        hook = self._head.register_forward_pre_hook(remember)
-        try:
-            output = self.model(
-                input_ids=torch.tensor([tokens], device=self._device),
-                attention_mask=causal_mask(start, len(tokens), self._device),
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
-            )
-        finally:
-            hook.remove()
-        return output.logits[0]
+    def drop(self, rows: list[int]) -> None:
+        self._reader.drop(rows)

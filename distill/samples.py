@@ -4,13 +4,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from datasets import Dataset, disable_progress_bars, load_from_disk
 from rich.console import Console
 from rich.progress import track
-from torch import nn
 
-from draftsmith.decode.cache import PointerCache, context_limit
+from draftsmith.decode.cache import context_limit
+from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.jsonl import answered_ids, conversation, prompt_ids, read_rows
 from draftsmith.distill.targets import EMBEDDED, LoadedTarget
@@ -18,7 +17,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.storage import atomic_folder, cache_dir
 
-SAMPLES_VERSION = 1
+SAMPLES_VERSION = 2
+SEEDS_APART = 1_000_003
+"""So that two seeds of a recipe share no prompt's seed."""
 
 
 @dataclass(frozen=True)
@@ -113,52 +114,26 @@ def target_samples(
     return load_from_disk(folder / "rows")
 
 
-@torch.inference_mode()
 def sample_responses(
     target: LoadedTarget, prompts: list[list[int]], settings: SampleSettings, *, progress: bool = True
 ) -> list[dict]:
-    """Sample in batches of prompts of similar length, through transformers' `generate`; in the order of `prompts`."""
+    """Sample in batches of prompts of similar length; rows in the order of `prompts`.
+
+    Each prompt has a seed of its own, so a response does not depend on the batch that it was sampled in.
+    """
+    decoder = SpeculativeDecoder(target.model)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     starts = range(0, len(order), settings.batch_size)
     rows: dict[int, dict] = {}
-    with torch.random.fork_rng():
-        torch.manual_seed(settings.seed)
-        console = Console(stderr=True)
-        for start in track(starts, description="sampling from the target", console=console, disable=not progress):
-            batch = order[start : start + settings.batch_size]
-            responses = _batch(target.model, [prompts[index] for index in batch], settings)
-            for index, response in zip(batch, responses, strict=True):
-                prompt = prompts[index]
-                rows[index] = {"input_ids": [*prompt, *response], "prompt_length": len(prompt)}
+    console = Console(stderr=True)
+    for start in track(starts, description="sampling from the target", console=console, disable=not progress):
+        batch = order[start : start + settings.batch_size]
+        outputs = decoder.generate_batch(
+            [prompts[index] for index in batch],
+            max_new_tokens=settings.response_tokens,
+            temperature=settings.temperature,
+            seeds=[SEEDS_APART * settings.seed + index for index in batch],
+        )
+        for index, output in zip(batch, outputs, strict=True):
+            rows[index] = {"input_ids": [*prompts[index], *output.tokens], "prompt_length": len(prompts[index])}
     return [rows[index] for index in range(len(prompts))]
-
-
-def _batch(model: nn.Module, prompts: list[list[int]], settings: SampleSettings) -> list[list[int]]:
-    """The responses to one batch, each up to and including its EOS."""
-    width = max(len(prompt) for prompt in prompts)
-    ids_BT = torch.zeros(len(prompts), width, dtype=torch.long, device=model.device)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, prompt in enumerate(prompts):
-        ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask_BT[row, width - len(prompt) :] = 1
-    eos = model.generation_config.eos_token_id
-    greedy = settings.temperature == 0
-    out_BT = model.generate(
-        ids_BT,
-        attention_mask=mask_BT,
-        max_new_tokens=settings.response_tokens,
-        do_sample=not greedy,
-        temperature=None if greedy else settings.temperature,
-        top_k=None if greedy else 0,
-        top_p=None if greedy else 1.0,
-        pad_token_id=0 if eos is None else (eos if isinstance(eos, int) else eos[0]),
-        # transformers' default cache would copy every key and value at every step.
-        past_key_values=PointerCache(model.config, width + settings.response_tokens),
-    )
-    ends = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-    return [_until_end(row, ends) for row in out_BT[:, width:].tolist()]
-
-
-def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
-    stop = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:stop]

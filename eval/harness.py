@@ -17,8 +17,11 @@ from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import environment
 
 SCHEMA = 1
-BASELINE = "target alone"
+Arm = tuple[str, str]
+"""A drafter's name and its policy."""
+BASELINE: Arm = ("target alone", "")
 WARM_UP_TOKENS = 16
+CALIBRATION = 4
 REPETITIVE = 0.3
 """Share of repeated 4-grams above which a report warns; source code itself has about 0.05."""
 
@@ -35,6 +38,10 @@ class Settings:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     max_new_tokens: int = 96
     draft_length: int | None = None
+    policies: tuple[str, ...] = ()
+    """How drafts grow, each measured with each drafter; without any, every drafter's own chain."""
+    rule: str | None = None
+    """The verification rule of sampled decoding; without one, the best lossless for each draft."""
     top_k: int | None = None
     top_p: float | None = None
     repeats: int = 3
@@ -72,29 +79,63 @@ def evaluate(
     """
     if not prompts:
         raise ConfigError("prompts=0; expected at least 1")
-    arms: dict[str, SpeculativeDecoder] = {BASELINE: SpeculativeDecoder(target)}
-    for name, drafter in drafters.items():
-        arms[name] = SpeculativeDecoder(target, drafter, draft_length=settings.draft_length)
     count = fastest_threads(target, prompts[0].input_ids)
-    with threads(count):
+    with threads(count):  # decoders are built here, because policies plan with costs that depend on threads
+        arms = _arms(target, drafters, settings)
+        learned = _calibrate(arms, prompts, settings)
         measured = _measure(arms, prompts, settings, progress)
         where = environment()
     rows = []
-    for name, drafter in drafters.items():
+    for arm, decoder in arms.items():
+        if arm == BASELINE:
+            continue
         for temperature in settings.temperatures:
-            runs = {arm: measured[(arm, temperature)] for arm in (BASELINE, name)}
-            head = {"drafter": name, "drafter_type": drafter.type, "temperature": temperature}
-            head["draft_length"] = arms[name].draft_length
-            rows += _rows(head, runs[BASELINE], runs[name])
-    return Evaluation(settings, rows, where, _notes(rows, len(prompts)))
+            head = {
+                "drafter": arm[0],
+                "drafter_type": decoder.drafter.type,
+                "policy": arm[1],
+                "rule": settings.rule or "best lossless",
+                "lossless": decoder.lossless or temperature == 0,
+                "temperature": temperature,
+            }
+            rows += _rows(head, measured[(BASELINE, temperature)], measured[(arm, temperature)])
+    notes = _notes(rows, len(prompts))
+    if learned:
+        notes.append(
+            f"Policies that learn ({', '.join(learned)}) began with what {CALIBRATION} of the prompts taught them."
+        )
+    return Evaluation(settings, rows, where, notes)
+
+
+def _arms(target: nn.Module, drafters: dict[str, Drafter], settings: Settings) -> dict[Arm, SpeculativeDecoder]:
+    """The target alone, and every drafter with every policy."""
+    arms = {BASELINE: SpeculativeDecoder(target)}
+    for name, drafter in drafters.items():
+        for policy in settings.policies or (None,):
+            length = settings.draft_length if policy is None else None
+            decoder = SpeculativeDecoder(target, drafter, draft_length=length, policy=policy, rule=settings.rule)
+            plan = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
+            arms[(name, plan)] = decoder  # a drafter that only retrieves is the same under every policy
+    return arms
+
+
+def _calibrate(arms: dict[Arm, SpeculativeDecoder], prompts: list[Prompt], settings: Settings) -> list[str]:
+    """Let policies that learn see a few texts at each temperature, untimed; the names of those policies."""
+    learners = {arm: decoder for arm, decoder in arms.items() if decoder.learns}
+    for decoder in learners.values():
+        for temperature in settings.temperatures:
+            cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
+            rows = [prompt.input_ids for prompt in prompts[:CALIBRATION]]
+            decoder.calibrate(rows, max_new_tokens=settings.max_new_tokens, temperature=temperature, **cuts)
+    return sorted({arm[1] for arm in learners})
 
 
 def _measure(
-    arms: dict[str, SpeculativeDecoder], prompts: list[Prompt], settings: Settings, progress: bool
-) -> dict[tuple[str, float], list[Measured]]:
+    arms: dict[Arm, SpeculativeDecoder], prompts: list[Prompt], settings: Settings, progress: bool
+) -> dict[tuple[Arm, float], list[Measured]]:
     """Every arm at every temperature on every prompt, `repeats` times."""
 
-    def decode(arm: str, prompt: Prompt, temperature: float, seed: int, tokens: int) -> DecodeOutput:
+    def decode(arm: Arm, prompt: Prompt, temperature: float, seed: int, tokens: int) -> DecodeOutput:
         return arms[arm].generate(
             prompt.input_ids,
             max_new_tokens=tokens,
@@ -107,7 +148,7 @@ def _measure(
     for arm in arms:  # first calls allocate and choose kernels; they are not measured
         for temperature in settings.temperatures:
             decode(arm, prompts[0], temperature, 0, WARM_UP_TOKENS)
-    measured: dict[tuple[str, float], list[Measured]] = {(a, t): [] for a in arms for t in settings.temperatures}
+    measured: dict[tuple[Arm, float], list[Measured]] = {(a, t): [] for a in arms for t in settings.temperatures}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("measuring", total=settings.repeats * len(settings.temperatures) * len(prompts) * len(arms))
@@ -150,7 +191,11 @@ def _notes(rows: list[dict[str, Any]], prompts: int) -> list[str]:
     for row in rows:
         if row["category"] != "all":
             continue
-        name = f"{row['drafter']} at T={row['temperature']:g}"
+        name = f"{row['drafter']} ({row['policy']}) at T={row['temperature']:g}"
+        if not row["lossless"]:
+            notes.append(
+                f"{name}: rule {row['rule']!r} is LOSSY: this is not the target's text, only something near it."
+            )
         if row["speedup"] < 1:
             notes.append(f"{name} is slower than the target alone ({row['speedup']:.2f}x).")
         if row["speedup"] > row["tau"]:

@@ -44,7 +44,7 @@ def plot_speedup(rows: list[dict[str, Any]], path: Path) -> dict[str, str]:
                 axis.vlines(place, low, high, color="black", linewidth=1.2)
         axis.axhline(1, color="black", linewidth=1, linestyle="--", label="target alone")
         axis.legend(fontsize=9, loc="upper right")
-        labels = [f"{row['drafter']}\nT={row['temperature']:g}, gamma={row['draft_length']}" for row in overall]
+        labels = [f"{row['drafter']}\n{_short(row['policy'])}\nT={row['temperature']:g}" for row in overall]
         axis.set_xticks(range(len(overall)), labels, fontsize=9)
         axis.set_ylabel("speedup (ratio of tokens/s)")
         tallest = max(max(row["speedup_repeats"], default=row["speedup"]) for row in overall)
@@ -52,6 +52,12 @@ def plot_speedup(rows: list[dict[str, Any]], path: Path) -> dict[str, str]:
         axis.grid(axis="x", visible=False)
         axis.set_title(title, fontsize=11, wrap=True)
     return _save(figure, path, title)
+
+
+def _short(policy: str) -> str:
+    """The policy without its settings, but for a chain's length."""
+    name, _, settings = policy.partition(":")
+    return f"gamma={settings.removeprefix('draft_length=')}" if name == "chain" else name
 
 
 def plot_acceptance(rows: list[dict[str, Any]], path: Path) -> dict[str, str]:
@@ -63,7 +69,7 @@ def plot_acceptance(rows: list[dict[str, Any]], path: Path) -> dict[str, str]:
         for row in overall:
             positions = range(1, len(row["acceptance_at"]) + 1)
             line = "-o" if row["temperature"] == 0 else "--s"
-            label = f"{row['drafter']}, T={row['temperature']:g} (tau {row['tau']:.2f})"
+            label = f"{row['drafter']}, {_short(row['policy'])}, T={row['temperature']:g} (tau {row['tau']:.2f})"
             axis.plot(positions, row["acceptance_at"], line, color=_colour(rows, row["drafter"]), label=label)
         longest = max(len(row["acceptance_at"]) for row in overall)
         axis.set_xticks(range(1, longest + 1))

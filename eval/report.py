@@ -25,7 +25,7 @@ def summary_table(evaluation: Evaluation) -> Table:
         if row["category"] != "all":
             continue
         table.add_row(
-            row["drafter"],
+            f"{row['drafter']}{'' if row['lossless'] else ' (LOSSY)'}\n  {row['policy']}",
             f"{row['temperature']:g}",
             f"{row['alpha']:.3f}",
             f"{row['tau']:.2f}",
@@ -74,7 +74,7 @@ def headline(rows: list[dict[str, Any]]) -> str:
     overall = [row for row in rows if row["category"] == "all"]
     best = max(overall, key=lambda row: row["speedup"])
     return (
-        f"Fastest: **{best['drafter']}** at T={best['temperature']:g} makes the target "
+        f"Fastest: **{best['drafter']}** ({best['policy']}) at T={best['temperature']:g} makes the target "
         f"**{best['speedup']:.2f} times as fast** "
         f"({best['baseline_tokens_per_second']:.0f} to {best['tokens_per_second']:.0f} tokens/s) and commits "
         f"{best['tau']:.2f} tokens per target pass."
@@ -86,8 +86,8 @@ def _markdown(evaluation: Evaluation, title: str, plots: list[dict[str, str]]) -
     text = files("draftsmith.eval").joinpath("report.md.j2").read_text(encoding="utf-8")
     overall = [row for row in evaluation.rows if row["category"] == "all"]
     greedy = [
-        f"{row['drafter']}: {row['greedy_identical'][0]} of {row['greedy_identical'][1]} greedy texts are the target's "
-        "own, token by token."
+        f"{row['drafter']} ({row['policy']}): {row['greedy_identical'][0]} of {row['greedy_identical'][1]} greedy "
+        "texts are the target's own, token by token."
         for row in overall
         if "greedy_identical" in row
     ]

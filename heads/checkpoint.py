@@ -12,12 +12,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.drafter import Drafter, TrainableDrafter
+from draftsmith.heads.named import drafter_named, is_named
 from draftsmith.provenance import model_fingerprint, tokenizer_fingerprint
 from draftsmith.storage import write_json
 
@@ -41,7 +42,7 @@ def describe_target(
 
 
 def save_drafter(
-    drafter: Drafter,
+    drafter: TrainableDrafter,
     folder: Path,
     *,
     target: dict[str, Any],
@@ -77,13 +78,16 @@ def load_drafter(
     """Load a drafter and check that it fits `target`.
 
     Args:
-        path_or_repo: a local folder or a Hub id: a draftsmith checkpoint, or a plain transformers causal LM.
+        path_or_repo: a local folder or a Hub id: a draftsmith checkpoint, or a plain transformers causal LM or
+            encoder-decoder model. Or the name of a drafter that needs none: `suffix`, see heads/named.py.
         target: the model it will draft for; the drafter takes its device and dtype.
         tokenizer: the target's, when at hand: its vocabulary is then compared with the drafter's.
 
     Raises:
         ConfigError: for a missing folder, a damaged file, or a drafter of another target.
     """
+    if is_named(str(path_or_repo)) and not Path(path_or_repo).is_dir():
+        return drafter_named(str(path_or_repo), target, lambda path: load_drafter(path, target, tokenizer))
     folder = _local(str(path_or_repo))
     config_file = folder / "config.json"
     if not config_file.is_file():
@@ -94,13 +98,14 @@ def load_drafter(
         raise ConfigError(f"{config_file} is not JSON ({error}); expected a drafter's config") from error
     if section is not None:
         _require_fit(section, path_or_repo, target, tokenizer)
-    elif tokenizer is not None:
-        _require_same_vocabulary(folder, path_or_repo, tokenizer)
     drafter = _read(folder, section)
+    if section is None and tokenizer is not None:
+        drafter.shared_vocabulary = _shared_vocabulary(folder, path_or_repo, tokenizer)
     wanted = target.config.get_text_config(decoder=True).vocab_size
-    if drafter.vocab_size != wanted:
+    if drafter.vocab_size != wanted and drafter.shared_vocabulary is None:
         raise ConfigError(
-            f"drafter={path_or_repo} has a vocabulary of {drafter.vocab_size}; expected the target's {wanted}"
+            f"drafter={path_or_repo} has a vocabulary of {drafter.vocab_size}; expected the target's {wanted}, or "
+            "the target's tokenizer to show that only the padding differs"
         )
     parameter = next(target.parameters())
     drafter.draft_length_hint = section["draft_length"] if section else None
@@ -118,16 +123,23 @@ def _local(path_or_repo: str) -> Path:
         raise ConfigError(f"drafter={path_or_repo}; expected a local folder or a Hub id ({reason})") from error
 
 
-def _read(folder: Path, section: dict[str, Any] | None) -> Drafter:
+def _read(folder: Path, section: dict[str, Any] | None) -> TrainableDrafter:
     try:
         if section is None or section["type"] == DraftModel.type:
-            return DraftModel(AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True))
+            return DraftModel(_language_model(folder))
         drafter = HEADS[section["type"]].from_config(section["drafter"])
         drafter.load_state_dict(load_file(folder / WEIGHTS))
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"drafter={folder} cannot be read ({reason}); expected whole safetensors weights") from error
     return drafter
+
+
+def _language_model(folder: Path) -> nn.Module:
+    """A causal LM or an encoder-decoder model, whichever the config describes."""
+    config = AutoConfig.from_pretrained(folder)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return auto.from_pretrained(folder, use_safetensors=True)
 
 
 def _require_fit(
@@ -157,11 +169,16 @@ def _require_fit(
         )
 
 
-def _require_same_vocabulary(folder: Path, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A plain transformers checkpoint says nothing of a target, so its own tokenizer has to agree."""
+def _shared_vocabulary(folder: Path, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """How many tokens a plain transformers checkpoint shares with the target: its tokenizer has to agree.
+
+    Families pad their embeddings to different sizes, so equal tokenizers may stand on unequal vocabularies. None
+    without a tokenizer beside the checkpoint: the vocabulary size is then all that can be compared.
+    """
     try:
         own = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):
-        return  # no tokenizer beside it: the vocabulary size is all that can be compared
+        return None
     if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
         raise ConfigError(f"drafter={name} has another tokenizer than the target; expected the same token for every id")
+    return len(own)

@@ -6,6 +6,7 @@ It reads only tokens, so any transformers causal LM with the same tokenizer serv
 Leviathan et al. 2023, arXiv:2211.17192.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, Self
 
@@ -14,21 +15,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft import Draft
-from draftsmith.heads.drafter import Context, Drafter, Needs, TeacherSignals, Unrolled
+from draftsmith.heads.drafter import Context, TeacherSignals, TrainableDrafter, Tree, Unrolled
 
 
-class DraftModel(Drafter):
+class DraftModel(TrainableDrafter):
     """Wraps a transformers causal LM, `model`, with a cache of its own."""
 
     type: ClassVar[str] = "draft_model"
-    needs: ClassVar[Needs] = Needs()
-    max_draft_length = None
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self.context_limit = getattr(model.config, "max_position_embeddings", None)
 
     @classmethod
@@ -68,35 +66,31 @@ class DraftModel(Drafter):
         return cls(AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **options)))
 
     def start(self, context: Context) -> None:
-        self._cache = context.new_cache(self.model)
-        self._forward(context, context.tokens)
+        super().start(context)
+        self._reader = context.reader(self.model)
+        self._reader.append([self._known(text.tokens[:-1]) for text in context.texts])
 
-    def propose(self, context: Context, draft_length: int) -> Draft:
+    def begin(self, rows: list[int]) -> Tensor:
         # What it has not read yet: the last committed token, and after a round of full acceptance one more.
-        unread = context.tokens[self._cache.length :]
-        tokens, rows = [], []
-        for _ in range(draft_length):
-            token, q_V = context.choose(self._forward(context, unread))
-            tokens.append(token)
-            rows.append(q_V)
-            unread = [token]
-        return Draft.chain(tokens, None if rows[0] is None else torch.stack(rows))
+        unread: list[list[int]] = [[] for _ in self.context.texts]
+        for row in rows:
+            unread[row] = self._known(self.context.texts[row].tokens[self._reader.lengths[row] :])
+        return self._reader.append(unread)
 
-    def observe(self, committed_length: int) -> None:
-        self._cache.rollback(committed_length)
+    def _known(self, tokens: list[int]) -> list[int]:
+        """`tokens` as this model can read them: a target with a larger padded vocabulary may have ids beyond it."""
+        if self.shared_vocabulary is None:
+            return tokens
+        return [token if token < self.vocab_size else 0 for token in tokens]
 
-    def _forward(self, context: Context, tokens: list[int]) -> Tensor:
-        """Logits [V] behind the last of `tokens`."""
-        start, device = self._cache.length, self.model.device
-        output = self.model(
-            input_ids=torch.tensor([tokens], device=device),
-            attention_mask=context.mask(start, len(tokens)),
-            position_ids=torch.arange(start, start + len(tokens), device=device)[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[0, -1]
+    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+        return self._reader.branch(trees, nodes)
+
+    def observe(self, paths: list[list[int]]) -> None:
+        self._reader.commit(paths)
+
+    def drop(self, rows: list[int]) -> None:
+        self._reader.drop(rows)
 
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
         output = self.model.base_model(
@@ -135,7 +129,7 @@ def spread(count: int, depth: int) -> list[int]:
     return [round(i * (depth - 1) / (count - 1)) for i in range(count)]
 
 
-def _layers_name(model: nn.Module) -> str:
+def layers_name(model: nn.Module) -> str:
     depth = model.config.num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
@@ -148,7 +142,7 @@ def _layers_name(model: nn.Module) -> str:
 @torch.no_grad()
 def copy_layers(target: nn.Module, model: nn.Module, layers: list[int]) -> None:
     """Copy the target's weights into `model`, whose layer i becomes the target's layer `layers[i]`."""
-    prefix = _layers_name(target) + "."
+    prefix = layers_name(target) + "."
     weights = {}
     for name, value in target.state_dict().items():
         if not name.startswith(prefix):

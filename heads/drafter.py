@@ -1,7 +1,7 @@
 """The interface of every drafter, and what it is given. Implementations are one file a family beside this one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -9,29 +9,60 @@ from torch import Tensor, nn
 
 from draftsmith.heads.draft import Draft
 
-# Shapes: B batch, T positions, H target hidden size, D drafter hidden size, K draft positions, V vocabulary.
+# Shapes: B texts, T positions, H target hidden size, D drafter hidden size, K draft positions, V vocabulary.
 
 
-class Context(Protocol):
-    """What a drafter may see and do while decoding; the decoder implements it."""
+class Text(Protocol):
+    """One text while it is being decoded, as a drafter may see it."""
+
+    source: list[int]
+    """What an encoder reads; empty for decoder-only targets."""
 
     tokens: list[int]
-    """Every committed token. The last one has not been through the target yet."""
+    """Every committed token, the prompt's included. The last one has not been through the target yet."""
 
     hidden: Tensor | None
     """[H]: the target's state that `tokens[-1]` was predicted from, i.e. its lm_head's input."""
 
+
+class Tree(Protocol):
+    """One text's draft while it grows. `ROOT` stands for the last committed token."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+
+
+class Reader(Protocol):
+    """A transformers LM that reads the texts, one row each, into a cache of its own. The decoder implements it."""
+
+    lengths: list[int]
+    """Committed tokens that each row has read."""
+
+    def append(self, tokens: list[list[int]]) -> Tensor:
+        """Read committed tokens; the logits [B, V] behind the last one of each row. An empty row stays as it is."""
+
+    def branch(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+        """Read draft nodes, parents before children; for each row the logits [n, V] behind its nodes."""
+
+    def commit(self, paths: list[list[int]]) -> None:
+        """The round is over: keep what was read of each row's accepted path, forget all other draft nodes."""
+
+    def drop(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+
+
+class Context(Protocol):
+    """What a drafter is given when decoding begins."""
+
+    texts: Sequence[Text]
+    """The texts that are still running; finished ones leave it, see `Drafter.drop`."""
+
     max_length: int
-    """No committed or draft token will ever stand at this position or after it."""
+    """No token of any text will ever stand at this position or after it."""
 
-    def new_cache(self, model: nn.Module) -> Any:
-        """A preallocated transformers `Cache` of `max_length` positions whose `length` can be moved back."""
-
-    def choose(self, logits_V: Tensor) -> tuple[int, Tensor | None]:
-        """Draw one draft token as the run's processors say: (token, its q [V], or None under greedy decoding)."""
-
-    def mask(self, start: int, count: int) -> Tensor | None:
-        """Causal mask for `count` tokens fed behind `start` cached ones, in the form that transformers takes."""
+    def reader(self, model: nn.Module) -> Reader:
+        """A reader for a model of the drafter's own."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +96,51 @@ class Unrolled:
     """State t is to agree with the target's distribution at position t + offset."""
 
 
-class Drafter(nn.Module, ABC):
-    """Anything that proposes. Parameterless drafters implement only the decoding half."""
+class Drafter(nn.Module):
+    """Anything that proposes: the half of a drafter that decodes."""
 
     type: ClassVar[str]
-    needs: ClassVar[Needs]
-    vocab_size: int
+    needs: ClassVar[Needs] = Needs()
+    vocab_size: int | None = None
+    """Rows of its logits; None when it has none of its own."""
+    context_limit: int | None = None
+    """The longest text that it can read, in tokens."""
     draft_length_hint: int | None = None
     """The draft length that the checkpoint was trained and chosen for."""
+    shared_vocabulary: int | None = None
+    """Tokens that drafter and target share, where their padded vocabularies differ in size."""
+    max_draft_length: int | None = None
+    """The deepest draft that it can propose; None when there is no limit."""
+    only_retrieves: ClassVar[bool] = False
+    """It has no logits to grow a draft from, so that policies do not concern it."""
+
+    def start(self, context: Context) -> None:
+        """Begin: read the texts, allocate caches, forget the last decoding."""
+        self.context = context
+
+    def retrieve(self, row: int, room: int) -> Draft | None:
+        """At most `room` levels of candidates that are known without any step; None asks for `begin` and `extend`."""
+        return None
+
+    def begin(self, rows: list[int]) -> Tensor:
+        """Logits [B, V] for the first draft token of each text in `rows`; other rows hold anything."""
+        raise NotImplementedError(f"{self.type} drafters only retrieve")
+
+    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+        """For each text the logits [n, V] behind its `nodes`, whose parents were extended before."""
+        raise NotImplementedError(f"{self.type} drafters only retrieve")
+
+    def observe(self, paths: list[list[int]]) -> None:
+        """The round is over: for each text the accepted nodes. Everything else of the drafts is to be forgotten."""
+
+    def drop(self, rows: list[int]) -> None:
+        """Some texts are finished: keep the state of these rows only."""
+
+
+class TrainableDrafter(Drafter, ABC):
+    """A drafter with weights of its own: it is made for a target, trained, saved and loaded."""
+
+    vocab_size: int
 
     @classmethod
     @abstractmethod
@@ -87,23 +155,6 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         """An untrained drafter of the stored shapes; its weights are loaded afterwards."""
-
-    @property
-    @abstractmethod
-    def max_draft_length(self) -> int | None:
-        """The most tokens it can propose in a round; None when there is no limit."""
-
-    @abstractmethod
-    def start(self, context: Context) -> None:
-        """Begin a new text: allocate caches, forget the last one."""
-
-    @abstractmethod
-    def propose(self, context: Context, draft_length: int) -> Draft:
-        """At most `draft_length` >= 1 draft tokens that follow `context.tokens`."""
-
-    @abstractmethod
-    def observe(self, committed_length: int) -> None:
-        """The round is over: positions from `committed_length` on were not committed; forget them."""
 
     @abstractmethod
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:

@@ -8,14 +8,14 @@
 No head sees the tokens before its own, so each q depends on the state alone. Cai et al. 2024, arXiv:2401.10774.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft import Draft
-from draftsmith.heads.drafter import Context, Drafter, Needs, TeacherSignals, Unrolled
+from draftsmith.heads.drafter import Context, Needs, TeacherSignals, TrainableDrafter, Tree, Unrolled
 
 
 class ResidualBlock(nn.Module):
@@ -32,7 +32,7 @@ class ResidualBlock(nn.Module):
         return x + self.activation(self.linear(x))
 
 
-class Medusa(Drafter):
+class Medusa(TrainableDrafter):
     """Medusa-1: the heads are trained, the target stays frozen."""
 
     type: ClassVar[str] = "medusa"
@@ -42,6 +42,7 @@ class Medusa(Drafter):
         super().__init__()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_layers = num_heads, num_layers
+        self.max_draft_length = num_heads
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_layers))) for _ in range(num_heads)
         )
@@ -69,25 +70,27 @@ class Medusa(Drafter):
     def from_config(cls, config: dict[str, Any]) -> Self:
         return cls(**config)
 
-    @property
-    def max_draft_length(self) -> int:
-        return self.num_heads
-
     def start(self, context: Context) -> None:
-        if context.hidden is None:
+        super().start(context)
+        if any(text.hidden is None for text in context.texts):
             raise ConfigError("target shows no hidden state; expected a transformers model for Medusa heads")
 
-    def propose(self, context: Context, draft_length: int) -> Draft:
-        hidden_H = context.hidden.to(self.lm_heads[0].weight.dtype)
-        tokens, rows = [], []
-        for block, head in zip(self.blocks[:draft_length], self.lm_heads[:draft_length], strict=True):
-            token, q_V = context.choose(head(block(hidden_H)))
-            tokens.append(token)
-            rows.append(q_V)
-        return Draft.chain(tokens, None if rows[0] is None else torch.stack(rows))
+    def begin(self, rows: list[int]) -> Tensor:
+        dtype = self.lm_heads[0].weight.dtype
+        self._hidden_BH = torch.stack([text.hidden for text in self.context.texts]).to(dtype)
+        return self._logits(0)
 
-    def observe(self, committed_length: int) -> None:
-        """Nothing to forget: the heads keep no state between rounds."""
+    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+        depths = {tree.depths[node] for tree, wanted in zip(trees, nodes, strict=True) for node in wanted}
+        by_depth = {depth: self._logits(depth) for depth in depths}
+        return [
+            torch.stack([by_depth[tree.depths[node]][row] for node in wanted]) if wanted else self._hidden_BH[:0]
+            for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True))
+        ]
+
+    def _logits(self, head: int) -> Tensor:
+        """[B, V] of one head: what stands `head` tokens behind the first draft token."""
+        return self.lm_heads[head](self.blocks[head](self._hidden_BH))
 
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
         # A target in half precision may train heads that are kept in fp32.

@@ -1,191 +1,186 @@
-"""Exact output distributions: every random choice of the decoder is branched over instead of drawn."""
+"""Exact output distributions: every random choice is branched over instead of drawn."""
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
-from functools import cache
-from itertools import product
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from draftsmith.decode.decoder import Decoding
-from draftsmith.decode.processors import Probabilities, Sampling
-from draftsmith.heads.draft import Draft
+from draftsmith.decode.decoding import Decoding
+from draftsmith.decode.text import Text
 
 Tokens = tuple[int, ...]
 
 
-class BranchingChance:
-    """Follows `path`, then takes the first possible outcome of every further choice and notes the others."""
+class LookedAt(Exception):
+    """What happens next depends on an open token, so its outcomes have to be branched over."""
 
-    def __init__(self, path: tuple[int, ...]) -> None:
-        self.path, self.step, self.weight = path, 0, 1.0
+
+class Open:
+    """A drawn token that nobody has looked at yet: it stands for all of its outcomes at once.
+
+    The correction or bonus is a rule's last draw and is returned unseen, so one run of the rule serves all V of them.
+    A rule that does look at the token is run again for each.
+    """
+
+    def __init__(self, weights: list[float]) -> None:
+        total = sum(weights)
+        self.outcomes = [(token, weight / total) for token, weight in enumerate(weights) if weight > 0]
+
+    def _look(self, *_: object) -> Any:
+        raise LookedAt
+
+    __eq__ = __hash__ = __int__ = __index__ = __bool__ = _look
+
+
+class BranchingChance:
+    """Follows `path`, then takes the first possible outcome of every further choice and notes the others.
+
+    With `leave_open`, a token drawn behind `path` is an `Open` one.
+    """
+
+    def __init__(self, path: tuple[int, ...] = (), *, leave_open: bool = False) -> None:
+        self.path, self.weight = path, 1.0
         self.alternatives: list[tuple[int, ...]] = []
         self.taken: tuple[int, ...] = ()
+        self.open: Open | None = None
+        self._leave_open = leave_open
 
     def _branch(self, weights: list[float]) -> int:
-        possible = [index for index, weight in enumerate(weights) if weight > 0]
-        if self.step < len(self.path):
-            outcome = self.path[self.step]
+        assert min(weights) >= 0, f"not a distribution: {weights}"
+        if self.open is not None:
+            raise LookedAt  # a choice behind an open token might depend on it
+        if len(self.taken) < len(self.path):
+            outcome = self.path[len(self.taken)]
         else:
-            outcome = possible[0]
-            self.alternatives += [(*self.taken, other) for other in possible[1:]]
-        self.step += 1
+            outcome, *others = (index for index, weight in enumerate(weights) if weight > 0)
+            self.alternatives += [(*self.taken, other) for other in others]
         self.taken += (outcome,)
         self.weight *= weights[outcome] / sum(weights)
         return outcome
 
     def bernoulli(self, probability: float) -> bool:
-        return self._branch([1 - probability, probability]) == 1
+        assert probability >= 0, f"not a probability: {probability}"
+        certain = min(probability, 1.0)
+        return self._branch([1 - certain, certain]) == 1
 
-    def categorical(self, weights_V: Tensor) -> int:
-        return self._branch(weights_V.tolist())
+    def categorical(self, weights_V: Tensor) -> Any:
+        weights = weights_V.tolist()
+        assert sum(weights) > 0, "nothing to draw from"
+        if self._leave_open and self.open is None and len(self.taken) == len(self.path):
+            self.open = Open(weights)
+            return self.open
+        return self._branch(weights)
 
 
-def outcomes(run: Callable[[BranchingChance], Any]) -> Iterator[tuple[float, Any]]:
-    """(probability, result) of every way that `run` can go; the probabilities add up to 1."""
-    pending: list[tuple[int, ...]] = [()]
+def outcomes(
+    run: Callable[[BranchingChance], Any], *, start: tuple[int, ...] = (), leave_open: bool = False
+) -> Iterator[tuple[float, Any]]:
+    """(probability, result) of every way that `run` can go after the choices `start`."""
+    pending = [start]
     while pending:
-        chance = BranchingChance(pending.pop())
-        result = run(chance)
+        chance = BranchingChance(pending.pop(), leave_open=leave_open)
+        try:
+            result = run(chance)
+        except LookedAt:
+            pending += [*chance.alternatives, *((*chance.taken, token) for token, _ in chance.open.outcomes)]
+            continue
         pending += chance.alternatives
         yield chance.weight, result
 
 
-class ToyModel:
-    """fp64 logits that depend on the whole context, from a seed; `banned` tokens have probability zero."""
-
-    def __init__(self, seed: int, vocab: int = 5, banned: frozenset[int] = frozenset(), scale: float = 1.5) -> None:
-        self.vocab, self.banned = vocab, banned
-
-        @cache
-        def logits(context: Tokens) -> Tensor:
-            generator = torch.Generator().manual_seed(hash((seed, context)) % 2**62)
-            row = torch.randn(vocab, dtype=torch.float64, generator=generator) * scale
-            row[list(banned)] = -torch.inf
-            return row
-
-        self.logits = logits
-
-    def __deepcopy__(self, memo: dict) -> "ToyModel":
-        return self
+def spread(token: int | Open) -> list[tuple[int, float]]:
+    """The outcomes of a token with their probabilities; a known token has one."""
+    return token.outcomes if isinstance(token, Open) else [(token, 1.0)]
 
 
-class ToyTarget:
-    """A toy model behind the Target interface, with a text that is appended to and cut like a cache."""
-
-    context_limit = None
-
-    def __init__(self, model: ToyModel) -> None:
-        self.model, self.read = model, ()
-
-    def start(self, max_length: int) -> None:
-        self.read = ()
-
-    def prefill(self, tokens: list[int]) -> Tensor:
-        return self.verify(tokens)[-1:]
-
-    def verify(self, tokens: list[int]) -> Tensor:
-        base, self.read = self.read, self.read + tuple(tokens)
-        return torch.stack([self.model.logits(self.read[: len(base) + i + 1]) for i in range(len(tokens))])
-
-    def commit(self, length: int) -> None:
-        self.read = self.read[:length]
-
-    def hidden(self, row: int) -> None:
-        return None
+def add(distribution: dict, key: object, weight: float) -> None:
+    distribution[key] = distribution.get(key, 0.0) + weight
 
 
-class ToyDrafter:
-    """Draws from a toy model of its own; `independent` ignores earlier draft tokens, as Medusa does."""
-
-    def __init__(self, model: ToyModel, *, independent: bool = False, point_mass: bool = False) -> None:
-        self.model, self.independent, self.point_mass = model, independent, point_mass
-
-    def start(self, context: Decoding) -> None:
-        pass
-
-    def observe(self, committed_length: int) -> None:
-        pass
-
-    def propose(self, context: Decoding, draft_length: int) -> Draft:
-        text, tokens, rows = tuple(context.tokens), [], []
-        for k in range(draft_length):
-            seen = (*text, -1 - k) if self.independent else text + tuple(tokens)
-            logits_V = self.model.logits(seen)
-            token, q_V = (int(logits_V.argmax()), None) if self.point_mass else context.choose(logits_V)
-            tokens.append(token)
-            rows.append(q_V)
-        return Draft.chain(tokens, None if rows[0] is None else torch.stack(rows))
+def total_variation(a: dict[Any, float], b: dict[Any, float]) -> float:
+    return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys()) / 2
 
 
-def decoder_distribution(
-    make: Callable[[BranchingChance], Decoding], same_state: Callable[[Decoding, Decoding], bool] | None = None
-) -> dict[Tokens, float]:
-    """The exact probability of every text that the decoder can produce.
+def string_distribution(
+    p: Callable[[Tokens], list[float]], count: int, eos: frozenset[int], start: Tokens = ()
+) -> Iterator[tuple[Tokens, float]]:
+    """The target's own text: every string of `count` new tokens, or fewer where it ends, given that it has `start`."""
+    if len(start) == count or (start and start[-1] in eos):
+        yield start, 1.0
+        return
+    for token, weight in enumerate(p(start)):
+        if weight > 0:
+            for string, rest in string_distribution(p, count, eos, (*start, token)):
+                yield string, weight * rest
 
-    Rounds are branched one at a time from a copy of the decoder's true state. Two histories with the same tokens
-    are merged, after `same_state` has checked that nothing else of the state (caches, pointers) differs.
+
+# The whole decoder.
+
+
+@dataclass
+class State:
+    """A decoder after some rounds, with its texts, which it forgets when they have ended."""
+
+    decoding: Decoding
+    texts: tuple[Text, ...]
+    chance: BranchingChance
+    rounds: int
+
+    @property
+    def tokens(self) -> tuple[Tokens, ...]:
+        return tuple(tuple(text.tokens) for text in self.texts)
+
+
+def played(make: Callable[[], Decoding], chance: BranchingChance, rounds: int | None = None) -> State:
+    """A decoder from its prompts through `rounds` rounds, or to the end."""
+    decoding = make()
+    texts = tuple(decoding.texts)
+    for text in texts:
+        text.chance = chance
+    decoding.prefill()
+    done = 0
+    while decoding.texts and done != rounds:
+        decoding.round()
+        done += 1
+    return State(decoding, texts, chance, done)
+
+
+def whole_runs(make: Callable[[], Decoding]) -> dict[tuple[Tokens, ...], float]:
+    """The probability of every batch of texts, with nothing merged."""
+    found: dict[tuple[Tokens, ...], float] = {}
+    for weight, state in outcomes(lambda chance: played(make, chance)):
+        add(found, state.tokens, weight)
+    return found
+
+
+def merged_runs(
+    make: Callable[[], Decoding], same_state: Callable[[Decoding, Decoding], bool]
+) -> dict[tuple[Tokens, ...], float]:
+    """The same, one round at a time, with histories of equal tokens merged.
+
+    `same_state` checks that nothing else of the decoder's state (caches, pointers) differs between two of them; then
+    the first is replayed for both.
     """
-    waiting: dict[Tokens, tuple[float, Decoding]] = {}
-    finished: dict[Tokens, float] = {}
+    waiting: dict[tuple[Tokens, ...], tuple[float, State]] = {}
+    finished: dict[tuple[Tokens, ...], float] = {}
 
-    def arrive(weight: float, decoding: Decoding) -> None:
-        tokens = tuple(decoding.tokens)
-        if decoding.stopped_by is not None:
-            finished[tokens] = finished.get(tokens, 0.0) + weight
+    def arrive(weight: float, state: State) -> None:
+        tokens = state.tokens
+        if not state.decoding.texts:
+            add(finished, tokens, weight)
             return
-        mass, first = waiting.get(tokens, (0.0, decoding))
-        assert same_state is None or same_state(first, decoding), f"the state depends on more than the tokens {tokens}"
+        mass, first = waiting.get(tokens, (0.0, state))
+        assert same_state(first.decoding, state.decoding), f"the state depends on more than the tokens {tokens}"
         waiting[tokens] = (mass + weight, first)
 
-    def first_token(chance: BranchingChance) -> Decoding:
-        decoding = make(chance)
-        decoding.prefill()
-        return decoding
-
-    for weight, decoding in outcomes(first_token):
-        arrive(weight, decoding)
+    for weight, state in outcomes(lambda chance: played(make, chance, 0)):
+        arrive(weight, state)
     while waiting:
-        tokens = min(waiting, key=len)
-        mass, state = waiting.pop(tokens)
-
-        def one_round(chance: BranchingChance, state: Decoding = state) -> Decoding:
-            decoding = deepcopy(state)
-            decoding._chance = chance
-            decoding.round()
-            return decoding
-
-        for weight, decoding in outcomes(one_round):
-            arrive(mass * weight, decoding)
+        shortest = min(waiting, key=lambda tokens: sum(map(len, tokens)))
+        mass, before = waiting.pop(shortest)
+        after = partial(played, make, rounds=before.rounds + 1)
+        for weight, state in outcomes(after, start=before.chance.taken):
+            arrive(mass * weight / before.chance.weight, state)
     return finished
-
-
-def target_distribution(
-    logits: Callable[[Tokens], Tensor], prompt: Tokens, count: int, sampling: Sampling, eos: frozenset[int], vocab: int
-) -> dict[Tokens, float]:
-    """The probability of every text of at most `count` new tokens under the target alone."""
-
-    @cache
-    def probabilities(context: Tokens) -> list[float]:
-        logits_V = logits(context)
-        if sampling.greedy:
-            return torch.nn.functional.one_hot(logits_V.argmax(), vocab).double().tolist()
-        return Probabilities(sampling)(logits_V[None])[0].tolist()
-
-    expected: dict[Tokens, float] = {}
-    for new in product(range(vocab), repeat=count):
-        stop = next((i + 1 for i, token in enumerate(new) if token in eos), count)
-        text = prompt + new[:stop]
-        if text in expected:
-            continue
-        weight = 1.0
-        for i in range(stop):
-            weight *= probabilities(prompt + new[:i])[new[i]]
-        expected[text] = weight
-    return expected
-
-
-def total_variation(a: dict[Tokens, float], b: dict[Tokens, float]) -> float:
-    return sum(abs(a.get(text, 0.0) - b.get(text, 0.0)) for text in a.keys() | b.keys()) / 2

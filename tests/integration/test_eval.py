@@ -15,7 +15,19 @@ from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.card import write_card
 
 ROW_KEYS = [
-    *("drafter", "drafter_type", "temperature", "draft_length", "category", "prompts", "alpha", "tau", "acceptance_at"),
+    *(
+        "drafter",
+        "drafter_type",
+        "temperature",
+        "policy",
+        "rule",
+        "lossless",
+        "category",
+        "prompts",
+        "alpha",
+        "tau",
+        "acceptance_at",
+    ),
     *("baseline_tokens_per_second", "tokens_per_second", "speedup", "draft_share", "verify_share", "overhead_share"),
 ]
 
@@ -69,13 +81,13 @@ def test_a_whole_evaluation(tmp_path: Path, tiny_target_folder: Path, medusa_fol
         assert set(ROW_KEYS) <= row.keys()
         assert row["draft_share"] + row["verify_share"] + row["overhead_share"] == pytest.approx(1)
         assert 0 <= row["alpha"] <= 1
-        assert 1 <= row["tau"] <= row["draft_length"] + 1
+        assert 1 <= row["tau"] <= int(row["policy"].removeprefix("chain:draft_length=")) + 1
         if row["temperature"] == 0:
             assert row["greedy_identical"][0] == row["greedy_identical"][1] > 0
     own = next(row for row in rows if row["drafter"] == "self" and row["temperature"] == 0)
     assert own["alpha"] == 1.0, "a target that drafts for itself is always accepted"
     report = (out / "report.md").read_text()
-    assert "| medusa | 0 | 2 |" in report
+    assert "| medusa | chain:draft_length=2 | greedy | 0 |" in report
     for plot in ("speedup.png", "acceptance.png"):
         assert f"({plot})" in report
         assert (out / plot).read_bytes().startswith(b"\x89PNG")

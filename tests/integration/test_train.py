@@ -90,7 +90,7 @@ def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Pa
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny-target")
     decoder = SpeculativeDecoder(target, load_drafter(folder, target, tokenizer))
-    assert decoder.draft_length == 3
+    assert decoder.policy.draft_length == 3
     prompt = [5, 6, 7, 8]
     out = decoder.generate(prompt, max_new_tokens=30)
     assert out.tokens == SpeculativeDecoder(target).generate(prompt, max_new_tokens=30).tokens

@@ -50,7 +50,8 @@ def test_the_ground_imports_no_room() -> None:
 def test_every_folder_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     folders = dict(settings["package-dir"])
-    assert sorted(folders) == sorted(settings["packages"])
+    roots = {package for package in settings["packages"] if package.count(".") < 2}
+    assert set(folders) == roots
     for package, folder in folders.items():
         for file in (ROOT / folder).rglob("*.py"):
             inside = file.parent.relative_to(ROOT / folder)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from conftest import make_llama
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.output import DecodeOutput, Round
+from draftsmith.decode.policies import BestFirst
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
 
@@ -71,7 +72,7 @@ def test_the_drafter_state_does_not_leak_into_the_next_text(decoder: Speculative
 
 
 def test_numbers_of_a_decoded_text() -> None:
-    rounds = [Round(2, 2, 3, (1.0, 0.5), 0.1, 0.3, 0.5), Round(2, 0, 1, (0.25,), 0.1, 0.3, 0.5)]
+    rounds = [Round(2, 2, 2, 3, (1.0, 0.5), 0.1, 0.3, 0.5), Round(2, 2, 0, 1, (0.25,), 0.1, 0.3, 0.5)]
     out = DecodeOutput([1], [4, 5, 6, 7, 8], rounds, 0.2, "length")
     assert out.acceptance_length == 2.0
     assert out.alpha == pytest.approx(1.75 / 3)
@@ -109,14 +110,49 @@ def test_draft_lengths_out_of_range_are_refused(tiny_target: LlamaForCausalLM) -
 
 
 def test_targets_that_cannot_be_decoded_are_refused_by_name() -> None:
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-    with pytest.raises(ConfigError, match="model_type='t5' is encoder-decoder"):
-        SpeculativeDecoder(t5)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    mistral = MistralForCausalLM(MistralConfig(vocab_size=64, num_key_value_heads=2, sliding_window=16, **sizes)).eval()
-    with pytest.raises(ConfigError, match="sliding window of 16 tokens, fewer than the 24"):
-        SpeculativeDecoder(mistral).generate(PROMPT, max_new_tokens=20)
-    assert len(SpeculativeDecoder(mistral).generate(PROMPT, max_new_tokens=12, eos_token_id=None).tokens) == 12
+    # ALiBi: positions follow from places in the cache, which a tree's siblings share out wrongly.
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2, initializer_range=0.3))
+    with pytest.raises(ConfigError, match="model_type='bloom'"):
+        SpeculativeDecoder(bloom.eval())
+    flash = make_llama()
+    flash.config._attn_implementation = "flex_attention"
+    with pytest.raises(ConfigError, match="attn_implementation='flex_attention'; expected 'sdpa' or 'eager'"):
+        SpeculativeDecoder(flash)
+
+
+def test_eager_attention_gives_the_same_text(tiny_target: LlamaForCausalLM) -> None:
+    eager = make_llama()
+    eager.set_attn_implementation("eager")
+    policy = BestFirst(size=6, depth=3)
+    texts = [
+        [out.tokens for out in SpeculativeDecoder(target, DraftModel(make_llama(1)), policy=policy).generate_batch(
+            [PROMPT, [3], [9, 9, 9, 9, 9, 9]], max_new_tokens=30)]
+        for target in (tiny_target, eager)
+    ]  # fmt: skip
+    assert texts[0] == texts[1]
+
+
+def test_a_longer_text_than_the_drafter_reads_goes_on_without_drafts(tiny_target: LlamaForCausalLM) -> None:
+    short = DraftModel(make_llama(max_position_embeddings=16))
+    out = SpeculativeDecoder(tiny_target, short).generate(PROMPT, max_new_tokens=40, eos_token_id=None)
+    alone = SpeculativeDecoder(tiny_target).generate(PROMPT, max_new_tokens=40, eos_token_id=None)
+    assert out.tokens == alone.tokens
+    assert out.rounds[0].accepted == 4, "the drafter is the target itself while it can read the text"
+    assert out.rounds[-1].drafted == 0
+
+
+def test_padded_vocabularies_share_their_common_part(tiny_target: LlamaForCausalLM) -> None:
+    for size in (60, 70):
+        drafter = DraftModel(make_llama(1, vocab_size=size))
+        with pytest.raises(ConfigError, match=f"drafter vocabulary={size}; expected the target's 64"):
+            SpeculativeDecoder(tiny_target, drafter)
+        drafter.shared_vocabulary = 58
+        for policy in ("chain", "best-first"):
+            decoder = SpeculativeDecoder(tiny_target, drafter, policy=policy)
+            expected = SpeculativeDecoder(tiny_target).generate(PROMPT, max_new_tokens=30).tokens
+            assert decoder.generate(PROMPT, max_new_tokens=30).tokens == expected
+            out = decoder.generate(PROMPT, max_new_tokens=30, temperature=1.0, eos_token_id=None)
+            assert len(out.tokens) == 30
 
 
 def test_half_precision_target_decodes(tiny_target: LlamaForCausalLM) -> None:

@@ -15,8 +15,8 @@ def _output(rounds: list[Round], tokens: list[int] | None = None) -> DecodeOutpu
 
 
 def test_row_numbers() -> None:
-    alone = [Round(0, 0, 1, (), 0.0, 1.0, 1.0)] * 4
-    drafted = [Round(2, 2, 3, (0.9, 0.7), 0.25, 0.5, 1.0), Round(2, 0, 1, (0.4,), 0.25, 0.5, 1.0)]
+    alone = [Round(0, 0, 0, 1, (), 0.0, 1.0, 1.0)] * 4
+    drafted = [Round(2, 2, 2, 3, (0.9, 0.7), 0.25, 0.5, 1.0), Round(2, 2, 0, 1, (0.4,), 0.25, 0.5, 1.0)]
     baseline = [Measured(PROMPT, repeat, _output(alone)) for repeat in range(2)]
     row = row_numbers(baseline, [Measured(PROMPT, repeat, _output(drafted)) for repeat in range(2)])
     assert row["alpha"] == pytest.approx(2 / 3)
@@ -29,7 +29,7 @@ def test_row_numbers() -> None:
 
 def test_the_speedup_is_the_median_ratio_over_repeats() -> None:
     def run(repeat: int, seconds: float) -> Measured:
-        return Measured(PROMPT, repeat, _output([Round(1, 1, 2, (1.0,), 0.0, seconds, seconds)]))
+        return Measured(PROMPT, repeat, _output([Round(1, 1, 1, 2, (1.0,), 0.0, seconds, seconds)]))
 
     # The machine is ten times slower in the last repeat, for both arms: the ratio does not notice.
     row = row_numbers([run(0, 2), run(1, 2), run(2, 20)], [run(0, 1), run(1, 1), run(2, 10)])

@@ -1,0 +1,81 @@
+"""Chains: a fixed number of draft tokens, or as many as the drafter is sure of."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from draftsmith.decode.growth import Growth
+from draftsmith.decode.policies.policy import Growing
+from draftsmith.decode.verify.verdict import Verdict
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft import ROOT, Draft
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`draft_length` (gamma) tokens in a row."""
+
+    learns: ClassVar[bool] = False
+    draft_length: int = 4
+
+    def __post_init__(self) -> None:
+        if self.draft_length < 1:
+            raise ConfigError.of("draft_length", self.draft_length, ">= 1")
+
+    def fresh(self) -> Self:
+        """Itself: it remembers nothing."""
+        return self
+
+    def grow(self, growth: Growth) -> Growing:
+        node: int | None = ROOT
+        while growth.depth(node) < min(self.draft_length, growth.room):
+            logits_1V = yield [node]
+            node = growth.follow(logits_1V[0], node)
+            if node is None:
+                break
+        return growth.draft()
+
+    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+        """A fixed length learns nothing."""
+
+    def __str__(self) -> str:
+        return f"chain:draft_length={self.draft_length}"
+
+
+@dataclass(frozen=True)
+class ConfidenceChain:
+    """Stops before a token whose most likely candidate has less than `threshold` probability under q.
+
+    The decision falls before the token is drawn, so the ratio rules stay exact (non-anticipation). The
+    first token is always drafted.
+    """
+
+    learns: ClassVar[bool] = False
+    threshold: float = 0.4
+    draft_length: int = 16
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise ConfigError.of("threshold", self.threshold, "a probability")
+        if self.draft_length < 1:
+            raise ConfigError.of("draft_length", self.draft_length, ">= 1")
+
+    def fresh(self) -> Self:
+        """Itself: it remembers nothing."""
+        return self
+
+    def grow(self, growth: Growth) -> Growing:
+        node: int | None = ROOT
+        while growth.depth(node) < min(self.draft_length, growth.room):
+            q_V = growth.probabilities((yield [node]), [node])[0]
+            if node != ROOT and float(q_V.max()) < self.threshold:
+                break
+            node = growth.follow_q(q_V, node)
+            if node is None:
+                break
+        return growth.draft()
+
+    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+        """A fixed threshold learns nothing."""
+
+    def __str__(self) -> str:
+        return f"confidence:threshold={self.threshold:g},draft_length={self.draft_length}"

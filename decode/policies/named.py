@@ -1,0 +1,65 @@
+"""Policies by name, as the command line and reports write them: `best-first:size=16,depth=8`."""
+
+import difflib
+from collections.abc import Callable
+
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
+from draftsmith.decode.policies.chain import Chain, ConfidenceChain
+from draftsmith.decode.policies.policy import Policy
+from draftsmith.decode.policies.trees import BestFirst, DynamicTree, SampledTree, StaticTree, widths_shape
+from draftsmith.errors import ConfigError
+
+CostsFor = Callable[[], Costs]
+
+
+def _tree(*, widths: str = "3x2x1", siblings: str = "best") -> StaticTree:
+    try:
+        shape = widths_shape([int(width) for width in widths.split("x")])
+    except ValueError as error:
+        raise ConfigError.of("widths", widths, "numbers of children a level, as in 3x2x1") from error
+    if siblings not in SIBLINGS:
+        raise ConfigError.of("siblings", siblings, f"one of {', '.join(SIBLINGS)}")
+    return StaticTree(shape, siblings)
+
+
+SIBLINGS = ("best", "without-replacement", "iid")
+KINDS: dict[str, tuple[Callable[..., Policy], dict[str, type]]] = {
+    "chain": (Chain, {"draft_length": int}),
+    "confidence": (ConfidenceChain, {"threshold": float, "draft_length": int}),
+    "adaptive": (AdaptiveChain, {"draft_length": int}),
+    "tree": (_tree, {"widths": str, "siblings": str}),
+    "sampled-tree": (SampledTree, {"width": int, "depth": int, "siblings": str}),
+    "dynamic-tree": (DynamicTree, {"size": int, "depth": int, "top_k": int}),
+    "best-first": (BestFirst, {"size": int, "depth": int}),
+    "optimal-tree": (OptimalTree, {"size": int, "depth": int, "top_k": int}),
+}
+"""Name: what makes it, and its settings."""
+PLANNED = ("adaptive", "optimal-tree")
+"""Those that plan with measured costs."""
+
+
+def check_policy(text: str) -> None:
+    """ConfigError unless `policy_named` can read `text`; nothing is measured."""
+    policy_named(text, lambda: Costs({1: 1.0, 2: 1.5}, {1: 0.1}))
+
+
+def policy_named(text: str, costs: CostsFor) -> Policy:
+    """The policy that `text` names. `costs` is called for those that plan with the machine's costs."""
+    name, _, rest = text.partition(":")
+    if name not in KINDS:
+        raise ConfigError.of("policy", name, f"one of {', '.join(KINDS)}")
+    make, settings = KINDS[name]
+    values: dict[str, object] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if key not in settings or not equals:
+            close = difflib.get_close_matches(key, settings, 1)
+            nearest = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"policy={text}: {part!r}; expected {name}:KEY=VALUE with {', '.join(settings)}{nearest}")
+        try:
+            values[key] = settings[key](value)
+        except ValueError as error:
+            kinds = {int: "a whole number", float: "a number"}
+            raise ConfigError(f"policy={text}: {key}={value!r}; expected {kinds[settings[key]]}") from error
+    return make(costs(), **values) if name in PLANNED else make(**values)

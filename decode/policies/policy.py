@@ -1,0 +1,38 @@
+"""The interface of a draft-length or draft-tree policy."""
+
+from collections.abc import Generator
+from typing import ClassVar, Protocol, Self
+
+from torch import Tensor
+
+from draftsmith.decode.growth import Growth
+from draftsmith.decode.verify.verdict import Verdict
+from draftsmith.heads.draft import Draft
+
+Growing = Generator[list[int], Tensor, Draft]
+"""Yields the nodes whose continuation it wants (`[ROOT]` first), is sent their logits [n, V], returns the draft.
+
+Texts of a batch grow in lockstep, so one forward pass of the drafter serves them all.
+"""
+
+
+class Policy(Protocol):
+    """Decides how a round's draft grows. It may use all that happened before, and q before a token is drawn from it."""
+
+    learns: ClassVar[bool]
+    """Whether it changes with what is accepted."""
+
+    def fresh(self) -> Self:
+        """A policy of these settings for one new text, which knows what this one knows and learns by itself.
+
+        So a seed gives the same text every time, whatever was decoded before or is decoded beside it.
+        """
+
+    def grow(self, growth: Growth) -> Growing:
+        """Grow one text's draft at most `growth.room` >= 1 levels deep."""
+
+    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+        """What became of a draft that `grow` made in `growth`."""
+
+    def __str__(self) -> str:
+        """The name and settings, in the form that `policy_named` reads."""

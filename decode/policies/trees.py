@@ -1,0 +1,312 @@
+"""Draft trees: of a fixed shape, or grown where the drafter puts its probability.
+
+    static     the shape is given: paths of ranks, as (0,), (1,), (0, 0) for the best, the second, and the best's best
+    sampled    every node draws as many children as its path is likely, so the ratio rules stay exact
+    dynamic    EAGLE-2: the best few per level are extended, the most likely of all are kept
+    best-first the `size` most likely prefixes, exactly
+
+Chosen trees are verified by the point-mass rule, which is exact for any choice at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple, Self
+
+from torch import Tensor
+
+from draftsmith.decode.growth import Growth
+from draftsmith.decode.policies.policy import Growing
+from draftsmith.decode.verify.verdict import Verdict
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft import ROOT, Draft
+
+Siblings = Literal["best", "without-replacement", "iid"]
+Path = tuple[int, ...]
+
+# Shapes: n nodes, V vocabulary.
+
+
+def widths_shape(widths: Sequence[int]) -> tuple[Path, ...]:
+    """The shape in which every node at depth d has `widths[d]` children."""
+    paths: list[Path] = []
+    level: list[Path] = [()]
+    for width in widths:
+        level = [(*path, rank) for path in level for rank in range(width)]
+        paths += level
+    return tuple(paths)
+
+
+def best_shape(acceptance: Sequence[Sequence[float]], size: int) -> tuple[Path, ...]:
+    """The `size` paths that are most often accepted.
+
+    `acceptance[d][r]`: how often the target takes the drafter's rank r at depth d, given that it took what came
+    before. As paths multiply, the best ones are prefix-closed.
+    """
+    found: list[tuple[float, Path]] = []
+    frontier: list[tuple[float, Path]] = [(1.0, ())]
+    while frontier and len(found) <= size:
+        frontier.sort(key=lambda entry: (-entry[0], len(entry[1]), entry[1]))
+        weight, path = frontier.pop(0)
+        found.append((weight, path))
+        if len(path) < len(acceptance):
+            frontier += [(weight * rate, (*path, rank)) for rank, rate in enumerate(acceptance[len(path)]) if rate > 0]
+    return tuple(sorted((path for _, path in found[1 : size + 1]), key=lambda path: (len(path), path)))
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree of a given shape. Ranks are the drafter's order, or with drawn siblings the order of drawing."""
+
+    learns: ClassVar[bool] = False
+    shape: tuple[Path, ...]
+    siblings: Siblings = "best"
+    _children: dict[Path, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        known = {(), *self.shape}
+        children: dict[Path, int] = {}
+        for path in self.shape:
+            earlier = (*path[:-1], path[-1] - 1)
+            if path[:-1] not in known or (path[-1] > 0 and earlier not in known) or path[-1] < 0:
+                raise ConfigError.of("shape", path, "its parent and its better siblings in the shape too")
+            children[path[:-1]] = max(children.get(path[:-1], 0), path[-1] + 1)
+        if not self.shape:
+            raise ConfigError.of("shape", self.shape, "at least one path")
+        object.__setattr__(self, "_children", children)
+
+    def fresh(self) -> Self:
+        """Itself: it remembers nothing."""
+        return self
+
+    def grow(self, growth: Growth) -> Growing:
+        level: list[tuple[int, Path]] = [(ROOT, ())]
+        for _ in range(growth.room):
+            level = [(node, path) for node, path in level if path in self._children]
+            if not level:
+                break
+            nodes = [node for node, _ in level]
+            q_nV = growth.probabilities((yield nodes), nodes)
+            below: list[tuple[int, Path]] = []
+            for (node, path), q_V in zip(level, q_nV, strict=True):
+                added = add_children(growth, node, q_V, self._children[path], self.siblings)
+                below += [(child, (*path, rank)) for rank, child in enumerate(added)]
+            level = below
+        return growth.draft()
+
+    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+        """A fixed shape learns nothing."""
+
+    def __str__(self) -> str:
+        depth = max(len(path) for path in self.shape)
+        widths = [max((p[-1] + 1 for p in self.shape if len(p) == d), default=1) for d in range(1, depth + 1)]
+        shape = "x".join(map(str, widths))
+        full = set(self.shape) == set(widths_shape(widths))
+        siblings = "" if self.siblings == "best" else f",siblings={self.siblings}"
+        return f"tree:widths={shape}{siblings}" if full else f"tree:size={len(self.shape)}{siblings}"
+
+
+@dataclass(frozen=True)
+class SampledTree:
+    """A drawn tree in which a node gets round(width * q(path)) children: many where the drafter is sure to be read.
+
+    How many depends on the tokens above the node and on nothing below or beside it, and is settled before they are
+    drawn. Siblings are drawn without replacement, or as `siblings` says.
+    """
+
+    learns: ClassVar[bool] = False
+    width: int = 4
+    depth: int = 4
+    siblings: Siblings = "without-replacement"
+
+    def __post_init__(self) -> None:
+        for key in ("width", "depth"):
+            if getattr(self, key) < 1:
+                raise ConfigError.of(key, getattr(self, key), ">= 1")
+        if self.siblings == "best":
+            raise ConfigError.of("siblings", self.siblings, "without-replacement or iid: a sampled tree is drawn")
+
+    def fresh(self) -> Self:
+        """Itself: it remembers nothing."""
+        return self
+
+    def grow(self, growth: Growth) -> Growing:
+        level: list[tuple[int, float]] = [(ROOT, 1.0)]
+        for _ in range(min(self.depth, growth.room)):
+            level = [(node, weight) for node, weight in level if round(self.width * weight) > 0]
+            if not level:
+                break
+            nodes = [node for node, _ in level]
+            q_nV = growth.probabilities((yield nodes), nodes)
+            below = []
+            for (node, weight), q_V in zip(level, q_nV, strict=True):
+                added = add_children(growth, node, q_V, round(self.width * weight), self.siblings)
+                below += [(child, weight * float(q_V[growth.tokens[child]])) for child in added]
+            level = below
+        return growth.draft()
+
+    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+        """The shape follows q alone."""
+
+    def __str__(self) -> str:
+        return f"sampled-tree:width={self.width},depth={self.depth},siblings={self.siblings}"
+
+
+def add_children(growth: Growth, node: int, q_V: Tensor, count: int, siblings: Siblings) -> list[int]:
+    """Up to `count` children of `node`: the most likely tokens, or draws. Greedy runs always take the most likely."""
+    if growth.greedy or siblings == "best":
+        best = q_V.topk(min(count, q_V.shape[0]))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [growth.choose(node, token) for token, weight in pairs if weight > 0]
+    drawn = [growth.draw(node, q_V, replacement=siblings == "iid") for _ in range(count)]
+    return [child for child in drawn if child is not None]
+
+
+class Candidate(NamedTuple):
+    """A token that could join a chosen tree."""
+
+    weight: float
+    """The chance of its whole path, as the policy sees it."""
+    parent: int
+    token: int
+    confidence: float
+    """Its own probability under the drafter."""
+    rank: int
+    """Its place among its siblings, 0 for the most likely."""
+
+
+class Candidates:
+    """Every token seen so far that could join a chosen tree, each after its parent."""
+
+    def __init__(self, growth: Growth) -> None:
+        self._growth = growth
+        self._found: list[Candidate] = []
+        self._nodes: dict[int, int] = {}
+        """Place in `_found` to node, for those that the drafter has been asked about."""
+        self._of_node: dict[int, Candidate] = {}
+
+    def add(
+        self, node: int, rates_k: Sequence[float], tokens_k: Sequence[int], confidence_k: Sequence[float] | None = None
+    ) -> None:
+        """Tokens that may follow `node`, with the chance of each; `confidence_k`: q itself, where the chance is not."""
+        weight = 1.0 if node == ROOT else self._of_node[node].weight
+        rows = zip(rates_k, tokens_k, confidence_k or rates_k, strict=True)
+        for rank, (rate, token, confidence) in enumerate(rows):
+            if confidence > 0:
+                self._found.append(Candidate(weight * rate, node, token, confidence, rank))
+
+    def best(self, count: int, depth: int | None = None) -> list[int]:
+        """Places of the `count` most likely, at `depth` alone or anywhere."""
+        places = [place for place in range(len(self._found)) if depth is None or self.depth(place) == depth]
+        return sorted(places, key=lambda place: (-self._found[place].weight, place))[:count]
+
+    def depth(self, place: int) -> int:
+        return self._growth.depth(self._found[place].parent) + 1
+
+    def weight(self, place: int) -> float:
+        return self._found[place].weight
+
+    def node(self, place: int) -> int:
+        """The candidate as a node of the growth, added now if it is not there yet."""
+        if place not in self._nodes:
+            candidate = self._found[place]
+            self._nodes[place] = self._growth.choose(candidate.parent, candidate.token)
+            self._of_node[self._nodes[place]] = candidate
+        return self._nodes[place]
+
+    def of_node(self, node: int) -> Candidate:
+        """The candidate that became `node`."""
+        return self._of_node[node]
+
+    def draft(self, places: list[int]) -> Draft:
+        """A draft of these candidates; a child is as likely as its parent at most, so none lacks its parent."""
+        return self._growth.pruned(sorted(self.node(place) for place in places))
+
+
+def top(q_nV: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
+    """The `count` most likely tokens of each row: their probabilities and ids."""
+    best = q_nV.topk(min(count, q_nV.shape[-1]))
+    return best.values.tolist(), best.indices.tolist()
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2: extend the `top_k` most likely paths of each level, then keep the `size` most likely nodes of all.
+
+    Li et al. 2024, arXiv:2406.16858, section 4.
+    """
+
+    learns: ClassVar[bool] = False
+    size: int = 24
+    depth: int = 6
+    top_k: int = 8
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "size", "depth", "top_k")
+
+    def fresh(self) -> Self:
+        """Itself: it remembers nothing."""
+        return self
+
+    def grow(self, growth: Growth) -> Growing:
+        candidates, nodes = Candidates(growth), [ROOT]
+        for depth in range(1, min(self.depth, growth.room) + 1):
+            q_nV = growth.probabilities((yield nodes), nodes)
+            for node, rates, tokens in zip(nodes, *top(q_nV, self.top_k), strict=True):
+                candidates.add(node, rates, tokens)
+            if depth == min(self.depth, growth.room):
+                break
+            nodes = [candidates.node(place) for place in candidates.best(self.top_k, depth)]
+            if not nodes:
+                break
+        return candidates.draft(candidates.best(self.size))
+
+    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+        """The tree follows q alone."""
+
+    def __str__(self) -> str:
+        return f"dynamic-tree:size={self.size},depth={self.depth},top_k={self.top_k}"
+
+
+@dataclass(frozen=True)
+class BestFirst:
+    """The `size` prefixes that are most likely under the drafter, at most `depth` deep.
+
+    Level by level, whatever stands among the best so far is extended; more candidates only ever raise the bar, so after
+    the last level the best are found exactly. Wang et al. 2024 (OPT-Tree), arXiv:2406.17276.
+    """
+
+    learns: ClassVar[bool] = False
+    size: int = 16
+    depth: int = 8
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "size", "depth")
+
+    def fresh(self) -> Self:
+        """Itself: it remembers nothing."""
+        return self
+
+    def grow(self, growth: Growth) -> Growing:
+        candidates, nodes = Candidates(growth), [ROOT]
+        for depth in range(1, min(self.depth, growth.room) + 1):
+            q_nV = growth.probabilities((yield nodes), nodes)
+            for node, rates, tokens in zip(nodes, *top(q_nV, self.size), strict=True):
+                candidates.add(node, rates, tokens)
+            if depth == min(self.depth, growth.room):
+                break
+            nodes = [candidates.node(place) for place in candidates.best(self.size) if candidates.depth(place) == depth]
+            if not nodes:
+                break
+        return candidates.draft(candidates.best(self.size))
+
+    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+        """The tree follows q alone."""
+
+    def __str__(self) -> str:
+        return f"best-first:size={self.size},depth={self.depth}"
+
+
+def _require_positive(policy: object, *keys: str) -> None:
+    for key in keys:
+        if getattr(policy, key) < 1:
+            raise ConfigError.of(key, getattr(policy, key), ">= 1")

@@ -1,0 +1,46 @@
+"""One round's drafts for every text: retrieved where the drafter can, otherwise grown by the policy, in lockstep."""
+
+from draftsmith.decode.growth import Growth
+from draftsmith.decode.policies.policy import Growing, Policy
+from draftsmith.heads.draft import ROOT, Draft
+from draftsmith.heads.drafter import Drafter
+
+
+def propose(drafter: Drafter, policies: list[Policy | None], growths: list[Growth]) -> list[Draft]:
+    """A draft for each text. Every step of the drafter serves all texts that still grow.
+
+    A retrieved draft leaves its `Growth` empty.
+    """
+    drafts = [Draft() for _ in growths]
+    growing: dict[int, Growing] = {}
+    wanted: dict[int, list[int]] = {}
+
+    def advance(row: int, logits_nV: object) -> None:
+        """Send logits to one text's policy (None starts it); note what it asks for next, or its draft."""
+        try:
+            wanted[row] = growing[row].send(logits_nV)
+        except StopIteration as end:
+            drafts[row] = end.value
+            del growing[row]
+            wanted.pop(row, None)
+
+    for row, growth in enumerate(growths):
+        if growth.room < 1:
+            continue
+        retrieved = drafter.retrieve(row, growth.room)
+        if retrieved is not None:
+            drafts[row] = retrieved
+            continue
+        growing[row] = policies[row].grow(growth)
+        advance(row, None)
+    if not growing:
+        return drafts
+    assert all(nodes == [ROOT] for nodes in wanted.values()), "a policy asks for the root first"
+    logits_BV = drafter.begin(list(growing))
+    for row in list(growing):
+        advance(row, logits_BV[row][None])
+    while growing:
+        logits = drafter.extend(growths, [wanted.get(row, []) for row in range(len(growths))])
+        for row in list(growing):
+            advance(row, logits[row])
+    return drafts

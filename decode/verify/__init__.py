@@ -1,0 +1,98 @@
+"""Verification rules by name. Each is a pure function of (p, draft, chance); `RULES` says what each may be given."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draftsmith.decode.chance import Chance
+from draftsmith.decode.verify.chains import block_rule, token_rule
+from draftsmith.decode.verify.greedy import verify_greedy
+from draftsmith.decode.verify.point_mass import point_mass_rule
+from draftsmith.decode.verify.siblings import siblings_iid_rule, siblings_without_replacement_rule
+from draftsmith.decode.verify.traversal import traversal_rule
+from draftsmith.decode.verify.typical import typical_rule
+from draftsmith.decode.verify.verdict import Verdict
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft import Draft, DrawnDraft
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A verification rule for sampled decoding (greedy decoding has one rule, the argmax)."""
+
+    name: str
+    verify: Callable[[Tensor, Draft, Chance], Verdict]
+    fits: Callable[[Draft], bool]
+    takes: str
+    """What `fits` asks for, in words."""
+    lossless: bool = True
+
+
+def _drawn_chain(draft: Draft) -> bool:
+    return isinstance(draft, DrawnDraft) and draft.is_chain
+
+
+def _drawn(draft: Draft, *, replacement: bool) -> bool:
+    # Without siblings the two ways of drawing are one.
+    return isinstance(draft, DrawnDraft) and (draft.is_chain or draft.replacement == replacement)
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("token", token_rule, _drawn_chain, "a chain drawn from q"),
+        Rule("block", block_rule, _drawn_chain, "a chain drawn from q"),
+        Rule("point-mass", point_mass_rule, lambda draft: True, "any draft"),
+        Rule(
+            "siblings-iid",
+            siblings_iid_rule,
+            lambda draft: _drawn(draft, replacement=True),
+            "a tree whose siblings were drawn independently from q",
+        ),
+        Rule(
+            "siblings-without-replacement",
+            siblings_without_replacement_rule,
+            lambda draft: _drawn(draft, replacement=False),
+            "a tree whose siblings were drawn from q without replacement",
+        ),
+        Rule(
+            "traversal",
+            traversal_rule,
+            lambda draft: _drawn(draft, replacement=False),
+            "a tree whose siblings were drawn from q without replacement",
+        ),
+        Rule("typical", typical_rule, lambda draft: True, "any draft", lossless=False),
+    )
+}
+
+
+def rule_named(name: str) -> Rule:
+    """The rule of that name, or ConfigError."""
+    if name not in RULES:
+        raise ConfigError.of("rule", name, f"one of {', '.join(RULES)}")
+    return RULES[name]
+
+
+def best_rule(draft: Draft) -> Rule:
+    """The lossless rule that accepts most for this kind of draft."""
+    if not isinstance(draft, DrawnDraft):
+        return RULES["point-mass"]
+    if draft.is_chain:
+        return RULES["block"]
+    return RULES["siblings-iid" if draft.replacement else "traversal"]
+
+
+def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, chance: Chance) -> Verdict:
+    """Apply `rule` (None: the best lossless one for this draft), or refuse a draft that it would be wrong for."""
+    if len(draft) == 0:
+        return Verdict((), chance.categorical(p_PV[0]), ())
+    rule = rule or best_rule(draft)
+    if not rule.fits(draft):
+        kind = "drawn from q" if isinstance(draft, DrawnDraft) else "chosen, not drawn"
+        shape = "chain" if draft.is_chain else "tree"
+        raise ConfigError(f"rule={rule.name!r} needs {rule.takes}; this draft is a {shape} {kind}")
+    return rule.verify(p_PV, draft, chance)
+
+
+__all__ = ["RULES", "Rule", "Verdict", "best_rule", "rule_named", "verify", "verify_greedy"]

@@ -1,0 +1,146 @@
+"""One round of speculation, enumerated: what it commits, completed by the target itself.
+
+A round is exact iff its random outcome, continued by sampling from the target, has the target's distribution over all
+strings. Any number of exact rounds is then exact by induction: replace the last round by the target, then the one
+before it. So one round behind one text proves a rule, for texts, models and settings at random.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+from exact.enumeration import BranchingChance, Tokens, add, outcomes, spread, string_distribution, total_variation
+from exact.toys import ToyDrafter, ToyModel, below
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from draftsmith.decode.chance import Chance
+from draftsmith.decode.growth import Growth
+from draftsmith.decode.policies import Policy
+from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.decode.propose import propose
+from draftsmith.decode.text import Stops, Text
+from draftsmith.decode.verify import RULES, Verdict, verify, verify_greedy
+from draftsmith.heads.draft import ROOT, Draft
+
+PROMPT = (0, 3, 0, 3)
+"""Repeats itself, so that repetition penalties and forbidden n-grams apply from the first token on."""
+EXACT = 1e-12
+"""fp64 sums over at most 3,125 strings; a wrong rule is off by 1e-6 at the very least."""
+GAMMA = 2
+PLAIN = Sampling(1.0)
+DRAFTER_SEEDS = 1000
+"""Drafter i has seed 1000 + i, so that no drafter is any target."""
+
+Verify = Callable[[Tensor, Draft, Chance], Verdict]
+Drafts = list[tuple[float, Draft]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How p and q come about from the two models."""
+
+    sampling: Sampling = PLAIN
+    extra: tuple[LogitsProcessor, ...] = ()
+    banned_p: frozenset[int] = frozenset()
+    banned_q: frozenset[int] = frozenset()
+    eos: frozenset[int] = frozenset()
+    equal: bool = False
+    """The drafter is the target."""
+    independent: bool = False
+    """The drafter does not read its own tokens."""
+
+
+class Round:
+    """One round behind `PROMPT`, for one pair of models in one setting.
+
+    `count` new tokens are compared: one more than a draft of `gamma` levels can commit, so every outcome is continued.
+    """
+
+    def __init__(self, setting: Setting, seed: int, gamma: int = GAMMA) -> None:
+        self.setting, self.count = setting, gamma + 2
+        self.processors = Processors(setting.sampling, setting.extra)
+        self.target = ToyModel(seed, setting.banned_p)
+        model = self.target if setting.equal else ToyModel(DRAFTER_SEEDS + seed, setting.banned_q)
+        self.drafter = ToyDrafter(model, independent=setting.independent)
+        self.p_V = cache(self._p_V)
+        self.p = cache(lambda new: self.p_V(new).tolist())
+        self._known: dict[str, Drafts] = {}
+        self.cut = cache(self._cut)
+        self.expected = dict(string_distribution(self.p, self.count, setting.eos))
+
+    def _p_V(self, new: Tokens) -> Tensor:
+        """The target's distribution behind PROMPT + `new`, after every processor."""
+        logits_1V = self.target.logits(PROMPT + new)[None]
+
+        def contexts() -> list[list[int]]:
+            return [[*PROMPT, *new]]
+
+        if self.processors.greedy:
+            best = torch.tensor(self.processors.tokens(logits_1V, contexts))
+            return torch.nn.functional.one_hot(best, logits_1V.shape[1])[0].double()
+        return self.processors.probabilities(logits_1V, contexts)[0]
+
+    def p_PV(self, draft: Draft) -> Tensor:
+        """p behind the root and behind each node of `draft`."""
+        return torch.stack([self.p_V(below(draft, node)) for node in range(ROOT, len(draft))])
+
+    def _text(self, chance: Chance | None = None) -> Text:
+        return Text(list(PROMPT), len(PROMPT) + self.count, chance or BranchingChance(), Stops(self.setting.eos))
+
+    def drafts(self, policy: Policy) -> Drafts:
+        """Every draft that the real policy can grow, with its probability."""
+        settings = repr(policy)
+        if settings not in self._known:
+            self._known[settings] = self._drafts(policy)
+        return self._known[settings]
+
+    def _drafts(self, policy: Policy) -> Drafts:
+        def grow(chance: Chance) -> Draft:
+            text = self._text(chance)
+            self.drafter.start(SimpleNamespace(texts=[text]))
+            return propose(self.drafter, [policy], [Growth(text, text.room, self.processors)])[0]
+
+        return list(outcomes(grow))
+
+    def _cut(self, new: Tokens) -> Tokens:
+        """What the real text takes of `new`: nothing behind an EOS."""
+        return tuple(self._text().commit(list(new)))
+
+    def committed(self, rule: Verify, drafts: Drafts) -> dict[Tokens, float]:
+        """The distribution of the tokens that the round adds to the text."""
+        found: dict[Tokens, float] = {}
+        for drawn, draft in drafts:
+            p_PV = self.p_PV(draft)
+            for decided, verdict in outcomes(lambda chance, p=p_PV, d=draft: rule(p, d, chance), leave_open=True):
+                kept = tuple(draft.tokens[node] for node in verdict.path)
+                for token, weight in spread(verdict.next_token):
+                    add(found, self.cut((*kept, token)), drawn * decided * weight)
+        return found
+
+    def gap(self, rule: Verify, drafts: Drafts) -> float:
+        """Total variation between the round with the target behind it and the target alone, over all strings."""
+        actual: dict[Tokens, float] = {}
+        for new, weight in self.committed(rule, drafts).items():
+            for string, rest in string_distribution(self.p, self.count, self.setting.eos, new):
+                add(actual, string, weight * rest)
+        mass = sum(actual.values())
+        assert abs(mass - 1) < EXACT, f"the probabilities of all outcomes add up to {mass}"
+        return total_variation(actual, self.expected)
+
+    def expected_accepted(self, rule: Verify, drafts: Drafts) -> float:
+        """The mean number of accepted draft tokens."""
+        return sum(
+            drawn * decided * verdict.accepted
+            for drawn, draft in drafts
+            for decided, verdict in outcomes(lambda chance, d=draft: rule(self.p_PV(d), d, chance), leave_open=True)
+        )
+
+
+def the_rule(name: str) -> Verify:
+    """The decoder's own rule of that name, behind its own check of the draft; "greedy" for greedy decoding's."""
+    if name == "greedy":
+        return lambda p_PV, draft, chance: verify_greedy(p_PV.argmax(-1).tolist(), draft)
+    return lambda p_PV, draft, chance: verify(RULES[name], p_PV, draft, chance)

@@ -1,0 +1,210 @@
+"""The enumeration rejects every known-wrong variant, and takes the right rule on the very same pair of models."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from exact import wrong_rules
+from exact.enumeration import Tokens
+from exact.one_round import EXACT, GAMMA, PROMPT, Drafts, Round, Setting, Verify, the_rule
+from exact.toys import below
+from torch import Tensor
+from transformers import NoRepeatNGramLogitsProcessor
+
+from draftsmith.decode.policies import Chain, ConfidenceChain, Policy, StaticTree, widths_shape
+from draftsmith.decode.processors import Sampling
+from draftsmith.decode.verify import RULES
+from draftsmith.heads.draft import ROOT, Draft, DrawnDraft
+
+SEED = 7
+PLAIN_SETTING = Setting()
+CHAIN = Chain(GAMMA)
+PAIR_OF_SIBLINGS, THREE_SIBLINGS = widths_shape([2]), widths_shape([3])
+TREE = StaticTree(((0,), (1,), (0, 0)), siblings="without-replacement")
+IID_TREE = StaticTree(TREE.shape, siblings="iid")
+CHOSEN_TREE = StaticTree(TREE.shape)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong rule on honest drafts, and the rule that it should have been."""
+
+    name: str
+    wrong: Verify
+    right: str
+    policy: Policy
+    above: float
+    """What its total variation exceeds: somewhat below what it is for this pair of models."""
+
+
+MUTANTS = [
+    Mutant("residual of p", wrong_rules.residual_of_p, "token", CHAIN, 1e-1),
+    Mutant("inverted ratio", wrong_rules.inverted_ratio, "token", CHAIN, 5e-1),
+    Mutant("accepts what p finds likely", wrong_rules.accepts_what_p_finds_likely, "token", CHAIN, 1e-1),
+    Mutant("p off by one", wrong_rules.off_by_one_p, "token", CHAIN, 2e-1),
+    Mutant("bonus from the position before", wrong_rules.bonus_from_the_position_before, "token", CHAIN, 5e-2),
+    Mutant("dropped bonus", wrong_rules.dropped_bonus, "token", CHAIN, 1e-1),
+    Mutant("reused uniform", wrong_rules.reused_uniform, "token", CHAIN, 2e-2),
+    Mutant("block, residual unscaled", partial(wrong_rules.block, scaled=False), "block", CHAIN, 1e-2),
+    Mutant("block, first failure", partial(wrong_rules.block, stop_at_failure=True), "block", CHAIN, 5e-2),
+    Mutant(
+        "q not renormalised",
+        partial(wrong_rules.siblings, renormalise_q=False),
+        "siblings-without-replacement",
+        TREE,
+        1e-2,
+    ),
+    Mutant(
+        "p not renormalised",
+        partial(wrong_rules.siblings, renormalise_p=False),
+        "siblings-without-replacement",
+        TREE,
+        1e-2,
+    ),
+    Mutant("iid rule without replacement", RULES["siblings-iid"].verify, "siblings-without-replacement", TREE, 1e-2),
+    Mutant("replacement ignored", RULES["siblings-without-replacement"].verify, "siblings-iid", IID_TREE, 1e-1),
+    Mutant("traversal of iid siblings", RULES["traversal"].verify, "siblings-iid", IID_TREE, 1e-1),
+    Mutant("traversal, weight kept", partial(wrong_rules.traversal, update_weight=False), "traversal", TREE, 1e-2),
+    Mutant(
+        "traversal, q not renormalised", partial(wrong_rules.traversal, renormalise_q=False), "traversal", TREE, 1e-2
+    ),
+    Mutant("point mass drawn again", wrong_rules.point_mass_drawn_again, "point-mass", CHOSEN_TREE, 1e-1),
+    Mutant("typical acceptance", RULES["typical"].verify, "point-mass", CHOSEN_TREE, 5e-1),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_wrong_rule_is_rejected(mutant: Mutant) -> None:
+    pair = Round(PLAIN_SETTING, SEED)
+    drafts = pair.drafts(mutant.policy)
+    assert pair.gap(the_rule(mutant.right), drafts) < EXACT
+    assert pair.gap(mutant.wrong, drafts) > mutant.above
+
+
+@pytest.mark.parametrize(
+    ("rule", "policy"),
+    [
+        (wrong_rules.token, CHAIN),
+        (wrong_rules.block, CHAIN),
+        (wrong_rules.siblings, TREE),
+        (wrong_rules.traversal, TREE),
+    ],
+)
+def test_the_mutants_are_right_but_for_their_mutation(rule: Verify, policy: Policy) -> None:
+    pair = Round(PLAIN_SETTING, SEED)
+    assert pair.gap(rule, pair.drafts(policy)) < EXACT
+
+
+# Right rules, on drafts that are not what they seem.
+
+
+def forged(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Tensor]) -> DrawnDraft:
+    """A `DrawnDraft` of tokens that were not drawn from `q`, past the guard of its class."""
+    draft = object.__new__(DrawnDraft)
+    for name, value in (
+        ("tokens", tuple(tokens)),
+        ("parents", tuple(parents)),
+        ("q", tuple(q)),
+        ("replacement", False),
+    ):
+        object.__setattr__(draft, name, value)
+    return draft
+
+
+def kept(draft: DrawnDraft, nodes: Sequence[int]) -> DrawnDraft:
+    """Some nodes, passed off as all that were drawn."""
+    plain = draft.keep(list(nodes))
+    return forged(plain.tokens, plain.parents, [draft.q[node] for node in nodes])
+
+
+def softmax_q(pair: Round, draft: Draft) -> DrawnDraft:
+    """The drafter's softmax as q, before any processor and however the tokens came about."""
+    behind = [PROMPT + below(draft, parent) for parent in draft.parents]
+    return forged(draft.tokens, draft.parents, [pair.drafter.model.logits(text).softmax(-1) for text in behind])
+
+
+def by_q(draft: DrawnDraft) -> list[int]:
+    """Siblings of the root, the likeliest first."""
+    return sorted(range(len(draft)), key=lambda node: -float(draft.q[node][draft.tokens[node]]))
+
+
+def sorted_by_q(pair: Round, draft: DrawnDraft) -> DrawnDraft:
+    return kept(draft, by_q(draft))
+
+
+def best_two(pair: Round, draft: DrawnDraft) -> DrawnDraft:
+    """The likelier two, in the order in which they were drawn."""
+    return kept(draft, sorted(by_q(draft)[:2]))
+
+
+def without_unlikely(pair: Round, draft: DrawnDraft) -> Draft:
+    """The chain up to its first token, behind the first, that q finds less likely than a quarter."""
+    unlikely = (node for node in range(1, len(draft)) if draft.q[node][draft.tokens[node]] < 0.25)
+    return kept(draft, range(next(unlikely, len(draft))))
+
+
+@dataclass(frozen=True)
+class Forgery:
+    """What is done to drafts before a right rule judges them, and the honest policy beside it."""
+
+    change: Callable[[Round, Draft], Draft]
+    policy: Policy
+    rule: str
+    above: float
+    honest: Policy
+    setting: Setting = PLAIN_SETTING
+
+
+WOR = "siblings-without-replacement"
+FORGERIES = [
+    Forgery(softmax_q, CHAIN, "token", 1e-2, CHAIN, Setting(Sampling(0.7))),
+    Forgery(softmax_q, CHAIN, "block", 1e-2, CHAIN, Setting(Sampling(0.7))),
+    Forgery(softmax_q, CHOSEN_TREE, WOR, 1e-1, TREE),
+    Forgery(softmax_q, CHOSEN_TREE, "traversal", 1e-1, TREE),
+    Forgery(sorted_by_q, StaticTree(PAIR_OF_SIBLINGS, siblings="without-replacement"), WOR, 1e-1, TREE),
+    Forgery(sorted_by_q, StaticTree(PAIR_OF_SIBLINGS, siblings="without-replacement"), "traversal", 1e-1, TREE),
+    Forgery(best_two, StaticTree(THREE_SIBLINGS, siblings="without-replacement"), WOR, 5e-2, TREE),
+    Forgery(best_two, StaticTree(THREE_SIBLINGS, siblings="without-replacement"), "traversal", 5e-2, TREE),
+    Forgery(without_unlikely, CHAIN, "token", 1e-2, ConfidenceChain(0.5, GAMMA)),
+    Forgery(without_unlikely, CHAIN, "block", 1e-2, ConfidenceChain(0.5, GAMMA)),
+]
+
+
+@pytest.mark.parametrize("forgery", FORGERIES, ids=lambda forgery: f"{forgery.change.__name__}-{forgery.rule}")
+def test_a_draft_that_was_looked_at_is_rejected(forgery: Forgery) -> None:
+    pair = Round(forgery.setting, SEED)
+    rule = the_rule(forgery.rule)
+    drafts: Drafts = [(w, forgery.change(pair, draft)) for w, draft in pair.drafts(forgery.policy)]
+    assert pair.gap(rule, pair.drafts(forgery.honest)) < EXACT
+    assert pair.gap(the_rule("point-mass"), drafts) < EXACT, "the point-mass rule takes any draft"
+    assert pair.gap(rule, drafts) > forgery.above
+
+
+# Right rules on honest drafts, in a decoder that is wrong around them.
+
+
+class StaleContext(Round):
+    """Processors are shown the committed text at every node, not the node's own."""
+
+    def p_PV(self, draft: Draft) -> Tensor:
+        rows = [self.target.logits(PROMPT + below(draft, node)) for node in range(ROOT, len(draft))]
+        return self.processors.probabilities(torch.stack(rows), lambda: [list(PROMPT)] * len(rows))
+
+
+class DeafToEos(Round):
+    """The text goes on behind an EOS in mid-draft."""
+
+    def _cut(self, new: Tokens) -> Tokens:
+        return new[: self.count]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "setting"),
+    [(StaleContext, Setting(extra=(NoRepeatNGramLogitsProcessor(2),))), (DeafToEos, Setting(eos=frozenset({2})))],
+)
+def test_a_wrong_decoder_around_a_right_rule_is_rejected(wrong: type[Round], setting: Setting) -> None:
+    for kind, (low, high) in ((Round, (0, EXACT)), (wrong, (1e-2, 1))):
+        pair = kind(setting, SEED)
+        assert low <= pair.gap(the_rule("token"), pair.drafts(CHAIN)) < high

@@ -1,0 +1,193 @@
+"""Proof by enumeration: a round of any rule, on any shape that it takes, leaves the target's distribution as it is."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+from exact.enumeration import total_variation
+from exact.one_round import EXACT, GAMMA, PLAIN, Round, Setting, the_rule
+from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.policies import (
+    AdaptiveChain,
+    BestFirst,
+    Chain,
+    ConfidenceChain,
+    DynamicTree,
+    OptimalTree,
+    Policy,
+    SampledTree,
+    StaticTree,
+    widths_shape,
+)
+from draftsmith.decode.processors import Sampling
+
+PAIRS = 20
+
+SETTINGS = {
+    "T=1": Setting(),
+    "T=0.7 top-p": Setting(Sampling(0.7, top_p=0.8)),
+    "top-k": Setting(Sampling(1.3, top_k=3)),
+    "truncated draft vocabulary": Setting(banned_q=frozenset({0, 4})),
+    "zeros in q and p": Setting(banned_p=frozenset({1}), banned_q=frozenset({2, 4})),
+    "p = q": Setting(equal=True),
+    "disjoint": Setting(banned_p=frozenset({0, 1}), banned_q=frozenset({2, 3, 4})),
+    "EOS in mid-draft": Setting(eos=frozenset({2})),
+    "independent q": Setting(independent=True),
+    "processors that read the text": Setting(
+        extra=(RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2))
+    ),
+}
+GREEDY_SETTINGS = {
+    name: Setting(
+        Sampling(0.0), s.extra, banned_p=s.banned_p, banned_q=s.banned_q, eos=s.eos, independent=s.independent
+    )
+    for name, s in SETTINGS.items()
+    if s.sampling == PLAIN and not s.equal  # greedy runs have no warpers, and one outcome when p = q
+}
+
+# Two children of the root, one below the first: the smallest tree in which siblings and depth meet.
+BRANCHED = ((0,), (1,), (0, 0))
+# Machines on which the adaptive policies draft more in one place than in another: a test below says so.
+STEEP = Costs({1: 1.0, 8: 4.5}, {1: 0.1})
+SHALLOW = Costs({1: 1.0, 8: 1.35}, {1: 0.1})
+# Large enough that costs alone decide about the size of a tree.
+ANY_SIZE = 1000
+
+CHAINS = {
+    "chain": Chain(GAMMA),
+    "confidence": ConfidenceChain(threshold=0.5, draft_length=GAMMA),
+    "adaptive": AdaptiveChain(STEEP, draft_length=GAMMA),
+}
+DRAWN_TREES = {
+    "chain": Chain(GAMMA),
+    "static": StaticTree(BRANCHED, siblings="without-replacement"),
+    "sampled": SampledTree(width=2, depth=GAMMA),
+    "optimal": OptimalTree(SHALLOW, size=ANY_SIZE, depth=GAMMA, top_k=2),
+}
+IID_TREES = {
+    "chain": Chain(GAMMA),
+    "static": StaticTree(BRANCHED, siblings="iid"),
+    "sampled": SampledTree(width=2, depth=GAMMA, siblings="iid"),
+}
+CHOSEN_TREES = {
+    "static best": StaticTree(BRANCHED),
+    "dynamic": DynamicTree(size=3, depth=GAMMA, top_k=2),
+    "best-first": BestFirst(size=3, depth=GAMMA),
+}
+SHAPES = {
+    "token": CHAINS,
+    "block": CHAINS,
+    "siblings-iid": IID_TREES,
+    "siblings-without-replacement": DRAWN_TREES,
+    "traversal": DRAWN_TREES,
+    "point-mass": {
+        **CHOSEN_TREES,
+        "chain": Chain(GAMMA),
+        "iid": IID_TREES["static"],
+        "sampled": DRAWN_TREES["sampled"],
+    },
+}
+CELLS = [(rule, shape) for rule, shapes in SHAPES.items() for shape in shapes]
+GREEDY_SHAPES = {**CHAINS, **CHOSEN_TREES, "optimal": DRAWN_TREES["optimal"]}
+
+
+# One level deeper, for chains and for trees in which the end of one branch depends on what was drawn in another.
+DEEP = GAMMA + 1
+DEEP_CHAIN = Chain(DEEP)
+DEEP_TREE = StaticTree((*BRANCHED, (0, 0, 0)), siblings="without-replacement")
+DEEP_OPTIMAL = OptimalTree(SHALLOW, size=ANY_SIZE, depth=DEEP, top_k=2)
+DEEP_CELLS = [
+    *((rule, DEEP_CHAIN) for rule in SHAPES),
+    *((rule, tree) for rule in ("siblings-without-replacement", "traversal") for tree in (DEEP_TREE, DEEP_OPTIMAL)),
+    ("siblings-iid", StaticTree(DEEP_TREE.shape, siblings="iid")),
+]
+
+
+@lru_cache(maxsize=PAIRS)
+def one_round(setting: Setting, seed: int, gamma: int = GAMMA) -> Round:
+    """Kept while the rules take turns on one setting, since they share drafts."""
+    return Round(setting, seed, gamma)
+
+
+@pytest.mark.parametrize(("rule", "shape"), CELLS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_round_is_exact(rule: str, shape: str, setting: str) -> None:
+    policy = SHAPES[rule][shape]
+    for seed in range(PAIRS):
+        pair = one_round(SETTINGS[setting], seed)
+        assert pair.gap(the_rule(rule), pair.drafts(policy)) < EXACT, f"pair {seed}"
+
+
+@pytest.mark.parametrize("shape", GREEDY_SHAPES)
+@pytest.mark.parametrize("setting", GREEDY_SETTINGS)
+def test_a_greedy_round_is_the_targets(shape: str, setting: str) -> None:
+    for seed in range(PAIRS):
+        pair = one_round(GREEDY_SETTINGS[setting], seed)
+        drafts = pair.drafts(GREEDY_SHAPES[shape])
+        assert pair.gap(the_rule("greedy"), drafts) == 0, f"pair {seed}"
+
+
+@pytest.mark.parametrize("widths", [(2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("rule", ["siblings-iid", "siblings-without-replacement", "traversal"])
+@pytest.mark.parametrize("setting", ["T=1", "truncated draft vocabulary", "disjoint", "top-k"])
+def test_a_round_on_a_wider_tree_is_exact(rule: str, widths: tuple[int, ...], setting: str) -> None:
+    """Where q has three tokens or two, three siblings use it up: the last draws find nothing."""
+    policy = StaticTree(widths_shape(widths), siblings="iid" if rule == "siblings-iid" else "without-replacement")
+    for seed in range(1 if setting == "T=1" else 3):
+        pair = one_round(SETTINGS[setting], seed)
+        assert pair.gap(the_rule(rule), pair.drafts(policy)) < EXACT, f"pair {seed}"
+
+
+@pytest.mark.parametrize(("rule", "policy"), DEEP_CELLS, ids=str)
+@pytest.mark.parametrize("setting", ["T=1", "EOS in mid-draft", "zeros in q and p"])
+def test_a_round_on_a_deeper_draft_is_exact(rule: str, policy: Policy, setting: str) -> None:
+    for seed in range(3):
+        pair = one_round(SETTINGS[setting], seed, DEEP)
+        assert pair.gap(the_rule(rule), pair.drafts(policy)) < EXACT, f"pair {seed}"
+
+
+@pytest.mark.parametrize("policy", [CHAINS["confidence"], CHAINS["adaptive"], *list(DRAWN_TREES.values())[2:]], ids=str)
+def test_policies_that_look_at_q_draft_different_shapes(policy: Policy) -> None:
+    """Otherwise the proof above would be about one shape only."""
+    shapes = {draft.parents for seed in range(PAIRS) for _, draft in one_round(SETTINGS["T=1"], seed).drafts(policy)}
+    assert len(shapes) > 1
+
+
+@pytest.mark.parametrize("policy", [CHAINS["chain"], DEEP_CHAIN], ids=str)
+def test_a_drafter_that_is_the_target_is_always_accepted(policy: Chain) -> None:
+    """q sees the tokens above each node as p does; were it to see others, it would be no less exact, but refused."""
+    for seed in range(PAIRS):
+        pair = one_round(replace(SETTINGS["processors that read the text"], equal=True), seed, policy.draft_length)
+        accepted = pair.expected_accepted(the_rule("token"), pair.drafts(policy))
+        assert accepted == pytest.approx(policy.draft_length, abs=EXACT)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_traversal_of_a_chain_is_the_block_rule(setting: str) -> None:
+    for seed in range(PAIRS):
+        pair = one_round(SETTINGS[setting], seed)
+        drafts = pair.drafts(Chain(GAMMA))
+        block, traversal = (pair.committed(the_rule(rule), drafts) for rule in ("block", "traversal"))
+        assert total_variation(block, traversal) < EXACT, f"pair {seed}"
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "policy"),
+    [
+        ("block", "token", CHAINS["chain"]),
+        ("traversal", "siblings-without-replacement", DRAWN_TREES["static"]),
+        ("traversal", "siblings-without-replacement", DRAWN_TREES["sampled"]),
+    ],
+    ids=["block, token", "traversal, siblings", "traversal, siblings, sampled"],
+)
+def test_joint_rules_accept_at_least_as_much(better: str, worse: str, policy: Policy) -> None:
+    gains = []
+    for seed in range(PAIRS):
+        pair = one_round(SETTINGS["T=1"], seed)
+        drafts = pair.drafts(policy)
+        more, less = (pair.expected_accepted(the_rule(rule), drafts) for rule in (better, worse))
+        gains.append(more - less)
+    assert min(gains) > -EXACT
+    assert max(gains) > 1e-3, "the two rules accept the same: one may be the other under another name"

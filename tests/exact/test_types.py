@@ -1,0 +1,91 @@
+"""The type of a draft says how its tokens came about, and the rules that weigh p against q ask for it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from exact.enumeration import BranchingChance
+
+from draftsmith.decode.verify import RULES, best_rule, verify
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft import ROOT, Draft, Drawing, DrawnDraft
+
+Q_V = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.1], dtype=torch.float64)
+RATIO_RULES = ("token", "block", "siblings-iid", "siblings-without-replacement", "traversal")
+
+
+def drawn(parents: list[int], *, replacement: bool = False) -> DrawnDraft:
+    drawing = Drawing(BranchingChance().categorical, replacement=replacement)
+    for parent in parents:
+        drawing.add(parent, Q_V)
+    return drawing.draft()
+
+
+CHAIN, TREE, IID_TREE = drawn([ROOT, 0]), drawn([ROOT, ROOT, 0]), drawn([ROOT, ROOT, 0], replacement=True)
+CHOSEN = {
+    "chosen chain": Draft.chain([2, 3]),
+    "chosen tree": Draft((2, 3), (ROOT, ROOT)),
+    "pruned chain": CHAIN.keep([0]),
+    "whole chain, kept": CHAIN.keep([0, 1]),
+    "pruned tree": TREE.keep([0, 2]),
+    "re-sorted tree": TREE.keep([1, 0, 2]),
+    "nothing pruned off an iid tree": IID_TREE.keep([0, 1, 2]),
+}
+
+
+def require_refusal(rule: str, draft: Draft, kind: str) -> None:
+    """ConfigError that names the rule, what it needs and what it was given."""
+    with pytest.raises(ConfigError) as refusal:
+        verify(RULES[rule], Q_V.expand(len(draft) + 1, -1), draft, BranchingChance())
+    for part in (rule, RULES[rule].takes, kind):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize("draft", CHOSEN)
+def test_a_ratio_rule_refuses_tokens_that_were_chosen(rule: str, draft: str) -> None:
+    assert type(CHOSEN[draft]) is Draft
+    require_refusal(rule, CHOSEN[draft], "chosen, not drawn")
+
+
+@pytest.mark.parametrize(
+    ("rule", "draft"),
+    [
+        ("siblings-without-replacement", IID_TREE),
+        ("traversal", IID_TREE),
+        ("siblings-iid", TREE),
+        ("token", TREE),
+        ("block", TREE),
+        ("token", IID_TREE),
+        ("block", IID_TREE),
+    ],
+)
+def test_a_ratio_rule_refuses_siblings_drawn_in_another_way(rule: str, draft: DrawnDraft) -> None:
+    require_refusal(rule, draft, "tree drawn from q")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_takes_a_drawn_chain(rule: str) -> None:
+    assert RULES[rule].fits(CHAIN)
+
+
+@pytest.mark.parametrize("rule", ["point-mass", "typical"])
+@pytest.mark.parametrize("draft", [*CHOSEN.values(), TREE, IID_TREE])
+def test_rules_without_a_ratio_take_any_draft(rule: str, draft: Draft) -> None:
+    assert verify(RULES[rule], Q_V.expand(len(draft) + 1, -1), draft, BranchingChance()).accepted <= draft.depth
+
+
+@pytest.mark.parametrize("draft", [*CHOSEN.values(), CHAIN, TREE, IID_TREE])
+def test_the_default_rule_fits_and_is_lossless(draft: Draft) -> None:
+    assert best_rule(draft).fits(draft)
+    assert best_rule(draft).lossless
+
+
+def test_a_drawn_draft_cannot_be_made_by_hand() -> None:
+    with pytest.raises(TypeError, match="Drawing"):
+        DrawnDraft((2, 3), (ROOT, 0))
+    with pytest.raises(TypeError, match="Drawing"):
+        DrawnDraft()
+    with pytest.raises(TypeError, match="Drawing"):
+        replace(CHAIN, tokens=(3, 2))
+    assert type(DrawnDraft.chain([2, 3])) is Draft

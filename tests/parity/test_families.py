@@ -1,0 +1,173 @@
+"""Every supported architecture against transformers' `generate`: chains, trees and ragged batches give its own text."""
+
+from functools import cache
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    SmolLM3Config,
+    T5Config,
+    UMT5Config,
+)
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode.chance import SeededChance
+from draftsmith.decode.policies import BestFirst, Chain, StaticTree, widths_shape
+from draftsmith.decode.target import TransformersTarget
+from draftsmith.decode.text import Text
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft import Draft
+from draftsmith.heads.draft_model import DraftModel
+
+VOCAB = 61
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.25}
+IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+GQA = {"num_key_value_heads": 2, "head_dim": 8}
+SLIDES = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+
+DECODER_ONLY = {
+    "llama": lambda: LlamaConfig(**SIZES, **IDS, **GQA),
+    "qwen2": lambda: Qwen2Config(**SIZES, **IDS, num_key_value_heads=2),
+    "qwen2-sliding": lambda: Qwen2Config(**SIZES, **IDS, num_key_value_heads=2, use_sliding_window=True, **SLIDES),
+    "qwen3": lambda: Qwen3Config(**SIZES, **IDS, **GQA),
+    "mistral": lambda: MistralConfig(**SIZES, **IDS, **GQA, sliding_window=None),
+    "mistral-sliding": lambda: MistralConfig(**SIZES, **IDS, **GQA, sliding_window=6),
+    "gemma": lambda: GemmaConfig(**SIZES, **IDS, **GQA),
+    "gemma2-sliding": lambda: Gemma2Config(**SIZES, **IDS, **GQA, **SLIDES, query_pre_attn_scalar=8),
+    "gemma3-sliding": lambda: Gemma3TextConfig(**SIZES, **IDS, **GQA, **SLIDES, query_pre_attn_scalar=8),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.25, **IDS
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**SIZES, **IDS, rotary_pct=0.25),
+    "phi-partial-rotary": lambda: PhiConfig(**SIZES, **IDS, partial_rotary_factor=0.5),
+    "phi3-sliding": lambda: Phi3Config(**SIZES, **IDS, num_key_value_heads=2, sliding_window=6),
+    "opt": lambda: OPTConfig(
+        vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, word_embed_proj_dim=32, init_std=0.25, **IDS,
+    ),
+    "smollm3-no-rope": lambda: SmolLM3Config(**SIZES, **IDS, num_key_value_heads=2, no_rope_layers=[1, 0]),
+}  # fmt: skip
+T5_SIZES = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2}
+T5_SIZES |= {"num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
+T5_SIZES |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+ENCODER_DECODER = {
+    "t5": lambda: T5Config(**T5_SIZES),
+    "t5-gated-untied": lambda: T5Config(**T5_SIZES, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+}
+POLICIES = {"chain": Chain(4), "tree": StaticTree(widths_shape((3, 2, 1))), "best-first": BestFirst(size=9, depth=4)}
+PROMPTS = [[7, 8, 9], [5, 4, 3, 2, 20, 21, 22, 23, 24, 25], [11], [12, 13, 14, 15, 16]]
+NEW_TOKENS = 24
+
+
+@cache
+def build(family: str, seed: int) -> PreTrainedModel:
+    """A random model of the family; large weights keep its text from going in circles at once."""
+    torch.manual_seed(seed)
+    if family in DECODER_ONLY:
+        model = AutoModelForCausalLM.from_config(DECODER_ONLY[family]())
+    else:
+        model = AutoModelForSeq2SeqLM.from_config(ENCODER_DECODER[family]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases that a fresh model has at 0 or 1 would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config.eos_token_id = 1
+    return model.eval()
+
+
+@cache
+def reference(family: str) -> list[list[int]]:
+    model, texts = build(family, 0), []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        start = 1 if model.config.is_encoder_decoder else len(prompt)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        texts.append(out[0, start:].tolist())
+    return texts
+
+
+def drafter_for(family: str) -> DraftModel:
+    """The target itself with some noise: it is right often, so that long paths and their caches are exercised."""
+    model, noise = build(family, 0), build(family, 1)
+    with torch.no_grad():
+        torch.manual_seed(2)
+        draft = type(model)(model.config)
+        draft.load_state_dict(
+            {name: value + 0.05 * noise.state_dict()[name] for name, value in model.state_dict().items()}
+        )
+    return DraftModel(draft.eval())
+
+
+@pytest.mark.parametrize("family", [*DECODER_ONLY, *ENCODER_DECODER])
+def test_greedy_text_is_that_of_generate(family: str) -> None:
+    expected = reference(family)
+    assert len({tuple(text) for text in expected}) > 1, "the texts have to tell prompts apart"
+    for policy in POLICIES.values():
+        decoder = SpeculativeDecoder(build(family, 0), drafter_for(family), policy=policy)
+        alone = [decoder.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+        assert [out.tokens for out in alone] == expected, str(policy)
+        assert sum(record.accepted for out in alone for record in out.rounds) > 4, "hardly anything was drafted right"
+        batch = decoder.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS)
+        assert [out.tokens for out in batch] == expected, f"{policy} in a batch"
+
+
+@pytest.mark.parametrize("family", [*DECODER_ONLY, *ENCODER_DECODER])
+def test_a_tree_is_read_as_its_paths_are(family: str) -> None:
+    """The logits at every node equal those of a fresh forward pass over the path alone."""
+
+    model = build(family, 0)
+    tokens = (3, 4, 5, 3, 9, 8, 2, 6)
+    draft = Draft(tokens, (-1, -1, 0, 0, 1, 2, 2, 5))
+    encoder_decoder = model.config.is_encoder_decoder
+    texts = []
+    for prompt in PROMPTS[:3]:
+        own = [0, 17] if encoder_decoder else [*prompt, 17]
+        texts.append(Text(own, 60, SeededChance(0), source=prompt if encoder_decoder else []))
+    with torch.inference_mode():
+        target = TransformersTarget(model)
+        for text in texts:
+            text.tokens, root = text.tokens[:-1], text.tokens[-1]
+        target.prefill(texts)
+        out = target.verify([root] * 3, [draft, draft, draft.keep([0, 2, 6])])
+        for text, logits_PV, shown in zip(texts, out, [draft, draft, draft.keep([0, 2, 6])], strict=True):
+            for node in range(-1, len(shown)):
+                path = [*text.tokens, root, *(shown.tokens[step] for step in shown.path(node))]
+                ids = torch.tensor([path])
+                inputs = (
+                    {"input_ids": torch.tensor([text.source]), "decoder_input_ids": ids}
+                    if encoder_decoder
+                    else {"input_ids": ids}
+                )
+                expected_V = model(**inputs).logits[0, -1]
+                torch.testing.assert_close(logits_PV[node + 1], expected_V, atol=2e-4, rtol=2e-4)
+
+
+def test_other_layers_are_refused_by_name() -> None:
+    config = Qwen3NextConfig(
+        **SIZES, **IDS, num_key_value_heads=2, head_dim=8, layer_types=["linear_attention", "full_attention"]
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="linear_attention"):
+        SpeculativeDecoder(model).generate([3, 4], max_new_tokens=2)
+
+
+def test_umt5_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="model_type='umt5'"):
+        SpeculativeDecoder(AutoModelForSeq2SeqLM.from_config(UMT5Config(**T5_SIZES))).generate([3, 4], max_new_tokens=2)

@@ -1,0 +1,220 @@
+"""Logits processors, stopping criteria and padded batches against transformers' `generate`, at every node of a tree."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import VOCAB, make_llama
+from transformers import (
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StopStringCriteria,
+    T5Config,
+    T5ForConditionalGeneration,
+    TextStreamer,
+)
+
+from draftsmith import as_custom_generate
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.output import DecodeOutput
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.retrieval import SuffixRetrieval
+
+PROMPTS = [[5, 9, 33, 2], [7, 7, 8], [40], [11, 12, 13, 14, 15, 16, 17]]
+POLICIES = ("chain:draft_length=4", "best-first:size=8,depth=4", "tree:widths=3x2x1")
+NEW_TOKENS = 24
+
+
+class OnlyEven(LogitsProcessor):
+    """A user's own constraint that depends on the text: an even token behind an odd one, and the other way round."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        assert input_ids.shape[0] == scores.shape[0]
+        parity = (input_ids[:, -1:] + 1) % 2
+        allowed = torch.arange(scores.shape[1])[None] % 2 == parity
+        scores[~allowed] = -torch.inf  # in place, as some processors do
+        return scores
+
+
+class EndsWithRepeat(StoppingCriteria):
+    """A user's own criterion: the last token has occurred before among the last six."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: object, **kwargs: object) -> torch.BoolTensor:
+        return torch.tensor([row[-1] in row[-6:-1] for row in input_ids.tolist()])
+
+
+# Arguments of `generate` from which transformers makes processors, and processors of a user's own.
+SETTINGS: dict[str, dict] = {
+    "repetition penalty": {"repetition_penalty": 1.7},
+    "no repeated n-grams": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[19], [53, 19], [45, 43]]},
+    "sequence bias": {"sequence_bias": [[[19], -3.0], [[4, 45], 5.0]]},
+    "min length": {"min_new_tokens": 12, "eos_token_id": [19, 14, 1]},
+    "forced end": {"forced_eos_token_id": 1},
+    "suppressed": {"suppress_tokens": [19, 14], "begin_suppress_tokens": [4, 45, 43]},
+    "length penalty": {"exponential_decay_length_penalty": (4, 1.3)},
+    "prefix function": {
+        "prefix_allowed_tokens_fn": lambda row, ids: [3, 5, 8 + row] if ids[-1] > 30 else list(range(20, 64))
+    },
+    "own constraint": {"logits_processor": LogitsProcessorList([OnlyEven()])},
+    "all together": {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 8,
+        "logits_processor": LogitsProcessorList([OnlyEven()]),
+    },
+}
+
+
+@pytest.fixture
+def drafter() -> DraftModel:
+    """Right often, wrong often: the target with noise."""
+    noisy = make_llama()
+    with torch.no_grad():
+        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
+            parameter.add_(noise, alpha=0.1)
+    return DraftModel(noisy)
+
+
+def texts(model: LlamaForCausalLM, prompts: list[list[int]], **settings: object) -> list[list[int]]:
+    """`generate` with left padding: the new tokens of each row, cut behind the first EOS."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, pad_token_id=0, **settings)
+    return out[:, width:].tolist()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_greedy_text_with_processors_is_that_of_generate(
+    tiny_target: LlamaForCausalLM, drafter: DraftModel, name: str, policy: str
+) -> None:
+    accepted: list[DecodeOutput] = []
+    own = as_custom_generate(drafter, policy=policy, on_output=accepted.extend)
+    plain = [texts(tiny_target, [prompt], do_sample=False) for prompt in PROMPTS]
+    changed = False
+    for prompt, without in zip(PROMPTS, plain, strict=True):
+        expected = texts(tiny_target, [prompt], do_sample=False, **SETTINGS[name])
+        assert texts(tiny_target, [prompt], do_sample=False, custom_generate=own, **SETTINGS[name]) == expected
+        changed |= expected != without
+    assert changed, "the processor changed nothing: the test would prove nothing"
+    assert sum(record.accepted for out in accepted for record in out.rounds) > 0
+    expected = texts(tiny_target, PROMPTS, do_sample=False, **SETTINGS[name])
+    assert texts(tiny_target, PROMPTS, do_sample=False, custom_generate=own, **SETTINGS[name]) == expected
+
+
+def test_stop_strings_that_end_in_mid_block_are_honoured(
+    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The target drafts for itself with gamma 8, so most stop strings end inside an accepted draft."""
+    plain = texts(tiny_target, [PROMPTS[0]], do_sample=False)[0]
+    written = tiny_tokenizer.decode(plain)
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), draft_length=8)
+    inside = 0
+    for start in range(2, 18):
+        stop = written[start : start + 2]
+        expected = texts(tiny_target, [PROMPTS[0]], do_sample=False, stop_strings=[stop], tokenizer=tiny_tokenizer)[0]
+        out = decoder.generate(
+            PROMPTS[0], max_new_tokens=NEW_TOKENS, stop_strings=[stop], tokenizer=tiny_tokenizer, eos_token_id=None
+        )
+        assert out.tokens == expected
+        if out.stopped_by == "criteria" and out.rounds:
+            inside += out.rounds[-1].committed < out.rounds[-1].accepted + 1
+    assert inside > 3
+
+
+def test_criteria_of_a_user_and_of_transformers(tiny_target: LlamaForCausalLM, drafter: DraftModel) -> None:
+    for criterion in (EndsWithRepeat(), MaxTimeCriteria(0.0)):
+        for prompt in PROMPTS:
+            expected = texts(tiny_target, [prompt], do_sample=False, stopping_criteria=[criterion])
+            own = as_custom_generate(drafter)
+            assert (
+                texts(tiny_target, [prompt], do_sample=False, stopping_criteria=[criterion], custom_generate=own)
+                == expected
+            )
+
+
+def test_stop_strings_through_generate(
+    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, drafter: DraftModel
+) -> None:
+    stop = tiny_tokenizer.decode(texts(tiny_target, [PROMPTS[0]], do_sample=False)[0][3:5])
+    criteria = [StopStringCriteria(tiny_tokenizer, [stop])]
+    expected = texts(tiny_target, [PROMPTS[0]], do_sample=False, stopping_criteria=criteria)
+    own = as_custom_generate(drafter)
+    assert (
+        texts(tiny_target, [PROMPTS[0]], do_sample=False, stopping_criteria=criteria, custom_generate=own) == expected
+    )
+
+
+def test_an_empty_distribution_is_reported_with_the_name_of_its_processor(
+    tiny_target: LlamaForCausalLM, drafter: DraftModel
+) -> None:
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            return scores if input_ids.shape[1] < 8 else torch.full_like(scores, -torch.inf)
+
+    for temperature in (0.0, 1.0):
+        with pytest.raises(DraftsmithError, match=r"logits_processor=Nothing forbids every token behind 8 tokens"):
+            SpeculativeDecoder(tiny_target, drafter).generate(
+                PROMPTS[0], temperature=temperature, logits_processor=[OnlyEven(), Nothing()], eos_token_id=None
+            )
+
+
+def test_processors_that_depend_on_more_than_the_text_are_refused(
+    tiny_target: LlamaForCausalLM, drafter: DraftModel
+) -> None:
+    own = as_custom_generate(drafter)
+    with pytest.raises(ConfigError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor runs the model itself"):
+        texts(tiny_target, [PROMPTS[0]], do_sample=False, guidance_scale=1.5, custom_generate=own)
+    with pytest.raises(ConfigError, match="num_beams=2; expected 1"):
+        texts(tiny_target, [PROMPTS[0]], num_beams=2, do_sample=False, custom_generate=own)
+
+
+def test_sampling_through_generate_reproduces_and_follows_its_settings(
+    tiny_target: LlamaForCausalLM, drafter: DraftModel
+) -> None:
+    own = as_custom_generate(drafter, policy="sampled-tree")
+
+    def sampled(seed: int, **settings: object) -> list[list[int]]:
+        torch.manual_seed(seed)
+        return texts(tiny_target, PROMPTS, do_sample=True, custom_generate=own, **settings)
+
+    assert sampled(0, temperature=0.9) == sampled(0, temperature=0.9) != sampled(1, temperature=0.9)
+    # With top_k=1 sampling has one outcome: the greedy text.
+    assert sampled(0, top_k=1) == texts(tiny_target, PROMPTS, do_sample=False)
+
+
+@pytest.mark.parametrize("make", [lambda: None, lambda: SuffixRetrieval(min_match=1)])
+def test_encoder_decoder_through_generate(make: Callable[[], SuffixRetrieval | None]) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 1.0}
+    target = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, decoder_start_token_id=0, eos_token_id=1, **sizes))
+    target.eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9], [4, 3, 2, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    settings = {
+        "attention_mask": mask,
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "repetition_penalty": 1.2,
+        "encoder_no_repeat_ngram_size": 1,
+    }
+    expected = target.generate(ids, **settings)
+    assert target.generate(ids, custom_generate=as_custom_generate(make()), **settings).tolist() == expected.tolist()
+
+
+def test_the_streamer_sees_the_text(
+    tiny_target: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    drafter: DraftModel,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    own = as_custom_generate(drafter, streamer=TextStreamer(tiny_tokenizer))
+    expected = texts(tiny_target, [PROMPTS[0]], do_sample=False, custom_generate=own)
+    assert capsys.readouterr().out.strip() == tiny_tokenizer.decode(expected[0]).strip()

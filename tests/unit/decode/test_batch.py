@@ -1,0 +1,93 @@
+"""Several texts at once: each is what it is alone, whatever its neighbours do."""
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import LlamaForCausalLM
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode.output import DecodeOutput, Round
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.medusa import Medusa
+from draftsmith.heads.retrieval import Hybrid
+
+PROMPTS = [[5, 9, 33, 2], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48], [3, 3, 3, 3, 3], [12, 50]]
+POLICIES = ("chain", "confidence:threshold=0.2", "adaptive", "optimal-tree", "best-first", "sampled-tree")
+
+
+def drafter(kind: str, target: LlamaForCausalLM) -> Drafter | None:
+    if kind == "medusa":
+        return Medusa.from_target(target, num_heads=3)
+    noisy = make_llama()
+    with torch.no_grad():  # right often, wrong often
+        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
+            parameter.add_(noise, alpha=0.1)
+    return {"none": None, "draft_model": DraftModel(noisy), "hybrid": Hybrid(DraftModel(noisy), min_match=2)}[kind]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "hybrid"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_text_is_what_it_is_alone(
+    tiny_target: LlamaForCausalLM, kind: str, policy: str, temperature: float
+) -> None:
+    decoder = SpeculativeDecoder(tiny_target, drafter(kind, tiny_target), policy=policy)
+    settings = {"max_new_tokens": 40, "temperature": temperature, "eos_token_id": [1, 19, 20]}
+    together = decoder.generate_batch(PROMPTS, seeds=100, **settings)
+    for number, (prompt, out) in enumerate(zip(PROMPTS, together, strict=True)):
+        alone = decoder.generate(prompt, seed=100 + number, **settings)
+        assert out.tokens == alone.tokens
+        assert [record.accepted for record in out.rounds] == [record.accepted for record in alone.rounds]
+    assert len({len(out.tokens) for out in together}) > 1, "the texts should end at different times"
+
+
+def test_the_target_alone_in_a_batch(tiny_target: LlamaForCausalLM) -> None:
+    decoder = SpeculativeDecoder(tiny_target)
+    together = decoder.generate_batch(PROMPTS, max_new_tokens=30, temperature=0.8, top_k=9, seeds=[5, 6, 7, 8, 9])
+    for seed, (prompt, out) in enumerate(zip(PROMPTS, together, strict=True), 5):
+        settings = {"max_new_tokens": 30, "temperature": 0.8, "top_k": 9}
+        assert decoder.generate(prompt, seed=seed, **settings).tokens == out.tokens
+
+
+def test_padding_on_either_side_is_left_out(tiny_target: LlamaForCausalLM) -> None:
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)))
+    expected = [out.tokens for out in decoder.generate_batch(PROMPTS, max_new_tokens=20)]
+    width = max(map(len, PROMPTS))
+    for side in ("left", "right"):
+        pads = [[0] * (width - len(prompt)) for prompt in PROMPTS]
+        rows = [pad + p if side == "left" else p + pad for p, pad in zip(PROMPTS, pads, strict=True)]
+        ones = [[1] * len(prompt) for prompt in PROMPTS]
+        marks = [pad + one if side == "left" else one + pad for one, pad in zip(ones, pads, strict=True)]
+        outputs = decoder.generate_batch(torch.tensor(rows), attention_mask=torch.tensor(marks), max_new_tokens=20)
+        assert [out.tokens for out in outputs] == expected
+        assert [out.prompt_tokens for out in outputs] == PROMPTS
+
+
+def test_the_stream_says_which_text_has_grown(tiny_target: LlamaForCausalLM) -> None:
+    seen: list[list[int]] = [[] for _ in PROMPTS]
+
+    def on_tokens(number: int, tokens: list[int], _: Round | None) -> None:
+        seen[number] += tokens
+
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)))
+    outputs: list[DecodeOutput] = decoder.generate_batch(PROMPTS, max_new_tokens=20, on_tokens=on_tokens)
+    assert seen == [out.tokens for out in outputs]
+
+
+def test_half_precision_in_a_batch(tiny_target: LlamaForCausalLM) -> None:
+    decoder = SpeculativeDecoder(tiny_target.bfloat16(), DraftModel(make_llama(1).bfloat16()), policy="best-first")
+    assert all(len(out.tokens) == 20 for out in decoder.generate_batch(PROMPTS, max_new_tokens=20, eos_token_id=None))
+
+
+def test_bad_batches_are_refused(tiny_target: LlamaForCausalLM) -> None:
+    decoder = SpeculativeDecoder(tiny_target)
+    with pytest.raises(ConfigError, match="prompt 1=0 tokens; expected at least 1"):
+        decoder.generate_batch([[3], []])
+    with pytest.raises(ConfigError, match=r"seeds=\[1\]; expected one for each of the 2 prompts"):
+        decoder.generate_batch([[3], [4]], seeds=[1])
+    with pytest.raises(ConfigError, match=r"attention_mask shape=\[1, 2\]; expected that of input_ids, \[1, 3\]"):
+        decoder.generate_batch(torch.tensor([[3, 4, 5]]), attention_mask=torch.ones(1, 2))
+    with pytest.raises(ConfigError, match="input_ids batch=2; expected 1 prompt a call"):
+        decoder.generate(torch.tensor([[3, 4], [5, 6]]))

@@ -1,0 +1,262 @@
+"""Policies: what they draft, in what shape, and that they stop where another token does not pay."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode.chance import SeededChance
+from draftsmith.decode.costs import Costs, _never_falling, measure_costs
+from draftsmith.decode.growth import Growth
+from draftsmith.decode.policies import (
+    AdaptiveChain,
+    BestFirst,
+    Chain,
+    ConfidenceChain,
+    DynamicTree,
+    OptimalTree,
+    Policy,
+    SampledTree,
+    StaticTree,
+    best_shape,
+    check_policy,
+    policy_named,
+    widths_shape,
+)
+from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.decode.propose import propose
+from draftsmith.decode.text import Text
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft import Draft, DrawnDraft
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.drafter import Drafter, Tree
+from draftsmith.heads.medusa import Medusa
+
+VOCAB = 6
+FLAT = Costs(verify={1: 1.0, 64: 1.0}, draft={1: 1e-6})
+"""Verification costs the same for any width and drafting nothing: everything pays."""
+STEEP = Costs(verify={1: 1.0, 64: 64.0}, draft={1: 0.5})
+"""A token more costs as much as a pass more: nothing pays."""
+
+
+class Table(Drafter):
+    """Logits that depend on the last token alone."""
+
+    type = "table"
+
+    def __init__(self, seed: int = 0, scale: float = 2.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = torch.randn(VOCAB, VOCAB, dtype=torch.float64, generator=generator) * scale
+
+    def begin(self, rows: list[int]) -> Tensor:
+        return self.logits[:1]
+
+    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+        return [self.logits[[tree.tokens[node] for node in wanted]] for tree, wanted in zip(trees, nodes, strict=True)]
+
+
+def draft(policy: Policy, *, greedy: bool = True, room: int = 8, seed: int = 0, table: Table | None = None) -> Draft:
+    text = Text([1, 0], 50, SeededChance(seed))
+    growth = Growth(text, room, Processors(Sampling(0.0 if greedy else 1.0)))
+    return propose(table or Table(), [policy], [growth])[0]
+
+
+def path_weights(shown: Draft, table: Table) -> list[float]:
+    """The probability of each node's path under the table."""
+    q, weights = table.logits.softmax(-1), []
+    for node in range(len(shown)):
+        before = [0, *(shown.tokens[step] for step in shown.path(node))]
+        weights.append(math.prod(float(q[a, b]) for a, b in pairwise(before)))
+    return weights
+
+
+ALL = [
+    Chain(3),
+    ConfidenceChain(0.3, 6),
+    AdaptiveChain(FLAT, 5),
+    StaticTree(widths_shape((2, 2, 1))),
+    StaticTree(widths_shape((2, 2, 1)), "iid"),
+    SampledTree(3, 3),
+    DynamicTree(size=8, depth=4, top_k=3),
+    BestFirst(size=8, depth=4),
+    OptimalTree(FLAT, size=12, depth=4),
+]
+
+
+@pytest.mark.parametrize("policy", ALL, ids=str)
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("room", [1, 2, 8])
+def test_drafts_are_trees_that_fit(policy: Policy, greedy: bool, room: int) -> None:
+    for seed in range(5):
+        shown = draft(policy.fresh(), greedy=greedy, room=room, seed=seed)
+        assert len(shown) >= 1
+        assert shown.depth <= room
+        assert all(parent < node for node, parent in enumerate(shown.parents))
+        chosen = greedy or isinstance(policy, (DynamicTree, BestFirst)) or getattr(policy, "siblings", "") == "best"
+        assert isinstance(shown, DrawnDraft) != chosen
+        if not getattr(shown, "replacement", False):
+            pairs = list(zip(shown.parents, shown.tokens, strict=True))
+            assert len(set(pairs)) == len(pairs), "siblings differ"
+
+
+def test_best_first_is_the_best_of_all_prefixes() -> None:
+    """Against every path of up to three tokens."""
+    for seed in range(20):
+        table = Table(seed)
+        q = table.logits.softmax(-1)
+        weights = []
+        for depth in (1, 2, 3):
+            for path in product(range(VOCAB), repeat=depth):
+                steps = zip((0, *path), path, strict=False)
+                weights.append(math.prod(float(q[a, b]) for a, b in steps))
+        shown = draft(BestFirst(size=9, depth=3), table=table)
+        assert sorted(path_weights(shown, table)) == pytest.approx(sorted(sorted(weights)[-9:]))
+
+
+def test_dynamic_tree_keeps_the_best_of_what_it_extended() -> None:
+    table = Table(3)
+    shown = draft(DynamicTree(size=5, depth=3, top_k=2), table=table)
+    whole = draft(DynamicTree(size=100, depth=3, top_k=2), table=table)
+    assert len(whole) == 2 + 4 + 4, "two children for each of at most two nodes a level"
+    assert sorted(path_weights(shown, table)) == pytest.approx(sorted(path_weights(whole, table))[-5:])
+
+
+def test_static_shapes() -> None:
+    assert len(widths_shape((3, 2, 1))) == 3 + 6 + 6
+    shown = draft(StaticTree(((0,), (1,), (0, 0), (0, 0, 0))))
+    assert shown.parents == (-1, -1, 0, 2)
+    for shape in (((1,),), ((0, 0),), ()):
+        with pytest.raises(ConfigError, match="shape="):
+            StaticTree(shape)
+
+
+def test_the_best_shape_is_the_best_of_all() -> None:
+    acceptance = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.05], [0.4, 0.1, 0.1]]
+    weights = {}
+    for depth in (1, 2, 3):
+        for path in product(range(3), repeat=depth):
+            weights[path] = math.prod(acceptance[level][rank] for level, rank in enumerate(path))
+    for size in (1, 4, 9):
+        chosen = best_shape(acceptance, size)
+        assert sum(weights[path] for path in chosen) == pytest.approx(sum(sorted(weights.values())[-size:]))
+        StaticTree(chosen)
+
+
+def test_confidence_stops_before_an_unsure_token_is_drawn() -> None:
+    q = Table().logits.softmax(-1)
+    threshold = float(q.max(-1).values.median())
+    for seed in range(30):
+        shown = draft(ConfidenceChain(threshold, 8), greedy=False, seed=seed)
+        before = [0, *shown.tokens]
+        assert all(float(q[token].max()) >= threshold for token in before[1 : len(shown)])
+        if len(shown) < 8:
+            assert float(q[before[len(shown)]].max()) < threshold
+
+
+@pytest.mark.parametrize("make", [lambda costs: AdaptiveChain(costs, 8), lambda costs: OptimalTree(costs, depth=8)])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_drafts_grow_while_they_pay(make: object, greedy: bool) -> None:
+    assert draft(make(FLAT), greedy=greedy).depth >= 4
+    assert len(draft(make(STEEP), greedy=greedy)) == 1, "one token is always drafted, or nothing would ever be learned"
+
+
+def test_the_policy_learns_what_is_accepted() -> None:
+    """With a drafter that is never right the chain becomes short, with one that always is it becomes long."""
+    costs = Costs(verify={1: 1.0, 2: 1.1, 64: 7.3}, draft={1: 0.1})
+    target = make_llama(initializer_range=0.3)
+    lengths = {}
+    for name, drafter in {"right": make_llama(initializer_range=0.3), "wrong": make_llama(7)}.items():
+        decoder = SpeculativeDecoder(target, DraftModel(drafter), policy=AdaptiveChain(costs, 12))
+        decoder.calibrate([[5, 6, 7], [8, 9]], max_new_tokens=60, eos_token_id=None)
+        out = decoder.generate([9, 4, 3], max_new_tokens=60, eos_token_id=None)
+        lengths[name] = sum(record.drafted for record in out.rounds) / len(out.rounds)
+    assert lengths["right"] > 6
+    assert lengths["wrong"] < 2
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "optimal-tree"])
+def test_a_seed_gives_the_same_text_whatever_was_decoded_before(tiny_target: LlamaForCausalLM, policy: str) -> None:
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), policy=policy)
+    settings = {"temperature": 1.0, "max_new_tokens": 40, "eos_token_id": None}
+    first = decoder.generate([5, 6], seed=3, **settings)
+    decoder.generate([9] * 20, seed=4, **settings)
+    again = decoder.generate([5, 6], seed=3, **settings)
+    assert first.tokens == again.tokens
+    timeless = [
+        [dataclasses.replace(record, draft_seconds=0, verify_seconds=0, seconds=0) for record in out.rounds]
+        for out in (first, again)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_draft_is_never_deeper_than_what_is_left(tiny_target: LlamaForCausalLM) -> None:
+    for policy in ("chain:draft_length=30", "best-first:size=40,depth=30", "sampled-tree:width=5,depth=30"):
+        for count in (1, 2, 3, 7):
+            decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), policy=policy)
+            out = decoder.generate([3] * (128 - count), max_new_tokens=50, temperature=0.5, eos_token_id=None)
+            assert len(out.tokens) == count, "the context of 128 is full"
+    heads = SpeculativeDecoder(tiny_target, Medusa.from_target(tiny_target, num_heads=2), policy="best-first:depth=9")
+    assert max(record.depth for record in heads.generate([3], max_new_tokens=20).rounds) == 2
+
+
+def test_costs_are_measured_and_read_back(tiny_target: LlamaForCausalLM, tmp_path: Path) -> None:
+    costs = measure_costs(tiny_target, DraftModel(make_llama(1)), widest=8)
+    values = [costs.verify_seconds(width) for width in range(1, 20)]
+    assert values == sorted(values)
+    assert values[0] > 0
+    costs.save(tmp_path / "costs.json")
+    assert Costs.load(tmp_path / "costs.json") == costs
+    (tmp_path / "costs.json").write_text('{"verify": {}}')
+    with pytest.raises(ConfigError, match=r"costs=.*costs\.json cannot be read"):
+        Costs.load(tmp_path / "costs.json")
+
+
+def test_costs_between_and_beyond_what_was_measured() -> None:
+    costs = Costs({1: 1.0, 3: 2.0, 5: 6.0}, {1: 0.5})
+    assert [costs.verify_seconds(width) for width in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
+    assert costs.draft_seconds(9) == 0.5
+    assert _never_falling({1: 1.0, 2: 3.0, 3: 2.0, 4: 4.0}) == {1: 1.0, 2: 2.5, 3: 2.5, 4: 4.0}
+
+
+def test_names_are_read_as_they_are_written() -> None:
+    for policy in (*ALL, StaticTree(widths_shape((3, 1)), "without-replacement")):
+        again = policy_named(str(policy), lambda: FLAT)
+        assert str(again) == str(policy)
+        assert type(again) is type(policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chains", "policy='chains'; expected one of chain, confidence"),
+        ("chain:draft_lenght=3", "did you mean draft_length?"),
+        ("chain:draft_length=x", "draft_length='x'; expected a whole number"),
+        ("chain:draft_length=0", "draft_length=0; expected >= 1"),
+        ("confidence:threshold=2", "threshold=2.0; expected a probability"),
+        ("tree:widths=3xx", "widths='3xx'; expected numbers of children"),
+        ("tree:siblings=any", "siblings='any'; expected one of best"),
+        ("sampled-tree:siblings=best", "a sampled tree is drawn"),
+        ("best-first:size=0", "size=0; expected >= 1"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_policy(name)
+
+
+def test_a_rule_that_does_not_fit_the_draft_is_refused(tiny_target: LlamaForCausalLM) -> None:
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), policy="best-first", rule="token")
+    with pytest.raises(ConfigError, match="rule='token' needs a chain drawn from q; this draft is a tree chosen"):
+        decoder.generate([3, 4], temperature=1.0)
+    with pytest.raises(ConfigError, match="rule='tokens'; expected one of token, block"):
+        SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), rule="tokens")
+    assert not SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), rule="typical").lossless

@@ -1,0 +1,141 @@
+"""Drafters without training: what they propose, that the text stays the target's, and how they are named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from draftsmith import SpeculativeDecoder, load_drafter, save_drafter
+from draftsmith.errors import ConfigError
+from draftsmith.heads.checkpoint import describe_target
+from draftsmith.heads.datastore import Datastore
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.early_exit import EarlyExit, first_layers
+from draftsmith.heads.retrieval import Hybrid, NgramIndex, PromptLookup, Retrieval, SuffixIndex, SuffixRetrieval
+
+PROMPTS = [[5, 9, 33, 2, 5, 9, 33, 2, 5, 9], [7, 7, 8], [40]]
+
+
+def test_the_ngram_index_finds_the_most_recent_earlier_occurrence() -> None:
+    index = NgramIndex(longest=2)
+    index.extend([1, 2, 6, 1, 2, 7, 3, 1, 2])
+    assert index.propose(3) == (2, [7, 3, 1])
+    index.extend([8])
+    assert index.propose(3) == (0, [])
+    index.extend([2])
+    assert index.propose(2) == (1, [8, 2])
+
+
+def test_the_corpus_is_asked_for_longer_matches_than_the_text_has() -> None:
+    index = SuffixIndex(Datastore.build([[1, 2, 3, 50, 51], [9, 3, 60]]))
+    index.extend([3, 7, 9, 3])
+    assert index.propose(2) == (2, [60])
+    index.extend([8, 9, 3])
+    assert index.propose(2) == (2, [8, 9]), "the text itself wins when its match is as long"
+
+
+def untrained(target: LlamaForCausalLM) -> dict[str, Drafter]:
+    corpus = Datastore.build([[4, 45, 43, 49, 14, 53, 19, 19, 19, 0], [7, 8, 9]])
+    return {
+        "prompt lookup": PromptLookup(),
+        "suffix": SuffixRetrieval(min_match=1),
+        "suffix with corpus": SuffixRetrieval(datastore=corpus, min_match=1),
+        "early exit": EarlyExit(target, layers=1),
+        "hybrid": Hybrid(DraftModel(make_llama(1)), SuffixRetrieval(datastore=corpus), min_match=2),
+        "hybrid of early exit": Hybrid(EarlyExit(target, layers=1), min_match=1),
+    }
+
+
+@pytest.mark.parametrize("name", untrained(make_llama()))
+def test_the_text_is_the_targets_own(tiny_target: LlamaForCausalLM, name: str) -> None:
+    alone, decoder = SpeculativeDecoder(tiny_target), SpeculativeDecoder(tiny_target, untrained(tiny_target)[name])
+    expected = [alone.generate(prompt, max_new_tokens=60, eos_token_id=None).tokens for prompt in PROMPTS]
+    outputs = [decoder.generate(prompt, max_new_tokens=60, eos_token_id=None) for prompt in PROMPTS]
+    assert [out.tokens for out in outputs] == expected
+    batch = decoder.generate_batch(PROMPTS, max_new_tokens=60, eos_token_id=None)
+    assert [out.tokens for out in batch] == expected
+    assert sum(record.accepted for out in outputs for record in out.rounds) > 0, "no draft token was ever right"
+
+
+def test_a_hybrid_asks_both(tiny_target: LlamaForCausalLM) -> None:
+    """Retrieved drafts may be longer than the policy's chain of two; both kinds have to occur."""
+    hybrid = Hybrid(DraftModel(make_llama()), SuffixRetrieval(min_match=1), min_match=3)
+    decoder = SpeculativeDecoder(tiny_target, hybrid, draft_length=2)
+    out = decoder.generate([19, 19, 19, 19], max_new_tokens=80, eos_token_id=None)
+    lengths = {record.drafted for record in out.rounds}
+    assert 2 in lengths
+    assert max(lengths) > 2
+    assert out.tokens == SpeculativeDecoder(tiny_target).generate(
+        [19, 19, 19, 19], max_new_tokens=80, eos_token_id=None
+    ).tokens  # fmt: skip
+
+
+def test_sampled_texts_follow_the_target(tiny_target: LlamaForCausalLM) -> None:
+    """Shares of the second new token over many seeds, where the first one's draft decides; six standard deviations."""
+    decoder = SpeculativeDecoder(tiny_target, PromptLookup())
+    count, prompt = 3000, [5, 9, 5, 9, 5, 9]
+    outputs = decoder.generate_batch([prompt] * count, max_new_tokens=2, temperature=1.0, eos_token_id=None)
+    share = torch.bincount(torch.tensor([out.tokens[1] for out in outputs]), minlength=64) / count
+    with torch.inference_mode():
+        first = tiny_target(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        texts = torch.tensor([[*prompt, token] for token in range(64)])
+        p = first @ tiny_target(texts).logits[:, -1].softmax(-1)
+    # A false failure over 64 tokens has a probability below 1e-6.
+    assert ((share - p).abs() < 6 * (p * (1 - p) / count).sqrt() + 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_llama(num_hidden_layers=3),
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, n_positions=64)).eval(),
+        lambda: OPTForCausalLM(
+            OPTConfig(vocab_size=64, hidden_size=16, ffn_dim=16, num_hidden_layers=3, num_attention_heads=2,
+                      max_position_embeddings=64, word_embed_proj_dim=16)).eval(),
+    ],
+)  # fmt: skip
+def test_early_exit_shares_every_weight(make: object) -> None:
+    target = make()
+    model = first_layers(target, 2)
+    own = {parameter.data_ptr() for parameter in target.parameters()}
+    assert {parameter.data_ptr() for parameter in model.parameters()} <= own
+    assert len(list(model.parameters())) < len(list(target.parameters()))
+    assert target.config.num_hidden_layers == 3
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        hidden = target(ids, output_hidden_states=True).hidden_states
+        got = model(ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(got[1], hidden[1])
+
+
+def test_named_drafters_are_loaded_with_their_settings(tiny_target: LlamaForCausalLM, tmp_path: Path) -> None:
+    lookup = load_drafter("prompt-lookup:max_ngram=2,draft_length=5", tiny_target)
+    assert isinstance(lookup, PromptLookup)
+    assert (lookup.max_ngram, lookup.max_draft_length) == (2, 5)
+    assert load_drafter("early-exit:layers=1", tiny_target).layers == 1
+    Datastore.build([[1, 2, 3]]).save(tmp_path / "corpus")
+    assert len(load_drafter(f"suffix:datastore={tmp_path / 'corpus'}", tiny_target).datastore) == 4
+    made_for = describe_target(tiny_target, None, "tiny")
+    save_drafter(DraftModel(make_llama(1)), tmp_path / "draft", target=made_for, recipe=None, draft_length=3)
+    hybrid = load_drafter(f"hybrid:drafter={tmp_path / 'draft'},min_match=5", tiny_target)
+    assert isinstance(hybrid.retrieval, Retrieval)
+    assert (hybrid.min_match, hybrid.draft_length_hint, hybrid.drafter.type) == (5, 3, "draft_model")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("suffix:min_mach=3", "'min_mach=3'; expected suffix:KEY=VALUE .* did you mean min_match?"),
+        ("suffix:min_match=x", "min_match='x'; expected a whole number"),
+        ("suffix:draft_length=0", "draft_length=0; expected >= 1"),
+        ("early-exit:layers=2", "layers=2; expected 1 to 1, fewer than the target has"),
+        ("hybrid", "expected hybrid:drafter=FOLDER"),
+        ("suffix:datastore=nowhere", "datastore=nowhere cannot be read"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(tiny_target: LlamaForCausalLM, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_drafter(name, tiny_target)
