@@ -20,8 +20,8 @@ TargetOption = Annotated[str, typer.Option("--target", help="'embedded', a local
 DtypeOption = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
 DRAFTER_HELP = "Folder or Hub id; or untrained: prompt-lookup, suffix, early-exit:layers=N, hybrid:drafter=FOLDER."
 POLICY_HELP = (
-    "How drafts grow: chain, confidence, adaptive, tree, sampled-tree, dynamic-tree, best-first or optimal-tree, with "
-    "settings as in best-first:size=16,depth=8."
+    "How drafts grow: chain, confidence, adaptive, tree, measured-tree, sampled-tree, dynamic-tree, best-first or "
+    "optimal-tree, with settings as in best-first:size=16,depth=8."
 )
 RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; by default the best lossless one.")]
 TrustOption = Annotated[

@@ -4,7 +4,15 @@ from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
 from draftsmith.decode.policies.named import KINDS, check_policy, policy_named
 from draftsmith.decode.policies.policy import Growing, Policy
-from draftsmith.decode.policies.trees import BestFirst, DynamicTree, SampledTree, StaticTree, best_shape, widths_shape
+from draftsmith.decode.policies.trees import (
+    BestFirst,
+    DynamicTree,
+    MeasuredTree,
+    SampledTree,
+    StaticTree,
+    best_shape,
+    widths_shape,
+)
 from draftsmith.heads.drafter import Drafter
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -23,6 +31,7 @@ __all__ = [
     "ConfidenceChain",
     "DynamicTree",
     "Growing",
+    "MeasuredTree",
     "OptimalTree",
     "Policy",
     "SampledTree",

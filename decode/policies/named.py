@@ -7,7 +7,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
 from draftsmith.decode.policies.policy import Policy
-from draftsmith.decode.policies.trees import BestFirst, DynamicTree, SampledTree, StaticTree, widths_shape
+from draftsmith.decode.policies.trees import BestFirst, DynamicTree, MeasuredTree, SampledTree, StaticTree, widths_shape
 from draftsmith.errors import ConfigError
 
 CostsFor = Callable[[], Costs]
@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[Callable[..., Policy], dict[str, type]]] = {
     "confidence": (ConfidenceChain, {"threshold": float, "draft_length": int}),
     "adaptive": (AdaptiveChain, {"draft_length": int}),
     "tree": (_tree, {"widths": str, "siblings": str}),
+    "measured-tree": (MeasuredTree, {"size": int}),
     "sampled-tree": (SampledTree, {"width": int, "depth": int, "siblings": str}),
     "dynamic-tree": (DynamicTree, {"size": int, "depth": int, "top_k": int}),
     "best-first": (BestFirst, {"size": int, "depth": int}),

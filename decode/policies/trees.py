@@ -1,6 +1,7 @@
 """Draft trees: of a fixed shape, or grown where the drafter puts its probability.
 
     static     the shape is given: paths of ranks, as (0,), (1,), (0, 0) for the best, the second, and the best's best
+    measured   a static shape that follows from how often each rank was accepted at each depth
     sampled    every node draws as many children as its path is likely, so the ratio rules stay exact
     dynamic    EAGLE-2: the best few per level are extended, the most likely of all are kept
     best-first the `size` most likely prefixes, exactly
@@ -9,7 +10,7 @@ Chosen trees are verified by the point-mass rule, which is exact for any choice 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor
@@ -60,18 +61,19 @@ class StaticTree:
     learns: ClassVar[bool] = False
     shape: tuple[Path, ...]
     siblings: Siblings = "best"
-    _children: dict[Path, int] = field(init=False, repr=False, compare=False)
+    _children: dict[Path, list[int]] = field(init=False, repr=False, compare=False)
+    """Ranks of the children of each path that has some."""
 
     def __post_init__(self) -> None:
-        known = {(), *self.shape}
-        children: dict[Path, int] = {}
-        for path in self.shape:
-            earlier = (*path[:-1], path[-1] - 1)
-            if path[:-1] not in known or (path[-1] > 0 and earlier not in known) or path[-1] < 0:
-                raise ConfigError.of("shape", path, "its parent and its better siblings in the shape too")
-            children[path[:-1]] = max(children.get(path[:-1], 0), path[-1] + 1)
         if not self.shape:
             raise ConfigError.of("shape", self.shape, "at least one path")
+        known = {(), *self.shape}
+        children: dict[Path, list[int]] = {}
+        for path in sorted(self.shape):
+            drawn_before = self.siblings == "best" or path[-1] == len(children.get(path[:-1], []))
+            if path[:-1] not in known or path[-1] < 0 or not drawn_before:
+                raise ConfigError.of("shape", path, "its parent, and of drawn siblings all earlier ones, in it too")
+            children.setdefault(path[:-1], []).append(path[-1])
         object.__setattr__(self, "_children", children)
 
     def fresh(self) -> Self:
@@ -88,8 +90,12 @@ class StaticTree:
             q_nV = growth.probabilities((yield nodes), nodes)
             below: list[tuple[int, Path]] = []
             for (node, path), q_V in zip(level, q_nV, strict=True):
-                added = add_children(growth, node, q_V, self._children[path], self.siblings)
-                below += [(child, (*path, rank)) for rank, child in enumerate(added)]
+                ranks = self._children[path]
+                if growth.greedy or self.siblings == "best":
+                    added = choose_ranks(growth, node, q_V, ranks)
+                else:
+                    added = draw_children(growth, node, q_V, len(ranks), self.siblings)
+                below += [(child, (*path, rank)) for rank, child in added]
             level = below
         return growth.draft()
 
@@ -98,11 +104,66 @@ class StaticTree:
 
     def __str__(self) -> str:
         depth = max(len(path) for path in self.shape)
-        widths = [max((p[-1] + 1 for p in self.shape if len(p) == d), default=1) for d in range(1, depth + 1)]
+        widths = [max(p[-1] + 1 for p in self.shape if len(p) == d) for d in range(1, depth + 1)]
         shape = "x".join(map(str, widths))
         full = set(self.shape) == set(widths_shape(widths))
         siblings = "" if self.siblings == "best" else f",siblings={self.siblings}"
         return f"tree:widths={shape}{siblings}" if full else f"tree:size={len(self.shape)}{siblings}"
+
+
+PROBE_WIDTHS = (8, 3, 2, 1, 1, 1)
+"""Children a level of the tree that ranks are counted with; deeper or lower ranks are taken as never accepted."""
+
+
+@dataclass
+class MeasuredTree:
+    """The static tree of `size` nodes that is accepted longest, from how often each rank is accepted at each depth.
+
+    Until there is evidence (see `SpeculativeDecoder.calibrate`) it drafts a wide tree to count with; then the shape
+    stands still. Verified by the point-mass rule.
+    """
+
+    learns: ClassVar[bool] = True
+    size: int = 16
+    accepted: list[list[int]] = field(default_factory=lambda: [[0] * width for width in PROBE_WIDTHS], repr=False)
+    reached: list[int] = field(default_factory=lambda: [0] * len(PROBE_WIDTHS), repr=False)
+    """By depth: how often a node's children were tested, and which of their ranks was accepted."""
+    _tree: StaticTree | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "size")
+
+    def fresh(self) -> Self:
+        """A text begins with the shape that the counts so far suggest, and counts on."""
+        copy = replace(self, accepted=[list(row) for row in self.accepted], reached=list(self.reached))
+        copy._tree = StaticTree(copy.shape())
+        return copy
+
+    def shape(self) -> tuple[Path, ...]:
+        """The best shape by the counts; the wide one without any."""
+        if self.reached[0] == 0:
+            return widths_shape(PROBE_WIDTHS)
+        return best_shape(self.acceptance, self.size)
+
+    @property
+    def acceptance(self) -> list[list[float]]:
+        """`acceptance[depth][rank]`, given that the path so far was accepted."""
+        rows = zip(self.accepted, self.reached, strict=True)
+        return [[count / max(reached, 1) for count in counts] for counts, reached in rows]
+
+    def grow(self, growth: Growth) -> Growing:
+        return (yield from self._tree.grow(growth))
+
+    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+        below = draft.children
+        for depth, node in enumerate([ROOT, *verdict.path][: len(PROBE_WIDTHS)]):
+            if below[node + 1]:
+                self.reached[depth] += 1
+            if depth < len(verdict.path):
+                self.accepted[depth][below[node + 1].index(verdict.path[depth])] += 1
+
+    def __str__(self) -> str:
+        return f"measured-tree:size={self.size}"
 
 
 @dataclass(frozen=True)
@@ -139,8 +200,12 @@ class SampledTree:
             q_nV = growth.probabilities((yield nodes), nodes)
             below = []
             for (node, weight), q_V in zip(level, q_nV, strict=True):
-                added = add_children(growth, node, q_V, round(self.width * weight), self.siblings)
-                below += [(child, weight * float(q_V[growth.tokens[child]])) for child in added]
+                count = round(self.width * weight)
+                if growth.greedy:
+                    added = choose_ranks(growth, node, q_V, list(range(count)))
+                else:
+                    added = draw_children(growth, node, q_V, count, self.siblings)
+                below += [(child, weight * float(q_V[growth.tokens[child]])) for _, child in added]
             level = below
         return growth.draft()
 
@@ -151,14 +216,18 @@ class SampledTree:
         return f"sampled-tree:width={self.width},depth={self.depth},siblings={self.siblings}"
 
 
-def add_children(growth: Growth, node: int, q_V: Tensor, count: int, siblings: Siblings) -> list[int]:
-    """Up to `count` children of `node`: the most likely tokens, or draws. Greedy runs always take the most likely."""
-    if growth.greedy or siblings == "best":
-        best = q_V.topk(min(count, q_V.shape[0]))
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [growth.choose(node, token) for token, weight in pairs if weight > 0]
+def choose_ranks(growth: Growth, node: int, q_V: Tensor, ranks: list[int]) -> list[tuple[int, int]]:
+    """The tokens of these ranks as children of `node`: (rank, child) of each that has any probability."""
+    best = q_V.topk(min(ranks[-1] + 1, q_V.shape[0]))
+    values, tokens = best.values.tolist(), best.indices.tolist()
+    allowed = [rank for rank in ranks if rank < len(values) and values[rank] > 0]
+    return [(rank, growth.choose(node, tokens[rank])) for rank in allowed]
+
+
+def draw_children(growth: Growth, node: int, q_V: Tensor, count: int, siblings: Siblings) -> list[tuple[int, int]]:
+    """`count` children drawn from q: (order of drawing, child) of each; fewer where nothing is left to draw."""
     drawn = [growth.draw(node, q_V, replacement=siblings == "iid") for _ in range(count)]
-    return [child for child in drawn if child is not None]
+    return [(order, child) for order, child in enumerate(drawn) if child is not None]
 
 
 class Candidate(NamedTuple):

@@ -6,8 +6,16 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from draftsmith.cli import main
 from draftsmith.heads import Medusa
@@ -15,19 +23,8 @@ from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.card import write_card
 
 ROW_KEYS = [
-    *(
-        "drafter",
-        "drafter_type",
-        "temperature",
-        "policy",
-        "rule",
-        "lossless",
-        "category",
-        "prompts",
-        "alpha",
-        "tau",
-        "acceptance_at",
-    ),
+    *("drafter", "drafter_type", "temperature", "policy", "rule", "lossless", "category", "prompts"),
+    *("alpha", "tau", "acceptance_at"),
     *("baseline_tokens_per_second", "tokens_per_second", "speedup", "draft_share", "verify_share", "overhead_share"),
 ]
 
@@ -163,3 +160,58 @@ def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path) -> None:
     greedy = next(row for row in rows if row["temperature"] == 0)
     assert 0.55 < greedy["alpha"] < 0.9
     assert greedy["greedy_identical"] == [4, 4]
+
+
+def test_an_encoder_decoder_pair_is_measured(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
+    for name, layers in {"target": 2, "draft": 1}.items():
+        torch.manual_seed(layers)
+        T5ForConditionalGeneration(T5Config(num_layers=layers, **sizes)).save_pretrained(tmp_path / name)
+        tiny_tokenizer.save_pretrained(tmp_path / name)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abcabcabc"}\n{"prompt": "hello"}\n')
+    out = tmp_path / "report"
+    options = ["--prompts", str(prompts), "--repeats", "1", "--max-new-tokens", "12", "--out", str(out)]
+    drafters = ["--drafter", str(tmp_path / "draft"), "--drafter", "suffix:min_match=1"]
+    plans = ["--policy", "best-first:size=6,depth=3", "--policy", "adaptive"]
+    assert _main("eval", "--target", tmp_path / "target", *drafters, *plans, *options) == 0
+    rows = json.loads((out / "eval.json").read_text())["rows"]
+    arms = {(row["drafter"], row["policy"]) for row in rows}
+    assert arms == {
+        ("draft", "best-first:size=6,depth=3"),
+        ("draft", "adaptive:draft_length=16"),
+        ("suffix", "at most 32"),
+    }
+    assert all(row["greedy_identical"] == [2, 2] for row in rows if row["temperature"] == 0)
+
+
+def test_a_lossy_rule_says_so_everywhere(
+    tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "report"
+    prompts.write_text('{"prompt": "abc"}\n')
+    options = ["--prompts", str(prompts), "--repeats", "1", "--max-new-tokens", "8", "--out", str(out)]
+    arguments = ["eval", "--target", str(tiny_target_folder), "--drafter", "prompt-lookup", *options]
+    assert _main(*arguments, "--rule", "typical") == 0
+    shown = capsys.readouterr().out
+    assert "LOSSY" in shown.split("note:")[0]
+    assert "rule 'typical' is LOSSY" in " ".join(shown.split())
+    assert "(LOSSY)" in (out / "report.md").read_text()
+    rows = json.loads((out / "eval.json").read_text())["rows"]
+    assert {row["temperature"]: row["lossless"] for row in rows} == {0.0: True, 1.0: False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "chains"], "policy='chains'; expected one of"),
+        (["--gamma", "3", "--policy", "adaptive"], "gamma=3 and policy=adaptive; expected one of the two"),
+        (["--rule", "best"], "rule='best'; expected one of token"),
+        (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused_before_anything_is_loaded(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert _main("eval", "--target", "embedded", "--drafter", "prompt-lookup", *arguments) == 2
+    assert message in capsys.readouterr().err

@@ -22,6 +22,7 @@ from draftsmith.decode.policies import (
     Chain,
     ConfidenceChain,
     DynamicTree,
+    MeasuredTree,
     OptimalTree,
     Policy,
     SampledTree,
@@ -89,6 +90,7 @@ ALL = [
     DynamicTree(size=8, depth=4, top_k=3),
     BestFirst(size=8, depth=4),
     OptimalTree(FLAT, size=12, depth=4),
+    MeasuredTree(size=9),
 ]
 
 
@@ -101,7 +103,11 @@ def test_drafts_are_trees_that_fit(policy: Policy, greedy: bool, room: int) -> N
         assert len(shown) >= 1
         assert shown.depth <= room
         assert all(parent < node for node, parent in enumerate(shown.parents))
-        chosen = greedy or isinstance(policy, (DynamicTree, BestFirst)) or getattr(policy, "siblings", "") == "best"
+        chosen = (
+            greedy
+            or isinstance(policy, (DynamicTree, BestFirst, MeasuredTree))
+            or getattr(policy, "siblings", "") == "best"
+        )
         assert isinstance(shown, DrawnDraft) != chosen
         if not getattr(shown, "replacement", False):
             pairs = list(zip(shown.parents, shown.tokens, strict=True))
@@ -134,9 +140,13 @@ def test_static_shapes() -> None:
     assert len(widths_shape((3, 2, 1))) == 3 + 6 + 6
     shown = draft(StaticTree(((0,), (1,), (0, 0), (0, 0, 0))))
     assert shown.parents == (-1, -1, 0, 2)
-    for shape in (((1,),), ((0, 0),), ()):
+    q_V = Table().logits[0].softmax(-1)
+    assert draft(StaticTree(((0,), (2,)))).tokens == tuple(q_V.topk(3).indices[[0, 2]].tolist()), (
+        "ranks may be left out"
+    )
+    for shape, siblings in ((((0, 0),), "best"), ((), "best"), (((0,), (2,)), "iid")):
         with pytest.raises(ConfigError, match="shape="):
-            StaticTree(shape)
+            StaticTree(shape, siblings)
 
 
 def test_the_best_shape_is_the_best_of_all() -> None:
@@ -149,6 +159,25 @@ def test_the_best_shape_is_the_best_of_all() -> None:
         chosen = best_shape(acceptance, size)
         assert sum(weights[path] for path in chosen) == pytest.approx(sum(sorted(weights.values())[-size:]))
         StaticTree(chosen)
+
+
+def test_a_measured_tree_takes_the_shape_that_its_counts_suggest(tiny_target: LlamaForCausalLM) -> None:
+    """The target as its own drafter accepts rank 0 always: after calibration the tree is a chain."""
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), policy=MeasuredTree(size=5))
+    first = decoder.generate([5, 6], max_new_tokens=20, eos_token_id=None)
+    assert first.rounds[0].drafted > 30
+    decoder.calibrate([[5, 6], [7]], max_new_tokens=30, eos_token_id=None)
+    out = decoder.generate([8, 9, 10], max_new_tokens=40, eos_token_id=None)
+    assert (out.rounds[0].drafted, out.rounds[0].depth, out.rounds[0].accepted) == (5, 5, 5)
+    assert (
+        out.tokens == SpeculativeDecoder(tiny_target).generate([8, 9, 10], max_new_tokens=40, eos_token_id=None).tokens
+    )
+    medusa = SpeculativeDecoder(tiny_target, Medusa.from_target(tiny_target, num_heads=2), policy=MeasuredTree(size=5))
+    medusa.calibrate([[5, 6], [7]], max_new_tokens=60, temperature=1.0, eos_token_id=None)
+    counts = medusa.policy
+    assert counts.reached[0] > counts.reached[1] > 0 == counts.reached[2], "two heads reach two levels"
+    assert all(sum(row) <= reached for row, reached in zip(counts.accepted, counts.reached, strict=True))
+    assert len(counts.shape()) <= 5
 
 
 def test_confidence_stops_before_an_unsure_token_is_drawn() -> None:
