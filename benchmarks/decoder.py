@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.decode.timing import measure_costs
 from draftsmith.distill.targets import load_target
 from draftsmith.eval.prompts import load_prompts
 from draftsmith.heads import DraftModel
@@ -95,9 +96,10 @@ def make_arms(
 ) -> dict[str, Arm]:
     sampling = {"temperature": options.temperature}
     count = options.max_new_tokens
+    costs = measure_costs(target, drafter)
 
     def ours(drafter: object = None, **plan: object) -> Arm:
-        decoder = SpeculativeDecoder(target, drafter, **plan)
+        decoder = SpeculativeDecoder(target, drafter, costs=None if drafter is None else costs, **plan)
         if plan.get("policy"):
             decoder.calibrate(learn, max_new_tokens=count, **sampling)
         return Arm(lambda ids: len(decoder.generate(ids, max_new_tokens=count, eos_token_id=None, **sampling).tokens))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, TypedDict, Unpack
 
 import torch
@@ -9,16 +10,17 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
 from draftsmith.decode.chance import SeededChance
-from draftsmith.decode.costs import measure_costs
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoding import Decoding
 from draftsmith.decode.output import DecodeOutput, Round
-from draftsmith.decode.policies import Policy, default_policy, policy_named
+from draftsmith.decode.policies import Policy, default_policy, plans, policy_named
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.probe import require_tree_reading
 from draftsmith.decode.processors import Processors, Sampling
 from draftsmith.decode.prompts import prompt_rows
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.text import Stops, Text
+from draftsmith.decode.timing import measure_costs
 from draftsmith.decode.verify import rule_named
 from draftsmith.errors import ConfigError
 from draftsmith.heads.drafter import Drafter
@@ -50,6 +52,8 @@ class SpeculativeDecoder:
         draft_length: draft tokens a round (gamma), at least 1; short for `policy=Chain(draft_length)`. By default what
             the drafter was trained for.
         policy: how drafts grow: a `Policy` or its name, see `draftsmith.decode.policies`.
+        costs: measured seconds of this pair on this machine, from `measure_costs`: for policies that plan with them,
+            and to pad passes to cheaper widths. Policies that plan measure them by themselves.
         rule: the verification rule by name, see `draftsmith.decode.verify.RULES`; by default the best lossless one for
             each draft. Under greedy decoding there is one rule only.
     """
@@ -62,6 +66,7 @@ class SpeculativeDecoder:
         draft_length: int | None = None,
         policy: Policy | str | None = None,
         rule: str | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self._target = TransformersTarget(target)
         self._model = target
@@ -81,9 +86,12 @@ class SpeculativeDecoder:
         if drafter is not None and not drafter.only_retrieves:
             self.policy = default_policy(drafter) if policy is None else policy
             if isinstance(self.policy, str):
-                self.policy = policy_named(self.policy, lambda: measure_costs(target, drafter))
+                costs = measure_costs(target, drafter) if costs is None and plans(self.policy) else costs
+                self.policy = policy_named(self.policy, costs)
             _require_same_vocabulary(drafter, target)
         require_tree_reading(target)
+        self.costs = costs
+        self._target.widths = {} if costs is None else costs.verify_widths
 
     @property
     def lossless(self) -> bool:
@@ -165,7 +173,8 @@ class SpeculativeDecoder:
         ]
         for text, padding in zip(texts, paddings, strict=True):
             text.padding = [] if text.source else padding
-        decoding = Decoding(self._target, self.drafter, self.policy, texts, processors, self.rule)
+        widths = None if self.costs is None else self.costs.draft_widths
+        decoding = Decoding(self._target, self.drafter, self.policy, texts, processors, self.rule, widths)
         self._last = texts[0]
         started = time.perf_counter()
         for text, new in decoding.prefill():
@@ -186,9 +195,13 @@ class SpeculativeDecoder:
 
         Worth a few texts for the policies that learn, at each temperature that will be used; others stay as they are.
         """
+        if not self.learns:
+            return
         for seed, prompt in enumerate(prompts):
+            self.policy = replace(self.policy, explores=True)
             self.generate(prompt, seed=seed, **settings)
             self.policy = self._last.policy
+        self.policy = replace(self.policy, explores=False)
 
     @property
     def learns(self) -> bool:

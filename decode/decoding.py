@@ -36,16 +36,17 @@ class Decoding:
         texts: Sequence[Text],
         processors: Processors,
         rule: Rule | None = None,
+        widths: dict[int, int] | None = None,
     ) -> None:
         self.texts = list(texts)
         self._target, self._drafter = target, drafter
-        self._processors, self._rule = processors, rule
+        self._processors, self._rule, self._widths = processors, rule, widths
         self._shared: tuple[int, int] | None = None
         for text in self.texts:
             text.policy = None if policy is None else policy.fresh()
 
     def reader(self, model: nn.Module) -> Reader:
-        return Reader(model, len(self.texts), [text.source for text in self.texts])
+        return Reader(model, len(self.texts), [text.source for text in self.texts], widths=self._widths)
 
     def prefill(self) -> list[tuple[Text, list[int]]]:
         """Read the prompts and commit the first token of each: every text with its new tokens."""

@@ -30,6 +30,8 @@ class Growth:
         """Nodes of the draft, in its order, where some were pruned."""
         self.confidence: list[float] = []
         """What the policy thought of each node of the draft before it was verified, for policies that learn."""
+        self.chances: list[float] = []
+        """The chance that each node of the draft is accepted, as the policy saw it, for the same."""
         self.ranks: list[int] = []
         """The place of each node of the draft among its siblings, for the same."""
         self.passes = 0

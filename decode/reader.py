@@ -46,16 +46,24 @@ class Reader:
         model: a causal LM, or an encoder-decoder model, whose `sources` the encoder then reads once.
         rows: how many texts.
         remember: also keep what the lm_head read, in `hidden`.
+        widths: tokens of a pass to the number that it is padded to, see `Costs.verify_widths`; for one row.
     """
 
     def __init__(
-        self, model: nn.Module, rows: int, sources: Sequence[list[int]] | None = None, *, remember: bool = False
+        self,
+        model: nn.Module,
+        rows: int,
+        sources: Sequence[list[int]] | None = None,
+        *,
+        remember: bool = False,
+        widths: dict[int, int] | None = None,
     ) -> None:
         self.model = model
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
         self._cache = PointerCache(model.config, rows)
         self._branches = [Branches() for _ in range(rows)]
+        self._widths = widths if widths and rows == 1 else {}
         self._attention = Attention.of(model.config.get_text_config(decoder=True))
         self._read: list[Tensor | None] | None = [None] if remember else None
         if remember:
@@ -75,9 +83,14 @@ class Reader:
     def append(self, tokens: list[list[int]]) -> Tensor:
         """Read committed tokens; the logits [B, V] behind the last one of each row. An empty row stays as it is."""
         counts = [len(row) for row in tokens]
-        width = max(counts)
         starts = self.lengths
-        positions = [list(range(start, start + width)) for start in starts]
+        width = max(counts)
+        if starts[0] > 0:
+            width = self._widths.get(width, width)
+        positions = [
+            [*range(start, start + count), *[start] * (width - count)]
+            for start, count in zip(starts, counts, strict=True)
+        ]
         if len(set(starts)) == 1:
             # Padding stands behind the tokens, where no token looks; a mask of one query would hide nothing.
             simple = starts[0] == 0 or width == 1
@@ -104,6 +117,7 @@ class Reader:
             tokens.append([tree.tokens[node] for node in wanted])
             positions.append([length + tree.depths[node] - 1 for node in wanted])
         width = max(map(len, tokens))
+        width = self._widths.get(width, width)
         for row, wanted in enumerate(positions):
             wanted += [self.lengths[row]] * (width - len(wanted))
         logits, hidden = self._forward(tokens, positions, self._tree_mask(nodes, starts, width), starts=starts)
@@ -174,7 +188,7 @@ class Reader:
         """Logits and, if remembered, hidden states of the columns in `keep` (None: all)."""
         starts = self.lengths if starts is None else starts
         width = len(positions[0])
-        if len(tokens) > 1:
+        if len(tokens) > 1 or len(tokens[0]) < width:
             tokens = [row + [0] * (width - len(row)) for row in tokens]
         ids = torch.tensor(tokens, device=self._device)
         positions_BQ = torch.tensor(positions, device=self._device)

@@ -57,9 +57,13 @@ class TransformersTarget:
             raise ConfigError(f"model {type(model).__name__} has no lm_head; expected a causal language model")
         self.model = model
         self.context_limit = context_limit(model)
+        self.widths: dict[int, int] = {}
+        """Tokens of a verification to the number that it is padded to, where that is cheaper."""
 
     def prefill(self, texts: Sequence[Text]) -> Tensor:
-        self._reader = Reader(self.model, len(texts), [text.source for text in texts], remember=True)
+        self._reader = Reader(
+            self.model, len(texts), [text.source for text in texts], remember=True, widths=self.widths
+        )
         return self._reader.append([text.tokens for text in texts])
 
     def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:

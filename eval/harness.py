@@ -9,6 +9,7 @@ from torch import nn
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.output import DecodeOutput
+from draftsmith.decode.timing import measure_costs
 from draftsmith.errors import ConfigError
 from draftsmith.eval.metrics import Measured, greedy_identity, row_numbers
 from draftsmith.eval.prompts import Prompt
@@ -111,9 +112,10 @@ def _arms(target: nn.Module, drafters: dict[str, Drafter], settings: Settings) -
     """The target alone, and every drafter with every policy."""
     arms = {BASELINE: SpeculativeDecoder(target)}
     for name, drafter in drafters.items():
+        costs = measure_costs(target, drafter)
         for policy in settings.policies or (None,):
-            length = settings.draft_length if policy is None else None
-            decoder = SpeculativeDecoder(target, drafter, draft_length=length, policy=policy, rule=settings.rule)
+            plan = {"draft_length": settings.draft_length} if policy is None else {"policy": policy}
+            decoder = SpeculativeDecoder(target, drafter, rule=settings.rule, costs=costs, **plan)
             plan = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
             arms[(name, plan)] = decoder  # a drafter that only retrieves is the same under every policy
     return arms

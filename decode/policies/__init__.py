@@ -2,17 +2,10 @@
 
 from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
-from draftsmith.decode.policies.named import KINDS, check_policy, policy_named
+from draftsmith.decode.policies.dynamic_trees import BestFirst, DynamicTree
+from draftsmith.decode.policies.named import KINDS, check_policy, plans, policy_named
 from draftsmith.decode.policies.policy import Growing, Policy
-from draftsmith.decode.policies.trees import (
-    BestFirst,
-    DynamicTree,
-    MeasuredTree,
-    SampledTree,
-    StaticTree,
-    best_shape,
-    widths_shape,
-)
+from draftsmith.decode.policies.static_trees import MeasuredTree, SampledTree, StaticTree, best_shape, widths_shape
 from draftsmith.heads.drafter import Drafter
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -39,6 +32,7 @@ __all__ = [
     "best_shape",
     "check_policy",
     "default_policy",
+    "plans",
     "policy_named",
     "widths_shape",
 ]

@@ -13,8 +13,8 @@ from typing import ClassVar, Self
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.growth import Growth
+from draftsmith.decode.policies.dynamic_trees import Candidates, top
 from draftsmith.decode.policies.policy import Growing
-from draftsmith.decode.policies.trees import Candidates, top
 from draftsmith.decode.verify.verdict import Verdict
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft import ROOT, Draft
@@ -24,6 +24,12 @@ PRIOR, MOST = 4.0, 60.0
 """Observations that a bin counts for before there are any, and the most that it keeps: older ones fade."""
 LEVELS = 4
 """A drawn tree is drawn level by level: where nodes cost nothing, its size is made to last for about so many."""
+CAUTION = 3.0
+"""Expected acceptances at a depth before its own correction counts as much as that of the depth above."""
+EXPLORED = 8
+"""Depth that drafts are given while a policy is being taught, so that it sees what it would not draft."""
+FADING = 0.99
+"""Weight of the past in what was accepted at a depth, an observation."""
 MEMORY = 0.97
 """Weight of the past in the running speed, a round: about the last thirty rounds count."""
 
@@ -59,11 +65,42 @@ class Calibration:
         return sum(self._accepted) / sum(self._count)
 
 
+class Survival:
+    """How often a whole path is accepted, from the product of its tokens' chances and its depth.
+
+    The product alone is too low for long paths: sure tokens come in runs, and the block rule lets a token that the
+    target likes better than the drafter make up for others. So it is corrected by what was accepted at that depth,
+    beside what was expected there; a depth that was hardly seen takes its correction from the one above.
+    """
+
+    def __init__(self) -> None:
+        self._accepted: list[float] = []
+        self._expected: list[float] = []
+
+    def rate(self, product: float, depth: int) -> float:
+        return min(1.0, product * self._correction(depth))
+
+    def _correction(self, depth: int) -> float:
+        correction = 1.0
+        for accepted, expected in zip(self._accepted[:depth], self._expected[:depth], strict=True):
+            correction = (accepted + CAUTION * correction) / (expected + CAUTION)
+        return correction
+
+    def observe(self, product: float, depth: int, accepted: bool) -> None:
+        """A path of `depth` tokens was or was not accepted."""
+        while len(self._accepted) < depth:
+            self._accepted.append(0.0)
+            self._expected.append(0.0)
+        self._accepted[depth - 1] = FADING * self._accepted[depth - 1] + accepted
+        self._expected[depth - 1] = FADING * self._expected[depth - 1] + product
+
+
 class Speed:
     """Tokens per modelled second over the last rounds: the running lambda."""
 
     def __init__(self, costs: Costs, acceptance: float = 0.7) -> None:
-        tokens, seconds = 1 + 2 * acceptance, 2 * costs.draft_seconds(1) + costs.verify_seconds(3)
+        tokens = 1 + 2 * acceptance
+        seconds = costs.round + 2 * costs.draft_seconds(1) + costs.verify_seconds(3)
         # Begins as if a few rounds with two draft tokens had gone by.
         self._tokens, self._seconds = 4 * tokens, 4 * seconds
 
@@ -90,6 +127,7 @@ class Experience:
         else:
             guesses = [lambda c: 0.5 + 0.5 * c, lambda c: 0.15 * (1 - c), lambda c: 0.05 * (1 - c)]
         self._by_rank = [Calibration(guess) for guess in guesses]
+        self.survival = Survival()
 
     def rank(self, rank: int) -> Calibration:
         """For a first child, a second, and all others. Confidence is the token's own q when greedy, else max q."""
@@ -111,6 +149,8 @@ class AdaptiveChain:
     learns: ClassVar[bool] = True
     costs: Costs
     draft_length: int = 16
+    explores: bool = False
+    """Drafts deeper than pays, to learn; see `SpeculativeDecoder.calibrate`."""
     experience: dict[bool, Experience] = field(default_factory=dict, repr=False)
     """By greedy or not. A text begins with a copy of it, see `fresh`."""
 
@@ -129,17 +169,23 @@ class AdaptiveChain:
         while (depth := growth.depth(node)) < min(self.draft_length, growth.room):
             check = self.costs.verify_seconds(depth + 2) - self.costs.verify_seconds(depth + 1)
             step = self.costs.draft_seconds(1) + check
-            if depth > 0 and survival * known.first.mean < speed * step:
+            explores = self.explores and depth < EXPLORED
+            if (
+                depth > 0
+                and not explores
+                and known.survival.rate(survival * known.first.mean, depth + 1) < speed * step
+            ):
                 break
             q_V = growth.probabilities((yield [node]), [node])[0]
             confidence = float(q_V.max())
             survival *= known.first.rate(confidence)
-            if depth > 0 and survival < speed * check:
+            if depth > 0 and not explores and known.survival.rate(survival, depth + 1) < speed * check:
                 break
             child = growth.follow_q(q_V, node)
             if child is None:
                 break
             growth.confidence.append(confidence)
+            growth.chances.append(survival)
             node = child
         return growth.draft()
 
@@ -147,8 +193,10 @@ class AdaptiveChain:
         known = self.experience[growth.greedy]
         for confidence, overlap in zip(growth.confidence, verdict.overlap, strict=False):
             known.first.observe(confidence, overlap)
+        for place, chance in enumerate(growth.chances):
+            known.survival.observe(chance, place + 1, place < verdict.accepted)
         steps = max(len(draft), 1)
-        seconds = steps * self.costs.draft_seconds(1) + self.costs.verify_seconds(len(draft) + 1)
+        seconds = steps * self.costs.draft_seconds(1) + self.costs.verify_seconds(len(draft) + 1) + self.costs.round
         known.speed.observe(verdict.accepted + 1, seconds)
 
     def __str__(self) -> str:
@@ -170,6 +218,8 @@ class OptimalTree:
     size: int = 48
     depth: int = 16
     top_k: int = 4
+    explores: bool = False
+    """Drafts deeper than pays, to learn; see `SpeculativeDecoder.calibrate`."""
     experience: dict[bool, Experience] = field(default_factory=dict, repr=False)
     """By greedy or not. A text begins with a copy of it, see `fresh`."""
 
@@ -188,56 +238,61 @@ class OptimalTree:
 
     def _chosen(self, growth: Growth) -> Growing:
         known = self.experience[True]
-        candidates, nodes, speed = Candidates(growth), [ROOT], known.speed.tokens_per_second
+        candidates, nodes = Candidates(growth), [ROOT]
         for depth in range(1, min(self.depth, growth.room) + 1):
             q_nV = growth.probabilities((yield nodes), nodes)
             growth.passes += 1
             for node, chances, tokens in zip(nodes, *top(q_nV, self.top_k), strict=True):
                 rates = [known.rank(rank).rate(chance) for rank, chance in enumerate(chances)]
                 candidates.add(node, rates, tokens, chances)
-            worth = self._worth(candidates, speed)
+            worth = self._worth(candidates, known)
             new = [place for place in worth if candidates.depth(place) == depth]
-            mass = sum(candidates.weight(place) for place in new)
+            mass = sum(known.survival.rate(candidates.weight(place), depth) for place in new)
             if depth == min(self.depth, growth.room) or not self._next_level_pays(mass, len(new), len(worth), known):
                 break
             nodes = [candidates.node(place) for place in new]
-        draft = candidates.draft(self._worth(candidates, speed) or candidates.best(1))
+        draft = candidates.draft(self._worth(candidates, known) or candidates.best(1))
         kept = [candidates.of_node(node) for node in growth.kept]
         growth.confidence, growth.ranks = [c.confidence for c in kept], [c.rank for c in kept]
+        growth.chances = [c.weight for c in kept]
         return draft
 
-    def _worth(self, candidates: Candidates, speed: float) -> list[int]:
+    def _worth(self, candidates: Candidates, known: Experience) -> list[int]:
         """The candidates that pay for their own verification, best first."""
-        places = candidates.best(self.size)
-        count = 0
-        while count < len(places) and candidates.weight(places[count]) >= speed * self._slope(count):
-            count += 1
-        return places[:count]
+        places, speed = candidates.best(self.size), known.speed.tokens_per_second
+        for count, place in enumerate(places):
+            if known.survival.rate(candidates.weight(place), candidates.depth(place)) < speed * self._slope(count):
+                return places[:count]
+        return places
 
     def _drawn(self, growth: Growth) -> Growing:
         known = self.experience[False]
         level, speed = [(ROOT, 1.0)], known.speed.tokens_per_second
-        for _ in range(min(self.depth, growth.room)):
+        for depth in range(1, min(self.depth, growth.room) + 1):
             nodes = [node for node, _ in level]
             q_nV = growth.probabilities((yield nodes), nodes)
             growth.passes += 1
             confidences = q_nV.max(-1).values.tolist()
             below: list[tuple[int, float]] = []
+            first = nodes[0]
             for (node, weight), q_V, confidence in zip(level, q_nV, confidences, strict=True):
                 for rank in range(self.top_k):
                     chance = weight * known.rank(rank).rate(confidence)
                     least = max(speed * self._slope(len(growth.tokens)), LEVELS / self.size)
-                    paid = chance >= least and len(growth.tokens) < self.size
-                    if not paid and growth.tokens:  # the first token is always drafted
+                    paid = known.survival.rate(chance, depth) >= least and len(growth.tokens) < self.size
+                    explores = self.explores and rank == 0 and node == first
+                    if not paid and not explores and growth.tokens:  # the first token is always drafted
                         break
                     child = growth.draw(node, q_V)
                     if child is None:
                         break
                     growth.confidence.append(confidence)
                     growth.ranks.append(rank)
+                    growth.chances.append(chance)
                     below.append((child, chance))
-            mass = sum(chance for _, chance in below)
-            if not self._next_level_pays(mass, len(below), len(growth.tokens), known):
+            mass = sum(known.survival.rate(chance, depth) for _, chance in below)
+            explores = self.explores and below and depth < EXPLORED
+            if not explores and not self._next_level_pays(mass, len(below), len(growth.tokens), known):
                 break
             level = below
         return growth.draft()
@@ -257,10 +312,12 @@ class OptimalTree:
         known = self.experience[growth.greedy]
         accepted, reached = set(verdict.path), {ROOT, *verdict.path}
         for node, parent in enumerate(draft.parents):
+            known.survival.observe(growth.chances[node], draft.depths[node], node in accepted)
             if parent in reached:
                 known.rank(growth.ranks[node]).observe(growth.confidence[node], float(node in accepted))
         width = max(1, len(draft) // max(growth.passes, 1))
         seconds = self.costs.verify_seconds(len(draft) + 1) + growth.passes * self.costs.draft_seconds(width)
+        seconds += self.costs.round
         known.speed.observe(verdict.accepted + 1, seconds)
 
     def __str__(self) -> str:

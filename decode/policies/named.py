@@ -6,11 +6,10 @@ from collections.abc import Callable
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
+from draftsmith.decode.policies.dynamic_trees import BestFirst, DynamicTree
 from draftsmith.decode.policies.policy import Policy
-from draftsmith.decode.policies.trees import BestFirst, DynamicTree, MeasuredTree, SampledTree, StaticTree, widths_shape
+from draftsmith.decode.policies.static_trees import MeasuredTree, SampledTree, StaticTree, widths_shape
 from draftsmith.errors import ConfigError
-
-CostsFor = Callable[[], Costs]
 
 
 def _tree(*, widths: str = "3x2x1", siblings: str = "best") -> StaticTree:
@@ -37,16 +36,20 @@ KINDS: dict[str, tuple[Callable[..., Policy], dict[str, type]]] = {
 }
 """Name: what makes it, and its settings."""
 PLANNED = ("adaptive", "optimal-tree")
-"""Those that plan with measured costs."""
 
 
 def check_policy(text: str) -> None:
     """ConfigError unless `policy_named` can read `text`; nothing is measured."""
-    policy_named(text, lambda: Costs({1: 1.0, 2: 1.5}, {1: 0.1}))
+    policy_named(text, Costs({1: 1.0, 2: 1.5}, {1: 0.1}))
 
 
-def policy_named(text: str, costs: CostsFor) -> Policy:
-    """The policy that `text` names. `costs` is called for those that plan with the machine's costs."""
+def plans(text: str) -> bool:
+    """Whether the policy that `text` names plans with measured costs."""
+    return text.partition(":")[0] in PLANNED
+
+
+def policy_named(text: str, costs: Costs | None = None) -> Policy:
+    """The policy that `text` names. `costs` for those that plan with them."""
     name, _, rest = text.partition(":")
     if name not in KINDS:
         raise ConfigError.of("policy", name, f"one of {', '.join(KINDS)}")
@@ -63,4 +66,4 @@ def policy_named(text: str, costs: CostsFor) -> Policy:
         except ValueError as error:
             kinds = {int: "a whole number", float: "a number"}
             raise ConfigError(f"policy={text}: {key}={value!r}; expected {kinds[settings[key]]}") from error
-    return make(costs(), **values) if name in PLANNED else make(**values)
+    return make(costs, **values) if name in PLANNED else make(**values)

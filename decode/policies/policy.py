@@ -7,6 +7,7 @@ from torch import Tensor
 
 from draftsmith.decode.growth import Growth
 from draftsmith.decode.verify.verdict import Verdict
+from draftsmith.errors import ConfigError
 from draftsmith.heads.draft import Draft
 
 Growing = Generator[list[int], Tensor, Draft]
@@ -36,3 +37,10 @@ class Policy(Protocol):
 
     def __str__(self) -> str:
         """The name and settings, in the form that `policy_named` reads."""
+
+
+def require_positive(policy: object, *keys: str) -> None:
+    """ConfigError unless these settings of `policy` are at least 1."""
+    for key in keys:
+        if getattr(policy, key) < 1:
+            raise ConfigError.of(key, getattr(policy, key), ">= 1")

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.chance import SeededChance
-from draftsmith.decode.costs import Costs, _never_falling, measure_costs
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.growth import Growth
 from draftsmith.decode.policies import (
     AdaptiveChain,
@@ -35,6 +35,7 @@ from draftsmith.decode.policies import (
 from draftsmith.decode.processors import Processors, Sampling
 from draftsmith.decode.propose import propose
 from draftsmith.decode.text import Text
+from draftsmith.decode.timing import measure_costs
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft import Draft, DrawnDraft
 from draftsmith.heads.draft_model import DraftModel
@@ -239,6 +240,7 @@ def test_a_draft_is_never_deeper_than_what_is_left(tiny_target: LlamaForCausalLM
 
 def test_costs_are_measured_and_read_back(tiny_target: LlamaForCausalLM, tmp_path: Path) -> None:
     costs = measure_costs(tiny_target, DraftModel(make_llama(1)), widest=8)
+    assert set(costs.verify) == {1, 2, 3, 4, 5, 6, 8}
     values = [costs.verify_seconds(width) for width in range(1, 20)]
     assert values == sorted(values)
     assert values[0] > 0
@@ -253,12 +255,29 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     costs = Costs({1: 1.0, 3: 2.0, 5: 6.0}, {1: 0.5})
     assert [costs.verify_seconds(width) for width in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
     assert costs.draft_seconds(9) == 0.5
-    assert _never_falling({1: 1.0, 2: 3.0, 3: 2.0, 4: 4.0}) == {1: 1.0, 2: 2.5, 3: 2.5, 4: 4.0}
+
+
+def test_a_pass_is_padded_where_a_wider_one_is_cheaper(tiny_target: LlamaForCausalLM) -> None:
+    bumpy = Costs({1: 1.0, 2: 3.0, 3: 4.0, 5: 2.0, 8: 2.5}, {1: 1.0, 2: 3.0, 4: 1.5})
+    assert [bumpy.verify_seconds(width) for width in (1, 2, 3, 4, 5, 8)] == [1.0, 2.0, 2.0, 2.0, 2.0, 2.5]
+    assert bumpy.verify_widths == {2: 5, 3: 5, 4: 5}
+    assert bumpy.draft_widths == {2: 4, 3: 4}
+    read: list[int] = []
+    tiny_target.model.register_forward_pre_hook(
+        lambda _, __, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for policy in ("chain:draft_length=2", "tree:widths=2x1", "adaptive"):
+        for prompt in ([5, 6, 7], [9] * 100):  # the second fills the context
+            plain = SpeculativeDecoder(tiny_target).generate(prompt, max_new_tokens=40, eos_token_id=None).tokens
+            decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), policy=policy, costs=bumpy)
+            read.clear()
+            assert decoder.generate(prompt, max_new_tokens=40, eos_token_id=None).tokens == plain
+            assert not {2, 3, 4} & set(read[1:]), "every pass of these widths is padded to five"
 
 
 def test_names_are_read_as_they_are_written() -> None:
     for policy in (*ALL, StaticTree(widths_shape((3, 1)), "without-replacement")):
-        again = policy_named(str(policy), lambda: FLAT)
+        again = policy_named(str(policy), FLAT)
         assert str(again) == str(policy)
         assert type(again) is type(policy)
 
