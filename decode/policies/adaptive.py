@@ -76,18 +76,25 @@ class Survival:
     def __init__(self) -> None:
         self._accepted: list[float] = []
         self._expected: list[float] = []
+        self._corrections: list[float] | None = []
+        """By depth; None after something was observed."""
 
     def rate(self, product: float, depth: int) -> float:
         return min(1.0, product * self._correction(depth))
 
     def _correction(self, depth: int) -> float:
-        correction = 1.0
-        for accepted, expected in zip(self._accepted[:depth], self._expected[:depth], strict=True):
-            correction = (accepted + CAUTION * correction) / (expected + CAUTION)
-        return correction
+        if self._corrections is None:
+            self._corrections, correction = [], 1.0
+            for accepted, expected in zip(self._accepted, self._expected, strict=True):
+                correction = (accepted + CAUTION * correction) / (expected + CAUTION)
+                self._corrections.append(correction)
+        if not self._corrections:
+            return 1.0
+        return self._corrections[min(depth, len(self._corrections)) - 1]
 
     def observe(self, product: float, depth: int, accepted: bool) -> None:
         """A path of `depth` tokens was or was not accepted."""
+        self._corrections = None
         while len(self._accepted) < depth:
             self._accepted.append(0.0)
             self._expected.append(0.0)
