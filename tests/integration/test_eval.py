@@ -141,6 +141,14 @@ def test_generate_prints_the_targets_text(
     expected = model.generate(**ids, max_new_tokens=20, do_sample=False)
     assert alone.out.strip("\n") == tokenizer.decode(expected[0], skip_special_tokens=True)
     assert "tau" in drafted.err
+    for plan in (["--policy", "best-first:size=4,depth=2"], ["--policy", "adaptive", "--rule", "block"]):
+        assert _main(*call, "--drafter", medusa_folder, *plan) == 0
+        assert capsys.readouterr().out == alone.out
+    stop = alone.out.strip("\n")[6:8]
+    assert _main(*call, "--drafter", medusa_folder, "--stop", stop) == 0
+    cut = capsys.readouterr()
+    assert cut.out.strip("\n") == alone.out[: alone.out.index(stop, 4) + 2].strip("\n")
+    assert "stopped by criteria" in cut.err
 
 
 ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
