@@ -3,7 +3,19 @@
 import pytest
 import torch
 from conftest import make_llama
-from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.output import DecodeOutput, Round
@@ -110,10 +122,21 @@ def test_draft_lengths_out_of_range_are_refused(tiny_target: LlamaForCausalLM) -
 
 
 def test_targets_that_cannot_be_decoded_are_refused_by_name() -> None:
-    # ALiBi: positions follow from places in the cache, which a tree's siblings share out wrongly.
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2, initializer_range=0.3))
-    with pytest.raises(ConfigError, match="model_type='bloom'"):
-        SpeculativeDecoder(bloom.eval())
+    wide = {"vocab_size": 64, "initializer_range": 0.3}
+    refused = {
+        "bloom": BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2, **wide)),
+        "mpt": MptForCausalLM(MptConfig(d_model=16, n_layers=1, n_heads=2, max_seq_len=64, **wide)),
+        "gpt_neo": GPTNeoForCausalLM(
+            GPTNeoConfig(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+                         max_position_embeddings=64, window_size=4, **wide)),
+        "mamba": MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64)),
+        "bart": BartForConditionalGeneration(
+            BartConfig(vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                       decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, init_std=0.3)),
+    }  # fmt: skip
+    for name, model in refused.items():
+        with pytest.raises(ConfigError, match=f"model_type='{name}'"):
+            SpeculativeDecoder(model.eval())
     flash = make_llama()
     flash.config._attn_implementation = "flex_attention"
     with pytest.raises(ConfigError, match="attn_implementation='flex_attention'; expected 'sdpa' or 'eager'"):
