@@ -45,18 +45,21 @@ class Decoding:
         for text in self.texts:
             text.policy = None if policy is None else policy.fresh()
 
-    def reader(self, model: nn.Module) -> Reader:
-        return Reader(model, len(self.texts), [text.source for text in self.texts], widths=self._widths)
+    def reader(self, model: nn.Module, *, padded: bool = True) -> Reader:
+        sources = [text.source for text in self.texts]
+        return Reader(model, len(self.texts), sources, widths=self._widths if padded else None)
 
     def prefill(self) -> list[tuple[Text, list[int]]]:
         """Read the prompts and commit the first token of each: every text with its new tokens."""
-        logits_BV = self._target.prefill(self.texts)
+        layers = () if self._drafter is None else self._drafter.needs.layers
+        logits_BV = self._target.prefill(self.texts, layers)
         if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):
             self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
         new = []
         verdicts = self._verdicts([logits_V[None] for logits_V in logits_BV], [Draft() for _ in self.texts])
         for row, (text, verdict) in enumerate(zip(self.texts, verdicts, strict=True)):
             text.hidden = self._target.hidden(row, ROOT)
+            text.add_features(self._target.features(row))
             new.append((text, text.commit([verdict.next_token])))
         self._finish(started=False)
         if self._drafter is not None and self.texts:
@@ -77,6 +80,7 @@ class Decoding:
         new = []
         for row, (text, draft, verdict) in enumerate(zip(self.texts, drafts, verdicts, strict=True)):
             text.hidden = self._target.hidden(row, verdict.path[-1] if verdict.path else ROOT)
+            text.add_features(self._target.features(row, list(verdict.path)))
             new.append(text.commit([*(draft.tokens[node] for node in verdict.path), verdict.next_token]))
         self._target.commit([list(verdict.path) for verdict in verdicts])
         if self._drafter is not None:

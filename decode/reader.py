@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from draftsmith.decode.cache import PointerCache
 from draftsmith.decode.encoder import Encoded
+from draftsmith.decode.features import Features
 from draftsmith.decode.masks import Attention, chain_mask
 from draftsmith.decode.relative import true_positions
 from draftsmith.heads.draft import ROOT
@@ -45,7 +46,8 @@ class Reader:
     Args:
         model: a causal LM, or an encoder-decoder model, whose `sources` the encoder then reads once.
         rows: how many texts.
-        remember: also keep what the lm_head read, in `hidden`.
+        remember: keep what the lm_head read, in `states`.
+        layers: also keep what these layers put out, in `features`; see `Needs.layers`.
         widths: tokens of a pass to the number that it is padded to, see `Costs.verify_widths`; for one row.
     """
 
@@ -56,6 +58,7 @@ class Reader:
         sources: Sequence[list[int]] | None = None,
         *,
         remember: bool = False,
+        layers: tuple[int, ...] = (),
         widths: dict[int, int] | None = None,
     ) -> None:
         self.model = model
@@ -68,8 +71,11 @@ class Reader:
         self._read: list[Tensor | None] | None = [None] if remember else None
         if remember:
             _watch(self, model.get_output_embeddings(), self._read)
-        self.hidden: list[Tensor] = []
-        """With `remember`, per row what the lm_head read for the logits last returned: [n, H]."""
+        self._watched = Features(model, layers) if layers else None
+        self.states: list[Tensor] = []
+        """Per row, [n, H] for the logits last returned: what the lm_head read (with `remember`), or `output.states`."""
+        self.features: list[Tensor] = []
+        """With `layers`, per row the features [n, F] of the tokens last read."""
         self._encoded = Encoded(model, sources or []) if model.config.is_encoder_decoder else None
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -80,7 +86,7 @@ class Reader:
         """Committed tokens that each row has read."""
         return self._cache.lengths
 
-    def append(self, tokens: list[list[int]]) -> Tensor:
+    def append(self, tokens: list[list[int]], features: list[Tensor] | None = None) -> Tensor:
         """Read committed tokens; the logits [B, V] behind the last one of each row. An empty row stays as it is."""
         counts = [len(row) for row in tokens]
         starts = self.lengths
@@ -98,16 +104,19 @@ class Reader:
         else:
             visible = self._ragged_chain(starts, width)
         lasts = [max(count, 1) - 1 for count in counts]
-        logits, hidden = self._forward(tokens, positions, visible, keep=sorted(set(lasts)))
+        logits, states = self._forward(tokens, positions, visible, keep=sorted(set(lasts)), features=features)
         column = {last: place for place, last in enumerate(sorted(set(lasts)))}
         for row, count in enumerate(counts):
             self._cache.lengths[row] += count
         rows = [logits[row, column[last]] for row, last in enumerate(lasts)]
-        if hidden is not None:
-            self.hidden = [hidden[row, column[last]][None] for row, last in enumerate(lasts)]
+        if states is not None:
+            self.states = [states[row, column[last]][None] for row, last in enumerate(lasts)]
+        self._take_features(counts)
         return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
-    def branch(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+    def branch(
+        self, trees: Sequence[Tree], nodes: list[list[int]], features: list[Tensor] | None = None
+    ) -> list[Tensor]:
         """Read draft nodes, parents before children; for each row the logits [n, V] behind its nodes."""
         starts, tokens, positions = [], [], []
         for tree, wanted, branches, length in zip(trees, nodes, self._branches, self.lengths, strict=True):
@@ -120,9 +129,11 @@ class Reader:
         width = self._widths.get(width, width)
         for row, wanted in enumerate(positions):
             wanted += [self.lengths[row]] * (width - len(wanted))
-        logits, hidden = self._forward(tokens, positions, self._tree_mask(nodes, starts, width), starts=starts)
-        if hidden is not None:
-            self.hidden = [hidden[row, : len(wanted)] for row, wanted in enumerate(nodes)]
+        mask = self._tree_mask(nodes, starts, width)
+        logits, states = self._forward(tokens, positions, mask, starts=starts, features=features)
+        if states is not None:
+            self.states = [states[row, : len(wanted)] for row, wanted in enumerate(nodes)]
+        self._take_features([len(wanted) for wanted in nodes])
         return [logits[row, : len(wanted)] for row, wanted in enumerate(nodes)]
 
     def commit(self, paths: list[list[int]]) -> None:
@@ -140,6 +151,11 @@ class Reader:
         self._branches = [self._branches[row] for row in rows]
         if self._encoded is not None:
             self._encoded.drop(rows)
+
+    def _take_features(self, counts: list[int]) -> None:
+        if self._watched is not None:
+            features_BQF = self._watched.take()
+            self.features = [features_BQF[row, :count] for row, count in enumerate(counts)]
 
     # Masks.
 
@@ -184,8 +200,9 @@ class Reader:
         *,
         starts: list[int] | None = None,
         keep: list[int] | None = None,
+        features: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits and, if remembered, hidden states of the columns in `keep` (None: all)."""
+        """Logits and, where there are any, states of the columns in `keep` (None: all)."""
         starts = self.lengths if starts is None else starts
         width = len(positions[0])
         if len(tokens) > 1 or len(tokens[0]) < width:
@@ -215,13 +232,17 @@ class Reader:
             inputs |= self._encoded.inputs(ids, mask, self._cache)
         else:
             inputs |= {"input_ids": ids, "attention_mask": mask, "past_key_values": self._cache}
+        if features is not None:
+            rows = [nn.functional.pad(row_nF, (0, 0, 0, width - row_nF.shape[0])) for row_nF in features]
+            inputs["features"] = torch.stack(rows) if len(rows) > 1 else rows[0][None]
         with relative:
-            logits = self.model(**inputs).logits
-        hidden = None if self._read is None else self._read[0]
+            output = self.model(**inputs)
+        logits = output.logits
+        states = getattr(output, "states", None) if self._read is None else self._read[0]
         if keep is not None and logits.shape[1] != len(keep):
             logits = logits[:, keep]
-            hidden = hidden[:, keep] if hidden is not None and hidden.shape[1] != len(keep) else hidden
-        return logits, hidden
+            states = states[:, keep] if states is not None and states.shape[1] != len(keep) else states
+        return logits, states
 
 
 def _watch(reader: Reader, head: nn.Module, read: list[Tensor | None]) -> None:

@@ -20,8 +20,8 @@ class Target(Protocol):
 
     context_limit: int | None
 
-    def prefill(self, texts: Sequence[Text]) -> Tensor:
-        """Begin: read all texts; the logits [B, V] behind their last tokens."""
+    def prefill(self, texts: Sequence[Text], layers: tuple[int, ...] = ()) -> Tensor:
+        """Begin: read all texts; the logits [B, V] behind their last tokens. `layers`: whose features are wanted."""
 
     def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
         """Read each text's last committed token and its draft behind it; logits [N + 1, V], the root's first."""
@@ -31,6 +31,9 @@ class Target(Protocol):
 
     def hidden(self, row: int, node: int) -> Tensor | None:
         """[H]: what the lm_head read behind `node` (or `ROOT`) of the last logits; None for a target without."""
+
+    def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
+        """[n, F]: the wanted features of all tokens just read, or of the root and these nodes of a draft."""
 
     def drop(self, rows: list[int]) -> None:
         """Some texts are finished: keep these rows."""
@@ -60,10 +63,9 @@ class TransformersTarget:
         self.widths: dict[int, int] = {}
         """Tokens of a verification to the number that it is padded to, where that is cheaper."""
 
-    def prefill(self, texts: Sequence[Text]) -> Tensor:
-        self._reader = Reader(
-            self.model, len(texts), [text.source for text in texts], remember=True, widths=self.widths
-        )
+    def prefill(self, texts: Sequence[Text], layers: tuple[int, ...] = ()) -> Tensor:
+        sources = [text.source for text in texts]
+        self._reader = Reader(self.model, len(texts), sources, remember=True, layers=layers, widths=self.widths)
         return self._reader.append([text.tokens for text in texts])
 
     def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
@@ -74,7 +76,13 @@ class TransformersTarget:
         self._reader.commit([[0, *(node + 1 for node in path)] for path in paths])
 
     def hidden(self, row: int, node: int) -> Tensor | None:
-        return self._reader.hidden[row][node + 1]
+        return self._reader.states[row][node + 1]
+
+    def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
+        if not self._reader.features:
+            return None
+        features_nF = self._reader.features[row]
+        return features_nF if nodes is None else features_nF[[0, *(node + 1 for node in nodes)]]
 
     def drop(self, rows: list[int]) -> None:
         self._reader.drop(rows)

@@ -39,6 +39,8 @@ class Text:
     number: int = 0
     """Its place in the batch that was asked for."""
     hidden: Tensor | None = None
+    features: Tensor | None = None
+    """[n, F]: of the tokens whose features the drafter has not taken yet."""
     policy: "Policy | None" = None
     stopped_by: Literal["eos", "length", "criteria"] | None = None
     rounds: list[Round] = field(default_factory=list)
@@ -50,6 +52,16 @@ class Text:
     def room(self) -> int:
         """The deepest draft that still fits: the token behind it needs a place too."""
         return self.max_length - len(self.tokens) - 1
+
+    def take_features(self, count: int) -> Tensor:
+        """[count, F]: the target's features of the next tokens in order, each handed out once."""
+        taken, self.features = self.features[:count], self.features[count:]
+        return taken
+
+    def add_features(self, features_nF: Tensor | None) -> None:
+        """The target has read n more tokens."""
+        if features_nF is not None:
+            self.features = features_nF if self.features is None else torch.cat([self.features, features_nF])
 
     def commit(self, new: list[int]) -> list[int]:
         """Append `new` up to and including the first token that ends the text; return what was appended."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from draftsmith.decode.features import Features
 from draftsmith.errors import ConfigError
 from draftsmith.heads.drafter import TeacherSignals
 
@@ -10,10 +11,14 @@ from draftsmith.heads.drafter import TeacherSignals
 
 
 class OnlineTeacher:
-    """Runs the frozen target without its lm_head: H numbers a token instead of a vocabulary's worth."""
+    """Runs the frozen target without its lm_head: H numbers a token instead of a vocabulary's worth.
 
-    def __init__(self, model: nn.Module) -> None:
+    `layers`: whose outputs are wanted as features, see `Needs.layers`.
+    """
+
+    def __init__(self, model: nn.Module, layers: tuple[int, ...] = ()) -> None:
         self.model = model
+        self._features = Features(model, layers) if layers else None
         self.lm_head = model.get_output_embeddings()
         self._require_plain_head()
 
@@ -21,7 +26,8 @@ class OnlineTeacher:
     def signals(self, input_ids_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor) -> TeacherSignals:
         """The batch as the target sees it; see `TeacherSignals` for what the mask means."""
         hidden_BTH = self._hidden(input_ids_BT, attention_mask_BT)
-        return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT)
+        features_BTF = None if self._features is None else self._features.take()
+        return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT, features_BTF)
 
     def _hidden(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> Tensor:
         output = self.model.base_model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False)

@@ -18,7 +18,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter, TrainableDrafter
+from draftsmith.heads.lora import merged_state
 from draftsmith.heads.named import drafter_named, is_named
+from draftsmith.heads.vocabulary import DraftVocabulary
 from draftsmith.provenance import model_fingerprint, tokenizer_fingerprint
 from draftsmith.storage import write_json
 
@@ -60,9 +62,11 @@ def save_drafter(
         "target": target,
         "recipe": recipe,
     }
+    if drafter.draft_vocabulary is not None:
+        section["draft_vocabulary"] = drafter.draft_vocabulary.fingerprint()
     config: dict[str, Any] = {}
     if isinstance(drafter, DraftModel):
-        drafter.model.save_pretrained(folder)
+        drafter.model.save_pretrained(folder, state_dict=merged_state(drafter.model))
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     else:
         tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
@@ -99,6 +103,7 @@ def load_drafter(
     if section is not None:
         _require_fit(section, path_or_repo, target, tokenizer)
     drafter = _read(folder, section)
+    drafter.attach(target)
     if section is None and tokenizer is not None:
         drafter.shared_vocabulary = _shared_vocabulary(folder, path_or_repo, tokenizer)
     wanted = target.config.get_text_config(decoder=True).vocab_size
@@ -129,10 +134,25 @@ def _read(folder: Path, section: dict[str, Any] | None) -> TrainableDrafter:
             return DraftModel(_language_model(folder))
         drafter = HEADS[section["type"]].from_config(section["drafter"])
         drafter.load_state_dict(load_file(folder / WEIGHTS))
+        _require_vocabulary(drafter.draft_vocabulary, section, folder)
+    except ConfigError:
+        raise
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"drafter={folder} cannot be read ({reason}); expected whole safetensors weights") from error
     return drafter
+
+
+def _require_vocabulary(vocabulary: DraftVocabulary | None, section: dict[str, Any], folder: Path) -> None:
+    """ConfigError for a map of draft tokens that is not the one that the drafter was trained with."""
+    if vocabulary is None:
+        return
+    vocabulary.require_consistent(folder)
+    if section.get("draft_vocabulary") != vocabulary.fingerprint():
+        raise ConfigError(
+            f"drafter={folder} has a draft vocabulary with fingerprint {vocabulary.fingerprint()}; expected "
+            f"{section.get('draft_vocabulary')}, which it was trained with: the map is stale"
+        )
 
 
 def _language_model(folder: Path) -> nn.Module:

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.drafter import Context, TeacherSignals, TrainableDrafter, Tree, Unrolled
+from draftsmith.heads.lora import add_lora
 
 
 class DraftModel(TrainableDrafter):
@@ -34,28 +35,36 @@ class DraftModel(TrainableDrafter):
         cls,
         target: nn.Module,
         *,
+        model: str | None = None,
+        config: dict[str, Any] | None = None,
         num_hidden_layers: int = 1,
         hidden_size: int | None = None,
         intermediate_size: int | None = None,
         num_attention_heads: int | None = None,
         init: Literal["random", "target_layers"] = "random",
+        keep: Literal["even", "first", "last"] | list[int] = "even",
+        lora_rank: int | None = None,
+        lora_alpha: float = 16,
     ) -> Self:
-        """A small model of the target's own architecture.
+        """A small model with the target's vocabulary: another checkpoint, any config, or the target's architecture.
 
-        `init="target_layers"` starts from the target's embeddings, norms, lm_head and evenly spaced layers, the first
-        and last among them; the widths must then stay the target's.
+        `init="target_layers"` prunes the target: its embeddings, norms, lm_head and the layers that `keep` names; the
+        widths must then stay the target's. With `lora_rank` only adapters are trained.
         """
-        config = deepcopy(target.config)
-        depth = config.num_hidden_layers
-        if not 1 <= num_hidden_layers <= depth:
-            raise ConfigError.of("drafter.num_hidden_layers", num_hidden_layers, f"1 to the target's {depth}")
-        _resize(config, num_hidden_layers, hidden_size, intermediate_size, num_attention_heads)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        if init == "target_layers":
-            if (hidden_size, intermediate_size, num_attention_heads) != (None, None, None):
-                raise ConfigError("drafter.init='target_layers' keeps the target's widths; expected no other width")
-            copy_layers(target, model, spread(num_hidden_layers, depth))
-        return cls(model)
+        own = (hidden_size, intermediate_size, num_attention_heads)
+        if (model is not None) + (config is not None) + (init == "target_layers") > 1:
+            raise ConfigError(
+                "drafter.model, drafter.config and drafter.init='target_layers'; expected one of the three"
+            )
+        if model is not None:
+            draft = _pretrained(model, target)
+        elif config is not None:
+            draft = _from_scratch(config, target)
+        else:
+            draft = _of_target(target, num_hidden_layers, own, init, keep)
+        if lora_rank is not None:
+            add_lora(draft, rank=lora_rank, alpha=lora_alpha)
+        return cls(draft)
 
     def config(self) -> dict[str, Any]:
         return self.model.config.to_diff_dict()
@@ -99,13 +108,79 @@ class DraftModel(TrainableDrafter):
         return [Unrolled(output.last_hidden_state, self.model.get_output_embeddings(), offset=0)]
 
 
+def _pretrained(name: str, target: nn.Module) -> nn.Module:
+    """A checkpoint; its padded vocabulary is cut or filled to the target's size."""
+    auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        model = auto.from_pretrained(name, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa")
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"drafter.model={name}; expected a language model's folder or Hub id ({reason})") from error
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    if model.config.get_text_config(decoder=True).vocab_size != vocab_size:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    return model
+
+
+def _from_scratch(values: dict[str, Any], target: nn.Module) -> nn.Module:
+    """Random weights in the shapes of any transformers config; vocabulary and special tokens are the target's."""
+    kind = values.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError.of("drafter.config.model_type", kind, "a model type of transformers, such as llama or gpt2")
+    theirs = target.config.get_text_config(decoder=True)
+    special = {key: getattr(theirs, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    options = {key: value for key, value in values.items() if key != "model_type"}
+    config = AutoConfig.for_model(kind, **{**special, **options, "vocab_size": theirs.vocab_size})
+    auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        return auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"drafter.config={values}; expected a language model's config ({reason})") from error
+
+
+def _of_target(
+    target: nn.Module,
+    num_hidden_layers: int,
+    own: tuple[int | None, int | None, int | None],
+    init: str,
+    keep: str | list[int],
+) -> nn.Module:
+    """The target's architecture, with fewer layers and perhaps other widths."""
+    config = deepcopy(target.config)
+    depth = config.num_hidden_layers
+    if not isinstance(keep, str):
+        if not keep or any(not 0 <= layer < depth for layer in keep) or sorted(set(keep)) != keep:
+            raise ConfigError.of("drafter.keep", keep, f"rising layers of the target, 0 to {depth - 1}")
+        num_hidden_layers = len(keep)
+    if not 1 <= num_hidden_layers <= depth:
+        raise ConfigError.of("drafter.num_hidden_layers", num_hidden_layers, f"1 to the target's {depth}")
+    chosen = kept_layers(keep, num_hidden_layers, depth)
+    _resize(config, chosen, *own)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    if init == "target_layers":
+        if own != (None, None, None):
+            raise ConfigError("drafter.init='target_layers' keeps the target's widths; expected no other width")
+        copy_layers(target, model, chosen)
+    return model
+
+
+def kept_layers(keep: str | list[int], count: int, depth: int) -> list[int]:
+    """The layers of a target of `depth` that a draft model of `count` keeps."""
+    if keep == "even":
+        return spread(count, depth)
+    if keep == "first":
+        return list(range(count))
+    return list(range(depth - count, depth)) if keep == "last" else list(keep)
+
+
 def _resize(
-    config: PreTrainedConfig, layers: int, hidden: int | None, intermediate: int | None, heads: int | None
+    config: PreTrainedConfig, layers: list[int], hidden: int | None, intermediate: int | None, heads: int | None
 ) -> None:
     """Change `config` in place to the given sizes; None keeps the target's."""
-    config.num_hidden_layers = layers
+    config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+        config.layer_types = [config.layer_types[layer] for layer in layers]
     if intermediate is not None:
         config.intermediate_size = intermediate
     if hidden is None and heads is None:

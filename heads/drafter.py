@@ -8,8 +8,13 @@ from typing import Any, ClassVar, Protocol, Self
 from torch import Tensor, nn
 
 from draftsmith.heads.draft import Draft
+from draftsmith.heads.vocabulary import DraftVocabulary
 
-# Shapes: B texts, T positions, H target hidden size, D drafter hidden size, K draft positions, V vocabulary.
+# Shapes: B texts, T positions, H target hidden size, F features of the target a position, D drafter hidden size,
+# K draft positions, V vocabulary.
+
+FINAL = -1
+"""In `Needs.layers`: the state that the target's lm_head reads, behind the last norm."""
 
 
 class Text(Protocol):
@@ -24,6 +29,12 @@ class Text(Protocol):
     hidden: Tensor | None
     """[H]: the target's state that `tokens[-1]` was predicted from, i.e. its lm_head's input."""
 
+    def take_features(self, count: int) -> Tensor:
+        """[count, F]: the target's features (`Needs.layers`) of the next tokens in order, each handed out once.
+
+        Every committed token but the last has some.
+        """
+
 
 class Tree(Protocol):
     """One text's draft while it grows. `ROOT` stands for the last committed token."""
@@ -34,15 +45,22 @@ class Tree(Protocol):
 
 
 class Reader(Protocol):
-    """A transformers LM that reads the texts, one row each, into a cache of its own. The decoder implements it."""
+    """A model that reads the texts, one row each, into a cache of its own. The decoder implements it.
+
+    The model is a transformers LM, or has its interface (`Body`) and may then also read features of the target.
+    """
 
     lengths: list[int]
     """Committed tokens that each row has read."""
+    states: list[Tensor]
+    """What the model's output held as `states` for the logits last returned: [n, D] for each row."""
 
-    def append(self, tokens: list[list[int]]) -> Tensor:
+    def append(self, tokens: list[list[int]], features: list[Tensor] | None = None) -> Tensor:
         """Read committed tokens; the logits [B, V] behind the last one of each row. An empty row stays as it is."""
 
-    def branch(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+    def branch(
+        self, trees: Sequence[Tree], nodes: list[list[int]], features: list[Tensor] | None = None
+    ) -> list[Tensor]:
         """Read draft nodes, parents before children; for each row the logits [n, V] behind its nodes."""
 
     def commit(self, paths: list[list[int]]) -> None:
@@ -61,8 +79,8 @@ class Context(Protocol):
     max_length: int
     """No token of any text will ever stand at this position or after it."""
 
-    def reader(self, model: nn.Module) -> Reader:
-        """A reader for a model of the drafter's own."""
+    def reader(self, model: nn.Module, *, padded: bool = True) -> Reader:
+        """A reader for a model of the drafter's own; `padded`: its passes may be padded to a cheaper width."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +88,10 @@ class Needs:
     """What of the target a drafter reads."""
 
     hidden: bool = False
-    """The final hidden state, i.e. what the target's lm_head reads."""
+    """The final hidden state, i.e. what the target's lm_head reads, behind the last committed token but one."""
+    layers: tuple[int, ...] = ()
+    """Features of every committed position, side by side: k >= 1 is the output of the target's k-th layer, i.e.
+    transformers' `hidden_states[k]` (before the last norm, also for the last layer), `FINAL` the final hidden state."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +104,8 @@ class TeacherSignals:
     """The target's final hidden states: `lm_head(hidden[:, t])` are its logits for token t + 1."""
     mask_BT: Tensor
     """bool; True where the target's distribution *at* position t (for token t + 1) is to be learned."""
+    features_BTF: Tensor | None = None
+    """The features that the drafter needs (`Needs.layers`); None when it needs none."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +114,17 @@ class Unrolled:
 
     hidden_BTD: Tensor
     head: Callable[[Tensor], Tensor]
-    """Maps [N, D] states to [N, V] logits."""
-    offset: int
+    """Maps [N, D] states to [N, V] logits, or to those of the draft vocabulary."""
+    offset: int = 0
     """State t is to agree with the target's distribution at position t + offset."""
+    places_BT: Tensor | None = None
+    """Where states do not stand at every position: the position that state t is to agree with, -1 for none."""
+    vocabulary_D: Tensor | None = None
+    """The token of each of the head's rows, where it has not the target's whole vocabulary."""
+    regresses: bool = False
+    """The state itself is a guess of the target's final hidden state at that position."""
+    confidence: Callable[[Tensor], Tensor] | None = None
+    """Maps [N, D] states to [N] logits of the chance that the draft token is accepted."""
 
 
 class Drafter(nn.Module):
@@ -142,6 +173,11 @@ class TrainableDrafter(Drafter, ABC):
 
     vocab_size: int
 
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that its lm_head knows; None for the whole vocabulary, or where it is the target's lm_head."""
+        return None
+
     @classmethod
     @abstractmethod
     def from_target(cls, target: nn.Module, **options: Any) -> Self:
@@ -158,4 +194,7 @@ class TrainableDrafter(Drafter, ABC):
 
     @abstractmethod
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
-        """Teacher-forced states, one entry a draft position that has its own head."""
+        """Teacher-forced states, one entry a draft position that is trained."""
+
+    def attach(self, target: nn.Module) -> None:
+        """Take what the drafter shares with `target` (embeddings, lm_head) and never saves. Called before any use."""

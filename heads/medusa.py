@@ -6,16 +6,17 @@
                         └─▶ head k        ──▶ token t+k+2
 
 No head sees the tokens before its own, so each q depends on the state alone. Cai et al. 2024, arXiv:2401.10774.
+Medusa-1 leaves the target alone; Medusa-2 also trains adapters on it (the recipe's section `cotrain`).
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 
-from draftsmith.errors import ConfigError
-from draftsmith.heads.drafter import Context, Needs, TeacherSignals, TrainableDrafter, Tree, Unrolled
+from draftsmith.heads.by_depth import ByDepth
+from draftsmith.heads.drafter import Context, Needs, TeacherSignals, Unrolled
+from draftsmith.heads.state_heads import LmHeads, check_heads, last_states, require_states
+from draftsmith.heads.vocabulary import DraftVocabulary
 
 
 class ResidualBlock(nn.Module):
@@ -32,39 +33,56 @@ class ResidualBlock(nn.Module):
         return x + self.activation(self.linear(x))
 
 
-class Medusa(TrainableDrafter):
-    """Medusa-1: the heads are trained, the target stays frozen."""
+class Medusa(ByDepth):
+    """K heads, each a few residual blocks and an lm_head; with `shared_lm_head` one lm_head for all."""
 
     type: ClassVar[str] = "medusa"
     needs: ClassVar[Needs] = Needs(hidden=True)
 
-    def __init__(self, hidden_size: int, vocab_size: int, num_heads: int, num_layers: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        num_heads: int,
+        num_layers: int,
+        shared_lm_head: bool = False,
+        draft_vocab_size: int | None = None,
+    ) -> None:
         super().__init__()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.num_heads, self.num_layers = num_heads, num_layers
+        self.num_heads, self.num_layers, self.shared_lm_head = num_heads, num_layers, shared_lm_head
         self.max_draft_length = num_heads
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_layers))) for _ in range(num_heads)
         )
-        self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(num_heads))
+        self.lm_heads = LmHeads(num_heads, hidden_size, vocab_size, draft_vocab_size, shared_lm_head)
 
     @classmethod
-    def from_target(cls, target: nn.Module, *, num_heads: int = 3, num_layers: int = 1) -> Self:
+    def from_target(
+        cls,
+        target: nn.Module,
+        *,
+        num_heads: int = 3,
+        num_layers: int = 1,
+        shared_lm_head: bool = False,
+        draft_vocabulary: list[int] | None = None,
+    ) -> Self:
         """Identity blocks and copies of the target's lm_head: at first every head predicts what the target does."""
-        if num_heads < 1:
-            raise ConfigError.of("drafter.num_heads", num_heads, ">= 1")
-        if num_layers < 1:
-            raise ConfigError.of("drafter.num_layers", num_layers, ">= 1")
-        weight_VH = target.get_output_embeddings().weight
-        drafter = cls(weight_VH.shape[1], weight_VH.shape[0], num_heads, num_layers)
-        with torch.no_grad():
-            for head in drafter.lm_heads:
-                head.weight.copy_(weight_VH)
+        check_heads(num_heads, num_layers, getattr(target.config, "max_position_embeddings", None))
+        vocab_size, hidden_size = target.get_output_embeddings().weight.shape
+        size = None if draft_vocabulary is None else len(draft_vocabulary)
+        drafter = cls(hidden_size, vocab_size, num_heads, num_layers, shared_lm_head, size)
+        drafter.lm_heads.copy_from(target, draft_vocabulary)
         return drafter
 
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        return self.lm_heads.vocabulary
+
     def config(self) -> dict[str, Any]:
-        keys = ("hidden_size", "vocab_size", "num_heads", "num_layers")
-        return {key: getattr(self, key) for key in keys}
+        keys = ("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head")
+        size = None if self.draft_vocabulary is None else len(self.draft_vocabulary)
+        return {**{key: getattr(self, key) for key in keys}, "draft_vocab_size": size}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -72,30 +90,19 @@ class Medusa(TrainableDrafter):
 
     def start(self, context: Context) -> None:
         super().start(context)
-        if any(text.hidden is None for text in context.texts):
-            raise ConfigError("target shows no hidden state; expected a transformers model for Medusa heads")
+        require_states(context, "Medusa heads")
 
     def begin(self, rows: list[int]) -> Tensor:
-        dtype = self.lm_heads[0].weight.dtype
-        self._hidden_BH = torch.stack([text.hidden for text in self.context.texts]).to(dtype)
-        return self._logits(0)
+        self._hidden_BH = last_states(self.context, self.blocks[0][0].linear.weight.dtype)
+        return self.logits_at(0)
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        depths = {tree.depths[node] for tree, wanted in zip(trees, nodes, strict=True) for node in wanted}
-        by_depth = {depth: self._logits(depth) for depth in depths}
-        return [
-            torch.stack([by_depth[tree.depths[node]][row] for node in wanted]) if wanted else self._hidden_BH[:0]
-            for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True))
-        ]
-
-    def _logits(self, head: int) -> Tensor:
-        """[B, V] of one head: what stands `head` tokens behind the first draft token."""
-        return self.lm_heads[head](self.blocks[head](self._hidden_BH))
+    def logits_at(self, depth: int) -> Tensor:
+        return self.lm_heads.full(depth, self.blocks[depth](self._hidden_BH))
 
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
         # A target in half precision may train heads that are kept in fp32.
-        hidden_BTH = signals.hidden_BTH.to(self.lm_heads[0].weight.dtype)
+        hidden_BTH = signals.hidden_BTH.to(self.blocks[0][0].linear.weight.dtype)
         return [
-            Unrolled(block(hidden_BTH), head, offset=k + 1)
-            for k, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True))
+            Unrolled(block(hidden_BTH), self.lm_heads[k], offset=k + 1, vocabulary_D=self.lm_heads.tokens_D)
+            for k, block in enumerate(self.blocks)
         ]

@@ -13,8 +13,6 @@ from torch import nn
 
 from draftsmith.storage import atomic_folder, write_json
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -26,16 +24,17 @@ class Progress:
 
 
 def save_state(
-    folder: Path, progress: Progress, drafter: nn.Module, optimizer: torch.optim.Optimizer, keep: int
+    folder: Path, progress: Progress, drafter: nn.Module, optimizers: list[torch.optim.Optimizer], keep: int
 ) -> None:
     """Write `folder/step-NNNNNN` atomically, then delete all but the `keep` newest."""
     moments = {
-        f"{name}/{key}": optimizer.state[parameter][key].detach().cpu().contiguous()
-        for name, parameter in drafter.named_parameters()
+        f"{name}/{key}": value.detach().cpu().contiguous()
+        for name, parameter in trained(drafter).items()
+        for optimizer in optimizers
         if parameter in optimizer.state
-        for key in MOMENTS
+        for key, value in optimizer.state[parameter].items()
     }
-    weights = {name: value.detach().cpu().contiguous() for name, value in drafter.named_parameters()}
+    weights = {name: value.detach().cpu().contiguous() for name, value in trained(drafter).items()}
     with atomic_folder(folder / f"step-{progress.step:06d}") as temporary:
         save_file(weights, temporary / "model.safetensors")
         save_file(moments, temporary / "optimizer.safetensors")
@@ -44,7 +43,14 @@ def save_state(
         shutil.rmtree(old)
 
 
-def load_state(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Progress | None, list[str]]:
+def trained(drafter: nn.Module) -> dict[str, nn.Parameter]:
+    """What training changes, by name."""
+    return {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+
+
+def load_state(
+    folder: Path, drafter: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> tuple[Progress | None, list[str]]:
     """Restore the newest checkpoint that can be read.
 
     Returns its progress (None when there is none) and a line for each damaged one that was passed over.
@@ -55,7 +61,7 @@ def load_state(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimize
             weights = load_file(candidate / "model.safetensors")
             moments = load_file(candidate / "optimizer.safetensors")
             progress = Progress(**json.loads((candidate / "state.json").read_text(encoding="utf-8")))
-            _restore(weights, moments, drafter, optimizer)
+            _restore(weights, moments, drafter, optimizers)
         except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             problems.append(f"checkpoint {candidate.name} cannot be read ({error}); trying the one before")
             continue
@@ -63,22 +69,26 @@ def load_state(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimize
     return None, problems
 
 
-def _restore(weights: dict, moments: dict, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    parameters = dict(drafter.named_parameters())
+def _restore(weights: dict, moments: dict, drafter: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    parameters = trained(drafter)
     state: dict[Any, dict[str, torch.Tensor]] = {}
     for name, parameter in parameters.items():
         if weights[name].shape != parameter.shape:
             raise ValueError(f"{name} has shape {tuple(weights[name].shape)}")
-        if f"{name}/step" in moments:
-            state[parameter] = {key: moments[f"{name}/{key}"] for key in MOMENTS}
+    for name, value in moments.items():
+        parameter, _, key = name.rpartition("/")
+        state.setdefault(parameters[parameter], {})[key] = value
     # Only now that everything is known to be there, so that a torn file changes nothing.
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-    for parameter, entry in state.items():
-        optimizer.state[parameter] = {
-            key: value if key == "step" else value.to(parameter.device) for key, value in entry.items()
-        }
+    for optimizer in optimizers:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter in state:
+                optimizer.state[parameter] = {
+                    key: value if key == "step" else value.to(parameter.device)
+                    for key, value in state[parameter].items()
+                }
 
 
 def _newest_first(folder: Path) -> list[Path]:

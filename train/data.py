@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 
 from draftsmith.decode.cache import context_limit
@@ -17,6 +18,7 @@ from draftsmith.distill.samples import (
 )
 from draftsmith.distill.targets import EMBEDDED, LoadedTarget, check_target_name
 from draftsmith.errors import ConfigError
+from draftsmith.heads.vocabulary import most_frequent
 from draftsmith.train.console import Console
 from draftsmith.train.recipe import Recipe
 
@@ -60,6 +62,16 @@ def prepare_data(recipe: Recipe, target: LoadedTarget, console: Console) -> Trai
     settings = SampleSettings(data.response_tokens, data.temperature, data.batch_size, seed)
     prompts = [example.prompt for example in examples]
     return TrainingData(target_samples(target, prompts, settings, progress=console.visible), heldout)
+
+
+def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget) -> list[int]:
+    """The `size` tokens that responses hold most often, EOS among them."""
+    vocab_size = target.model.get_output_embeddings().weight.shape[0]
+    counts_V = torch.zeros(vocab_size, dtype=torch.long)
+    for row in rows:
+        counts_V += torch.bincount(torch.tensor(row["input_ids"][row["prompt_length"] :]), minlength=vocab_size)
+    eos = target.tokenizer.eos_token_id
+    return most_frequent(counts_V, size, always=() if eos is None else (eos,))
 
 
 def _heldout(source: str, target: LoadedTarget, recipe: Recipe) -> list[list[int]]:

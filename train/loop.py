@@ -12,15 +12,17 @@ from draftsmith.distill.objectives import Objective
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.heads import HEADS
+from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.vocabulary import checked_size
 from draftsmith.provenance import environment
 from draftsmith.storage import atomic_folder
 from draftsmith.train.batches import batch_indices, collate, response_tokens
 from draftsmith.train.checkpoint import Progress, load_state, save_state
 from draftsmith.train.console import Console
-from draftsmith.train.data import TrainingData, check_sources, prepare_data
+from draftsmith.train.data import TrainingData, check_sources, frequent_tokens, prepare_data
 from draftsmith.train.evaluate import evaluate_drafter
+from draftsmith.train.optimizers import optimizers
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, Metrics, check_output, claim_output, finish
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep
@@ -85,24 +87,38 @@ class _Run:
                 device=accelerator.device,
                 progress=accelerator.is_main_process,
             )
-        self.teacher = OnlineTeacher(self.target.model)
-        torch.manual_seed(recipe.train.seed)
-        self.drafter = HEADS[recipe.drafter.type].from_target(self.target.model, **recipe.drafter_options())
+        self.data, self.drafter = self._data_and_drafter()
         self.draft_length = recipe.draft_length(self.drafter.max_draft_length)
-        with accelerator.main_process_first():
-            self.data: TrainingData = prepare_data(recipe, self.target, self.console)
+        self.teacher = OnlineTeacher(self.target.model, self.drafter.needs.layers)
         objective = Objective(**recipe.objective.model_dump())
-        optimizer = torch.optim.AdamW(
-            self.drafter.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=recipe.train.weight_decay
-        )
+        made = optimizers(self.drafter, recipe.train.optimizer, recipe.train.weight_decay)
         module = AgreementStep(self.drafter, objective, self.teacher)
-        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self.module, *self.optimizers = accelerator.prepare(module, *made)
         self.described = describe_target(
             self.target.model, self.target.tokenizer, self.target.name, self.target.revision
         )
 
+    def _data_and_drafter(self) -> tuple[TrainingData, TrainableDrafter]:
+        """The drafter comes first where it can, so that a recipe that fits no drafter costs no sampling."""
+        recipe, model = self.recipe, self.target.model
+        kind, options, size = HEADS[recipe.drafter.type], recipe.drafter_options(), recipe.draft_vocab_size
+        size = checked_size(size, model.get_output_embeddings().weight.shape[0])
+        if size is not None:
+            # Its shapes are checked with any tokens; which ones they are depends on the data.
+            kind.from_target(model, **options, draft_vocabulary=list(range(size)))
+        torch.manual_seed(recipe.train.seed)
+        drafter = kind.from_target(model, **options) if size is None else None
+        OnlineTeacher(model, () if drafter is None else drafter.needs.layers)
+        with self.accelerator.main_process_first():
+            data = prepare_data(recipe, self.target, self.console)
+        if drafter is None:
+            vocabulary = frequent_tokens(data.rows, size, self.target)
+            torch.manual_seed(recipe.train.seed)
+            drafter = kind.from_target(model, **options, draft_vocabulary=vocabulary)
+        return data, drafter
+
     def train(self) -> None:
-        progress, problems = load_state(self.folder / CHECKPOINTS, self.drafter, self.optimizer.optimizer)
+        progress, problems = load_state(self.folder / CHECKPOINTS, self.drafter, self._plain_optimizers())
         for problem in problems:
             self.console.say(problem)
         step, self.best_tau, self.best_step = (
@@ -142,8 +158,9 @@ class _Run:
         indices = batch_indices(settings.seed, step, settings.batch_size, len(self.data.rows))
         tokens = response_tokens(self.data.rows, indices)
         rate = learning_rate(self.recipe, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         sums = self._accumulate(indices, tokens)
         norm = accelerator.clip_grad_norm_(self.module.parameters(), settings.clip_norm)
         loss_sum, alpha_K, match_K, count_K = (accelerator.reduce(value, "sum") for value in sums)
@@ -153,8 +170,9 @@ class _Run:
                 f"loss={loss} with gradient norm {float(norm)} at step {step + 1} (rows {indices}); expected finite "
                 f"numbers. The last checkpoint in {self.folder / CHECKPOINTS} is kept; try a lower train.learning_rate"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         seconds = time.perf_counter() - started
         return {
             "loss": loss,
@@ -213,8 +231,11 @@ class _Run:
         if self.accelerator.is_main_process:
             progress = Progress(step, self.best_tau, self.best_step)
             keep = self.recipe.train.keep_checkpoints
-            save_state(self.folder / CHECKPOINTS, progress, self.drafter, self.optimizer.optimizer, keep)
+            save_state(self.folder / CHECKPOINTS, progress, self.drafter, self._plain_optimizers(), keep)
         self.accelerator.wait_for_everyone()
+
+    def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer.optimizer for optimizer in self.optimizers]
 
     def _log(self, row: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from draftsmith.errors import ConfigError
+from draftsmith.train.drafter_sections import DRAFTERS, AnyDrafterSection
+from draftsmith.train.section import Count, Number, Section, no_truth_value
 
 DEFAULT_DRAFT_LENGTH = 4
 BOUNDS = (
@@ -17,23 +19,6 @@ BOUNDS = (
     ("less_than", "<", "lt"),
     ("less_than_equal", "<=", "le"),
 )
-
-
-def _no_truth_value(value: Any) -> Any:
-    # YAML reads `yes` as true, and pydantic would then take it for 1.
-    if isinstance(value, bool):
-        raise ValueError("a number")
-    return value
-
-
-Count = Annotated[int, Field(ge=1), BeforeValidator(_no_truth_value)]
-Number = Annotated[float, BeforeValidator(_no_truth_value)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and no key that it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
@@ -45,31 +30,6 @@ class TargetSection(Section):
     """Of the frozen target; the drafter is always trained in float32."""
     trust_remote_code: bool = False
     """Run code that the target's repository carries."""
-
-
-class DraftModelSection(Section):
-    type: Literal["draft_model"]
-    num_hidden_layers: Count = 1
-    """Layers of the draft model."""
-    hidden_size: Count | None = None
-    """Width; by default the target's."""
-    intermediate_size: Count | None = None
-    """Width of the MLP; by default the target's."""
-    num_attention_heads: Count | None = None
-    """Attention heads; by default the target's."""
-    init: Literal["random", "target_layers"] = "random"
-    """'target_layers' starts from the target's embeddings, lm_head and evenly spaced layers."""
-
-
-class MedusaSection(Section):
-    type: Literal["medusa"]
-    num_heads: Count = 3
-    """Heads, i.e. the longest draft."""
-    num_layers: Count = 1
-    """Residual blocks a head."""
-
-
-DRAFTERS: dict[str, type[Section]] = {"draft_model": DraftModelSection, "medusa": MedusaSection}
 
 
 class DataSection(Section):
@@ -99,6 +59,14 @@ class ObjectiveSection(Section):
     """Draft position k weighs position_decay ** k."""
     chunk_tokens: Count = 1024
     """Tokens whose logits are alive at a time."""
+    feature_weight: Annotated[Number, Field(ge=0)] = 0.0
+    """Of the SmoothL1 distance between the drafter's state and the target's, for eagle and hass."""
+    top_k: Count = 10
+    """Of the target's likeliest tokens, in the term that `top_k_weight` adds."""
+    top_k_weight: Annotated[Number, Field(ge=0)] = 0.0
+    """Of the cross-entropy over the target's `top_k` likeliest tokens (HASS)."""
+    confidence_weight: Annotated[Number, Field(ge=0)] = 1.0
+    """Of the cross-entropy of a confidence head, where the drafter has one."""
 
 
 class TrainSection(Section):
@@ -112,8 +80,10 @@ class TrainSection(Section):
     """Peak, behind the warm-up; a cosine leads to a tenth of it."""
     warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05
     """Share of the steps in which the rate rises."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """'muon' for the matrices inside the drafter's layers, AdamW for the rest: learns much faster in few steps."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
-    """AdamW's."""
+    """The optimizers'."""
     clip_norm: Annotated[Number, Field(gt=0)] = 1.0
     """Largest norm of the gradient."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
@@ -127,7 +97,7 @@ class TrainSection(Section):
     """Steps between two checkpoints to resume from."""
     keep_checkpoints: Count = 2
     """Older ones are deleted."""
-    seed: Annotated[int, BeforeValidator(_no_truth_value)] = 0
+    seed: Annotated[int, BeforeValidator(no_truth_value)] = 0
     """Of initial weights, order of the data and sampling."""
 
 
@@ -149,7 +119,7 @@ class Recipe(Section):
     """Of the run, in trackers and reports."""
     output: str
     """Folder of the run; it is resumed when it holds the same recipe, and refused when it holds another."""
-    drafter: Annotated[DraftModelSection | MedusaSection, Field(discriminator="type")]
+    drafter: AnyDrafterSection
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
     objective: ObjectiveSection = ObjectiveSection()
@@ -159,8 +129,13 @@ class Recipe(Section):
     """wandb runs offline unless WANDB_API_KEY is set."""
 
     def drafter_options(self) -> dict[str, Any]:
-        """What `from_target` of the drafter takes."""
-        return self.drafter.model_dump(exclude={"type"})
+        """What `from_target` of the drafter takes, but for its draft vocabulary."""
+        return self.drafter.model_dump(exclude={"type", "draft_vocab_size"})
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """Tokens of the draft vocabulary; None for all."""
+        return getattr(self.drafter, "draft_vocab_size", None)
 
     def draft_length(self, most: int | None) -> int:
         """gamma, for a drafter that can propose at most `most` tokens."""
@@ -260,7 +235,7 @@ def _explain(error: ValidationError, values: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{key} is missing; expected a value"
     if problem["type"].startswith("union_tag"):
-        return f"drafter.type={kind!r}; expected {' or '.join(DRAFTERS)}"
+        return f"drafter.type={kind!r}; expected one of {', '.join(DRAFTERS)}"
     return f"{key}={problem['input']!r}; expected {_expected(problem)}"
 
 

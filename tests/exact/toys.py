@@ -41,7 +41,7 @@ class ToyTarget:
         self.model = model
         self.read: list[Tokens] = []
 
-    def prefill(self, texts: Sequence[Text]) -> Tensor:
+    def prefill(self, texts: Sequence[Text], layers: tuple[int, ...] = ()) -> Tensor:
         self.read = [tuple(text.tokens) for text in texts]
         return torch.stack([self.model.logits(read) for read in self.read])
 
@@ -58,6 +58,9 @@ class ToyTarget:
             self.read[row] += tuple(draft.tokens[node] for node in path)
 
     def hidden(self, row: int, node: int) -> None:
+        return None
+
+    def features(self, row: int, nodes: list[int] | None = None) -> None:
         return None
 
     def drop(self, rows: list[int]) -> None:

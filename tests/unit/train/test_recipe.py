@@ -26,7 +26,7 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
         (["objective.position_decay=2"], r"objective\.position_decay=2; expected <= 1"),
         (["train=3"], r"train=3; expected a section with keys"),
         (["objective.kind=kll"], r"objective\.kind='kll'; expected 'kl', 'tv' or 'ce'"),
-        (["drafter.type=medsua"], r"drafter\.type='medsua'; expected draft_model or medusa"),
+        (["drafter.type=medsua"], r"drafter\.type='medsua'; expected one of draft_model, medusa, hydra"),
         (["train.steps"], r"override 'train\.steps'; expected section\.key=value"),
     ],
 )

@@ -1,0 +1,90 @@
+"""What the networks of feature drafters share: the interface that the decoder's reader drives, and the target's parts.
+
+A body reads, for each token, its embedding and a state: of the target, or of the body itself one step earlier.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary
+from draftsmith.heads.vocabulary import DraftVocabulary
+
+# Shapes: B rows, T tokens fed, F features of the target a position, H hidden size, V vocabulary, D draft vocabulary.
+
+
+@dataclass
+class BodyOutput:
+    logits: Tensor
+    """[B, T, V]"""
+    states: Tensor
+    """[B, T, H]: what the next step reads."""
+
+
+class Body(nn.Module, ABC):
+    """A few decoder layers on [embedding of a token; state behind the token before it]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = ready(config)
+        self.rotary = rotary(config)
+        self.vocabulary: DraftVocabulary | None = None
+        self._shared: tuple[nn.Module, ...] = ()
+
+    def attach(self, target: nn.Module) -> None:
+        """Share the target's embeddings and lm_head. In a tuple, so that they are neither trained nor saved."""
+        self._shared = (target.get_input_embeddings(), target.get_output_embeddings())
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """The target's embeddings [B, T, H], in the body's dtype."""
+        return self._shared[0](ids_BT).to(self.dtype)
+
+    def target_head(self, states_nH: Tensor) -> Tensor:
+        """The target's lm_head on states of the body."""
+        head = self._shared[1]
+        return head(states_nH.to(head.weight.dtype))
+
+    @property
+    def dtype(self) -> Any:
+        return next(self.parameters()).dtype
+
+    @abstractmethod
+    def project(self, features_nF: Tensor) -> Tensor:
+        """The target's features as a state [n, H]."""
+
+    @abstractmethod
+    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """One step: the states [B, T, H] behind these tokens."""
+
+    @abstractmethod
+    def head(self, states_nH: Tensor) -> Tensor:
+        """Logits [n, V] of states that `step` returned, or [n, D] over the draft vocabulary."""
+
+    def full_head(self, states_nH: Tensor) -> Tensor:
+        """Logits [n, V], whatever the draft vocabulary."""
+        logits_nD = self.head(states_nH)
+        return logits_nD if self.vocabulary is None else self.vocabulary.expand(logits_nD)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any,
+        use_cache: bool = True,
+        logits_to_keep: int | Tensor = 0,
+    ) -> BodyOutput:
+        """As a transformers LM, with a state [B, T, H] beside each token."""
+        embeds_BTH = self.embed(input_ids)
+        rope = self.rotary(embeds_BTH, position_ids)
+        attend = CachedAttention(past_key_values, attention_mask)
+        states_BTH = self.step(embeds_BTH, features.to(self.dtype), rope, attend)
+        if isinstance(logits_to_keep, Tensor):
+            states_BTH = states_BTH[:, logits_to_keep]
+        else:
+            states_BTH = states_BTH[:, -logits_to_keep:]
+        return BodyOutput(self.full_head(states_BTH), states_BTH)

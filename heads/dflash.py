@@ -1,0 +1,313 @@
+"""DFlash: a small block-diffusion model that fills a whole block of masks in one pass; with DSpark's options.
+
+    features of all committed tokens ──▶ fc ──▶ norm ──▶ keys and values of every layer
+                                                            ▲
+    block:   x_a   mask  mask  mask  ──▶ layers, each place of the block sees the others and the features
+              │     │     │     └──▶ target's lm_head ──▶ d3
+              │     │     └────────▶ d2        (+ DSpark's Markov bias from the token before)
+              │     └──────────────▶ d1
+              └ anchor: the last committed token
+
+Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, logits gain W2·W1[token before], so that q depends on
+the path; with `confidence_head`, each place also says how likely its token is accepted, which ends a draft early.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads.body import Body, BodyOutput
+from draftsmith.heads.drafter import Context, Needs, TeacherSignals, TrainableDrafter, Tree, Unrolled
+from draftsmith.heads.layers import Attention, Rope, attention, layer_config, norm
+from draftsmith.heads.parallel_eagle import Line, default_mask_token
+
+# Shapes: B rows, T positions, F features, A anchors, b block size, S keys, H hidden size, h heads, d head size.
+
+
+class BlockLayer(nn.Module):
+    """A Qwen3-like layer whose keys are those of the features, then those of the block."""
+
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer, qk_norm=True)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm, self.post_attention_layernorm = norm(config), norm(config)
+
+    def forward(self, x_BTH: Tensor, rope: Rope, attend: Any) -> Tensor:
+        x_BTH = x_BTH + self.self_attn(self.input_layernorm(x_BTH), rope, attend)
+        return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
+
+    def context_keys(self, context_BTH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of the features [B, h, T, d]."""
+        k_BhTd, v_BhTd = self.self_attn.keys(context_BTH)
+        return apply_rotary_pos_emb(k_BhTd, k_BhTd, *rope)[0], v_BhTd
+
+
+class _CachedBlock:
+    """Decoding: the block sees all slots that its last place sees; its own keys are forgotten afterwards."""
+
+    def __init__(self, cache: Any, mask: Tensor | None) -> None:
+        self._cache, self._mask = cache, None if mask is None else mask[:, :, -1:]
+
+    def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+        k_BhSd, v_BhSd = self._cache.update(k_BhTd, v_BhTd, layer)
+        mask = None if self._mask is None else self._mask.expand(-1, -1, q_BhTd.shape[2], -1)
+        return attention(q_BhTd, k_BhSd, v_BhSd, mask)
+
+
+class _AnchoredBlocks:
+    """Training: A blocks of b places a text, each seeing the features before its anchor and itself."""
+
+    def __init__(self, context: list[tuple[Tensor, Tensor]], anchors_BA: Tensor, block: int) -> None:
+        self._context = context
+        B, A = anchors_BA.shape
+        T, device = context[0][0].shape[2], anchors_BA.device
+        before_BAT = torch.arange(T, device=device) < anchors_BA[..., None]
+        own_AA = torch.eye(A, dtype=torch.bool, device=device)
+        rows = torch.cat([before_BAT, own_AA.expand(B, A, A).repeat_interleave(block, 2)], 2)
+        self._mask = rows.repeat_interleave(block, 1)[:, None]
+
+    def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+        keys, values = self._context[layer]
+        return attention(q_BhTd, torch.cat([keys, k_BhTd], 2), torch.cat([values, v_BhTd], 2), self._mask)
+
+
+class DFlashBody(Body):
+    """Layers on a block; the features go into their keys and values."""
+
+    def __init__(self, config: LlamaConfig, features: int) -> None:
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.fc = nn.Linear(features * hidden, hidden, bias=False)
+        self.hidden_norm = norm(config)
+        self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = norm(config)
+        self.mask_embedding = nn.Parameter(torch.zeros(hidden))
+
+    def project(self, features_nF: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(features_nF))
+
+    def block(self, anchors_n: Tensor, size: int) -> Tensor:
+        """[n, b, H]: what stands in a block behind each anchor."""
+        anchor_n1H = self.embed(anchors_n)[:, None]
+        return torch.cat([anchor_n1H, self.mask_embedding.expand(anchors_n.shape[0], size - 1, -1)], 1)
+
+    def step(self, embeds_BTH: Tensor, states_BTH: Tensor | None, rope: Rope, attend: Any) -> Tensor:
+        x_BTH = embeds_BTH
+        for layer in self.layers:
+            x_BTH = layer(x_BTH, rope, attend)
+        return self.norm(x_BTH)
+
+    def head(self, states_nH: Tensor) -> Tensor:
+        return self.target_head(states_nH)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any,
+        features: Tensor | None = None,
+        use_cache: bool = True,
+    ) -> BodyOutput:
+        """With `features` [B, T, H]: put them into the cache. Without: fill a block, whose first token is real."""
+        if features is not None:
+            rope = self.rotary(features, position_ids)
+            for index, layer in enumerate(self.layers):
+                past_key_values.update(*layer.context_keys(features, rope), index)
+            nothing = features[..., :1]
+            return BodyOutput(nothing, nothing)
+        embeds_BTH = self.block(input_ids[:, 0], input_ids.shape[1])
+        attend = _CachedBlock(past_key_values, attention_mask)
+        states_BTH = self.step(embeds_BTH, None, self.rotary(embeds_BTH, position_ids), attend)
+        return BodyOutput(self.target_head(states_BTH[:, 1:]), states_BTH[:, 1:])
+
+
+class MarkovBias(nn.Module):
+    """W2·W1[token before]: a low-rank bigram correction of the logits (DSpark)."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The head of an unrolled place: states [n, H + rank] to logits, the bias of the token before included."""
+
+    body: DFlashBody
+    markov: MarkovBias | None
+
+    def __call__(self, states_nD: Tensor) -> Tensor:
+        hidden = self.body.config.hidden_size
+        logits_nV = self.body.head(states_nD[..., :hidden])
+        return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(states_nD[..., hidden:])
+
+
+class DFlash(TrainableDrafter):
+    """One pass a round, whatever the draft length."""
+
+    type: ClassVar[str] = "dflash"
+    needs: ClassVar[Needs] = Needs(hidden=True)
+
+    def __init__(
+        self,
+        body: LlamaConfig,
+        *,
+        layers: tuple[int, ...],
+        block_size: int,
+        anchors: int,
+        markov_rank: int = 0,
+        confidence_head: bool = False,
+    ) -> None:
+        super().__init__()
+        self.needs = Needs(hidden=True, layers=layers)
+        self.body = DFlashBody(body, len(layers))
+        self.block_size, self.anchors = block_size, anchors
+        self.markov = MarkovBias(body.vocab_size, markov_rank) if markov_rank else None
+        self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
+        self.max_draft_length = block_size - 1
+        self.vocab_size, self.context_limit = body.vocab_size, body.max_position_embeddings
+
+    @classmethod
+    def from_target(
+        cls,
+        target: nn.Module,
+        *,
+        block_size: int = 8,
+        num_hidden_layers: int = 2,
+        layers: list[int] | None = None,
+        anchors: int = 64,
+        mask_token: int | None = None,
+        markov_rank: int = 0,
+        confidence_head: bool = False,
+    ) -> Self:
+        """`layers`: five of the target's by default, evenly spaced; `mask_token`: whose embedding masks start from."""
+        if block_size < 2:
+            raise ConfigError.of("drafter.block_size", block_size, ">= 2: the anchor and one draft token")
+        if anchors < 1:
+            raise ConfigError.of("drafter.anchors", anchors, ">= 1")
+        drafter = cls(
+            layer_config(target, num_hidden_layers),
+            layers=five_depths(target) if layers is None else tuple(layers),
+            block_size=block_size,
+            anchors=anchors,
+            markov_rank=markov_rank,
+            confidence_head=confidence_head,
+        )
+        drafter.attach(target)
+        with torch.no_grad():
+            token = default_mask_token(target, mask_token)
+            drafter.body.mask_embedding.copy_(target.get_input_embeddings().weight[token])
+            drafter.body.norm.weight.copy_(_last_gain(target, drafter.body.norm.weight))
+        return drafter
+
+    def attach(self, target: nn.Module) -> None:
+        self.body.attach(target)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "body": self.body.config.to_diff_dict(),
+            "layers": list(self.needs.layers),
+            "block_size": self.block_size,
+            "anchors": self.anchors,
+            "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
+            "confidence_head": self.confidence is not None,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(**{**config, "body": LlamaConfig(**config["body"]), "layers": tuple(config["layers"])})
+
+    def start(self, context: Context) -> None:
+        super().start(context)
+        self._reader = context.reader(self.body, padded=False)
+        self._read([text.tokens[:-1] for text in context.texts])
+
+    def _read(self, tokens: list[list[int]]) -> None:
+        """Put the features of committed tokens into the cache."""
+        features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
+        self._reader.append(tokens, [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features])
+
+    def begin(self, rows: list[int]) -> Tensor:
+        texts = self.context.texts
+        unread: list[list[int]] = [[] for _ in texts]
+        for row in rows:
+            unread[row] = texts[row].tokens[self._reader.lengths[row] : -1]
+        if any(unread):
+            self._read(unread)
+        lines = [Line([text.tokens[-1]] + [0] * (self.block_size - 1)) for text in texts]
+        logits = self._reader.branch(lines, [list(range(self.block_size))] * len(lines))
+        self._logits_BKV, self._states_BKH = torch.stack(logits), torch.stack(self._reader.states)
+        self._reader.commit([[] for _ in texts])
+        roots_B = torch.tensor([text.tokens[-1] for text in texts], device=self._logits_BKV.device)
+        self._sureness: list[dict[int, float]] = [{} for _ in texts]
+        return self._biased(self._logits_BKV[:, 0], roots_B)
+
+    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+        logits = []
+        for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True)):
+            depths = [tree.depths[node] for node in wanted]
+            tokens_n = torch.tensor([tree.tokens[node] for node in wanted], device=self._logits_BKV.device).long()
+            logits.append(self._biased(self._logits_BKV[row, depths], tokens_n))
+        return logits
+
+    def _biased(self, logits_nV: Tensor, before_n: Tensor) -> Tensor:
+        return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(self.markov.markov_w1(before_n))
+
+    def drop(self, rows: list[int]) -> None:
+        self._reader.drop(rows)
+
+    def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
+        """Blocks behind random anchors; place k of a block is to agree with the target k - 1 positions further on."""
+        body, ids_BT, size = self.body, signals.input_ids_BT, self.block_size
+        B, T = ids_BT.shape
+        anchors_BA = self._anchors(signals.mask_BT)
+        context_BTH = body.project(signals.features_BTF.to(body.dtype))
+        rope = body.rotary(context_BTH, torch.arange(T, device=ids_BT.device)[None])
+        context = [layer.context_keys(context_BTH, rope) for layer in body.layers]
+        chosen_BA = anchors_BA.clamp_min(0)
+        positions_BAb = chosen_BA[..., None] + torch.arange(size, device=ids_BT.device)
+        embeds_nbH = body.block(ids_BT.gather(1, chosen_BA).flatten(), size)
+        embeds_BXH = embeds_nbH.view(B, -1, embeds_nbH.shape[-1])
+        attend = _AnchoredBlocks(context, chosen_BA, size)
+        states_BXH = body.step(embeds_BXH, None, body.rotary(embeds_BXH, positions_BAb.flatten(1)), attend)
+        states_BAbH = states_BXH.unflatten(1, (-1, size))
+        unrolled = []
+        for k in range(1, size):
+            places_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k < T), anchors_BA + k - 1, -1)
+            states_BAD = states_BAbH[:, :, k]
+            if self.markov is not None:
+                before_BA = ids_BT.gather(1, places_BA.clamp_min(0))
+                states_BAD = torch.cat([states_BAD, self.markov.markov_w1(before_BA)], -1)
+            confidence = None if self.confidence is None else lambda states_nD: self.confidence(states_nD)[..., 0]
+            unrolled.append(Unrolled(states_BAD, _Head(body, self.markov), places_BT=places_BA, confidence=confidence))
+        return unrolled
+
+    def _anchors(self, mask_BT: Tensor) -> Tensor:
+        """[B, A]: random positions of which the next token belongs to a response, -1 where a text has fewer."""
+        order_BT = torch.rand(mask_BT.shape, device=mask_BT.device).masked_fill(~mask_BT, 2.0)
+        order_BT[:, 0] = 2.0  # nothing stands before the first token
+        best = order_BT.topk(min(self.anchors, mask_BT.shape[1]), largest=False)
+        return torch.where(best.values < 2.0, best.indices, -1)
+
+
+def five_depths(target: nn.Module) -> tuple[int, ...]:
+    """Five layers, evenly spaced from the second to the last but two; fewer where the target has not as many."""
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    first, last = min(2, depth), max(depth - 2, 1)
+    return tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))
+
+
+def _last_gain(target: nn.Module, default_H: Tensor) -> Tensor:
+    """The gain of the target's last norm, which its lm_head was trained behind; ones where it has none like ours."""
+    gain = getattr(getattr(target.base_model, "norm", None), "weight", None)
+    return gain if gain is not None and gain.shape == default_H.shape else default_H

@@ -1,0 +1,94 @@
+"""EAGLE-1 and HASS: one decoder layer that predicts the target's next final state, which the target's lm_head reads.
+
+    f_t (final state) ──┐
+                        ├─▶ fc ──▶ decoder layer ──▶ f̂_{t+1} ──▶ target's lm_head ──▶ token t+2
+    embedding of t+1  ──┘                              └────▶ back in, beside the embedding of token t+2
+
+EAGLE-1 (Li et al. 2024, arXiv:2401.15077) is trained on the target's states alone, with noise on them; HASS (Zhang et
+al. 2024, arXiv:2408.15766) on its own as well, several steps deep, which is what it reads when decoding.
+"""
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.heads.body import Body
+from draftsmith.heads.drafter import FINAL, TeacherSignals
+from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config
+from draftsmith.heads.recurrent import Recurrent
+
+
+class EagleBody(Body):
+    """fc on [embedding; state], then decoder layers, the first without its input norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, norm_input=layer > 0) for layer in range(config.num_hidden_layers)
+        )
+
+    def project(self, features_nF: Tensor) -> Tensor:
+        return features_nF
+
+    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        x_BTH = self.fc(torch.cat([embeds_BTH, states_BTH], -1))
+        for layer in self.layers:
+            x_BTH = layer(x_BTH, rope, attend)
+        return x_BTH
+
+    def head(self, states_nH: Tensor) -> Tensor:
+        return self.target_head(states_nH)
+
+
+class Eagle(Recurrent):
+    """EAGLE-1. EAGLE-2 is this drafter decoded with the policy `dynamic-tree`."""
+
+    type: ClassVar[str] = "eagle"
+    regresses: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        body: LlamaConfig,
+        *,
+        train_steps: int = 1,
+        noise: float = 0.1,
+        layers: tuple[int, ...] = (FINAL,),
+        draft_vocab_size: None = None,
+    ) -> None:
+        super().__init__(EagleBody(body), layers, train_steps)
+        self.noise = noise
+
+    @classmethod
+    def from_target(
+        cls, target: nn.Module, *, num_hidden_layers: int = 1, train_steps: int | None = None, noise: float = 0.1
+    ) -> Self:
+        """Decoder layers of the target's width; at first fc hands on the state, so its guess is the state itself."""
+        steps = {} if train_steps is None else {"train_steps": train_steps}
+        drafter = cls(layer_config(target, num_hidden_layers), noise=noise, **steps)
+        drafter.attach(target)
+        with torch.no_grad():
+            hidden = drafter.body.config.hidden_size
+            drafter.body.fc.weight[:, hidden:] += torch.eye(hidden)
+        return drafter
+
+    def options(self) -> dict[str, Any]:
+        return {"noise": self.noise}
+
+    def _teacher_states(self, signals: TeacherSignals) -> Tensor:
+        states_BTH = super()._teacher_states(signals)
+        if not (self.training and self.noise):
+            return states_BTH
+        # Uniform, so that the drafter learns to live with guesses that are a little off (EAGLE, section 4).
+        return states_BTH + (torch.rand_like(states_BTH) * 2 - 1) * self.noise
+
+
+class Hass(Eagle):
+    """EAGLE's network, trained on its own states: three steps by default."""
+
+    type: ClassVar[str] = "hass"
+
+    def __init__(self, body: LlamaConfig, *, train_steps: int = 3, **options: Any) -> None:
+        super().__init__(body, train_steps=train_steps, **options)

@@ -1,0 +1,157 @@
+"""EAGLE-3: features of three depths of the target, a drafter state of its own kind, an lm_head of its own.
+
+    low, middle, high ──▶ fc ──▶ g_t ──▶ norm ─┐
+                                  │            ├─▶ attention ──▶ (+) ──▶ MLP ──▶ s_{t+1} ──▶ norm ──▶ lm_head ──▶ t+2
+    embedding of t+1 ───────────── │ ─▶ norm ──┘                  ▲                 └──▶ back in, in g's place
+                                  └──────── residual ─────────────┘
+
+Trained with the training-time test: several steps, each on the last one's states. Li et al. 2025, arXiv:2503.01840.
+"""
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads.body import Body
+from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, layer_config, norm
+from draftsmith.heads.recurrent import Recurrent
+from draftsmith.heads.vocabulary import DraftVocabulary
+
+
+class FirstLayer(nn.Module):
+    """A decoder layer whose attention reads the embedding and the state side by side."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.self_attn = Attention(config, 0, input_size=2 * config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm, self.hidden_norm = norm(config), norm(config)
+        self.post_attention_layernorm = norm(config)
+
+    def forward(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        normed_BTH = self.hidden_norm(states_BTH)
+        residual_BTH = normed_BTH if self.norm_before_residual else states_BTH
+        both_BT2H = torch.cat([self.input_layernorm(embeds_BTH), normed_BTH], -1)
+        x_BTH = residual_BTH + self.self_attn(both_BT2H, rope, attend)
+        return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
+
+
+class Eagle3Body(Body):
+    """See the file's head. EAGLE-3.1's norms are options: on the features before fc, and on what is fed back."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        features: int,
+        *,
+        draft_vocab_size: int | None = None,
+        norm_before_residual: bool = False,
+        norm_before_fc: bool = False,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+    ) -> None:
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.norm_output = norm_output
+        self.input_norm = norm(config, features * hidden) if norm_before_fc else nn.Identity()
+        self.fc_norm = nn.ModuleList(norm(config) for _ in range(features if fc_norm else 0))
+        self.fc = nn.Linear(features * hidden, hidden, bias=False)
+        rest = (DecoderLayer(config, layer) for layer in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([FirstLayer(config, norm_before_residual), *rest])
+        self.norm = norm(config)
+        self.lm_head = nn.Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
+        if draft_vocab_size is not None:
+            self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
+
+    def project(self, features_nF: Tensor) -> Tensor:
+        features_nF = self.input_norm(features_nF)
+        if len(self.fc_norm):
+            parts = features_nF.chunk(len(self.fc_norm), -1)
+            features_nF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(features_nF)
+
+    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        x_BTH = self.layers[0](embeds_BTH, states_BTH, rope, attend)
+        for layer in self.layers[1:]:
+            x_BTH = layer(x_BTH, rope, attend)
+        return self.norm(x_BTH) if self.norm_output else x_BTH
+
+    def head(self, states_nH: Tensor) -> Tensor:
+        return self.lm_head(states_nH if self.norm_output else self.norm(states_nH))
+
+
+OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+class Eagle3(Recurrent):
+    """EAGLE-3, and with its options EAGLE-3.1."""
+
+    type: ClassVar[str] = "eagle3"
+
+    def __init__(
+        self,
+        body: LlamaConfig,
+        *,
+        layers: tuple[int, ...],
+        train_steps: int = 7,
+        draft_vocab_size: int | None = None,
+        **options: bool,
+    ) -> None:
+        network = Eagle3Body(body, len(layers), draft_vocab_size=draft_vocab_size, **options)
+        super().__init__(network, layers, train_steps)
+        self._options = options
+
+    @classmethod
+    def from_target(
+        cls,
+        target: nn.Module,
+        *,
+        num_hidden_layers: int = 1,
+        intermediate_size: int | None = None,
+        layers: list[int] | None = None,
+        draft_vocabulary: list[int] | None = None,
+        train_steps: int = 7,
+        **options: Any,
+    ) -> Self:
+        """Layers of the target's width; norm and lm_head start as the target's, fc as the mean of the features."""
+        drafter = cls(
+            layer_config(target, num_hidden_layers, intermediate_size=intermediate_size),
+            layers=three_depths(target) if layers is None else tuple(layers),
+            train_steps=train_steps,
+            draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
+            **options,
+        )
+        drafter.attach(target)
+        start_from_target(drafter.body, target, draft_vocabulary)
+        return drafter
+
+    def options(self) -> dict[str, Any]:
+        return dict(self._options)
+
+
+def three_depths(target: nn.Module) -> tuple[int, ...]:
+    """Layers whose outputs are the inputs of EAGLE-3's layers 2, L/2 and L - 3, counted from 0."""
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    if depth < 4:
+        raise ConfigError(
+            f"target has {depth} layers; expected at least 4 for features of three depths, or drafter.layers"
+        )
+    return (min(2, depth // 2), depth // 2, depth - 3) if depth > 6 else (1, depth // 2, depth - 1)
+
+
+@torch.no_grad()
+def start_from_target(body: Eagle3Body, target: nn.Module, draft_vocabulary: list[int] | None) -> None:
+    """Copy the target's lm_head, in the rows of the draft vocabulary, and begin with a mean of the features."""
+    weight_VH = target.get_output_embeddings().weight
+    if draft_vocabulary is not None:
+        body.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_VH.shape[0])
+        weight_VH = weight_VH[body.vocabulary.tokens_D]
+    body.lm_head.weight.copy_(weight_VH)
+    hidden = body.config.hidden_size
+    features = body.fc.weight.shape[1] // hidden
+    body.fc.weight.copy_(torch.eye(hidden).repeat(1, features) / features)

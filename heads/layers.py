@@ -1,0 +1,182 @@
+"""The transformer layer that drafters with layers of their own are made of, and the two ways in which it attends."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from draftsmith.errors import ConfigError
+
+# Shapes: B rows, T tokens fed, S keys, h heads, d head size, H hidden size.
+
+QUERIES = 512
+"""Queries whose scores are alive at a time in the training-time test."""
+Rope = tuple[Tensor, Tensor]
+
+
+class Attend(Protocol):
+    """Where keys and values go, and what each query sees of them."""
+
+    def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+        """[B, h, T, d]; keys and values may have fewer heads than queries."""
+
+
+class CachedAttention:
+    """Decoding: keys go into a transformers cache; `mask` [B, 1, T, S] bool, or None where each sees what is before."""
+
+    def __init__(self, cache: Any, mask: Tensor | None) -> None:
+        self._cache, self._mask = cache, mask
+
+    def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+        k_BhSd, v_BhSd = self._cache.update(k_BhTd, v_BhTd, layer)
+        causal = self._mask is None and q_BhTd.shape[2] > 1
+        return attention(q_BhTd, k_BhSd, v_BhSd, self._mask, causal)
+
+
+class UnrolledAttention:
+    """Training: step j's query i sees the first step's keys up to i, and of each later step only the key at i.
+
+    That is what a draft node sees when decoding: the committed tokens, read with the target's features, and its own
+    path, read with the drafter's. Li et al. 2025 (EAGLE-3), arXiv:2503.01840, section 3.2; HASS, arXiv:2408.15766.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+        if layer not in self._first:
+            self._first[layer] = (k_BhTd, v_BhTd)
+            return attention(q_BhTd, k_BhTd, v_BhTd, None, causal=True)
+        own = self._own.setdefault(layer, [])
+        own.append((k_BhTd, v_BhTd))
+        groups = q_BhTd.shape[1] // k_BhTd.shape[1]
+        keys, values = (x.repeat_interleave(groups, 1) for x in self._first[layer])
+        own_k_BhTJd = torch.stack([k for k, _ in own], 3).repeat_interleave(groups, 1)
+        own_v_BhTJd = torch.stack([v for _, v in own], 3).repeat_interleave(groups, 1)
+        T, parts = q_BhTd.shape[2], []
+        for start in range(0, T, QUERIES):
+            part = slice(start, start + QUERIES)
+            inputs = (q_BhTd[:, :, part], keys, values, own_k_BhTJd[:, :, part], own_v_BhTJd[:, :, part], start)
+            # Recomputed in the backward pass where the scores of all queries would be many.
+            parts.append(checkpoint(_attend_own, *inputs, use_reentrant=False) if T > QUERIES else _attend_own(*inputs))
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def _attend_own(
+    q_BhQd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, own_k_BhQJd: Tensor, own_v_BhQJd: Tensor, start: int
+) -> Tensor:
+    """Queries from `start` on over the first step's keys up to themselves and J keys of their own."""
+    Q, T = q_BhQd.shape[2], k_BhTd.shape[2]
+    q_BhQd = q_BhQd * q_BhQd.shape[-1] ** -0.5
+    hidden_QT = torch.ones(Q, T, dtype=torch.bool, device=q_BhQd.device).triu(start + 1)
+    first_BhQT = (q_BhQd @ k_BhTd.transpose(2, 3)).masked_fill(hidden_QT, -torch.inf)
+    own_BhQJ = (own_k_BhQJd @ q_BhQd[..., None])[..., 0]
+    weights = torch.cat([first_BhQT, own_BhQJ], -1).softmax(-1, dtype=torch.promote_types(q_BhQd.dtype, torch.float32))
+    first_BhQT, own_BhQJ = weights.to(v_BhTd.dtype).split([T, own_BhQJ.shape[-1]], -1)
+    return first_BhQT @ v_BhTd + (own_BhQJ[..., None, :] @ own_v_BhQJd)[..., 0, :]
+
+
+def attention(q_BhTd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+    """Scaled dot-product attention with fewer key heads than query heads where the model has such."""
+    grouped = q_BhTd.shape[1] != k_BhSd.shape[1]
+    return scaled_dot_product_attention(q_BhTd, k_BhSd, v_BhSd, mask, is_causal=causal, enable_gqa=grouped)
+
+
+class Attention(nn.Module):
+    """Rotary self-attention that may read a wider input than the model's width, and normalise its heads (Qwen3)."""
+
+    def __init__(
+        self, config: LlamaConfig, layer: int, *, input_size: int | None = None, qk_norm: bool = False
+    ) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        size, bias = input_size or config.hidden_size, config.attention_bias
+        inner, outer = (count * self.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(size, inner, bias=bias)
+        self.k_proj = nn.Linear(size, outer, bias=bias)
+        self.v_proj = nn.Linear(size, outer, bias=bias)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.q_norm = norm(config, self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = norm(config, self.head_dim) if qk_norm else nn.Identity()
+
+    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        q_BhTd = self.q_norm(self._heads(self.q_proj(x_BTH))).transpose(1, 2)
+        k_BhTd, v_BhTd = self.keys(x_BTH)
+        q_BhTd, k_BhTd = apply_rotary_pos_emb(q_BhTd, k_BhTd, *rope)
+        return self.o_proj(attend(self.layer, q_BhTd, k_BhTd, v_BhTd).transpose(1, 2).flatten(2))
+
+    def keys(self, x_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, not rotated yet, and values [B, h, T, d]."""
+        return self.k_norm(self._heads(self.k_proj(x_BTH))).transpose(1, 2), self._heads(self.v_proj(x_BTH)).transpose(
+            1, 2
+        )
+
+    def _heads(self, x_BTA: Tensor) -> Tensor:
+        return x_BTA.unflatten(-1, (-1, self.head_dim))
+
+
+class DecoderLayer(nn.Module):
+    """Llama's layer. `norm_input=False` leaves out the first norm, as EAGLE-1 does."""
+
+    def __init__(self, config: LlamaConfig, layer: int, *, norm_input: bool = True, qk_norm: bool = False) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer, qk_norm=qk_norm)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = norm(config) if norm_input else nn.Identity()
+        self.post_attention_layernorm = norm(config)
+
+    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        x_BTH = x_BTH + self.self_attn(self.input_layernorm(x_BTH), rope, attend)
+        return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
+
+
+def norm(config: LlamaConfig, size: int | None = None) -> nn.RMSNorm:
+    return nn.RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+
+
+def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
+    return LlamaRotaryEmbedding(config)
+
+
+def layer_config(target: nn.Module, num_hidden_layers: int, **changes: Any) -> LlamaConfig:
+    """A Llama config whose width, heads, MLP and positions are the target's, whatever its architecture."""
+    config = target.config.get_text_config(decoder=True)
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    width = target.get_input_embeddings().weight.shape[1]
+    if width != hidden:
+        raise ConfigError(f"target's embeddings are {width} wide and its states {hidden}; expected one width")
+    values = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * hidden,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 4096,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
+        "rope_parameters": _rope_parameters(config),
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return ready(LlamaConfig(**{**values, **{key: value for key, value in changes.items() if value is not None}}))
+
+
+def ready(config: LlamaConfig) -> LlamaConfig:
+    """`config` marked as one whose layers take bool masks."""
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in rope:  # one entry for each kind of layer
+        rope = rope["full_attention"]
+    rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    return {"rope_type": "default", "rope_theta": 10000.0, **rope}

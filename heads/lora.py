@@ -1,0 +1,79 @@
+"""LoRA adapters inside a transformers model, by peft, in place: its class, and all that reads it, stays as is."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from draftsmith.errors import ConfigError
+
+
+def add_lora(
+    model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None = None, key: str = "drafter.lora_rank"
+) -> None:
+    """Put adapters beside linear layers; from then on they alone are trained. At first they change nothing.
+
+    Args:
+        modules: the last parts of the names of the layers; by default every linear layer but the lm_head.
+        key: the recipe's, for errors.
+    """
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    missing = sorted(set(modules or ()) - names)
+    if missing:
+        raise ConfigError.of(key, missing, f"names of layers of {type(model).__name__}")
+    _require_untied(model, modules or [], key)
+    smallest = min(min(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
+    if rank > smallest:
+        raise ConfigError.of(key, rank, f"at most {smallest}, the smallest side of a layer")
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules or "all-linear", init_lora_weights=True)
+    inject_adapter_in_model(config, model)
+
+
+def _require_untied(model: nn.Module, modules: list[str], key: str) -> None:
+    """An adapter on one of two tied matrices would untie them."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if ends[1] is None or ends[0].weight is not ends[1].weight:
+        return
+    tied = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+    wrong = sorted({name.rpartition(".")[2] for name in tied} & set(modules))
+    if wrong:
+        raise ConfigError(f"{key}: {wrong} of {type(model).__name__} share a matrix (tied embeddings); expected others")
+
+
+def adapted_layers(model: nn.Module) -> list[LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+@contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """The model as it was before any adapter."""
+    layers = adapted_layers(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter in trained:  # peft freezes what it switches off
+            parameter.requires_grad_(True)
+
+
+@torch.no_grad()
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """The weights with adapters added in, under the names that they have without."""
+    merged = {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for name, value in model.state_dict().items():
+        owner = name.partition(".lora_")[0] if ".lora_" in name else name.partition(".base_layer.")[0]
+        if owner not in layers:
+            merged[name] = value
+        elif ".base_layer." in name:
+            plain = name.replace(".base_layer.", ".")
+            is_weight = plain == f"{owner}.weight"
+            merged[plain] = value + layers[owner].get_delta_weight("default").to(value.dtype) if is_weight else value
+    return merged

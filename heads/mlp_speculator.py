@@ -1,0 +1,99 @@
+"""The MLP speculator: a small recurrent state that starts as the target's and takes in one draft token a step.
+
+    final state of t ──▶ norm ──▶ z0 ─▶ [ z ← GELU(norm(a·P z + b·E x)) ] ─▶ … one step a draft token
+                                            ▲                  │
+                              embedding of t+1, d1, d2 …       └──▶ lm_head ──▶ token t+2, t+3, …
+
+With tied weights one step serves all positions. Wertheimer et al. 2024, arXiv:2404.19124.
+"""
+
+import math
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from draftsmith.heads.state_heads import LmHeads, check_heads
+from draftsmith.heads.token_heads import TokenHeads, target_sizes
+
+STATE_SHARE = 0.5
+"""How much of the new state's variance comes from the old one, to the power of the number of heads (section 3)."""
+
+# Shapes: n nodes, H the target's hidden size, S the speculator's.
+
+
+class SpeculatorStep(nn.Module):
+    """z ← GELU(norm(a·P z + b·E x)), a² + b² = 1."""
+
+    def __init__(self, input_size: int, size: int, vocab_size: int, state_weight: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, size)
+        self.projection = nn.Linear(input_size, size, bias=False)
+        self.norm = nn.LayerNorm(size)
+        self.state_weight = state_weight
+        self.token_weight = math.sqrt((1 - state_weight**2) * size / 2)  # embeddings are small: std 1/sqrt(size)
+        nn.init.normal_(self.embedding.weight, std=size**-0.5)
+        nn.init.normal_(self.projection.weight, std=size**-0.5)
+
+    def forward(self, state_nS: Tensor, tokens_n: Tensor) -> Tensor:
+        mixed_nS = self.state_weight * self.projection(state_nS) + self.token_weight * self.embedding(tokens_n)
+        return nn.functional.gelu(self.norm(mixed_nS))
+
+
+class MlpSpeculator(TokenHeads):
+    """Steps with embeddings of their own; `tie_weights`: all but the first, whose input is wider, are one."""
+
+    type: ClassVar[str] = "mlp_speculator"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        vocab_size: int,
+        num_heads: int,
+        tie_weights: bool = True,
+        draft_vocab_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.inner_size, self.vocab_size = hidden_size, inner_size, vocab_size
+        self.num_heads, self.tie_weights = num_heads, tie_weights
+        self.max_draft_length = num_heads
+        weight = STATE_SHARE ** (0.5 / num_heads)
+        self.scale = nn.LayerNorm(hidden_size, elementwise_affine=False)
+        # Tied, the first step is apart only where the target's state has another width.
+        apart = hidden_size != inner_size
+        count = num_heads if not tie_weights else min(num_heads, 1 + apart)
+        self.steps = nn.ModuleList(
+            SpeculatorStep(hidden_size if k == 0 else inner_size, inner_size, vocab_size, weight) for k in range(count)
+        )
+        self.lm_heads = LmHeads(num_heads, inner_size, vocab_size, draft_vocab_size, tie_weights)
+
+    @classmethod
+    def from_target(
+        cls,
+        target: nn.Module,
+        *,
+        num_heads: int = 3,
+        inner_size: int | None = None,
+        tie_weights: bool = True,
+        draft_vocabulary: list[int] | None = None,
+    ) -> Self:
+        """Embeddings and, at the target's width, lm_heads start as the target's."""
+        check_heads(num_heads, 1, getattr(target.config, "max_position_embeddings", None))
+        hidden_size, vocab_size = target_sizes(target)
+        size = None if draft_vocabulary is None else len(draft_vocabulary)
+        drafter = cls(hidden_size, inner_size or hidden_size, vocab_size, num_heads, tie_weights, size)
+        if drafter.inner_size == hidden_size:
+            drafter.lm_heads.copy_from(target, draft_vocabulary)
+        elif draft_vocabulary is not None:
+            drafter.lm_heads.choose(draft_vocabulary, vocab_size)
+        return drafter
+
+    def config(self) -> dict[str, Any]:
+        return self._sizes("hidden_size", "inner_size", "vocab_size", "num_heads", "tie_weights")
+
+    def first(self, hidden_nH: Tensor) -> Tensor:
+        return self.scale(hidden_nH) / math.sqrt(2)
+
+    def advance(self, k: int, carried_nS: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:
+        state_nS = self.steps[min(k, len(self.steps) - 1)](carried_nS, tokens_n)
+        return state_nS, state_nS

@@ -1,0 +1,132 @@
+"""Drafters that feed their own state back: EAGLE, HASS, EAGLE-3, MTP. One file each describes its network.
+
+    target's features  f0   f1   f2                     drafter's states  s3    s4
+                        │    │    │                                        │     │
+    tokens         x1 ──┤x2 ─┤x3 ─┤ ──▶ s3 ──▶ d1 = x4?   d1 ─────────────┤ d2 ─┤ ──▶ s5 ──▶ d3
+                        └────┴────┴── committed: with the target's         └─────┴── drafted: with its own
+
+What is committed is read again with the target's features, so errors never outlive a round.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads.body import Body
+from draftsmith.heads.draft import ROOT
+from draftsmith.heads.drafter import Context, Needs, TeacherSignals, TrainableDrafter, Tree, Unrolled
+from draftsmith.heads.layers import UnrolledAttention
+from draftsmith.heads.vocabulary import DraftVocabulary
+
+# Shapes: B rows, T positions, n nodes, H hidden size.
+
+
+class Recurrent(TrainableDrafter):
+    """Drives a `Body` step by step, on text and on trees."""
+
+    needs: ClassVar[Needs] = Needs(hidden=True)
+    regresses: ClassVar[bool] = False
+    """States are guesses of the target's final hidden state."""
+
+    def __init__(self, body: Body, layers: tuple[int, ...], train_steps: int) -> None:
+        super().__init__()
+        if train_steps < 1:
+            raise ConfigError.of("drafter.train_steps", train_steps, ">= 1")
+        self.body = body
+        self.needs = Needs(hidden=True, layers=layers)
+        self.train_steps = train_steps
+        self.vocab_size = body.config.vocab_size
+        self.context_limit = body.config.max_position_embeddings
+
+    def attach(self, target: nn.Module) -> None:
+        self.body.attach(target)
+
+    def start(self, context: Context) -> None:
+        super().start(context)
+        self._reader = context.reader(self.body)
+        self._states: list[dict[int, Tensor]] = [{} for _ in context.texts]
+        # All of the prompt but its last token, whose logits `begin` returns.
+        unread = [text.tokens[1:-1] for text in context.texts]
+        if any(unread):
+            self._read(unread)
+
+    def begin(self, rows: list[int]) -> Tensor:
+        unread: list[list[int]] = [[] for _ in self.context.texts]
+        for row in rows:
+            unread[row] = self.context.texts[row].tokens[self._reader.lengths[row] + 1 :]
+        logits_BV = self._read(unread)
+        self._states = [{ROOT: state_1H[0]} for state_1H in self._reader.states]
+        return logits_BV
+
+    def _read(self, tokens: list[list[int]]) -> Tensor:
+        """Read committed tokens, each with the target's features of the token before it."""
+        features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
+        states = [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features]
+        return self._reader.append(tokens, states)
+
+    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+        width = self.body.config.hidden_size
+        parents = []
+        for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True)):
+            states = [self._states[row][tree.parents[node]] for node in wanted]
+            parents.append(torch.stack(states) if states else self._reader.states[row].new_empty(0, width))
+        logits = self._reader.branch(trees, nodes, parents)
+        for row, wanted in enumerate(nodes):
+            self._states[row].update(zip(wanted, self._reader.states[row], strict=True))
+        return logits
+
+    def observe(self, paths: list[list[int]]) -> None:
+        self._reader.commit([[] for _ in paths])
+
+    def drop(self, rows: list[int]) -> None:
+        self._reader.drop(rows)
+
+    def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
+        """The training-time test: each step reads the last one's states, as in decoding; step k has offset k + 1."""
+        body, ids_BT = self.body, signals.input_ids_BT
+        states_BTH = self._teacher_states(signals)
+        positions_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
+        attend, unrolled = UnrolledAttention(), []
+        for k in range(min(self.train_steps, ids_BT.shape[1] - 1)):
+            embeds_BTH = body.embed(shifted(ids_BT, k + 1))
+            rope = body.rotary(embeds_BTH, positions_1T + k)
+            states_BTH = body.step(embeds_BTH, states_BTH, rope, attend)
+            unrolled.append(
+                Unrolled(states_BTH, body.head, offset=k + 1, vocabulary_D=tokens, regresses=self.regresses)
+            )
+        return unrolled
+
+    def _teacher_states(self, signals: TeacherSignals) -> Tensor:
+        return self.body.project(signals.features_BTF.to(self.body.dtype))
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        return self.body.vocabulary
+
+    def config(self) -> dict[str, Any]:
+        size = None if self.draft_vocabulary is None else len(self.draft_vocabulary)
+        return {
+            "body": self.body.config.to_diff_dict(),
+            "layers": list(self.needs.layers),
+            "train_steps": self.train_steps,
+            "draft_vocab_size": size,
+            **self.options(),
+        }
+
+    def options(self) -> dict[str, Any]:
+        """What else `from_config` has to know."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(**{**config, "body": LlamaConfig(**config["body"]), "layers": tuple(config["layers"])})
+
+
+def shifted(ids_BT: Tensor, by: int) -> Tensor:
+    """Ids moved left; zeros come in, where nothing is trained."""
+    return nn.functional.pad(ids_BT[:, by:], (0, by))

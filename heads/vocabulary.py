@@ -1,0 +1,73 @@
+"""A draft vocabulary: the D tokens that a drafter's lm_head knows, of the target's V.
+
+What lies outside can never be drafted, so its q is exactly zero and decoding stays lossless; it counts as a miss.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.errors import ConfigError
+from draftsmith.provenance import fingerprint
+
+
+class DraftVocabulary(nn.Module):
+    """`d2t` [D] int64: token = row + d2t[row]; `t2d` [V] bool: which tokens have a row. Stored with the weights."""
+
+    def __init__(self, vocab_size: int, size: int) -> None:
+        super().__init__()
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+        self.register_buffer("t2d", torch.zeros(vocab_size, dtype=torch.bool))
+
+    @classmethod
+    def of(cls, tokens: list[int], vocab_size: int) -> "DraftVocabulary":
+        """The vocabulary of these tokens, each once."""
+        if not tokens or len(set(tokens)) < len(tokens) or not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise ConfigError(f"draft vocabulary of {len(tokens)} tokens; expected distinct ids below {vocab_size}")
+        vocabulary = cls(vocab_size, len(tokens))
+        ids_D = torch.tensor(sorted(tokens))
+        vocabulary.d2t.copy_(ids_D - torch.arange(len(tokens)))
+        vocabulary.t2d[ids_D] = True
+        return vocabulary
+
+    def __len__(self) -> int:
+        return self.d2t.shape[0]
+
+    @property
+    def tokens_D(self) -> Tensor:
+        """[D]: the token of each row."""
+        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+
+    def expand(self, logits_nD: Tensor) -> Tensor:
+        """[..., V] logits over the target's vocabulary: -inf for what has no row."""
+        logits_nV = logits_nD.new_full((*logits_nD.shape[:-1], self.t2d.shape[0]), -torch.inf)
+        logits_nV[..., self.tokens_D] = logits_nD
+        return logits_nV
+
+    def fingerprint(self) -> str:
+        """Changes with the tokens."""
+        return fingerprint(self.tokens_D.tolist())
+
+    def require_consistent(self, name: object) -> None:
+        """ConfigError unless `d2t` and `t2d` describe the same tokens."""
+        tokens_D = self.tokens_D
+        if tokens_D.min() < 0 or tokens_D.max() >= self.t2d.shape[0]:
+            raise ConfigError(
+                f"drafter={name}: d2t leads outside the vocabulary of {self.t2d.shape[0]}; expected offsets"
+            )
+        if not torch.equal(self.t2d.nonzero()[:, 0], tokens_D):
+            raise ConfigError(f"drafter={name}: d2t and t2d name different tokens; expected one draft vocabulary")
+
+
+def most_frequent(counts_V: Tensor, size: int, always: tuple[int, ...] = ()) -> list[int]:
+    """The `size` most frequent tokens, those in `always` among them; ties go to the lower id."""
+    counts_V = counts_V.clone().double()
+    counts_V[list(always)] = torch.inf
+    order = sorted(range(len(counts_V)), key=lambda token: (-float(counts_V[token]), token))
+    return sorted(order[:size])
+
+
+def checked_size(size: int | None, vocab_size: int) -> int | None:
+    """`size` of a draft vocabulary, None where it is the whole one; ConfigError when it is larger than that."""
+    if size is not None and not 1 <= size <= vocab_size:
+        raise ConfigError.of("drafter.draft_vocab_size", size, f"1 to {vocab_size}, the target's vocabulary")
+    return None if size == vocab_size else size

@@ -1,0 +1,31 @@
+"""The optimizers of a run: AdamW for everything, or Muon for the matrices and AdamW for the rest."""
+
+import torch
+from torch import nn
+
+from draftsmith.distill.embedded_training import bf16_is_fast
+from draftsmith.distill.muon import Muon
+
+BETAS = (0.9, 0.95)
+
+
+def optimizers(drafter: nn.Module, kind: str, weight_decay: float) -> list[torch.optim.Optimizer]:
+    """With a rate of 0 until the first step sets it; `kind` is the recipe's `train.optimizer`.
+
+    Muon takes the matrices inside the layers; the rest stays AdamW's, as its authors advise.
+    """
+    trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
+    matrices = [weight for name, weight in trained.items() if kind == "muon" and weight.ndim == 2 and _inside(name)]
+    taken = {id(weight) for weight in matrices}
+    rest = [weight for weight in trained.values() if id(weight) not in taken]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        dtype = torch.bfloat16 if bf16_is_fast(matrices[0].device) else torch.float32
+        made.append(Muon(matrices, lr=0.0, weight_decay=weight_decay, dtype=dtype))
+    if rest:
+        made.append(torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=weight_decay))
+    return made
+
+
+def _inside(name: str) -> bool:
+    return not any(part in name for part in ("lm_head", "embed", "wte", "wpe", "markov", "confidence"))

@@ -1,0 +1,23 @@
+"""The base of all recipe sections, and the kinds of numbers that they hold."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def no_truth_value(value: Any) -> Any:
+    # YAML reads `yes` as true, and pydantic would then take it for 1.
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(no_truth_value)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(no_truth_value)]
+Number = Annotated[float, BeforeValidator(no_truth_value)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and no key that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
