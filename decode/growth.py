@@ -34,6 +34,8 @@ class Growth:
         """The chance that each node of the draft is accepted, as the policy saw it, for the same."""
         self.ranks: list[int] = []
         """The place of each node of the draft among its siblings, for the same."""
+        self.estimates: dict[int, float] = {}
+        """By node, how likely the drafter itself takes the next token to be accepted, where it makes such a guess."""
         self.passes = 0
         """Steps of the drafter, for policies that count them."""
         self._drawing: Drawing | None = None

@@ -15,6 +15,11 @@ def propose(drafter: Drafter, policies: list[Policy | None], growths: list[Growt
     growing: dict[int, Growing] = {}
     wanted: dict[int, list[int]] = {}
 
+    def estimate(asked: list[list[int]]) -> None:
+        """Hand the drafter's own guesses on to the policies."""
+        for growth, nodes, chances in zip(growths, asked, drafter.chances(growths, asked) or (), strict=False):
+            growth.estimates.update(zip(nodes, chances, strict=True))
+
     def advance(row: int, logits_nV: object) -> None:
         """Send logits to one text's policy (None starts it); note what it asks for next, or its draft."""
         try:
@@ -37,10 +42,13 @@ def propose(drafter: Drafter, policies: list[Policy | None], growths: list[Growt
         return drafts
     assert all(nodes == [ROOT] for nodes in wanted.values()), "a policy asks for the root first"
     logits_BV = drafter.begin(list(growing))
+    estimate([wanted.get(row, []) for row in range(len(growths))])
     for row in list(growing):
         advance(row, logits_BV[row][None])
     while growing:
-        logits = drafter.extend(growths, [wanted.get(row, []) for row in range(len(growths))])
+        asked = [wanted.get(row, []) for row in range(len(growths))]
+        logits = drafter.extend(growths, asked)
+        estimate(asked)
         for row in list(growing):
             advance(row, logits[row])
     return drafts

@@ -23,8 +23,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.body import Body, BodyOutput
+from draftsmith.heads.draft import ROOT
 from draftsmith.heads.drafter import Context, Needs, TeacherSignals, TrainableDrafter, Tree, Unrolled
-from draftsmith.heads.layers import Attention, Rope, attention, layer_config, norm
+from draftsmith.heads.layers import Attention, Rope, attention, last_gain, layer_config, norm
 from draftsmith.heads.parallel_eagle import Line, default_mask_token
 
 # Shapes: B rows, T positions, F features, A anchors, b block size, S keys, H hidden size, h heads, d head size.
@@ -207,7 +208,7 @@ class DFlash(TrainableDrafter):
         with torch.no_grad():
             token = default_mask_token(target, mask_token)
             drafter.body.mask_embedding.copy_(target.get_input_embeddings().weight[token])
-            drafter.body.norm.weight.copy_(_last_gain(target, drafter.body.norm.weight))
+            drafter.body.norm.weight.copy_(last_gain(target, drafter.body.norm.weight))
         return drafter
 
     def attach(self, target: nn.Module) -> None:
@@ -249,7 +250,6 @@ class DFlash(TrainableDrafter):
         self._logits_BKV, self._states_BKH = torch.stack(logits), torch.stack(self._reader.states)
         self._reader.commit([[] for _ in texts])
         roots_B = torch.tensor([text.tokens[-1] for text in texts], device=self._logits_BKV.device)
-        self._sureness: list[dict[int, float]] = [{} for _ in texts]
         return self._biased(self._logits_BKV[:, 0], roots_B)
 
     def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
@@ -259,6 +259,24 @@ class DFlash(TrainableDrafter):
             tokens_n = torch.tensor([tree.tokens[node] for node in wanted], device=self._logits_BKV.device).long()
             logits.append(self._biased(self._logits_BKV[row, depths], tokens_n))
         return logits
+
+    def chances(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[list[float]] | None:
+        if self.confidence is None:
+            return None
+        chances = []
+        for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True)):
+            depths = [0 if node == ROOT else tree.depths[node] for node in wanted]
+            last = self.context.texts[row].tokens[-1]
+            before = [last if node == ROOT else tree.tokens[node] for node in wanted]
+            states_nD = self._with_token(self._states_BKH[row, depths], torch.tensor(before, dtype=torch.long))
+            chances.append(self.confidence(states_nD)[..., 0].sigmoid().tolist())
+        return chances
+
+    def _with_token(self, states_nH: Tensor, before_n: Tensor) -> Tensor:
+        """[..., H + rank]: states beside what the Markov bias knows of the tokens before them."""
+        if self.markov is None:
+            return states_nH
+        return torch.cat([states_nH, self.markov.markov_w1(before_n.to(states_nH.device))], -1)
 
     def _biased(self, logits_nV: Tensor, before_n: Tensor) -> Tensor:
         return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(self.markov.markov_w1(before_n))
@@ -284,10 +302,7 @@ class DFlash(TrainableDrafter):
         unrolled = []
         for k in range(1, size):
             places_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k < T), anchors_BA + k - 1, -1)
-            states_BAD = states_BAbH[:, :, k]
-            if self.markov is not None:
-                before_BA = ids_BT.gather(1, places_BA.clamp_min(0))
-                states_BAD = torch.cat([states_BAD, self.markov.markov_w1(before_BA)], -1)
+            states_BAD = self._with_token(states_BAbH[:, :, k], ids_BT.gather(1, places_BA.clamp_min(0)))
             confidence = None if self.confidence is None else lambda states_nD: self.confidence(states_nD)[..., 0]
             unrolled.append(Unrolled(states_BAD, _Head(body, self.markov), places_BT=places_BA, confidence=confidence))
         return unrolled
@@ -305,9 +320,3 @@ def five_depths(target: nn.Module) -> tuple[int, ...]:
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     first, last = min(2, depth), max(depth - 2, 1)
     return tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))
-
-
-def _last_gain(target: nn.Module, default_H: Tensor) -> Tensor:
-    """The gain of the target's last norm, which its lm_head was trained behind; ones where it has none like ours."""
-    gain = getattr(getattr(target.base_model, "norm", None), "weight", None)
-    return gain if gain is not None and gain.shape == default_H.shape else default_H

@@ -161,6 +161,11 @@ class Drafter(nn.Module):
         """For each text the logits [n, V] behind its `nodes`, whose parents were extended before."""
         raise NotImplementedError(f"{self.type} drafters only retrieve")
 
+    def chances(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[list[float]] | None:
+        """For each text and node, how likely the drafter takes the next token behind it to be accepted, whichever it
+        will be; None from drafters that make no such guess. Asked after the node's logits."""
+        return None
+
     def observe(self, paths: list[list[int]]) -> None:
         """The round is over: for each text the accepted nodes. Everything else of the drafts is to be forgotten."""
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.body import Body
-from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, layer_config, norm
+from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, last_gain, layer_config, norm
 from draftsmith.heads.recurrent import Recurrent
 from draftsmith.heads.vocabulary import DraftVocabulary
 
@@ -118,7 +118,7 @@ class Eagle3(Recurrent):
         train_steps: int = 7,
         **options: Any,
     ) -> Self:
-        """Layers of the target's width; norm and lm_head start as the target's, fc as the mean of the features."""
+        """Layers of the target's width; norm and lm_head start as the target's, fc hands on the highest feature."""
         drafter = cls(
             layer_config(target, num_hidden_layers, intermediate_size=intermediate_size),
             layers=three_depths(target) if layers is None else tuple(layers),
@@ -146,12 +146,14 @@ def three_depths(target: nn.Module) -> tuple[int, ...]:
 
 @torch.no_grad()
 def start_from_target(body: Eagle3Body, target: nn.Module, draft_vocabulary: list[int] | None) -> None:
-    """Copy the target's lm_head, in the rows of the draft vocabulary, and begin with a mean of the features."""
+    """Begin near what the target does: its lm_head in the rows of the draft vocabulary, the gain of its last norm, and
+    of the features the highest alone, whose state is nearest to what the lm_head reads."""
     weight_VH = target.get_output_embeddings().weight
     if draft_vocabulary is not None:
         body.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_VH.shape[0])
         weight_VH = weight_VH[body.vocabulary.tokens_D]
     body.lm_head.weight.copy_(weight_VH)
+    body.norm.weight.copy_(last_gain(target, body.norm.weight))
     hidden = body.config.hidden_size
-    features = body.fc.weight.shape[1] // hidden
-    body.fc.weight.copy_(torch.eye(hidden).repeat(1, features) / features)
+    body.fc.weight.zero_()
+    body.fc.weight[:, -hidden:] = torch.eye(hidden)

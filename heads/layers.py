@@ -139,6 +139,12 @@ def norm(config: LlamaConfig, size: int | None = None) -> nn.RMSNorm:
     return nn.RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
+def last_gain(target: nn.Module, default_H: Tensor) -> Tensor:
+    """The gain of the target's last norm, which its lm_head was trained behind; `default_H` where it has no such."""
+    gain = getattr(getattr(target.base_model, "norm", None), "weight", None)
+    return gain if gain is not None and gain.shape == default_H.shape else default_H
+
+
 def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(config)
 

@@ -45,8 +45,8 @@ class Chain:
 class ConfidenceChain:
     """Stops before a token whose most likely candidate has less than `threshold` probability under q.
 
-    The decision falls before the token is drawn, so the ratio rules stay exact (non-anticipation). The
-    first token is always drafted.
+    A drafter with a confidence head is asked for its own guess instead. The decision falls before the token is drawn,
+    so the ratio rules stay exact (non-anticipation). The first token is always drafted.
     """
 
     learns: ClassVar[bool] = False
@@ -67,7 +67,7 @@ class ConfidenceChain:
         node: int | None = ROOT
         while growth.depth(node) < min(self.draft_length, growth.room):
             q_V = growth.probabilities((yield [node]), [node])[0]
-            if node != ROOT and float(q_V.max()) < self.threshold:
+            if node != ROOT and growth.estimates.get(node, float(q_V.max())) < self.threshold:
                 break
             node = growth.follow_q(q_V, node)
             if node is None:

@@ -33,7 +33,7 @@ from draftsmith.decode.reader import Reader
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.text import Stops, Text
 from draftsmith.decode.verify import RULES
-from draftsmith.heads import DraftModel, Medusa
+from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.drafter import Drafter
 
 PROMPT, OTHER_PROMPT = (0, 3), (1, 4, 2)
@@ -196,26 +196,52 @@ def _caches_agree(a: Decoding, b: Decoding) -> bool:
     (text,) = a.texts
     if not a._target._reader.lengths == b._target._reader.lengths == [len(text.tokens) - 1]:
         return False
-    if isinstance(a._drafter, DraftModel):
+    if hasattr(a._drafter, "_reader"):
         readers = a._drafter._reader, b._drafter._reader
-        # A draft model may or may not have read the tokens that the last round drafted and kept.
+        # It may or may not have read the tokens that the last round drafted and kept.
         if any(reader.lengths[0] >= len(text.tokens) for reader in readers) or not _readers_agree(*readers):
+            return False
+    if text.features is not None:  # likewise what of the target it has not taken yet
+        one, other = text.features, b.texts[0].features
+        common = min(len(one), len(other))
+        if common and not torch.allclose(one[-common:], other[-common:], rtol=0, atol=ROUNDING):
             return False
     return _readers_agree(a._target._reader, b._target._reader)
 
 
-def _medusa(target: nn.Module) -> Medusa:
-    drafter = Medusa.from_target(target, num_heads=2).double()
-    generator = torch.Generator().manual_seed(6)
+HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
+    "medusa": {"num_heads": 2},
+    "medusa of 3 tokens": {"num_heads": 2, "draft_vocabulary": [0, 2, 4]},
+    "hydra": {"num_heads": 2},
+    "mlp_speculator": {"num_heads": 2},
+    "eagle": {},
+    "hass": {},
+    "eagle3": {},
+    "eagle3 of 3 tokens": {"draft_vocabulary": [1, 2, 4]},
+    "mtp": {},
+    "peagle": {"num_tokens": 2},
+    "dflash": {"block_size": 3},
+    "dflash with Markov bias and confidence": {"block_size": 3, "markov_rank": 2, "confidence_head": True},
+}
+
+
+@torch.inference_mode()
+def _drafter(kind: str, target: nn.Module) -> Drafter:
+    """With weights of a size at which q is far from flat, from p, and from the start's."""
+    if kind == "draft_model":
+        return DraftModel(make_llama(4, **TINY).double())
+    torch.manual_seed(6)
+    drafter = HEADS[kind.split()[0]].from_target(target, **HEADS_OF_TARGETS[kind]).double().eval()
     for parameter in drafter.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        parameter.add_(torch.randn_like(parameter) * 0.3)
     return drafter
 
 
 @torch.inference_mode()
 def _llama_gap(kind: str, policy: Policy) -> float:
-    target = make_llama(3, **TINY, num_hidden_layers=1).double()
-    drafter: Drafter = _medusa(target) if kind == "medusa" else DraftModel(make_llama(4, **TINY).double())
+    deep = 4 if kind.split()[0] in ("eagle3", "peagle", "dflash") else 1
+    target = make_llama(3, **TINY, num_hidden_layers=deep).double()
+    drafter = _drafter(kind, target)
     processors = Processors(Sampling(0.8, top_k=3))
 
     def make() -> Decoding:
@@ -228,8 +254,8 @@ def _llama_gap(kind: str, policy: Policy) -> float:
     return total_variation(actual, target_alone(logits, PROMPT, 4, processors))
 
 
-@pytest.mark.parametrize("policy", [Chain(2), *DRAWN_TREES, CHOSEN_TREES[1]], ids=str)
-@pytest.mark.parametrize("kind", ["draft_model", "medusa"])
+@pytest.mark.parametrize("policy", [Chain(2), ConfidenceChain(0.4, 2), *DRAWN_TREES, CHOSEN_TREES[1]], ids=str)
+@pytest.mark.parametrize("kind", ["draft_model", *HEADS_OF_TARGETS])
 def test_transformers_models_are_lossless(kind: str, policy: Policy) -> None:
     assert _llama_gap(kind, policy) < EXACT_ENOUGH
 

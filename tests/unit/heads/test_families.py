@@ -1,0 +1,319 @@
+"""What every family of drafters owes: it trains on what it will read, saves bit by bit, drafts chains and trees."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.decode.chance import SeededChance
+from draftsmith.decode.decoding import Decoding
+from draftsmith.decode.growth import Growth
+from draftsmith.decode.policies.policy import Growing
+from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.decode.target import TransformersTarget
+from draftsmith.decode.text import Text
+from draftsmith.distill.objectives import Objective
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.draft import ROOT
+from draftsmith.heads.drafter import TrainableDrafter
+
+EVEN = list(range(0, 64, 2))
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "draft_model": ("draft_model", {}),
+    "draft_model pruned": ("draft_model", {"init": "target_layers", "keep": [0, 3]}),
+    "draft_model of another kind": ("draft_model", {"config": {"model_type": "gpt2", "n_embd": 16, "n_head": 2}}),
+    "draft_model with lora": ("draft_model", {"init": "target_layers", "num_hidden_layers": 2, "lora_rank": 2}),
+    "medusa": ("medusa", {}),
+    "medusa, one lm_head": ("medusa", {"shared_lm_head": True, "num_layers": 2}),
+    "medusa, 32 tokens": ("medusa", {"draft_vocabulary": EVEN}),
+    "hydra": ("hydra", {"num_layers": 2}),
+    "hydra, 32 tokens": ("hydra", {"draft_vocabulary": EVEN, "shared_lm_head": True}),
+    "mlp_speculator": ("mlp_speculator", {}),
+    "mlp_speculator, narrow": ("mlp_speculator", {"inner_size": 16, "draft_vocabulary": EVEN}),
+    "mlp_speculator, untied": ("mlp_speculator", {"tie_weights": False}),
+    "eagle": ("eagle", {"train_steps": 3}),
+    "hass": ("hass", {"num_hidden_layers": 2}),
+    "eagle3": ("eagle3", {}),
+    "eagle3, 32 tokens": ("eagle3", {"draft_vocabulary": EVEN, "num_hidden_layers": 2}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "layers": [1, 4]}),
+    "mtp": ("mtp", {}),
+    "peagle": ("peagle", {"num_tokens": 3}),
+    "peagle, 32 tokens": ("peagle", {"draft_vocabulary": EVEN}),
+    "dflash": ("dflash", {"block_size": 4}),
+    "dspark": ("dflash", {"block_size": 4, "markov_rank": 3, "confidence_head": True}),
+}
+PROMPTS = [[5, 9, 33, 2, 5, 9], [7], [40, 3]]
+
+
+def target_model() -> LlamaForCausalLM:
+    return make_llama(num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2).requires_grad_(False)
+
+
+def make(name: str, target: LlamaForCausalLM, noise: float = 0.1) -> TrainableDrafter:
+    """Off its initial weights, so that nothing is right by accident."""
+    kind, options = FAMILIES[name]
+    torch.manual_seed(3)
+    drafter = HEADS[kind].from_target(target, **options).eval()
+    for parameter in drafter.parameters():
+        parameter.data += noise * torch.randn_like(parameter)
+    return drafter
+
+
+class Recorder:
+    """A policy that drafts given tokens and keeps the logits that it was shown."""
+
+    learns = False
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.logits = tokens, []
+
+    def fresh(self) -> "Recorder":
+        return self
+
+    def grow(self, growth: Growth) -> Growing:
+        node = ROOT
+        for token in self.tokens[: growth.room]:
+            logits_1V = yield [node]
+            self.logits.append(logits_1V[0].clone())
+            node = growth.choose(node, token)
+        return growth.draft()
+
+    def observe(self, *arguments: object) -> None:
+        pass
+
+
+def decoded_logits(drafter: TrainableDrafter, target: LlamaForCausalLM, prompt: list[int], behind: list[int]) -> Tensor:
+    """[K, V]: what the drafter says behind `prompt` and along the tokens `behind`, by the decoder's own path."""
+    policy = Recorder(behind[1:])
+    text = Text(list(prompt), len(prompt) + 40, SeededChance(0))
+    decoding = Decoding(TransformersTarget(target), drafter, policy, [text], Processors(Sampling(0.0)))
+    decoding.prefill()
+    if text.tokens[-1] != behind[0]:  # the target wrote another token: the test's text goes on as it was told
+        text.tokens[-1] = behind[0]
+    decoding.round()
+    return torch.stack(policy.logits)
+
+
+def unrolled_logits(
+    drafter: TrainableDrafter, target: LlamaForCausalLM, tokens: list[int], anchor: int
+) -> list[Tensor]:
+    """For each draft position the logits [V] that training sees behind `tokens[: anchor + 1]`."""
+    ids_1T = torch.tensor([tokens])
+    mask_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
+    mask_1T[0, anchor:] = True
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(ids_1T, torch.ones_like(ids_1T), mask_1T)
+    unrolled = drafter.unroll(signals)
+    if len(unrolled) == 1 and unrolled[0].offset == 0:  # a draft model's one state a position serves all depths
+        entry = unrolled[0]
+        return [entry.head(entry.hidden_BTD[0, anchor + k]) for k in range(len(tokens) - anchor - 1)]
+    logits = []
+    for k, entry in enumerate(unrolled):
+        if entry.places_BT is None:
+            state_D = entry.hidden_BTD[0, anchor + k - entry.offset]
+        else:
+            state_D = entry.hidden_BTD[0, entry.places_BT[0].tolist().index(anchor + k)]
+        logits_D = entry.head(state_D[None])[0]
+        whole = logits_D if entry.vocabulary_D is None else drafter.draft_vocabulary.expand(logits_D)
+        logits.append(whole)
+    return logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_sees_what_decoding_sees(name: str) -> None:
+    """The logits behind a prompt and along a draft are those of the unrolled states, position by position."""
+    target = target_model()
+    drafter = make(name, target)
+    prompt, behind = [5, 9, 33, 2, 11, 9, 8], [23, 60, 31, 4]
+    reach = min(len(behind) - 1, drafter.max_draft_length or 99)
+    ours = decoded_logits(drafter, target, prompt, behind)[:reach]
+    # The last token is there for the target alone: no state is asked what follows it.
+    training = unrolled_logits(drafter, target, prompt + behind + [6], anchor=len(prompt))[:reach]
+    if name == "eagle":
+        assert len(training) == 3
+    for k, (a, b) in enumerate(zip(ours, training, strict=True)):
+        assert torch.allclose(a, b, atol=2e-5), f"draft position {k}: {float((a - b).abs().nan_to_num(0).max())}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_text_is_the_targets_own(name: str) -> None:
+    """Greedy, chain and trees, alone and in a ragged batch."""
+    target = target_model()
+    drafter = make(name, target, noise=0.02)
+    alone = SpeculativeDecoder(target)
+    expected = [alone.generate(prompt, max_new_tokens=30, eos_token_id=None).tokens for prompt in PROMPTS]
+    for policy in ("chain:draft_length=3", "dynamic-tree:size=8,depth=3,top_k=3", "confidence:threshold=0.2"):
+        decoder = SpeculativeDecoder(target, drafter, policy=policy)
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            assert decoder.generate(prompt, max_new_tokens=30, eos_token_id=None).tokens == tokens, policy
+        batch = decoder.generate_batch(PROMPTS, max_new_tokens=30, eos_token_id=None)
+        assert [out.tokens for out in batch] == expected, policy
+
+
+def save(drafter: TrainableDrafter, folder: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
+    made_for = describe_target(target, tokenizer, "tiny")
+    save_drafter(drafter, folder, target=made_for, recipe=None, draft_length=3, tokenizer=tokenizer)
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_round_trip_is_bit_exact(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    target = target_model()
+    drafter = make(name, target)
+    again = load_drafter(save(drafter, tmp_path / "d", target, tiny_tokenizer), target, tiny_tokenizer)
+    assert type(again) is type(drafter)
+    assert again.needs == drafter.needs
+    policy = "chain:draft_length=2"
+    ours, theirs = (SpeculativeDecoder(target, one, policy=policy).generate([4, 8, 9]) for one in (drafter, again))
+    assert [r.accepted for r in ours.rounds] == [r.accepted for r in theirs.rounds]
+    if "lora" in name:  # merged on the way out
+        ids = torch.arange(3, 20)[None]
+        assert torch.allclose(again.model(ids).logits, drafter.model(ids).logits, atol=1e-5)
+        return
+    state = again.state_dict()
+    assert state.keys() == drafter.state_dict().keys()
+    assert all(torch.equal(value, state[key]) for key, value in drafter.state_dict().items())
+
+
+def test_nothing_of_the_target_is_saved_or_trained(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    target = target_model()
+    for name in ("hydra", "eagle", "eagle3", "mtp", "dflash"):
+        drafter = make(name, target)
+        assert not {id(p) for p in drafter.parameters()} & {id(p) for p in target.parameters()}
+        files = load_file(save(drafter, tmp_path / name, target, tiny_tokenizer) / "model.safetensors")
+        assert not any("embed_tokens" in key for key in files)
+
+
+@pytest.mark.parametrize("name", ["medusa, 32 tokens", "eagle3, 32 tokens", "mlp_speculator, narrow"])
+def test_a_stale_draft_vocabulary_is_refused(
+    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    target = target_model()
+    folder = save(make(name, target), tmp_path / "d", target, tiny_tokenizer)
+    tensors = load_file(folder / "model.safetensors")
+    (d2t,) = [key for key in tensors if key.endswith("d2t")]
+    (t2d,) = [key for key in tensors if key.endswith("t2d")]
+    shifted = {**tensors, d2t: tensors[d2t] + 1}
+    save_file(shifted, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="d2t and t2d name different tokens"):
+        load_drafter(folder, target)
+    save_file({**shifted, t2d: tensors[t2d].roll(1)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="the map is stale"):
+        load_drafter(folder, target)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_truncated_file_is_refused(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    target = target_model()
+    folder = save(make(name, target), tmp_path / "d", target, tiny_tokenizer)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_drafter(folder, target)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("draft_model")])
+def test_another_targets_checkpoint_is_refused(
+    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    target = target_model()
+    folder = save(make(name, target), tmp_path / "d", target, tiny_tokenizer)
+    with pytest.raises(ConfigError, match="the target's weights are others"):
+        load_drafter(folder, make_llama(5, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("eagle3", {"layers": [1, 7]}, r"layers=\[1, 7\]; expected 1 to 6"),
+        ("dflash", {"layers": [0]}, r"layers=\[0\]; expected 1 to 6"),
+        ("medusa", {"num_heads": 128}, r"drafter\.num_heads=128; expected >= 1 and below the target's context of 128"),
+        ("hydra", {"num_layers": 0}, r"drafter\.num_layers=0"),
+        ("dflash", {"block_size": 1}, r"drafter\.block_size=1"),
+        ("peagle", {"mask_token": 64}, r"drafter\.mask_token=64; expected 0 to 63"),
+        ("hass", {"train_steps": 0}, r"drafter\.train_steps=0"),
+        ("draft_model", {"keep": [3, 9]}, r"drafter\.keep=\[3, 9\]; expected rising layers of the target, 0 to 5"),
+        ("draft_model", {"config": {"model_type": "lama"}}, r"drafter\.config\.model_type='lama'"),
+        ("draft_model", {"lora_rank": 33}, r"drafter\.lora_rank=33; expected at most"),
+        ("draft_model", {"model": "/nowhere"}, r"drafter\.model=/nowhere"),
+        ("mtp", {"init": "native"}, r"holds no tensors named mtp_layers\.0\."),
+    ],
+)
+def test_what_fits_no_target_is_refused(kind: str, options: dict[str, Any], message: str) -> None:
+    def make_and_read() -> None:
+        target = target_model()
+        OnlineTeacher(target, HEADS[kind].from_target(target, **options).needs.layers)
+
+    with pytest.raises(ConfigError, match=message):
+        make_and_read()
+
+
+def test_too_shallow_a_target_is_refused() -> None:
+    with pytest.raises(ConfigError, match="target has 2 layers; expected at least 4"):
+        HEADS["eagle3"].from_target(make_llama())
+
+
+def test_mtp_starts_from_the_module_that_the_target_brings(tmp_path: Path) -> None:
+    target = target_model()
+    wanted = make("mtp", target)
+    target.save_pretrained(tmp_path / "t")
+    native = {
+        "model.mtp_layers.0." + name.removeprefix("body.").removeprefix("layers.0."): value
+        for name, value in wanted.state_dict().items()
+    }
+    tensors = load_file(tmp_path / "t" / "model.safetensors")
+    save_file({**tensors, **native}, tmp_path / "t" / "model.safetensors", metadata={"format": "pt"})
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "t")
+    drafter = HEADS["mtp"].from_target(loaded, init="native")
+    assert all(torch.equal(value, drafter.state_dict()[name]) for name, value in wanted.state_dict().items())
+    save_file(
+        {**tensors, **{k: v for k, v in native.items() if "fc" not in k and "up_proj" not in k}},
+        tmp_path / "t" / "model.safetensors",
+    )
+    with pytest.raises(ConfigError, match="MTP module has another shape"):
+        HEADS["mtp"].from_target(loaded, init="native")
+
+
+def test_a_confidence_head_ends_drafts(tmp_path: Path) -> None:
+    """Its guess is what training taught it, and `confidence` stops where it falls below the threshold."""
+    target = target_model()
+    drafter = make("dspark", target)
+    ids_BT = torch.randint(2, 64, (4, 24))
+    mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(ids_BT, torch.ones_like(ids_BT), mask_BT)
+    objective = Objective(kind="tv", confidence_weight=1.0)
+    lm_head, optimizer = target.get_output_embeddings(), torch.optim.Adam(drafter.confidence.parameters(), lr=0.05)
+    losses = []
+    for _ in range(60):
+        loss = objective(drafter.unroll(signals), signals, lm_head).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(losses[-5:]) < losses[0] - 1
+    depths = []
+    for bias in (-20.0, 20.0):
+        drafter.confidence.bias.data.fill_(bias)
+        drafter.confidence.weight.data.zero_()
+        decoder = SpeculativeDecoder(target, drafter, policy="confidence:threshold=0.5")
+        depths.append(max(record.depth for record in decoder.generate([4, 8, 9], max_new_tokens=12).rounds))
+    assert depths == [1, 3]
+
+
+def test_config_json_tells_the_shapes(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    target = target_model()
+    folder = save(make("eagle3, 32 tokens", target), tmp_path / "d", target, tiny_tokenizer)
+    section = json.loads((folder / "config.json").read_text())["draftsmith"]
+    assert section["type"] == "eagle3"
+    assert section["drafter"]["draft_vocab_size"] == 32
+    assert section["drafter"]["layers"] == [1, 3, 5]

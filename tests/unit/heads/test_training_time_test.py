@@ -1,0 +1,121 @@
+"""The training-time test against a naive version: every (query, step) reads its whole path anew, in fp64."""
+
+import pytest
+import torch
+from conftest import make_llama
+from torch import Tensor
+
+from draftsmith.heads.body import Body
+from draftsmith.heads.drafter import TeacherSignals
+from draftsmith.heads.eagle import Hass
+from draftsmith.heads.eagle3 import Eagle3
+from draftsmith.heads.mtp import Mtp
+from draftsmith.heads.parallel_eagle import ParallelEagle
+from draftsmith.heads.recurrent import Recurrent
+
+T, STEPS = 7, 4
+EXACT = 1e-12
+"""fp64; both sides add up the same few numbers in another order."""
+
+
+def naive_attention(layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+    """Each query's full list of keys, its softmax written out."""
+    groups = q_BhTd.shape[1] // k_BhTd.shape[1]
+    rows = []
+    for head in range(q_BhTd.shape[1]):
+        keys, values = k_BhTd[0, head // groups], v_BhTd[0, head // groups]
+        columns = []
+        for query in range(q_BhTd.shape[2]):
+            scores = torch.stack([q_BhTd[0, head, query] @ keys[i] for i in range(query + 1)])
+            weights = (scores / keys.shape[-1] ** 0.5 - scores.detach().max() / keys.shape[-1] ** 0.5).exp()
+            columns.append(sum(weights[i] * values[i] for i in range(query + 1)) / weights.sum())
+        rows.append(torch.stack(columns))
+    return torch.stack(rows)[None]
+
+
+def naive_steps(body: Body, ids_T: Tensor, features_TF: Tensor, mask_hidden: Tensor | None, mask_token: int) -> dict:
+    """The state behind (query i, step j) for all of both: a forward pass over the committed part and the path."""
+    states = {}
+    known_TH = body.project(features_TF)
+    for i in range(T):
+        path_states, path_tokens = list(known_TH[: i + 1]), ids_T[1 : i + 2].tolist()
+        for j in range(STEPS):
+            if i + j + 1 >= T:
+                break
+            if j > 0 and mask_hidden is None:
+                path_states.append(states[i, j - 1])
+                path_tokens.append(int(ids_T[i + j + 1]))
+            elif j > 0:
+                path_states.append(mask_hidden)
+                path_tokens.append(mask_token)
+            embeds = body.embed(torch.tensor([path_tokens]))
+            rope = body.rotary(embeds, torch.arange(len(path_tokens))[None])
+            states[i, j] = body.step(embeds, torch.stack(path_states)[None], rope, naive_attention)[0, -1]
+    return states
+
+
+def drafters() -> dict[str, Recurrent | ParallelEagle]:
+    target = make_llama(num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2).requires_grad_(False)
+    torch.manual_seed(1)
+    made = {
+        "hass": Hass.from_target(target, train_steps=STEPS),
+        "mtp": Mtp.from_target(target, train_steps=STEPS),
+        "eagle3": Eagle3.from_target(target, train_steps=STEPS),
+        "eagle3 of two layers": Eagle3.from_target(target, train_steps=STEPS, num_hidden_layers=2, fc_norm=True),
+        "eagle3.1": Eagle3.from_target(target, train_steps=STEPS, norm_output=True, norm_before_fc=True),
+        "eagle3 normed residual": Eagle3.from_target(target, train_steps=STEPS, norm_before_residual=True),
+        "peagle": ParallelEagle.from_target(target, num_tokens=STEPS),
+    }
+    target.double()
+    for drafter in made.values():
+        drafter.double().eval()
+        for parameter in drafter.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return made
+
+
+@pytest.mark.parametrize("name", drafters())
+def test_states_and_gradients_are_those_of_the_full_paths(name: str) -> None:
+    drafter = drafters()[name]
+    torch.manual_seed(2)
+    ids_1T = torch.randint(2, 64, (1, T))
+    width = 32 * len(drafter.needs.layers)
+    features = torch.randn(1, T, width, dtype=torch.float64, requires_grad=True)
+    mask_1T = torch.ones(1, T, dtype=torch.bool)
+    signals = TeacherSignals(ids_1T, torch.ones_like(ids_1T), features[..., :32], mask_1T, features)
+    unrolled = drafter.unroll(signals)
+    masks = getattr(drafter, "mask_hidden", None)
+    naive = naive_steps(drafter.body, ids_1T[0], features[0], masks, getattr(drafter, "mask_token", 0))
+    weights = {key: torch.randn(32, dtype=torch.float64) for key in naive}
+    for (i, j), state_H in naive.items():
+        assert torch.allclose(unrolled[j].hidden_BTD[0, i], state_H, rtol=0, atol=EXACT), (i, j)
+    inputs = [features, *(p for n, p in drafter.named_parameters() if "lm_head" not in n and n != "body.norm.weight")]
+    ours = sum((weights[i, j] * unrolled[j].hidden_BTD[0, i]).sum() for i, j in naive)
+    theirs = sum((weights[key] * state_H).sum() for key, state_H in naive.items())
+    pairs = zip(
+        torch.autograd.grad(ours, inputs, allow_unused=True),
+        torch.autograd.grad(theirs, inputs, allow_unused=True),
+        strict=True,
+    )
+    for mine, other in pairs:
+        assert (mine is None) == (other is None)
+        assert mine is None or torch.allclose(mine, other, rtol=1e-9, atol=1e-10)
+
+
+def test_long_texts_are_attended_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries beyond `QUERIES` go through the checkpointed path; states and gradients stay the same."""
+    drafter = drafters()["eagle3"]
+    ids_1T = torch.randint(2, 64, (1, 11))
+    features = torch.randn(1, 11, 96, dtype=torch.float64)
+    mask_1T = torch.ones(1, 11, dtype=torch.bool)
+
+    def run() -> tuple[Tensor, Tensor]:
+        signals = TeacherSignals(ids_1T, torch.ones_like(ids_1T), features[..., :32], mask_1T, features)
+        total = sum(entry.hidden_BTD.sin().sum() for entry in drafter.unroll(signals))
+        (gradient,) = torch.autograd.grad(total, [drafter.body.fc.weight])
+        return total, gradient
+
+    whole = run()
+    monkeypatch.setattr("draftsmith.heads.layers.QUERIES", 4)
+    parts = run()
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(whole, parts, strict=True))
