@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from draftsmith.decode.features import Features
 from draftsmith.errors import ConfigError
 from draftsmith.heads.drafter import TeacherSignals
+from draftsmith.heads.final_states import final_states
 
 # Shapes: B batch, T positions, H hidden size.
 
@@ -23,15 +24,19 @@ class OnlineTeacher:
         self._require_plain_head()
 
     @torch.no_grad()
-    def signals(self, input_ids_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor) -> TeacherSignals:
-        """The batch as the target sees it; see `TeacherSignals` for what the mask means."""
-        hidden_BTH = self._hidden(input_ids_BT, attention_mask_BT)
+    def signals(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor,
+        mask_BT: Tensor,
+        source_BS: Tensor | None = None,
+        source_mask_BS: Tensor | None = None,
+    ) -> TeacherSignals:
+        """The batch as the target sees it; see `TeacherSignals` for what the mask and the source mean."""
+        text = (input_ids_BT, attention_mask_BT)
+        hidden_BTH = final_states(self.model, *text, source_BS, source_mask_BS)
         features_BTF = None if self._features is None else self._features.take()
-        return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT, features_BTF)
-
-    def _hidden(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> Tensor:
-        output = self.model.base_model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False)
-        return output.last_hidden_state
+        return TeacherSignals(*text, hidden_BTH, mask_BT, features_BTF, source_BS, source_mask_BS)
 
     @torch.no_grad()
     def _require_plain_head(self) -> None:
@@ -41,8 +46,13 @@ class OnlineTeacher:
             raise ConfigError(f"target {name} has no lm_head; expected a causal language model")
         device = next(self.model.parameters()).device
         probe_1T = torch.arange(1, 4, device=device)[None]
-        logits = self.model(input_ids=probe_1T, use_cache=False).logits.float()
-        again = self.lm_head(self._hidden(probe_1T, torch.ones_like(probe_1T))).float()
+        if self.model.config.is_encoder_decoder:
+            source = probe_1T
+            logits = self.model(input_ids=probe_1T, decoder_input_ids=probe_1T, use_cache=False).logits.float()
+        else:
+            source = None
+            logits = self.model(input_ids=probe_1T, use_cache=False).logits.float()
+        again = self.lm_head(final_states(self.model, probe_1T, torch.ones_like(probe_1T), source)).float()
         # The same product twice, so all but equal; half precision may round once more (bf16 has 8 bits).
         room = (1e-4 if self.lm_head.weight.dtype == torch.float32 else 1e-2) * logits.abs().max()
         capped = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)

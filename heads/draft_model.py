@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.drafter import Context, TeacherSignals, TrainableDrafter, Tree, Unrolled
+from draftsmith.heads.final_states import final_states
 from draftsmith.heads.lora import add_lora
 
 
@@ -102,10 +103,10 @@ class DraftModel(TrainableDrafter):
         self._reader.drop(rows)
 
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
-        output = self.model.base_model(
-            input_ids=signals.input_ids_BT, attention_mask=signals.attention_mask_BT, use_cache=False
+        states_BTD = final_states(
+            self.model, signals.input_ids_BT, signals.attention_mask_BT, signals.source_BS, signals.source_mask_BS
         )
-        return [Unrolled(output.last_hidden_state, self.model.get_output_embeddings(), offset=0)]
+        return [Unrolled(states_BTD, self.model.get_output_embeddings(), offset=0)]
 
 
 def _pretrained(name: str, target: nn.Module) -> nn.Module:
@@ -157,7 +158,8 @@ def _of_target(
         raise ConfigError.of("drafter.num_hidden_layers", num_hidden_layers, f"1 to the target's {depth}")
     chosen = kept_layers(keep, num_hidden_layers, depth)
     _resize(config, chosen, *own)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     if init == "target_layers":
         if own != (None, None, None):
             raise ConfigError("drafter.init='target_layers' keeps the target's widths; expected no other width")
@@ -179,6 +181,8 @@ def _resize(
 ) -> None:
     """Change `config` in place to the given sizes; None keeps the target's."""
     config.num_hidden_layers = len(layers)
+    if config.is_encoder_decoder:
+        config.num_decoder_layers = len(layers)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in layers]
     if intermediate is not None:
@@ -205,26 +209,40 @@ def spread(count: int, depth: int) -> list[int]:
 
 
 def layers_name(model: nn.Module) -> str:
-    depth = model.config.num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return name
-    raise ConfigError(
-        f"model {type(model).__name__} has no list of {depth} layers to copy from; expected init='random'"
-    )
+    """The name of a decoder-only model's list of layers."""
+    return _layer_lists(model)[0]
+
+
+def _layer_lists(model: nn.Module) -> list[str]:
+    """The names of a model's lists of layers: one, or an encoder's and a decoder's."""
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    wanted = 2 if model.config.is_encoder_decoder else 1
+    if len(names) < wanted:
+        raise ConfigError(
+            f"model {type(model).__name__} has no list of {depth} layers to copy from; expected init='random'"
+        )
+    return names[:wanted]
 
 
 @torch.no_grad()
 def copy_layers(target: nn.Module, model: nn.Module, layers: list[int]) -> None:
     """Copy the target's weights into `model`, whose layer i becomes the target's layer `layers[i]`."""
-    prefix = layers_name(target) + "."
+    prefixes = [f"{name}." for name in _layer_lists(target)]
     weights = {}
     for name, value in target.state_dict().items():
-        if not name.startswith(prefix):
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None:
             weights[name] = value
             continue
         index, rest = name.removeprefix(prefix).split(".", 1)
         for new, old in enumerate(layers):
             if int(index) == old:
                 weights[f"{prefix}{new}.{rest}"] = value
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:  # T5 keeps the position bias of all layers in its first one
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"drafter.keep={layers}: these make no model ({reason}); expected other layers") from error

@@ -106,6 +106,9 @@ class TeacherSignals:
     """bool; True where the target's distribution *at* position t (for token t + 1) is to be learned."""
     features_BTF: Tensor | None = None
     """The features that the drafter needs (`Needs.layers`); None when it needs none."""
+    source_BS: Tensor | None = None
+    """What an encoder reads; None for decoder-only targets."""
+    source_mask_BS: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -36,21 +36,36 @@ class Batch:
     input_ids_BT: Tensor
     attention_mask_BT: Tensor
     mask_BT: Tensor
+    source_BS: Tensor | None = None
+    """What an encoder reads; the input ids are then the decoder's."""
+    source_mask_BS: Tensor | None = None
 
 
-def collate(rows: Dataset, indices: list[int], device: torch.device) -> Batch:
-    """Pad the rows on the right to the longest of them."""
+def collate(rows: Dataset, indices: list[int], device: torch.device, start_token: int | None = None) -> Batch:
+    """Pad the rows on the right to the longest of them.
+
+    `start_token`: an encoder-decoder target's; prompts then go to its encoder, responses behind it to its decoder.
+    """
     chosen = [rows[index] for index in indices]
-    width = max(len(row["input_ids"]) for row in chosen)
-    ids_BT = torch.zeros(len(chosen), width, dtype=torch.long)
-    attention_BT = torch.zeros_like(ids_BT)
-    mask_BT = torch.zeros(len(chosen), width, dtype=torch.bool)
-    for i, row in enumerate(chosen):
-        length = len(row["input_ids"])
-        ids_BT[i, :length] = torch.tensor(row["input_ids"])
-        attention_BT[i, :length] = 1
-        mask_BT[i, row["prompt_length"] - 1 : length - 1] = True
-    return Batch(ids_BT.to(device), attention_BT.to(device), mask_BT.to(device))
+    texts, prompts = [row["input_ids"] for row in chosen], [row["prompt_length"] for row in chosen]
+    sources = None
+    if start_token is not None:
+        sources = _padded([text[:length] for text, length in zip(texts, prompts, strict=True)], device)
+        texts = [[start_token, *text[length:]] for text, length in zip(texts, prompts, strict=True)]
+        prompts = [1] * len(texts)
+    ids_BT, attention_BT = _padded(texts, device)
+    mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    for i, (text, length) in enumerate(zip(texts, prompts, strict=True)):
+        mask_BT[i, length - 1 : len(text) - 1] = True
+    return Batch(ids_BT, attention_BT, mask_BT, *(sources or ()))
+
+
+def _padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids [B, T], zeros behind, and the mask of what is text."""
+    width = max(map(len, texts))
+    ids_BT = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
+    mask_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+    return ids_BT.to(device), mask_BT.to(device)
 
 
 def response_tokens(rows: Dataset, indices: list[int]) -> int:

@@ -94,6 +94,8 @@ class _Run:
         made = optimizers(self.drafter, recipe.train.optimizer, recipe.train.weight_decay)
         module = AgreementStep(self.drafter, objective, self.teacher)
         self.module, *self.optimizers = accelerator.prepare(module, *made)
+        config = self.target.model.config
+        self.start_token = config.decoder_start_token_id if config.is_encoder_decoder else None
         self.described = describe_target(
             self.target.model, self.target.tokenizer, self.target.name, self.target.revision
         )
@@ -191,9 +193,9 @@ class _Run:
         totals: list[torch.Tensor] = []
         for part in range(parts):
             begin = (part * accelerator.num_processes + accelerator.process_index) * size
-            batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device)
+            batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token)
             with accelerator.autocast():
-                signals = self.teacher.signals(batch.input_ids_BT, batch.attention_mask_BT, batch.mask_BT)
+                signals = self.teacher.signals(**vars(batch))
             last = part == parts - 1
             with torch.enable_grad() if last else accelerator.no_sync(self.module):
                 values = self.module(signals)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -80,13 +88,32 @@ def _comparable(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in read_metrics(folder)]
 
 
-@pytest.mark.parametrize("drafter", ["draft_model", "medusa"])
+LEARNERS = {
+    "draft_model": [],
+    "draft_model with lora": ["drafter.init=target_layers", "drafter.lora_rank=8"],
+    "medusa": [],
+    "medusa of 20 tokens": ["drafter.draft_vocab_size=20"],
+    "hydra": ["train.optimizer=muon"],
+    "mlp_speculator": [],
+    "eagle": ["objective.feature_weight=0.1"],
+    "hass": ["objective.top_k_weight=1.0"],
+    "eagle3": ["drafter.layers=[1,2]"],
+    "eagle3 of 20 tokens": ["drafter.layers=[1,2]", "drafter.draft_vocab_size=20", "train.optimizer=muon"],
+    "mtp": [],
+    "peagle": ["drafter.layers=[1,2]"],
+    "dflash": ["drafter.layers=[1,2]", "drafter.block_size=4"],
+    "dflash with all of it": ["drafter.layers=[2]", "drafter.markov_rank=4", "drafter.confidence_head=true"],
+}
+
+
+@pytest.mark.parametrize("drafter", LEARNERS)
 def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
-    overrides = [f"drafter.type={drafter}", "train.steps=60", "train.learning_rate=1e-2", "train.evaluate_every=30"]
-    folder = loop.train(load_recipe(str(recipe_file), overrides))
+    overrides = [f"drafter.type={drafter.split()[0]}", "train.steps=60", "train.learning_rate=1e-2"]
+    folder = loop.train(load_recipe(str(recipe_file), [*overrides, "train.evaluate_every=30", *LEARNERS[drafter]]))
     losses = _losses(tmp_path / "run")
     assert len(losses) == 60
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    # With 20 of 64 tokens much of the target's mass is out of reach, and pruned layers begin near their goal.
+    assert sum(losses[-5:]) < (0.97 if "tokens" in drafter or "lora" in drafter else 0.9) * sum(losses[:5])
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny-target")
     decoder = SpeculativeDecoder(target, load_drafter(folder, target, tokenizer))
@@ -98,6 +125,45 @@ def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Pa
     best = json.loads((tmp_path / "run" / "finished.json").read_text())
     assert best["best_tau"] == max(evaluations)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["drafter.init=target_layers", "drafter.keep=first"]], ids=["random", "pruned"]
+)
+def test_an_encoder_decoder_draft_model_learns(
+    options: list[str], recipe_file: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A small T5 for a T5: the prompt goes to both encoders, the response is drafted."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "relative_attention_num_buckets": 8}
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=64, **sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    target = T5ForConditionalGeneration(config).eval()
+    for parameter in target.parameters():
+        parameter.data *= 3
+    target.save_pretrained(tmp_path / "t5")
+    tiny_tokenizer.save_pretrained(tmp_path / "t5")
+    overrides = [f"target.model={tmp_path / 't5'}", "train.steps=40", "train.learning_rate=1e-2", *options]
+    folder = loop.train(load_recipe(str(recipe_file), overrides))
+    losses = _losses(tmp_path / "run")
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+    target = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5")
+    drafter = load_drafter(folder, target, AutoTokenizer.from_pretrained(tmp_path / "t5"))
+    out = SpeculativeDecoder(target, drafter).generate([5, 6, 7, 8], max_new_tokens=20)
+    assert out.tokens == SpeculativeDecoder(target).generate([5, 6, 7, 8], max_new_tokens=20).tokens
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3 of 20 tokens", "dflash with all of it"])
+def test_a_killed_run_of_any_drafter_resumes_exactly(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
+    """Feature noise, random anchors and Muon's momentum are functions of the step or saved with it."""
+    overrides = [f"drafter.type={drafter.split()[0]}", *LEARNERS[drafter]]
+    whole = loop.train(load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'whole'}"]))
+    recipe = load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'cut'}"])
+    loop.train(recipe)
+    (tmp_path / "cut" / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")  # as if killed behind step 8
+    again = loop.train(recipe)
+    assert _comparable(tmp_path / "whole") == _comparable(tmp_path / "cut")
+    assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
 def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, tmp_path: Path) -> None:
