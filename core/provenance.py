@@ -29,6 +29,9 @@ def model_fingerprint(model: Any) -> str:
     that the same checkpoint loaded in float32 and in bfloat16 is recognised as one target."""
     import torch
 
+    known = getattr(model, "draftsmith_fingerprint", None)
+    if known is not None:  # a target with adapters added in: the sums would depend on the dtype they were added in
+        return known
     digest = hashlib.sha256()
     for name, parameter in sorted(model.state_dict().items()):
         flat = parameter.detach().flatten()

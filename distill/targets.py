@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError
 
@@ -46,7 +47,7 @@ def load_target(
     """Load and freeze a target.
 
     Args:
-        name: "embedded", a local folder, or a Hub id.
+        name: "embedded", a local folder, or a Hub id; a folder may hold a peft adapter, as co-training leaves it.
         dtype: one of float32, bfloat16, float16.
         trust_remote_code: run code that the repository carries; off unless the user says so.
         device: by default the accelerator when there is one.
@@ -58,7 +59,14 @@ def load_target(
     if dtype not in DTYPES:
         raise ConfigError.of("target.dtype", dtype, f"one of {', '.join(DTYPES)}")
     check_target_name(name)
-    source = str(embedded_target(progress)) if name == EMBEDDED else str(Path(name).expanduser())
+    folder = Path(name).expanduser()
+    if is_adapter(folder):
+        options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "device": device, "progress": progress}
+        base = load_target(adapter_base(folder), revision=revision, **options)
+        return LoadedTarget(
+            with_adapter(base.model, folder).eval().requires_grad_(False), base.tokenizer, name, revision
+        )
+    source = str(embedded_target(progress)) if name == EMBEDDED else str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)

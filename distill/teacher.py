@@ -23,7 +23,6 @@ class OnlineTeacher:
         self.lm_head = model.get_output_embeddings()
         self._require_plain_head()
 
-    @torch.no_grad()
     def signals(
         self,
         input_ids_BT: Tensor,
@@ -31,10 +30,16 @@ class OnlineTeacher:
         mask_BT: Tensor,
         source_BS: Tensor | None = None,
         source_mask_BS: Tensor | None = None,
+        *,
+        gradient: bool = False,
     ) -> TeacherSignals:
-        """The batch as the target sees it; see `TeacherSignals` for what the mask and the source mean."""
+        """The batch as the target sees it; see `TeacherSignals` for what the mask and the source mean.
+
+        `gradient`: the signals lead back into the target, whose adapters are trained with the drafter.
+        """
         text = (input_ids_BT, attention_mask_BT)
-        hidden_BTH = final_states(self.model, *text, source_BS, source_mask_BS)
+        with torch.set_grad_enabled(gradient):
+            hidden_BTH = final_states(self.model, *text, source_BS, source_mask_BS)
         features_BTF = None if self._features is None else self._features.take()
         return TeacherSignals(*text, hidden_BTH, mask_BT, features_BTF, source_BS, source_mask_BS)
 

@@ -100,7 +100,7 @@ def evaluate(
                 "temperature": temperature,
             }
             rows += _rows(head, measured[(BASELINE, temperature)], measured[(arm, temperature)])
-    notes = _notes(rows, len(prompts))
+    notes = _notes(rows, len(prompts)) + _quality_notes(drafters)
     if learned:
         notes.append(
             f"Policies that learn ({', '.join(learned)}) began with what {CALIBRATION} of the prompts taught them."
@@ -183,6 +183,17 @@ def _rows(head: dict[str, Any], baseline: list[Measured], speculative: list[Meas
             row |= greedy_identity(base, spec)
         rows.append(row)
     return rows
+
+
+def _quality_notes(drafters: dict[str, Drafter]) -> list[str]:
+    """A drafter that was trained with its target drafts for another p than the original's."""
+    return [
+        f"{name}: its target was trained with it and is not the original: KL {quality['kl']:.4f} nats a token, loss on "
+        f"held-out text {quality['nll_original']:.3f} -> {quality['nll_adapted']:.3f} nats, same favourite token at "
+        f"{quality['top1_agreement']:.1%} of positions. Texts are lossless relative to this target."
+        for name, drafter in drafters.items()
+        if (quality := drafter.target_quality) is not None
+    ]
 
 
 def _notes(rows: list[dict[str, Any]], prompts: int) -> list[str]:

@@ -113,7 +113,8 @@ def load_drafter(
             "the target's tokenizer to show that only the padding differs"
         )
     parameter = next(target.parameters())
-    drafter.draft_length_hint = section["draft_length"] if section else None
+    drafter.draft_length_hint = section["draft_length"] if section else drafter.draft_length_hint
+    drafter.target_quality = section["target"].get("quality") if section else None
     return drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
 
 

@@ -141,6 +141,8 @@ class Drafter(nn.Module):
     """The longest text that it can read, in tokens."""
     draft_length_hint: int | None = None
     """The draft length that the checkpoint was trained and chosen for."""
+    target_quality: dict[str, float] | None = None
+    """Where the target was trained with it: what that did to the target, see `measure_quality`."""
     shared_vocabulary: int | None = None
     """Tokens that drafter and target share, where their padded vocabularies differ in size."""
     max_draft_length: int | None = None

@@ -24,7 +24,7 @@ def add_lora(
     missing = sorted(set(modules or ()) - names)
     if missing:
         raise ConfigError.of(key, missing, f"names of layers of {type(model).__name__}")
-    _require_untied(model, modules or [], key)
+    _require_inner(model, modules or [], key)
     smallest = min(min(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
     if rank > smallest:
         raise ConfigError.of(key, rank, f"at most {smallest}, the smallest side of a layer")
@@ -32,15 +32,14 @@ def add_lora(
     inject_adapter_in_model(config, model)
 
 
-def _require_untied(model: nn.Module, modules: list[str], key: str) -> None:
-    """An adapter on one of two tied matrices would untie them."""
+def _require_inner(model: nn.Module, modules: list[str], key: str) -> None:
+    """Embeddings and lm_head stay as they are: drafters share them, and an adapter would untie tied ones."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if ends[1] is None or ends[0].weight is not ends[1].weight:
-        return
-    tied = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-    wrong = sorted({name.rpartition(".")[2] for name in tied} & set(modules))
+    outer = {name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)}
+    wrong = sorted(outer & set(modules))
     if wrong:
-        raise ConfigError(f"{key}: {wrong} of {type(model).__name__} share a matrix (tied embeddings); expected others")
+        tied = " (tied embeddings)" if ends[1] is not None and ends[0].weight is ends[1].weight else ""
+        raise ConfigError(f"{key}={wrong}{tied}; expected layers inside the blocks of {type(model).__name__}")
 
 
 def adapted_layers(model: nn.Module) -> list[LoraLayer]:

@@ -2,12 +2,14 @@
 
 import math
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
+from draftsmith.distill.cotraining import Adapters, adapted_fingerprint, measure_quality
 from draftsmith.distill.objectives import Objective
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.distill.teacher import OnlineTeacher
@@ -15,7 +17,7 @@ from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.vocabulary import checked_size
-from draftsmith.provenance import environment
+from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.storage import atomic_folder
 from draftsmith.train.batches import batch_indices, collate, response_tokens
 from draftsmith.train.checkpoint import Progress, load_state, save_state
@@ -23,9 +25,9 @@ from draftsmith.train.console import Console
 from draftsmith.train.data import TrainingData, check_sources, frequent_tokens, prepare_data
 from draftsmith.train.evaluate import evaluate_drafter
 from draftsmith.train.optimizers import optimizers
-from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, Metrics, check_output, claim_output, finish
+from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, TARGET, Metrics, check_output, claim_output, finish
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.step import AgreementStep
+from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep
 from draftsmith.train.trackers import TRACKER_FOLDER, require_tracker, start_tracker, tracker_row
 
 
@@ -91,9 +93,8 @@ class _Run:
         self.draft_length = recipe.draft_length(self.drafter.max_draft_length)
         self.teacher = OnlineTeacher(self.target.model, self.drafter.needs.layers)
         objective = Objective(**recipe.objective.model_dump())
-        made = optimizers(self.drafter, recipe.train.optimizer, recipe.train.weight_decay)
-        module = AgreementStep(self.drafter, objective, self.teacher)
-        self.module, *self.optimizers = accelerator.prepare(module, *made)
+        self.step_module, made = self._step_and_optimizers(objective)
+        self.module, *self.optimizers = accelerator.prepare(self.step_module, *made)
         config = self.target.model.config
         self.start_token = config.decoder_start_token_id if config.is_encoder_decoder else None
         self.described = describe_target(
@@ -119,8 +120,24 @@ class _Run:
             drafter = kind.from_target(model, **options, draft_vocabulary=vocabulary)
         return data, drafter
 
+    def _step_and_optimizers(self, objective: Objective) -> tuple[AgreementStep, list[torch.optim.Optimizer]]:
+        """The module that is trained, with adapters on the target where the recipe wants them."""
+        settings, together = self.recipe.train, self.recipe.cotrain
+        self.adapters: Adapters | None = None
+        if together is None:
+            step = AgreementStep(self.drafter, objective, self.teacher)
+            return step, optimizers(self.drafter, settings.optimizer, settings.weight_decay)
+        torch.manual_seed(settings.seed)
+        sizes = {"rank": together.lora_rank, "alpha": together.lora_alpha, "modules": together.modules}
+        self.base_fingerprint = model_fingerprint(self.target.model)
+        self.adapters = Adapters.on(self.target.model, **sizes)
+        rest = {field.name: getattr(together, field.name) for field in fields(CotrainSettings)}
+        step = CotrainStep(self.drafter, objective, self.teacher, self.adapters, CotrainSettings(**rest))
+        ratio = together.learning_rate_ratio
+        return step, optimizers(self.drafter, settings.optimizer, settings.weight_decay, step.adapters, ratio)
+
     def train(self) -> None:
-        progress, problems = load_state(self.folder / CHECKPOINTS, self.drafter, self._plain_optimizers())
+        progress, problems = load_state(self.folder / CHECKPOINTS, self.step_module, self._plain_optimizers())
         for problem in problems:
             self.console.say(problem)
         step, self.best_tau, self.best_step = (
@@ -162,10 +179,10 @@ class _Run:
         rate = learning_rate(self.recipe, step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
-        sums = self._accumulate(indices, tokens)
+                group["lr"] = rate * group.get("ratio", 1.0)
+        sums = self._accumulate(indices, tokens, step / settings.steps)
         norm = accelerator.clip_grad_norm_(self.module.parameters(), settings.clip_norm)
-        loss_sum, alpha_K, match_K, count_K = (accelerator.reduce(value, "sum") for value in sums)
+        loss_sum, alpha_K, match_K, count_K, quality = (accelerator.reduce(value, "sum") for value in sums)
         loss = loss_sum.item() / tokens
         if not math.isfinite(loss) or not math.isfinite(float(norm)):
             raise DraftsmithError(
@@ -181,24 +198,23 @@ class _Run:
             "alpha": (alpha_K / count_K.clamp_min(1)).tolist(),
             "top1": (match_K / count_K.clamp_min(1)).tolist(),
             "lr": rate,
+            **({} if self.adapters is None else {"quality_kl": quality.item() / tokens}),
             "gradient_norm": float(norm),
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
         }
 
-    def _accumulate(self, indices: list[int], tokens: int) -> list[torch.Tensor]:
-        """Forward and backward over this process's part of the batch; the sums of loss, alpha, match and count."""
+    def _accumulate(self, indices: list[int], tokens: int, done: float) -> list[torch.Tensor]:
+        """Forward and backward over this process's part of the batch; the sums that the step returns."""
         accelerator, parts = self.accelerator, self.recipe.train.gradient_accumulation
         size = len(indices) // (accelerator.num_processes * parts)
         totals: list[torch.Tensor] = []
         for part in range(parts):
             begin = (part * accelerator.num_processes + accelerator.process_index) * size
             batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token)
-            with accelerator.autocast():
-                signals = self.teacher.signals(**vars(batch))
             last = part == parts - 1
             with torch.enable_grad() if last else accelerator.no_sync(self.module):
-                values = self.module(signals)
+                values = self.module(batch, done)
                 # Engines average gradients over processes; the sum over all tokens is wanted.
                 accelerator.backward(values[0] * accelerator.num_processes / tokens)
             detached = [value.detach() for value in values]
@@ -211,14 +227,26 @@ class _Run:
             result = evaluate_drafter(
                 self.target.model, self.drafter, self.data.heldout, self.recipe.evaluation, self.draft_length
             )
+            fits = True
+            if self.adapters is not None:
+                result["target_quality"] = measure_quality(self.target.model, self.data.heldout)
+                fits = result["target_quality"]["kl"] <= self.recipe.cotrain.max_quality_kl
             self._log({"step": step, "evaluation": result})
             self.console.evaluation(step, result)
-            if result["tau"] > self.best_tau:
+            if result["tau"] > self.best_tau and fits:
+                self.quality = result.get("target_quality")
                 self.best_tau, self.best_step = result["tau"], step
                 self._save_best()
         self.accelerator.wait_for_everyone()
 
     def _save_best(self) -> None:
+        if self.adapters is not None:
+            fingerprint = adapted_fingerprint(self.base_fingerprint, self.adapters.tensors())
+            name = f"{self.target.name} with the adapter {self.recipe.name}"
+            self.described |= {"name": name, "model_fingerprint": fingerprint, "quality": self.quality}
+            with atomic_folder(self.folder / TARGET) as temporary:
+                self.adapters.save(temporary, self.target.name, self.quality)
+                self.target.tokenizer.save_pretrained(temporary)
         with atomic_folder(self.folder / DRAFTER) as temporary:
             save_drafter(
                 self.drafter,
@@ -233,7 +261,7 @@ class _Run:
         if self.accelerator.is_main_process:
             progress = Progress(step, self.best_tau, self.best_step)
             keep = self.recipe.train.keep_checkpoints
-            save_state(self.folder / CHECKPOINTS, progress, self.drafter, self._plain_optimizers(), keep)
+            save_state(self.folder / CHECKPOINTS, progress, self.step_module, self._plain_optimizers(), keep)
         self.accelerator.wait_for_everyone()
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer]:

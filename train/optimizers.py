@@ -9,8 +9,12 @@ from draftsmith.distill.muon import Muon
 BETAS = (0.9, 0.95)
 
 
-def optimizers(drafter: nn.Module, kind: str, weight_decay: float) -> list[torch.optim.Optimizer]:
+def optimizers(
+    drafter: nn.Module, kind: str, weight_decay: float, adapters: nn.ParameterList | None = None, ratio: float = 1.0
+) -> list[torch.optim.Optimizer]:
     """With a rate of 0 until the first step sets it; `kind` is the recipe's `train.optimizer`.
+
+    `adapters` on the target are AdamW's, at `ratio` times the drafter's rate: the group says so as `ratio`.
 
     Muon takes the matrices inside the layers; the rest stays AdamW's, as its authors advise.
     """
@@ -22,6 +26,9 @@ def optimizers(drafter: nn.Module, kind: str, weight_decay: float) -> list[torch
     if matrices:
         dtype = torch.bfloat16 if bf16_is_fast(matrices[0].device) else torch.float32
         made.append(Muon(matrices, lr=0.0, weight_decay=weight_decay, dtype=dtype))
+    if adapters is not None:
+        group = {"params": list(adapters), "ratio": ratio}
+        made.append(torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=0.0))
     if rest:
         made.append(torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=weight_decay))
     return made

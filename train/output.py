@@ -10,11 +10,12 @@ from draftsmith.errors import ConfigError
 from draftsmith.storage import write_json, write_text
 from draftsmith.train.recipe import Recipe, parse_recipe
 
-RECIPE, METRICS, FINISHED, DRAFTER, CHECKPOINTS = (
+RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS = (
     "recipe.yaml",
     "metrics.jsonl",
     "finished.json",
     "drafter",
+    "target",
     "checkpoints",
 )
 

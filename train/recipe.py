@@ -101,6 +101,27 @@ class TrainSection(Section):
     """Of initial weights, order of the data and sampling."""
 
 
+class CotrainSection(Section):
+    lora_rank: Count = 32
+    """Of the adapters on the target."""
+    lora_alpha: Annotated[Number, Field(gt=0)] = 16
+    """Scale of the adapters: alpha / rank."""
+    modules: list[str] | None = None
+    """Last parts of the names of the layers that get adapters; by default every linear layer in the blocks."""
+    learning_rate_ratio: Annotated[Number, Field(gt=0)] = 0.25
+    """The adapters' rate, relative to train.learning_rate."""
+    warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.3
+    """Share of the steps in which the drafter is trained alone."""
+    ramp_fraction: Annotated[Number, Field(ge=0, le=1)] = 0.2
+    """Share of the steps, behind the warm-up, over which the drafter's loss comes to bear on the adapters."""
+    drafter_weight: Annotated[Number, Field(gt=0)] = 0.2
+    """Of the drafter's loss for the adapters."""
+    quality_weight: Annotated[Number, Field(gt=0)] = 1.0
+    """Of the KL from the original target."""
+    max_quality_kl: Annotated[Number, Field(gt=0)] = 0.05
+    """Bound on that KL, in nats a token: on held-out text beyond it no drafter is kept."""
+
+
 class EvaluationSection(Section):
     prompts: str | None = None
     """'embedded' or a JSONL file; by default the embedded held-out text, or the last prompts of the training file."""
@@ -125,6 +146,8 @@ class Recipe(Section):
     objective: ObjectiveSection = ObjectiveSection()
     train: TrainSection = TrainSection()
     evaluation: EvaluationSection = EvaluationSection()
+    cotrain: CotrainSection | None = None
+    """Also train adapters on the target; with Medusa heads this is Medusa-2. What is decoded then is another target."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """wandb runs offline unless WANDB_API_KEY is set."""
 
@@ -254,5 +277,8 @@ def _keys(sections: list[str], kind: str | None) -> list[str]:
     """The keys that a section knows."""
     if not sections:
         return list(Recipe.model_fields)
-    section = DRAFTERS[kind] if sections[0] == "drafter" else Recipe.model_fields[sections[0]].annotation
-    return list(section.model_fields)
+    if sections[0] == "drafter":
+        return list(DRAFTERS[kind].model_fields)
+    if sections[0] == "cotrain":
+        return list(CotrainSection.model_fields)
+    return list(Recipe.model_fields[sections[0]].annotation.model_fields)

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.distill.targets import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.train import loop
 from draftsmith.train.output import read_metrics
@@ -164,6 +165,48 @@ def test_a_killed_run_of_any_drafter_resumes_exactly(drafter: str, recipe_file: 
     again = loop.train(recipe)
     assert _comparable(tmp_path / "whole") == _comparable(tmp_path / "cut")
     assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("drafter", ["medusa", "eagle3"])
+def test_drafter_and_target_are_trained_together(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
+    """Medusa-2 and its like: the adapters stay within their bound, and the adapted target is loaded by its folder."""
+    overrides = [f"drafter.type={drafter}", "train.steps=60", "train.learning_rate=1e-2", "cotrain.lora_rank=4"]
+    overrides += ["cotrain.drafter_weight=1", "cotrain.max_quality_kl=0.1", "cotrain.learning_rate_ratio=0.5"]
+    overrides += ["drafter.layers=[1,2]"] * (drafter == "eagle3")
+    folder = loop.train(load_recipe(str(recipe_file), overrides))
+    rows = read_metrics(tmp_path / "run")
+    moved = [row["quality_kl"] for row in rows if "quality_kl" in row]
+    assert max(moved[:18]) == 0 < moved[-1] < 0.1, "adapters move behind the warm-up, and not past the bound"
+    quality = json.loads((tmp_path / "run" / "target" / "quality.json").read_text())
+    assert 0 <= quality["kl"] <= 0.1  # the best drafter may be an early one
+    adapted = load_target(str(tmp_path / "run" / "target"))
+    plain = load_target(str(tmp_path / "tiny-target"))
+    loaded = load_drafter(folder, adapted.model, adapted.tokenizer)
+    assert loaded.target_quality == quality
+    out = SpeculativeDecoder(adapted.model, loaded).generate([5, 6, 7, 8], max_new_tokens=30)
+    assert out.tokens == SpeculativeDecoder(adapted.model).generate([5, 6, 7, 8], max_new_tokens=30).tokens
+    ids = torch.arange(2, 30)[None]
+    p_log, q_log = (one.model(ids).logits.log_softmax(-1) for one in (plain, adapted))
+    assert 0 <= float((p_log.exp() * (p_log - q_log)).sum(-1).mean()) < 0.5
+    with pytest.raises(ConfigError, match="the target's weights are others"):
+        load_drafter(folder, plain.model)
+
+
+def test_a_target_that_moved_too_far_keeps_no_drafter(recipe_file: Path, tmp_path: Path) -> None:
+    overrides = ["drafter.type=medusa", "train.learning_rate=3e-2", "cotrain.drafter_weight=100", "train.steps=30"]
+    overrides += ["cotrain.warmup_fraction=0.2", "cotrain.max_quality_kl=1e-6", "cotrain.quality_weight=1e-3"]
+    loop.train(load_recipe(str(recipe_file), overrides))
+    rows = [row["evaluation"] for row in read_metrics(tmp_path / "run") if "evaluation" in row]
+    assert rows[-1]["target_quality"]["kl"] > 1e-6
+    saved = json.loads((tmp_path / "run" / "target" / "quality.json").read_text())
+    assert saved["kl"] <= 1e-6
+
+
+def test_adapters_on_embeddings_are_refused(recipe_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cotrain\.modules=\['embed_tokens'\]; expected layers inside the blocks"):
+        loop.train(load_recipe(str(recipe_file), ["drafter.type=medusa", "cotrain.modules=[q_proj, embed_tokens]"]))
+    with pytest.raises(ConfigError, match=r"unknown key cotrain\.rank=3; did you mean cotrain\.lora_rank\?"):
+        load_recipe(str(recipe_file), ["cotrain.rank=3"])
 
 
 def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, tmp_path: Path) -> None:

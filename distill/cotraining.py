@@ -1,0 +1,134 @@
+"""Training drafter and target together: LoRA adapters on the target make it easier to draft for, within bounds.
+
+This changes p: what is lossless afterwards is decoding with the *adapted* target. So the distance from the original is
+part of the loss, is measured on held-out text, and no drafter is kept behind whose target has moved too far.
+With Medusa heads this is Medusa-2 (Cai et al. 2024, arXiv:2401.10774, section 2.2.2), distilled from the target itself.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from draftsmith.distill.objectives import at_least_float32, forward_kl
+from draftsmith.errors import ConfigError
+from draftsmith.heads.final_states import final_states
+from draftsmith.heads.lora import add_lora, without_lora
+from draftsmith.provenance import fingerprint, model_fingerprint
+from draftsmith.storage import write_json
+
+CONFIG, WEIGHTS, QUALITY = "adapter_config.json", "adapter_model.safetensors", "quality.json"
+
+# Shapes: B texts, T positions, N tokens, H hidden size, V vocabulary.
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters that a run trains on its target; sizes as in the recipe's section `cotrain`."""
+
+    model: nn.Module
+    rank: int
+    alpha: float
+    modules: list[str] | None
+
+    @classmethod
+    def on(cls, model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None) -> "Adapters":
+        """Put them into `model`, in float32; the rest of it stays frozen."""
+        add_lora(model, rank=rank, alpha=alpha, modules=modules, key="cotrain.modules")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return cls(model, rank, alpha, modules)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By name."""
+        return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Under the names that peft saves them by."""
+        return {
+            "base_model.model." + name.replace(".default.", "."): weight.detach().cpu().contiguous()
+            for name, weight in self.parameters.items()
+        }
+
+    def save(self, folder: Path, base: str, quality: dict[str, Any]) -> None:
+        """A peft adapter, which `load_target` and peft itself put onto `base`, and what it did to the target."""
+        folder.mkdir(parents=True, exist_ok=True)
+        suffixes = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in self.parameters})
+        config = LoraConfig(
+            r=self.rank, lora_alpha=self.alpha, target_modules=suffixes, task_type="CAUSAL_LM", inference_mode=True
+        )
+        config.base_model_name_or_path = base
+        config.save_pretrained(folder)
+        save_file(self.tensors(), folder / WEIGHTS, metadata={"format": "pt"})
+        write_json(folder / QUALITY, quality)
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def adapter_base(folder: Path) -> str:
+    """The target that an adapter was trained on: 'embedded', a folder or a Hub id."""
+    try:
+        base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{folder / CONFIG} names no base_model_name_or_path ({error}); expected one") from error
+    if not isinstance(base, str):
+        raise ConfigError(f"{folder / CONFIG}: base_model_name_or_path={base!r}; expected a name")
+    return base
+
+
+def with_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    """`model` with the adapter's weights added to its own: an ordinary model again, with a fingerprint of its own."""
+    known = adapted_fingerprint(model_fingerprint(model), load_file(folder / WEIGHTS))
+    merged = PeftModel.from_pretrained(model, folder, use_safetensors=True).merge_and_unload()
+    merged.draftsmith_fingerprint = known
+    return merged
+
+
+def adapted_fingerprint(base: str, tensors: dict[str, Tensor]) -> str:
+    """The same whatever the dtype that target and adapter are added up in."""
+    sums = {
+        name: [float(weight.double().sum()), float(weight.double().abs().sum())] for name, weight in tensors.items()
+    }
+    return fingerprint([base, {name: [f"{value:.6e}" for value in pair] for name, pair in sums.items()}])
+
+
+def quality_kl(lm_head: nn.Module, original_NH: Tensor, adapted_NH: Tensor, chunk_tokens: int) -> Tensor:
+    """Summed KL(original || adapted) in nats, a chunk of [tokens, V] at a time; the gradient reaches `adapted_NH`."""
+
+    def part(original: Tensor, adapted: Tensor) -> Tensor:
+        return forward_kl(at_least_float32(lm_head(original)), at_least_float32(lm_head(adapted))).sum()
+
+    total = adapted_NH.new_zeros((), dtype=torch.float32)
+    for start in range(0, original_NH.shape[0], chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        total = total + checkpoint(part, original_NH[chunk], adapted_NH[chunk], use_reentrant=False)
+    return total
+
+
+@torch.inference_mode()
+def measure_quality(model: nn.Module, texts: list[list[int]]) -> dict[str, float]:
+    """What the adapters in `model` have changed, on `texts`: nats a token and the share of equal favourites."""
+    lm_head = model.get_output_embeddings()
+    sums = dict.fromkeys(("kl", "nll_original", "nll_adapted", "top1_agreement"), 0.0)
+    count = 0
+    for tokens in texts:
+        ids_1T = torch.tensor([tokens], device=next(model.parameters()).device)
+        with without_lora(model):
+            p_TV = at_least_float32(lm_head(final_states(model, ids_1T, torch.ones_like(ids_1T))[0]))
+        q_TV = at_least_float32(lm_head(final_states(model, ids_1T, torch.ones_like(ids_1T))[0]))
+        sums["kl"] += float(forward_kl(p_TV[:-1], q_TV[:-1]).sum())
+        sums["top1_agreement"] += float((p_TV.argmax(-1) == q_TV.argmax(-1))[:-1].sum())
+        for name, logits_TV in (("nll_original", p_TV), ("nll_adapted", q_TV)):
+            sums[name] += float(nn.functional.cross_entropy(logits_TV[:-1], ids_1T[0, 1:], reduction="sum"))
+        count += len(tokens) - 1
+    return {name: value / max(1, count) for name, value in sums.items()}
