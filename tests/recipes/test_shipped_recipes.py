@@ -4,17 +4,28 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import make_llama
+from transformers import PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.distill.targets import load_target
 from draftsmith.train.__main__ import main
 from draftsmith.train.output import read_metrics
 from draftsmith.train.recipe import load_recipe, shipped_recipes
 
 
+@pytest.fixture
+def deep_target_folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Six layers, so that every drafter finds the depths that it reads."""
+    folder = tmp_path / "deep-target"
+    make_llama(num_hidden_layers=6).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", list(shipped_recipes()))
 def test_a_recipe_trains_and_its_drafter_decodes(
-    name: str, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, deep_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.jsonl"
@@ -22,16 +33,15 @@ def test_a_recipe_trains_and_its_drafter_decodes(
     out = tmp_path / "run"
     small = (
         f"output={out}",
-        f"target.model={tiny_target_folder}",
+        f"target.model={deep_target_folder}",
         f"data.prompts={prompts}",
         "data.response_tokens=16",
     )
     small += ("train.steps=2", "evaluation.count=2", "evaluation.max_new_tokens=8", "train.batch_size=8")
     assert main([name, *small]) == 0
     assert [row["step"] for row in read_metrics(out) if "loss" in row] == [1, 2]
-    target = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_target_folder)
-    decoder = SpeculativeDecoder(target, load_drafter(out / "drafter", target, tokenizer))
+    loaded = load_target(str(out / "target" if (out / "target").is_dir() else deep_target_folder))
+    decoder = SpeculativeDecoder(loaded.model, load_drafter(out / "drafter", loaded.model, loaded.tokenizer))
     assert len(decoder.generate([5, 6, 7], max_new_tokens=12, eos_token_id=None).tokens) == 12
 
 
