@@ -114,10 +114,8 @@ class Decoding:
         self._drafter.observe(paths)
 
     def _room(self, text: Text) -> int:
-        """The deepest draft that the text, the drafter's reach and its context allow."""
+        """The deepest draft that the text and the drafter's context allow."""
         room = text.room
-        if self._drafter.max_draft_length is not None:
-            room = min(room, self._drafter.max_draft_length)
         if self._drafter.context_limit is not None:
             room = min(room, self._drafter.context_limit - len(text.tokens))
         return room

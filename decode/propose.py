@@ -36,6 +36,8 @@ def propose(drafter: Drafter, policies: list[Policy | None], growths: list[Growt
         if retrieved is not None:
             drafts[row] = retrieved
             continue
+        if drafter.max_draft_length is not None:  # of what it grows: retrieval may know more at once
+            growth.room = min(growth.room, drafter.max_draft_length)
         growing[row] = policies[row].grow(growth)
         advance(row, None)
     if not growing:

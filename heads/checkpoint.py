@@ -105,7 +105,7 @@ def load_drafter(
     drafter = _read(folder, section)
     drafter.attach(target)
     if section is None and tokenizer is not None:
-        drafter.shared_vocabulary = _shared_vocabulary(folder, path_or_repo, tokenizer)
+        drafter.shared_vocabulary = shared_vocabulary(folder, path_or_repo, tokenizer)
     wanted = target.config.get_text_config(decoder=True).vocab_size
     if drafter.vocab_size != wanted and drafter.shared_vocabulary is None:
         raise ConfigError(
@@ -190,7 +190,7 @@ def _require_fit(
         )
 
 
-def _shared_vocabulary(folder: Path, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> int | None:
+def shared_vocabulary(folder: Path | str, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """How many tokens a plain transformers checkpoint shares with the target: its tokenizer has to agree.
 
     Families pad their embeddings to different sizes, so equal tokenizers may stand on unequal vocabularies. None

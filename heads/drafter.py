@@ -146,7 +146,7 @@ class Drafter(nn.Module):
     shared_vocabulary: int | None = None
     """Tokens that drafter and target share, where their padded vocabularies differ in size."""
     max_draft_length: int | None = None
-    """The deepest draft that it can propose; None when there is no limit."""
+    """The deepest draft that its logits reach; None when there is no limit."""
     only_retrieves: ClassVar[bool] = False
     """It has no logits to grow a draft from, so that policies do not concern it."""
 

@@ -187,6 +187,7 @@ class Hybrid(Drafter):
         self.drafter, self.retrieval, self.min_match = drafter, retrieval or SuffixRetrieval(), min_match
         self.vocab_size, self.shared_vocabulary = drafter.vocab_size, drafter.shared_vocabulary
         self.context_limit, self.draft_length_hint = drafter.context_limit, drafter.draft_length_hint
+        self.max_draft_length, self.target_quality = drafter.max_draft_length, drafter.target_quality
         self.model = getattr(drafter, "model", None)
 
     @property
@@ -207,6 +208,9 @@ class Hybrid(Drafter):
 
     def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
         return self.drafter.extend(trees, nodes)
+
+    def chances(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[list[float]] | None:
+        return self.drafter.chances(trees, nodes)
 
     def observe(self, paths: list[list[int]]) -> None:
         self.drafter.observe(paths)

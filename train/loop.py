@@ -15,7 +15,7 @@ from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS, TrainableDrafter
-from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.checkpoint import describe_target, save_drafter, shared_vocabulary
 from draftsmith.heads.vocabulary import checked_size
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.storage import atomic_folder
@@ -106,15 +106,16 @@ class _Run:
         recipe, model = self.recipe, self.target.model
         kind, options, size = HEADS[recipe.drafter.type], recipe.drafter_options(), recipe.draft_vocab_size
         size = checked_size(size, model.get_output_embeddings().weight.shape[0])
-        if size is not None:
-            # Its shapes are checked with any tokens; which ones they are depends on the data.
-            kind.from_target(model, **options, draft_vocabulary=list(range(size)))
+        if options.get("model") is not None:  # a draft model with another tokenizer would be trained in vain
+            shared_vocabulary(options["model"], options["model"], self.target.tokenizer)
         torch.manual_seed(recipe.train.seed)
-        drafter = kind.from_target(model, **options) if size is None else None
-        OnlineTeacher(model, () if drafter is None else drafter.needs.layers)
+        # With a draft vocabulary this one is for its checks alone: which tokens it has depends on the data.
+        any_tokens = {} if size is None else {"draft_vocabulary": list(range(size))}
+        drafter = kind.from_target(model, **options, **any_tokens)
+        OnlineTeacher(model, drafter.needs.layers)
         with self.accelerator.main_process_first():
             data = prepare_data(recipe, self.target, self.console)
-        if drafter is None:
+        if size is not None:
             vocabulary = frequent_tokens(data.rows, size, self.target)
             torch.manual_seed(recipe.train.seed)
             drafter = kind.from_target(model, **options, draft_vocabulary=vocabulary)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from conftest import make_llama
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -200,6 +201,48 @@ def test_a_target_that_moved_too_far_keeps_no_drafter(recipe_file: Path, tmp_pat
     assert rows[-1]["target_quality"]["kl"] > 1e-6
     saved = json.loads((tmp_path / "run" / "target" / "quality.json").read_text())
     assert saved["kl"] <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["drafter.type=eagle3"], "target has 2 layers; expected at least 4"),
+        (["drafter.type=eagle3", "drafter.layers=[1,3]"], r"layers=\[1, 3\]; expected 1 to 2"),
+        (["drafter.type=medusa", "drafter.draft_vocab_size=65"], r"draft_vocab_size=65; expected 1 to 64"),
+        (
+            ["drafter.type=hydra", "drafter.num_heads=200"],
+            r"num_heads=200; expected >= 1 and below the target",
+        ),
+        (["drafter.keep=[0,2]", "drafter.init=target_layers"], r"drafter\.keep=\[0, 2\]; expected rising layers"),
+        (["drafter.model=OTHER"], "has another tokenizer than the target"),
+    ],
+)
+def test_what_fits_no_target_is_refused_before_any_sampling(
+    overrides: list[str],
+    message: str,
+    recipe_file: Path,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "prepare_data", lambda *arguments: pytest.fail("work began"))
+    other = tmp_path / "other"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target").save_pretrained(other)
+    tiny_tokenizer.add_tokens(["<extra>"])
+    tiny_tokenizer.save_pretrained(other)
+    with pytest.raises(ConfigError, match=message):
+        loop.train(load_recipe(str(recipe_file), [entry.replace("OTHER", str(other)) for entry in overrides]))
+
+
+def test_a_smaller_member_of_the_family_is_trained_on(recipe_file: Path, tmp_path: Path) -> None:
+    """`drafter.model`: training goes on from another checkpoint of the same tokenizer."""
+    small = tmp_path / "small"
+    make_llama(4, hidden_size=16, num_hidden_layers=1).save_pretrained(small)
+    AutoTokenizer.from_pretrained(tmp_path / "tiny-target").save_pretrained(small)
+    folder = loop.train(load_recipe(str(recipe_file), [f"drafter.model={small}", "train.steps=30"]))
+    losses = _losses(tmp_path / "run")
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 16
 
 
 def test_adapters_on_embeddings_are_refused(recipe_file: Path) -> None:

@@ -26,6 +26,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.draft import ROOT
 from draftsmith.heads.drafter import TrainableDrafter
+from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
 EVEN = list(range(0, 64, 2))
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -158,6 +159,23 @@ def test_the_text_is_the_targets_own(name: str) -> None:
             assert decoder.generate(prompt, max_new_tokens=30, eos_token_id=None).tokens == tokens, policy
         batch = decoder.generate_batch(PROMPTS, max_new_tokens=30, eos_token_id=None)
         assert [out.tokens for out in batch] == expected, policy
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "peagle", "dspark"])
+def test_beside_retrieval(name: str) -> None:
+    """Rounds in which the drafter is not asked: it catches up on tokens and features, and keeps to its own reach."""
+    target = target_model()
+    drafter = Hybrid(make(name, target, noise=0.02), SuffixRetrieval(min_match=1), min_match=2)
+    prompts = [[5, 9, 33, 2, 5, 9, 33, 2, 5, 9], [7, 7, 8], [40]]
+    alone = SpeculativeDecoder(target)
+    expected = [alone.generate(prompt, max_new_tokens=60, eos_token_id=None).tokens for prompt in prompts]
+    decoder = SpeculativeDecoder(target, drafter, policy="confidence:threshold=0,draft_length=9")
+    outputs = [decoder.generate(prompt, max_new_tokens=60, eos_token_id=None) for prompt in prompts]
+    assert [out.tokens for out in outputs] == expected
+    assert [out.tokens for out in decoder.generate_batch(prompts, max_new_tokens=60, eos_token_id=None)] == expected
+    depths = {record.depth for out in outputs for record in out.rounds}
+    most = drafter.max_draft_length
+    assert max(depths) > (most or 0), "some drafts are retrieved, and longer than the drafter's"
 
 
 def save(drafter: TrainableDrafter, folder: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
