@@ -6,8 +6,8 @@
                   │          │       │       │
                   └─▶ d1     └─▶ d2  └─▶ d3  └─▶ d4      each sees what is committed and the masks before it
 
-So q at a depth does not depend on the draft tokens before it. Hui et al. 2026 (P-EAGLE), arXiv:2602.01469;
-mask tokens as in PARD, arXiv:2504.18583.
+So q at a depth does not depend on the draft tokens before it. P-EAGLE (Amazon, 2026), in the shapes that vLLM's
+speculators document; mask tokens as in PARD, arXiv:2504.18583.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,18 @@ import yaml
 from draftsmith.errors import ConfigError
 from draftsmith.storage import write_json, write_text
 
-KINDS = {"draft_model": "draft model", "medusa": "set of Medusa heads"}
+KINDS = {
+    "draft_model": "draft model",
+    "medusa": "set of Medusa heads",
+    "hydra": "set of Hydra heads",
+    "mlp_speculator": "MLP speculator",
+    "eagle": "drafter of the EAGLE-1 kind",
+    "hass": "drafter of the HASS kind",
+    "eagle3": "drafter of the EAGLE-3 kind",
+    "mtp": "multi-token prediction module",
+    "peagle": "parallel drafter of the P-EAGLE kind",
+    "dflash": "block drafter of the DFlash kind",
+}
 
 
 def write_card(folder: Path, evaluation: dict[str, Any], drafter: str) -> None:

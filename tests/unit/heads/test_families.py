@@ -9,7 +9,7 @@ import torch
 from conftest import make_llama
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.decode.chance import SeededChance
@@ -274,6 +274,38 @@ def test_what_fits_no_target_is_refused(kind: str, options: dict[str, Any], mess
 
     with pytest.raises(ConfigError, match=message):
         make_and_read()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_precision(name: str) -> None:
+    """A target in bfloat16 trains a drafter in float32, and is decoded with one in bfloat16."""
+    target = target_model().bfloat16()
+    drafter = make(name, target)
+    ids_BT = torch.randint(2, 64, (2, 12))
+    mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(ids_BT, torch.ones_like(ids_BT), mask_BT)
+    loss = Objective(feature_weight=1.0)(drafter.unroll(signals), signals, target.get_output_embeddings()).loss
+    loss.backward()
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in trained)
+    assert {parameter.dtype for parameter in trained} == {torch.float32}
+    out = SpeculativeDecoder(target, drafter.bfloat16(), draft_length=2).generate([4, 8, 9], max_new_tokens=16)
+    assert len(out.tokens) == 16 or out.stopped_by == "eos"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "mlp_speculator"])
+def test_heads_of_an_encoder_decoder_target(kind: str) -> None:
+    """They read the decoder's state and tokens; drafters that read features of layers are refused."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4, "num_heads": 4, "relative_attention_num_buckets": 8}
+    target = T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes, decoder_start_token_id=0)).eval()
+    drafter = HEADS[kind].from_target(target).eval()
+    for prompt in PROMPTS:
+        out = SpeculativeDecoder(target, drafter, draft_length=3).generate(prompt, max_new_tokens=20, eos_token_id=None)
+        alone = SpeculativeDecoder(target).generate(prompt, max_new_tokens=20, eos_token_id=None)
+        assert out.tokens == alone.tokens
+    with pytest.raises(ConfigError, match="expected a decoder-only target"):
+        OnlineTeacher(target, HEADS["eagle3"].from_target(target).needs.layers)
 
 
 def test_too_shallow_a_target_is_refused() -> None:
