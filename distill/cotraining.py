@@ -14,9 +14,10 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from draftsmith.distill.objectives import at_least_float32, forward_kl
+from draftsmith.distill.chunked import chunked_sums
+from draftsmith.distill.divergences import forward_kl
+from draftsmith.distill.objectives import at_least_float32
 from draftsmith.errors import ConfigError
 from draftsmith.heads.final_states import final_states
 from draftsmith.heads.lora import add_lora, without_lora
@@ -105,14 +106,16 @@ def adapted_fingerprint(base: str, tensors: dict[str, Tensor]) -> str:
 def quality_kl(lm_head: nn.Module, original_NH: Tensor, adapted_NH: Tensor, chunk_tokens: int) -> Tensor:
     """Summed KL(original || adapted) in nats, a chunk of [tokens, V] at a time; the gradient reaches `adapted_NH`."""
 
-    def part(original: Tensor, adapted: Tensor) -> Tensor:
-        return forward_kl(at_least_float32(lm_head(original)), at_least_float32(lm_head(adapted))).sum()
+    def part(adapted_nH: Tensor, place: slice) -> tuple[Tensor]:
+        return (forward_kl(_log_p(lm_head, original_NH[place]), _log_p(lm_head, adapted_nH)).sum(),)
 
-    total = adapted_NH.new_zeros((), dtype=torch.float32)
-    for start in range(0, original_NH.shape[0], chunk_tokens):
-        chunk = slice(start, start + chunk_tokens)
-        total = total + checkpoint(part, original_NH[chunk], adapted_NH[chunk], use_reentrant=False)
-    return total
+    if original_NH.shape[0] == 0:
+        return 0 * adapted_NH.sum()
+    return chunked_sums(part, adapted_NH, (), chunk_tokens)[0]
+
+
+def _log_p(lm_head: nn.Module, states_nH: Tensor) -> Tensor:
+    return at_least_float32(lm_head(states_nH)).log_softmax(-1)
 
 
 @torch.inference_mode()
@@ -124,8 +127,8 @@ def measure_quality(model: nn.Module, texts: list[list[int]]) -> dict[str, float
     for tokens in texts:
         ids_1T = torch.tensor([tokens], device=next(model.parameters()).device)
         with without_lora(model):
-            p_TV = at_least_float32(lm_head(final_states(model, ids_1T, torch.ones_like(ids_1T))[0]))
-        q_TV = at_least_float32(lm_head(final_states(model, ids_1T, torch.ones_like(ids_1T))[0]))
+            p_TV = _log_p(lm_head, final_states(model, ids_1T, torch.ones_like(ids_1T))[0])
+        q_TV = _log_p(lm_head, final_states(model, ids_1T, torch.ones_like(ids_1T))[0])
         sums["kl"] += float(forward_kl(p_TV[:-1], q_TV[:-1]).sum())
         sums["top1_agreement"] += float((p_TV.argmax(-1) == q_TV.argmax(-1))[:-1].sum())
         for name, logits_TV in (("nll_original", p_TV), ("nll_adapted", q_TV)):

@@ -63,6 +63,10 @@ class Body(nn.Module, ABC):
     def head(self, states_nH: Tensor) -> Tensor:
         """Logits [n, V] of states that `step` returned, or [n, D] over the draft vocabulary."""
 
+    def head_parameters(self) -> tuple[nn.Parameter, ...]:
+        """What `head` trains; nothing where it is the target's."""
+        return ()
+
     def full_head(self, states_nH: Tensor) -> Tensor:
         """Logits [n, V], whatever the draft vocabulary."""
         logits_nD = self.head(states_nH)

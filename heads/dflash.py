@@ -269,7 +269,7 @@ class DFlash(TrainableDrafter):
             last = self.context.texts[row].tokens[-1]
             before = [last if node == ROOT else tree.tokens[node] for node in wanted]
             states_nD = self._with_token(self._states_BKH[row, depths], torch.tensor(before, dtype=torch.long))
-            chances.append(self.confidence(states_nD)[..., 0].sigmoid().tolist())
+            chances.append(self._sureness(states_nD).sigmoid().tolist())
         return chances
 
     def _with_token(self, states_nH: Tensor, before_n: Tensor) -> Tensor:
@@ -303,9 +303,24 @@ class DFlash(TrainableDrafter):
         for k in range(1, size):
             places_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k < T), anchors_BA + k - 1, -1)
             states_BAD = self._with_token(states_BAbH[:, :, k], ids_BT.gather(1, places_BA.clamp_min(0)))
-            confidence = None if self.confidence is None else lambda states_nD: self.confidence(states_nD)[..., 0]
-            unrolled.append(Unrolled(states_BAD, _Head(body, self.markov), places_BT=places_BA, confidence=confidence))
+            unrolled.append(
+                Unrolled(
+                    states_BAD,
+                    _Head(body, self.markov),
+                    places_BT=places_BA,
+                    confidence=None if self.confidence is None else self._sureness,
+                    head_parameters=self._head_parameters(),
+                )
+            )
         return unrolled
+
+    def _sureness(self, states_nD: Tensor) -> Tensor:
+        """[n] logits of the confidence head."""
+        return self.confidence(states_nD)[..., 0]
+
+    def _head_parameters(self) -> tuple[nn.Parameter, ...]:
+        parts = [self.confidence, None if self.markov is None else self.markov.markov_w2]
+        return tuple(parameter for part in parts if part is not None for parameter in part.parameters())
 
     def _anchors(self, mask_BT: Tensor) -> Tensor:
         """[B, A]: random positions of which the next token belongs to a response, -1 where a text has fewer."""

@@ -128,6 +128,13 @@ class Unrolled:
     """The state itself is a guess of the target's final hidden state at that position."""
     confidence: Callable[[Tensor], Tensor] | None = None
     """Maps [N, D] states to [N] logits of the chance that the draft token is accepted."""
+    head_parameters: tuple[nn.Parameter, ...] = ()
+    """What a head that is no module reads and trains."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Everything that is trained between states and logits."""
+        modules = [part for part in (self.head, self.confidence) if isinstance(part, nn.Module)]
+        return [*self.head_parameters, *(parameter for module in modules for parameter in module.parameters())]
 
 
 class Drafter(nn.Module):

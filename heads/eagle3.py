@@ -84,6 +84,9 @@ class Eagle3Body(Body):
     def head(self, states_nH: Tensor) -> Tensor:
         return self.lm_head(states_nH if self.norm_output else self.norm(states_nH))
 
+    def head_parameters(self) -> tuple[nn.Parameter, ...]:
+        return (self.lm_head.weight,) if self.norm_output else (self.lm_head.weight, self.norm.weight)
+
 
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 

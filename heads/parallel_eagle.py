@@ -158,7 +158,8 @@ class ParallelEagle(ByDepth):
             if k > 0:
                 embeds_BTH, states_BTH = body.embed(mask_BT), self.mask_hidden.expand_as(states_BTH)
             out_BTH = body.step(embeds_BTH, states_BTH, body.rotary(embeds_BTH, positions_1T + k), attend)
-            unrolled.append(Unrolled(out_BTH, body.head, offset=k + 1, vocabulary_D=tokens_D))
+            trained = body.head_parameters()
+            unrolled.append(Unrolled(out_BTH, body.head, offset=k + 1, vocabulary_D=tokens_D, head_parameters=trained))
         return unrolled
 
 

@@ -97,7 +97,14 @@ class Recurrent(TrainableDrafter):
             rope = body.rotary(embeds_BTH, positions_1T + k)
             states_BTH = body.step(embeds_BTH, states_BTH, rope, attend)
             unrolled.append(
-                Unrolled(states_BTH, body.head, offset=k + 1, vocabulary_D=tokens, regresses=self.regresses)
+                Unrolled(
+                    states_BTH,
+                    body.head,
+                    offset=k + 1,
+                    vocabulary_D=tokens,
+                    regresses=self.regresses,
+                    head_parameters=body.head_parameters(),
+                )
             )
         return unrolled
 

@@ -21,6 +21,8 @@ class Progress:
     step: int
     best_tau: float
     best_step: int
+    alpha: list[float] | None = None
+    """Of the last step, by draft position: some objectives weigh with it."""
 
 
 def save_state(

@@ -92,7 +92,7 @@ class _Run:
         self.data, self.drafter = self._data_and_drafter()
         self.draft_length = recipe.draft_length(self.drafter.max_draft_length)
         self.teacher = OnlineTeacher(self.target.model, self.drafter.needs.layers)
-        objective = Objective(**recipe.objective.model_dump())
+        objective = Objective(**recipe.objective_options(self.draft_length))
         self.step_module, made = self._step_and_optimizers(objective)
         self.module, *self.optimizers = accelerator.prepare(self.step_module, *made)
         config = self.target.model.config
@@ -139,6 +139,7 @@ class _Run:
 
     def train(self) -> None:
         progress, problems = load_state(self.folder / CHECKPOINTS, self.step_module, self._plain_optimizers())
+        self.last_alpha = None if progress is None else progress.alpha
         for problem in problems:
             self.console.say(problem)
         step, self.best_tau, self.best_step = (
@@ -194,9 +195,10 @@ class _Run:
             optimizer.step()
             optimizer.zero_grad()
         seconds = time.perf_counter() - started
+        self.last_alpha = (alpha_K / count_K.clamp_min(1)).tolist()
         return {
             "loss": loss,
-            "alpha": (alpha_K / count_K.clamp_min(1)).tolist(),
+            "alpha": self.last_alpha,
             "top1": (match_K / count_K.clamp_min(1)).tolist(),
             "lr": rate,
             **({} if self.adapters is None else {"quality_kl": quality.item() / tokens}),
@@ -215,7 +217,7 @@ class _Run:
             batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token)
             last = part == parts - 1
             with torch.enable_grad() if last else accelerator.no_sync(self.module):
-                values = self.module(batch, done)
+                values = self.module(batch, done, self.last_alpha)
                 # Engines average gradients over processes; the sum over all tokens is wanted.
                 accelerator.backward(values[0] * accelerator.num_processes / tokens)
             detached = [value.detach() for value in values]
@@ -260,7 +262,7 @@ class _Run:
 
     def _checkpoint(self, step: int) -> None:
         if self.accelerator.is_main_process:
-            progress = Progress(step, self.best_tau, self.best_step)
+            progress = Progress(step, self.best_tau, self.best_step, self.last_alpha)
             keep = self.recipe.train.keep_checkpoints
             save_state(self.folder / CHECKPOINTS, progress, self.step_module, self._plain_optimizers(), keep)
         self.accelerator.wait_for_everyone()

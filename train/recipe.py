@@ -50,22 +50,38 @@ class DataSection(Section):
     """Prompts that are answered together."""
 
 
+Term = Literal["kl", "reverse_kl", "js", "tv", "lk_alpha", "ce", "lk_lambda", "accepted_length"]
+Weight = Annotated[Number, Field(ge=0)]
+Temperature = Annotated[Number, Field(gt=0)]
+
+
 class ObjectiveSection(Section):
-    kind: Literal["kl", "tv", "ce"] = "kl"
-    """KL(p || q), total variation, or cross-entropy with the target's argmax."""
-    temperature: Annotated[Number, Field(gt=0)] = 1.0
-    """Of both p and q inside the objective."""
+    kind: Term = "kl"
+    """KL(p || q), KL(q || p), Jensen-Shannon, total variation, -log alpha, cross-entropy with the target's argmax,
+    LK-lambda, or the expected accepted length; see distill/objectives.py."""
+    mix: dict[Term, Weight] = Field(default_factory=dict)
+    """Weights of several of them, instead of `kind`."""
+    temperature: Temperature | list[Temperature] = 1.0
+    """Of both p and q inside the objective; several are averaged. For temperature 0 take 'ce'."""
     position_decay: Annotated[Number, Field(gt=0, le=1)] = 0.8
     """Draft position k weighs position_decay ** k."""
+    position_weights: list[Weight] = Field(default_factory=list)
+    """Weight of each draft position, instead of position_decay; the last one holds for all further ones."""
+    beta: Annotated[Number, Field(gt=0, lt=1)] = 0.5
+    """The target's share in the mixture of 'js'."""
+    eta: Weight = 3.0
+    """Of 'lk_lambda': how fast total variation takes over from KL as alpha rises; its authors use 10 for Medusa."""
+    dpace: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Weigh each position by how much of the draft hangs on it (D-PACE), smoothed by this; its authors use 0.5."""
     chunk_tokens: Count = 1024
     """Tokens whose logits are alive at a time."""
-    feature_weight: Annotated[Number, Field(ge=0)] = 0.0
+    feature_weight: Weight = 0.0
     """Of the SmoothL1 distance between the drafter's state and the target's, for eagle and hass."""
     top_k: Count = 10
     """Of the target's likeliest tokens, in the term that `top_k_weight` adds."""
-    top_k_weight: Annotated[Number, Field(ge=0)] = 0.0
+    top_k_weight: Weight = 0.0
     """Of the cross-entropy over the target's `top_k` likeliest tokens (HASS)."""
-    confidence_weight: Annotated[Number, Field(ge=0)] = 1.0
+    confidence_weight: Weight = 1.0
     """Of the cross-entropy of a confidence head, where the drafter has one."""
 
 
@@ -154,6 +170,13 @@ class Recipe(Section):
     def drafter_options(self) -> dict[str, Any]:
         """What `from_target` of the drafter takes, but for its draft vocabulary."""
         return self.drafter.model_dump(exclude={"type", "draft_vocab_size"})
+
+    def objective_options(self, draft_length: int) -> dict[str, Any]:
+        """What `Objective` takes."""
+        options = self.objective.model_dump()
+        temperature = options.pop("temperature")
+        options["temperatures"] = tuple(temperature) if isinstance(temperature, list) else (temperature,)
+        return {**options, "position_weights": tuple(options["position_weights"]), "draft_length": draft_length}
 
     @property
     def draft_vocab_size(self) -> int | None:

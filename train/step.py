@@ -25,11 +25,11 @@ class AgreementStep(nn.Module):
         # In a tuple, so that the frozen target is not registered as something to train, wrap or save.
         self._teacher = (teacher,)
 
-    def forward(self, batch: Batch, done: float) -> Sums:
-        """`done`: the share of the run's steps that are behind."""
+    def forward(self, batch: Batch, done: float, last_alpha: list[float] | None) -> Sums:
+        """`done`: the share of the run's steps that are behind; `last_alpha`: the last step's, by draft position."""
         teacher = self._teacher[0]
         signals = teacher.signals(**vars(batch))
-        sums = self._objective(self.drafter.unroll(signals), signals, teacher.lm_head)
+        sums = self._objective(self.drafter.unroll(signals), signals, teacher.lm_head, last_alpha)
         return sums.loss, sums.alpha_K, sums.match_K, sums.count_K, sums.loss.detach() * 0
 
 
@@ -63,10 +63,10 @@ class CotrainStep(AgreementStep):
         self.adapters = nn.ParameterList(adapters.parameters.values())
         self._settings = settings
 
-    def forward(self, batch: Batch, done: float) -> Sums:
+    def forward(self, batch: Batch, done: float, last_alpha: list[float] | None) -> Sums:
         settings, teacher = self._settings, self._teacher[0]
         if done < settings.warmup_fraction:
-            loss, *rest = super().forward(batch, done)
+            loss, *rest = super().forward(batch, done, last_alpha)
             return loss + 0 * sum(weight.sum() for weight in self.adapters), *rest
         with without_lora(teacher.model):
             original_NH = teacher.signals(**vars(batch)).hidden_BTH[batch.mask_BT]
@@ -83,7 +83,7 @@ class CotrainStep(AgreementStep):
         )
         # Only what the drafter reads is pulled at: p is what it is, and the drafter follows.
         known = replace(signals, hidden_BTH=signals.hidden_BTH.detach())
-        sums = self._objective(self.drafter.unroll(read), known, teacher.lm_head)
+        sums = self._objective(self.drafter.unroll(read), known, teacher.lm_head, last_alpha)
         loss = sums.loss + settings.quality_weight * quality
         return loss, sums.alpha_K, sums.match_K, sums.count_K, quality.detach()
 

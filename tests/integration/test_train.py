@@ -156,8 +156,8 @@ def test_an_encoder_decoder_draft_model_learns(
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3 of 20 tokens", "dflash with all of it"])
 def test_a_killed_run_of_any_drafter_resumes_exactly(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
-    """Feature noise, random anchors and Muon's momentum are functions of the step or saved with it."""
-    overrides = [f"drafter.type={drafter.split()[0]}", *LEARNERS[drafter]]
+    """Feature noise, random anchors, Muon's momentum and the last alpha are functions of the step or saved with it."""
+    overrides = [f"drafter.type={drafter.split()[0]}", *LEARNERS[drafter], "objective.kind=lk_lambda"]
     whole = loop.train(load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'whole'}"]))
     recipe = load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'cut'}"])
     loop.train(recipe)
@@ -258,6 +258,8 @@ def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, 
         "accumulated": (0, ("train.gradient_accumulation=2",)),
         "two": (2, ()),
         "two_accumulated": (2, ("train.gradient_accumulation=2",)),
+        "lambda": (0, ("objective.kind=lk_lambda",)),
+        "lambda_two": (2, ("objective.kind=lk_lambda",)),
     }
     curves = {}
     for name, (processes, overrides) in runs.items():
@@ -266,7 +268,8 @@ def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, 
         curves[name] = torch.tensor(_losses(tmp_path / name))
     assert len(curves["one"]) == 12
     for name in runs:
-        torch.testing.assert_close(curves[name], curves["one"], atol=1e-5, rtol=0)
+        reference = "lambda" if name.startswith("lambda") else "one"
+        torch.testing.assert_close(curves[name], curves[reference], atol=1e-5, rtol=0)
 
 
 def test_a_killed_run_resumes_bit_by_bit(recipe_file: Path, tmp_path: Path) -> None:

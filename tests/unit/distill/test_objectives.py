@@ -1,10 +1,13 @@
 """The chunked objectives give the plain formula's value and gradient, and never hold more than a chunk of logits."""
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from draftsmith.distill.objectives import DIVERGENCES, Objective, overlap
+from draftsmith.distill.objectives import KINDS, Objective
 from draftsmith.heads.drafter import TeacherSignals, Unrolled
 
 B, T, H, D, V = 3, 11, 8, 6, 13
@@ -17,27 +20,42 @@ def _signals(generator: torch.Generator) -> TeacherSignals:
     return TeacherSignals(ids, torch.ones_like(ids), hidden, mask)
 
 
-def _plain(kind: str, p_logits: Tensor, q_logits: Tensor) -> Tensor:
+ETA, LAST_ALPHA = 3.0, [0.3, 0.6]
+SUMMED = [kind for kind in KINDS if kind != "accepted_length"]
+
+
+def _plain(kind: str, p_logits: Tensor, q_logits: Tensor, k: int = 0) -> Tensor:
     """The formula over one row, as it stands in a paper."""
     p, q = p_logits.softmax(-1), q_logits.softmax(-1)
+    m = 0.3 * p + 0.7 * q
+    kl, tv = (p * (p.log() - q.log())).sum(), (p - q).abs().sum() / 2
+    share = math.exp(-ETA * LAST_ALPHA[k])
     return {
-        "kl": (p * (p.log() - q.log())).sum(),
-        "tv": (p - q).abs().sum() / 2,
+        "kl": kl,
+        "reverse_kl": (q * (q.log() - p.log())).sum(),
+        "js": 0.3 * (p * (p / m).log()).sum() + 0.7 * (q * (q / m).log()).sum(),
+        "tv": tv,
+        "lk_alpha": -torch.minimum(p, q).sum().log(),
         "ce": -q.log()[p.argmax()],
+        "lk_lambda": share * kl + (1 - share) * tv,
     }[kind]
 
 
+def _overlap(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    return torch.minimum(p_logits.softmax(-1), q_logits.softmax(-1)).sum(-1)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
-@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("kind", SUMMED)
 def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> None:
     generator = torch.Generator().manual_seed(3)
     signals = _signals(generator)
     lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
     heads = [nn.Linear(D, V).double() for _ in range(2)]
     states = [torch.randn(B, T, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in heads]
-    objective = Objective(kind, temperature=0.7, position_decay=0.5, chunk_tokens=chunk)
+    objective = Objective(kind, temperatures=(0.7,), position_decay=0.5, beta=0.3, eta=ETA, chunk_tokens=chunk)
     unrolled = [Unrolled(state, head, offset=k + 1) for k, (state, head) in enumerate(zip(states, heads, strict=True))]
-    sums = objective(unrolled, signals, lm_head)
+    sums = objective(unrolled, signals, lm_head, LAST_ALPHA)
     leaves = [*states, *(parameter for head in heads for parameter in head.parameters())]
     gradients = torch.autograd.grad(sums.loss, leaves)
 
@@ -48,8 +66,8 @@ def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> No
                 if signals.mask_BT[b, t]:
                     p = lm_head(signals.hidden_BTH[b, t]) / 0.7
                     q = heads[k](states[k][b, t - k - 1]) / 0.7
-                    expected = expected + 0.5**k * _plain(kind, p, q)
-                    alphas[k] += overlap(p[None], q[None]).item()
+                    expected = expected + 0.5**k * _plain(kind, p, q, k)
+                    alphas[k] += _overlap(p, q).item()
                     counts[k] += 1
     torch.testing.assert_close(sums.loss.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(sums.alpha_K.double(), torch.tensor(alphas, dtype=torch.float64), rtol=1e-6, atol=1e-6)
@@ -78,7 +96,8 @@ def test_no_more_than_one_chunk_of_logits_is_alive() -> None:
     forward_calls = len(rows)
     loss.backward()
     assert max(rows) <= 2
-    assert len(rows) == 2 * forward_calls, "logits are made again in the backward pass, not kept"
+    assert len(rows) == forward_calls == -(-int(signals.mask_BT.sum()) // 2), "logits are made once"
+    assert max(saved) <= max(signals.hidden_BTH.numel(), 2 * V), "and no more than a chunk of them is kept"
 
 
 def test_an_empty_mask_still_reaches_every_parameter() -> None:
@@ -88,10 +107,11 @@ def test_an_empty_mask_still_reaches_every_parameter() -> None:
         signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, torch.zeros_like(signals.mask_BT)
     )
     state = torch.randn(B, T, D, requires_grad=True)
-    sums = Objective()([Unrolled(state, nn.Linear(D, V), 0)], empty, nn.Linear(H, V).double())
+    head = nn.Linear(D, V)
+    sums = Objective()([Unrolled(state, head, 0)], empty, nn.Linear(H, V).double())
     sums.loss.backward()
     assert sums.loss.item() == 0
-    assert state.grad is not None
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in (state, head.weight, head.bias))
     assert not state.grad.any()
 
 
@@ -107,11 +127,19 @@ def _truncated(kind: str, p_logits: Tensor, q_logits: Tensor) -> Tensor:
     if kind == "ce":
         best = int(p_V.argmax())
         return -q_D.log()[SOME.index(best)] if best in SOME else 0 * q_D.sum()
+    if kind == "reverse_kl":
+        return (q_D * (q_D / p_D).log()).sum()
+    if kind == "lk_alpha":
+        return -torch.minimum(p_D, q_D).sum().log()
+    if kind == "js":
+        q_V = torch.zeros_like(p_V).index_put((torch.tensor(SOME),), q_D)
+        m_V = (p_V + q_V) / 2
+        return ((p_V * (p_V / m_V).log()).sum() + (q_D * (q_D / m_V[SOME]).log()).sum()) / 2
     inside = p_D.sum()
     return (p_D * ((p_D / inside).log() - q_D.log())).sum()
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("kind", [kind for kind in SUMMED if kind != "lk_lambda"])
 def test_tokens_outside_the_draft_vocabulary_count_as_misses(kind: str) -> None:
     generator = torch.Generator().manual_seed(5)
     signals = _signals(generator)
@@ -125,7 +153,7 @@ def test_tokens_outside_the_draft_vocabulary_count_as_misses(kind: str) -> None:
             if signals.mask_BT[b, t]:
                 p, q = lm_head(signals.hidden_BTH[b, t]), head(state[b, t - 1])
                 expected = expected + _truncated(kind, p, q)
-                alpha += float(torch.minimum(p.softmax(-1)[SOME], q.softmax(-1)).sum())
+                alpha += torch.minimum(p.softmax(-1)[SOME], q.softmax(-1)).sum().item()
                 match += int(p.argmax()) == SOME[int(q.argmax())]
                 outside += int(p.argmax()) not in SOME
     assert outside > 0, "the case under test"
@@ -178,3 +206,117 @@ def test_states_at_chosen_places() -> None:
     all_of_them = Objective("kl")([Unrolled(whole, head)], kept, lm_head)
     assert some.count_K == all_of_them.count_K
     torch.testing.assert_close(some.loss, all_of_them.loss)
+
+
+def _three_positions(generator: torch.Generator) -> tuple[TeacherSignals, nn.Module, list[Unrolled], list[Tensor]]:
+    signals = _signals(generator)
+    lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
+    head = nn.Linear(D, V).double()
+    states = [torch.randn(B, T, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
+    return signals, lm_head, [Unrolled(state, head, offset=k + 1) for k, state in enumerate(states)], states
+
+
+def _alpha_of(signals: TeacherSignals, lm_head: nn.Module, entry: Unrolled, b: int, anchor: int, place: int) -> Tensor:
+    """With its gradient; zero where the place is masked or there is none."""
+    if place >= T or not signals.mask_BT[b, place]:
+        return torch.zeros((), dtype=torch.float64)
+    return _overlap(lm_head(signals.hidden_BTH[b, place]), entry.head(entry.hidden_BTD[b, anchor]))
+
+
+def test_expected_accepted_length() -> None:
+    """Value and gradient of E[tau] - 1 over every draft, against autograd through the plain products."""
+    signals, lm_head, unrolled, states = _three_positions(torch.Generator().manual_seed(11))
+    ours = Objective("accepted_length", chunk_tokens=4)(unrolled, signals, lm_head).loss
+    expected = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            survival = torch.ones((), dtype=torch.float64)
+            for entry in unrolled:
+                survival = survival * _alpha_of(signals, lm_head, entry, b, t, t + entry.offset)
+                expected = expected - survival
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    leaves = [*states, *unrolled[0].head.parameters()]
+    for mine, plain in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
+
+
+def test_expected_accepted_length_of_a_draft_model() -> None:
+    """One state a position: the draft behind t is tested at t, t + 1, ..."""
+    generator = torch.Generator().manual_seed(12)
+    signals, lm_head, (first, *_), (state, *_) = _three_positions(generator)
+    entry = Unrolled(state, first.head)
+    ours = Objective("accepted_length", draft_length=3)([entry], signals, lm_head).loss
+    expected = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            survival = torch.ones((), dtype=torch.float64)
+            for k in range(3):
+                survival = survival * _alpha_of(signals, lm_head, entry, b, min(t + k, T - 1), t + k)
+                expected = expected - survival
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    for mine, plain in zip(torch.autograd.grad(ours, [state]), torch.autograd.grad(expected, [state]), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
+
+
+def test_dpace_weights() -> None:
+    """weight_k = sum_{j>=k} prod_{i<=j} s_i with s = (1 - a) q(favourite) + a, detached."""
+    signals, lm_head, unrolled, states = _three_positions(torch.Generator().manual_seed(13))
+    ours = Objective("ce", dpace=0.5, position_decay=1.0)(unrolled, signals, lm_head).loss
+    expected = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            losses, sure = [], []
+            for entry in unrolled:
+                place = t + entry.offset
+                if place < T and signals.mask_BT[b, place]:
+                    p, q = lm_head(signals.hidden_BTH[b, place]), entry.head(entry.hidden_BTD[b, t])
+                    losses.append(_plain("ce", p, q))
+                    sure.append(0.5 * math.exp(-losses[-1].item()) + 0.5)
+                else:
+                    losses.append(torch.zeros((), dtype=torch.float64))
+                    sure.append(0.0)
+            for k, loss in enumerate(losses):
+                expected = expected + sum(math.prod(sure[: j + 1]) for j in range(k, 3)) * loss
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    for mine, plain in zip(torch.autograd.grad(ours, states), torch.autograd.grad(expected, states), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-9)
+
+
+def test_mixes_temperatures_and_position_weights() -> None:
+    signals, lm_head, unrolled, _ = _three_positions(torch.Generator().manual_seed(14))
+
+    def loss(**settings: object) -> float:
+        return Objective(**settings)(unrolled, signals, lm_head).loss.item()
+
+    mixed = loss(mix={"kl": 0.5, "tv": 2.0}, temperatures=(0.5, 2.0), position_weights=(1.0, 0.25))
+    parts = [
+        weight * loss(kind=kind, temperatures=(temperature,), position_weights=(1.0, 0.25)) / 2
+        for kind, weight in (("kl", 0.5), ("tv", 2.0))
+        for temperature in (0.5, 2.0)
+    ]
+    assert mixed == pytest.approx(sum(parts), rel=1e-5)
+    first = Objective(position_weights=(1.0,))(unrolled[:1], signals, lm_head).loss.item()
+    rest = Objective(position_weights=(1.0,))(unrolled[1:], signals, lm_head).loss.item()
+    assert loss(position_weights=(1.0, 0.25)) == pytest.approx(first + 0.25 * rest, rel=1e-5)
+
+
+def test_the_loss_is_a_sum_over_tokens_however_they_are_batched() -> None:
+    """Rows apart, or padded further, give the same sums: nothing is averaged before the loop divides."""
+    signals, lm_head, unrolled, _ = _three_positions(torch.Generator().manual_seed(15))
+    objectives = [Objective(kind) for kind in KINDS]
+
+    def cut(pick: Callable[[Tensor], Tensor]) -> tuple[TeacherSignals, list[Unrolled]]:
+        parts = (signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, signals.mask_BT)
+        return TeacherSignals(*map(pick, parts)), [
+            Unrolled(pick(entry.hidden_BTD), entry.head, entry.offset) for entry in unrolled
+        ]
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.zeros_like(x[:, :3])], 1)
+
+    for objective in objectives:
+        whole = objective(unrolled, signals, lm_head).loss.item()
+        rows = [cut(lambda x, b=b: x[b : b + 1]) for b in range(B)]
+        assert whole == pytest.approx(sum(objective(u, s, lm_head).loss.item() for s, u in rows), rel=1e-5)
+        more, entries = cut(padded)
+        assert whole == pytest.approx(objective(entries, more, lm_head).loss.item(), rel=1e-5), objective.kind

@@ -1,0 +1,99 @@
+"""The chunked objective beside the plain one: peak memory and time of forward and backward, by vocabulary.
+
+    python benchmarks/objective.py                       # V = 32,000 and 128,000, KL
+    python benchmarks/objective.py --kind lk_lambda --tokens 2048
+
+Each measurement is a process of its own, since peak memory is the process's; both sides take turns, medians count.
+Memory is the growth of the peak over inputs and weights. The plain side is the formula on all logits at once.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from draftsmith.distill.divergences import forward_kl, total_variation
+from draftsmith.distill.objectives import KINDS, Objective
+from draftsmith.heads.drafter import TeacherSignals, Unrolled
+
+REPEATS = 3
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_000])
+    parser.add_argument("--kind", choices=KINDS, default="kl", help="of the chunked side; plain is KL or tv, else KL")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--measure", choices=("plain", "chunked"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Print seconds and the growth of the peak, in MiB, of one forward and backward."""
+    torch.manual_seed(0)
+    (vocabulary,) = options.vocabularies
+    lm_head = nn.Linear(options.hidden, vocabulary, bias=False).requires_grad_(False)
+    head = nn.Linear(options.hidden, vocabulary, bias=False)
+    head.weight.grad = torch.zeros_like(head.weight)
+    shape = (1, options.tokens, options.hidden)
+    state, teacher = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    # Touch everything that both sides need once, with a few tokens, so that only the logits' memory counts.
+    (head(state[:, :2]).sum() + lm_head(teacher[:, :2]).sum()).backward()
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    if options.measure == "plain":
+        with torch.no_grad():
+            p_log = lm_head(teacher[0]).log_softmax(-1)
+        q_log = head(state[0]).log_softmax(-1)
+        loss = (total_variation if options.kind == "tv" else forward_kl)(p_log, q_log).sum()
+    else:
+        mask = torch.ones(shape[:2], dtype=torch.bool)
+        signals = TeacherSignals(mask.long(), mask.long(), teacher, mask)
+        loss = Objective(options.kind, chunk_tokens=options.chunk)(
+            [Unrolled(state, head)], signals, lm_head, [0.5]
+        ).loss
+    loss.backward()
+    seconds = time.perf_counter() - started
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(json.dumps({"seconds": seconds, "peak": peak, "loss": loss.item()}))
+
+
+def run(side: str, vocabulary: int, options: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, __file__, "--measure", side, "--vocabularies", str(vocabulary), "--kind", options.kind]
+    command += ["--tokens", str(options.tokens), "--hidden", str(options.hidden), "--chunk", str(options.chunk)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    options = arguments()
+    if options.measure:
+        measure(options)
+        return
+    table = Table(title=f"{options.kind}, {options.tokens} tokens of width {options.hidden}, chunks of {options.chunk}")
+    for column in ("V", "plain MiB", "chunked MiB", "ratio", "plain s", "chunked s", "ratio"):
+        table.add_column(column, justify="right")
+    for vocabulary in options.vocabularies:
+        sides: dict[str, list[dict[str, float]]] = {"plain": [], "chunked": []}
+        for _ in range(REPEATS):
+            for side, found in sides.items():
+                found.append(run(side, vocabulary, options))
+        (peak, peak_ours), (seconds, ours) = (
+            [statistics.median(entry[key] for entry in found) for found in sides.values()]
+            for key in ("peak", "seconds")
+        )
+        cells = (f"{peak:.0f}", f"{peak_ours:.0f}", f"1/{peak / max(peak_ours, 1):.1f}")
+        table.add_row(f"{vocabulary:,}", *cells, f"{seconds:.2f}", f"{ours:.2f}", f"{ours / seconds:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
