@@ -1,5 +1,7 @@
 """The teacher in the loop: the target's final hidden states, from which p is made again chunk by chunk."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -30,12 +32,14 @@ class OnlineTeacher:
         mask_BT: Tensor,
         source_BS: Tensor | None = None,
         source_mask_BS: Tensor | None = None,
+        rows: Sequence[int] = (),
         *,
         gradient: bool = False,
     ) -> TeacherSignals:
         """The batch as the target sees it; see `TeacherSignals` for what the mask and the source mean.
 
-        `gradient`: the signals lead back into the target, whose adapters are trained with the drafter.
+        `rows` are for a teacher that has been asked before (distill/signal_cache.py). `gradient`: the signals lead back
+        into the target, whose adapters are trained with the drafter.
         """
         text = (input_ids_BT, attention_mask_BT)
         with torch.set_grad_enabled(gradient):

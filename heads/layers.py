@@ -135,8 +135,15 @@ class DecoderLayer(nn.Module):
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
 
 
-def norm(config: LlamaConfig, size: int | None = None) -> nn.RMSNorm:
-    return nn.RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+class RMSNorm(nn.RMSNorm):
+    """torch's, which is fused only where gain and input have one dtype; under autocast they have not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def norm(config: LlamaConfig, size: int | None = None) -> RMSNorm:
+    return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
 def last_gain(target: nn.Module, default_H: Tensor) -> Tensor:

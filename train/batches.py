@@ -1,5 +1,6 @@
 """Which sequences make up a step: a function of seed and step alone, so that nothing has to be saved to resume."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ class Batch:
     source_BS: Tensor | None = None
     """What an encoder reads; the input ids are then the decoder's."""
     source_mask_BS: Tensor | None = None
+    rows: Sequence[int] = ()
+    """Which rows of the data it holds."""
 
 
 def collate(rows: Dataset, indices: list[int], device: torch.device, start_token: int | None = None) -> Batch:
@@ -57,7 +60,7 @@ def collate(rows: Dataset, indices: list[int], device: torch.device, start_token
     mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     for i, (text, length) in enumerate(zip(texts, prompts, strict=True)):
         mask_BT[i, length - 1 : len(text) - 1] = True
-    return Batch(ids_BT, attention_BT, mask_BT, *(sources or ()))
+    return Batch(ids_BT, attention_BT, mask_BT, *(sources or (None, None)), rows=indices)
 
 
 def _padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ class Console:
 
     @contextmanager
     def bar(self, name: str, steps: int, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """Yields a function that takes a step's metrics and moves the bar on."""
+        """Yields a function that takes a step's metrics, if it has any, and moves the bar on."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=12),
@@ -36,7 +36,8 @@ class Console:
             task = progress.add_task(name, total=steps, completed=done, numbers="")
 
             def advance(row: dict[str, Any]) -> None:
-                numbers = f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f}"  # 80 columns hold no more
+                # 80 columns hold no more.
+                numbers = f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f}" if row else ""
                 progress.update(task, advance=1, numbers=numbers)
 
             yield advance

@@ -28,6 +28,7 @@ from draftsmith.train.optimizers import optimizers
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, TARGET, Metrics, check_output, claim_output, finish
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep
+from draftsmith.train.teachers import make_teacher
 from draftsmith.train.trackers import TRACKER_FOLDER, require_tracker, start_tracker, tracker_row
 
 
@@ -43,6 +44,8 @@ def train(recipe: Recipe) -> Path:
     check_output(recipe)
     require_tracker(recipe.tracker)
     check_sources(recipe)
+    if recipe.cotrain is not None and recipe.teacher.kind == "cached":
+        raise ConfigError("teacher.kind='cached' with cotrain; expected 'online': the target changes")
     folder = Path(recipe.output)
     if (folder / FINISHED).exists():
         Console(True).say(f"{recipe.name}: already finished in {folder}")
@@ -91,7 +94,7 @@ class _Run:
             )
         self.data, self.drafter = self._data_and_drafter()
         self.draft_length = recipe.draft_length(self.drafter.max_draft_length)
-        self.teacher = OnlineTeacher(self.target.model, self.drafter.needs.layers)
+        self.teacher = make_teacher(recipe, self.target.model, self.drafter, self.data.rows, accelerator, self.console)
         objective = Objective(**recipe.objective_options(self.draft_length))
         self.step_module, made = self._step_and_optimizers(objective)
         self.module, *self.optimizers = accelerator.prepare(self.step_module, *made)

@@ -50,6 +50,15 @@ class DataSection(Section):
     """Prompts that are answered together."""
 
 
+class TeacherSection(Section):
+    kind: Literal["online", "cached"] = "online"
+    """'cached' runs the target over the data once and keeps its states on disk; worth it for more than one epoch."""
+    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
+    """Of the cached states."""
+    shard_rows: Count = 256
+    """Rows of a file of the cache."""
+
+
 Term = Literal["kl", "reverse_kl", "js", "tv", "lk_alpha", "ce", "lk_lambda", "accepted_length"]
 Weight = Annotated[Number, Field(ge=0)]
 Temperature = Annotated[Number, Field(gt=0)]
@@ -159,6 +168,7 @@ class Recipe(Section):
     drafter: AnyDrafterSection
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
+    teacher: TeacherSection = TeacherSection()
     objective: ObjectiveSection = ObjectiveSection()
     train: TrainSection = TrainSection()
     evaluation: EvaluationSection = EvaluationSection()

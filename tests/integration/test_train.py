@@ -245,6 +245,22 @@ def test_a_smaller_member_of_the_family_is_trained_on(recipe_file: Path, tmp_pat
     assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 16
 
 
+def test_a_drafter_learns_from_cached_states(recipe_file: Path, tmp_path: Path) -> None:
+    """Features included; the second start finds every shard."""
+    overrides = ["drafter.type=eagle3", "drafter.layers=[1,2]", "teacher.kind=cached", "train.learning_rate=1e-2"]
+    loop.train(load_recipe(str(recipe_file), [*overrides, "train.steps=40"]))
+    losses = _losses(tmp_path / "run")
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache" / "signals").rglob("*.safetensors")}
+    assert before
+    loop.train(load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'second'}"]))
+    assert before == {file: file.stat().st_mtime_ns for file in before}
+    with pytest.raises(ConfigError, match="teacher.kind='cached' with cotrain"):
+        loop.train(
+            load_recipe(str(recipe_file), ["teacher.kind=cached", "cotrain.lora_rank=2", f"output={tmp_path}/x"])
+        )
+
+
 def test_adapters_on_embeddings_are_refused(recipe_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"cotrain\.modules=\['embed_tokens'\]; expected layers inside the blocks"):
         loop.train(load_recipe(str(recipe_file), ["drafter.type=medusa", "cotrain.modules=[q_proj, embed_tokens]"]))
@@ -258,6 +274,8 @@ def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, 
         "accumulated": (0, ("train.gradient_accumulation=2",)),
         "two": (2, ()),
         "two_accumulated": (2, ("train.gradient_accumulation=2",)),
+        "cached": (0, ("teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=8")),
+        "cached_two": (2, ("teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=4")),
         "lambda": (0, ("objective.kind=lk_lambda",)),
         "lambda_two": (2, ("objective.kind=lk_lambda",)),
     }
