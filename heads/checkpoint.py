@@ -20,6 +20,7 @@ from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter, TrainableDrafter
 from draftsmith.heads.lora import merged_state
 from draftsmith.heads.named import drafter_named, is_named
+from draftsmith.heads.published import read_published
 from draftsmith.heads.vocabulary import DraftVocabulary
 from draftsmith.provenance import model_fingerprint, tokenizer_fingerprint
 from draftsmith.storage import write_json
@@ -97,14 +98,15 @@ def load_drafter(
     if not config_file.is_file():
         raise ConfigError(f"drafter={path_or_repo}; expected a folder with config.json, and there is none")
     try:
-        section = json.loads(config_file.read_text(encoding="utf-8")).get("draftsmith")
-    except ValueError as error:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        section = config.get("draftsmith")
+    except (ValueError, AttributeError) as error:
         raise ConfigError(f"{config_file} is not JSON ({error}); expected a drafter's config") from error
     if section is not None:
         _require_fit(section, path_or_repo, target, tokenizer)
-    drafter = _read(folder, section)
+    drafter = _read(folder, section, config, target)
     drafter.attach(target)
-    if section is None and tokenizer is not None:
+    if section is None and isinstance(drafter, DraftModel) and tokenizer is not None:
         drafter.shared_vocabulary = shared_vocabulary(folder, path_or_repo, tokenizer)
     wanted = target.config.get_text_config(decoder=True).vocab_size
     if drafter.vocab_size != wanted and drafter.shared_vocabulary is None:
@@ -129,8 +131,11 @@ def _local(path_or_repo: str) -> Path:
         raise ConfigError(f"drafter={path_or_repo}; expected a local folder or a Hub id ({reason})") from error
 
 
-def _read(folder: Path, section: dict[str, Any] | None) -> TrainableDrafter:
+def _read(folder: Path, section: dict[str, Any] | None, config: dict[str, Any], target: nn.Module) -> TrainableDrafter:
     try:
+        published = read_published(folder, config, target) if section is None else None
+        if published is not None:
+            return published
         if section is None or section["type"] == DraftModel.type:
             return DraftModel(_language_model(folder))
         drafter = HEADS[section["type"]].from_config(section["drafter"])

@@ -89,7 +89,7 @@ class Mtp(Recurrent):
         drafter = cls(layer_config(target, 1, attention_bias=bias), train_steps=train_steps)
         drafter.attach(target)
         try:
-            drafter.body.load_state_dict(_as_ours(weights))
+            drafter.body.load_state_dict(as_ours(weights))
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"drafter.init='native': the target's MTP module has another shape ({reason})") from error
@@ -116,7 +116,7 @@ def native_weights(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _as_ours(weights: dict[str, Any]) -> dict[str, Any]:
+def as_ours(weights: dict[str, Any]) -> dict[str, Any]:
     """The decoder layer lies flat in the module there, in a list of layers here."""
     layer = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
     return {f"layers.0.{name}" if name.startswith(layer) else name: value for name, value in weights.items()}

@@ -7,24 +7,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
+from recording import decoded_logits
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.decode.chance import SeededChance
-from draftsmith.decode.decoding import Decoding
-from draftsmith.decode.growth import Growth
-from draftsmith.decode.policies.policy import Growing
-from draftsmith.decode.processors import Processors, Sampling
-from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.text import Text
 from draftsmith.distill.objectives import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.heads.draft import ROOT
 from draftsmith.heads.drafter import TrainableDrafter
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
@@ -68,41 +61,6 @@ def make(name: str, target: LlamaForCausalLM, noise: float = 0.1) -> TrainableDr
     for parameter in drafter.parameters():
         parameter.data += noise * torch.randn_like(parameter)
     return drafter
-
-
-class Recorder:
-    """A policy that drafts given tokens and keeps the logits that it was shown."""
-
-    learns = False
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens, self.logits = tokens, []
-
-    def fresh(self) -> "Recorder":
-        return self
-
-    def grow(self, growth: Growth) -> Growing:
-        node = ROOT
-        for token in self.tokens[: growth.room]:
-            logits_1V = yield [node]
-            self.logits.append(logits_1V[0].clone())
-            node = growth.choose(node, token)
-        return growth.draft()
-
-    def observe(self, *arguments: object) -> None:
-        pass
-
-
-def decoded_logits(drafter: TrainableDrafter, target: LlamaForCausalLM, prompt: list[int], behind: list[int]) -> Tensor:
-    """[K, V]: what the drafter says behind `prompt` and along the tokens `behind`, by the decoder's own path."""
-    policy = Recorder(behind[1:])
-    text = Text(list(prompt), len(prompt) + 40, SeededChance(0))
-    decoding = Decoding(TransformersTarget(target), drafter, policy, [text], Processors(Sampling(0.0)))
-    decoding.prefill()
-    if text.tokens[-1] != behind[0]:  # the target wrote another token: the test's text goes on as it was told
-        text.tokens[-1] = behind[0]
-    decoding.round()
-    return torch.stack(policy.logits)
 
 
 def unrolled_logits(
