@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith import load_drafter
 from draftsmith.errors import ConfigError
+from draftsmith.heads.parallel_eagle import Line
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB, EPS, THETA = 32, 4, 2, 8, 48, 64, 1e-6, 10_000.0
 PROMPT, DRAFTED = [5, 9, 33, 2, 11, 9, 8], [23, 60, 31, 4]
@@ -255,22 +256,78 @@ def test_sglang_and_vllm_folders_are_one_drafter_and_ids_differ_by_one(
     assert not close(logits([2, 3, 5]), wanted), "the trap: the same numbers mean other layers"
 
 
+def test_the_layers_own_sizes_positions_and_epsilon_count(
+    tmp_path: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them as the target has it or as a Llama has it by default; two layers; a norm before fc, ids left out."""
+    for name, value in {"HEAD": 16, "INNER": 40, "EPS": 1e-2, "THETA": 50.0}.items():
+        monkeypatch.setitem(globals(), name, value)
+    second = {name.replace(".0.", ".1."): value for name, value in random_tensors(layer_shapes(), seed=5).items()}
+    tensors = eagle3_tensors() | second | random_tensors({"input_norm.weight": (3 * HIDDEN,)}, seed=1)
+    config = speculators("eagle3", norm_before_residual=False, norm_before_fc=True)
+    config["transformer_layer_config"]["num_hidden_layers"] = 2
+    drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
+    normed = rms(hidden_states(target, [2, 3, 3]), tensors["input_norm.weight"])
+    headless = {**tensors, "norm.weight": torch.ones(HIDDEN), "lm_head.weight": torch.eye(HIDDEN)}
+    first = eagle3_step(headless, residual_normed=False)
+
+    def step(embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        h, _ = first(embeds, states)
+        h = h + causal_attention(second, rms(h, second["layers.1.input_layernorm.weight"]), "layers.1.self_attn")
+        h = h + mlp(second, rms(h, second["layers.1.post_attention_layernorm.weight"]), "layers.1.mlp")
+        return h, rms(h, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
+
+    reference = stepwise(target, normed @ tensors["fc.weight"].T, step)
+    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
+
+
+def test_rows_of_a_draft_vocabulary_need_not_be_sorted(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    def logits(folder: str, tokens: list[int], tensors: Tensors) -> Tensor:
+        config = speculators("eagle3", **VLLM, draft_vocab_size=len(tokens))
+        drafter = load_drafter(written(tmp_path / folder, config, tensors), target)
+        assert (drafter.draft_vocabulary is None) == (len(tokens) == VOCAB)
+        return decoded_logits(drafter, target, PROMPT, DRAFTED)
+
+    order = [4, 0, 7, 2, 1, 6, 3, 5]
+    sorted_rows, tokens = eagle3_tensors(KEPT), [KEPT[row] for row in order]
+    mixed = {**sorted_rows, "lm_head.weight": sorted_rows["lm_head.weight"][order]}
+    mixed["d2t"] = torch.tensor(tokens) - torch.arange(len(tokens))
+    assert torch.equal(logits("mixed", tokens, mixed), logits("sorted", KEPT, sorted_rows))
+    everything = eagle3_tensors(list(range(VOCAB)))
+    bare = {name: value for name, value in everything.items() if name not in ("d2t", "t2d")}
+    assert torch.equal(logits("mapped", [*range(VOCAB)], everything), logits("bare", [*range(VOCAB)], bare))
+
+
+def test_embeddings_of_the_target_in_another_dtype_are_the_targets(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    config, own = speculators("eagle3", **VLLM), target.get_input_embeddings().weight.detach().clone()
+    stored = eagle3_tensors() | {"embed_tokens.weight": own.bfloat16(), "rotary_emb.inv_freq": torch.ones(4)}
+    load_drafter(written(tmp_path / "coarse", config, stored), target)
+    stored["embed_tokens.weight"] = own
+    drafter = load_drafter(written(tmp_path / "fine", config, stored), target.bfloat16())
+    assert drafter.body.fc.weight.dtype == torch.bfloat16
+
+
 # The others.
 
 
-def test_peagle(tmp_path: Path, target: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("residual_normed", [None, True])
+def test_peagle(residual_normed: bool | None, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """A missing `norm_before_residual` means False here."""
     tensors = eagle3_tensors() | random_tensors({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=2)
-    config = speculators("peagle", **VLLM, mask_token_id=17)
+    config = speculators("peagle", **VLLM, mask_token_id=17) | {"norm_before_residual": residual_normed}
+    if residual_normed is None:
+        del config["norm_before_residual"]
     drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
     features = torch.cat([hidden_states(target, [2, 3, 5]), tensors["mask_hidden"][0].expand(2, -1)])
     states = features @ tensors["fc.weight"].T
     embeds = embedded(target, [*PROMPT[1:], DRAFTED[0], 17, 17])
-    reference = eagle3_step(tensors, residual_normed=False)(embeds, states)[1][-3:]
+    reference = eagle3_step(tensors, residual_normed=bool(residual_normed))(embeds, states)[1][-3:]
     assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
 
 
+@pytest.mark.parametrize("sees", [True, False], ids=["sure of the token before", "sure of the state alone"])
 @pytest.mark.parametrize("rank", [0, 5], ids=["dflash", "dspark"])
-def test_dflash(rank: int, tmp_path: Path, target: LlamaForCausalLM) -> None:
+def test_dflash(rank: int, sees: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
     """Keys and values of projected features, a bidirectional block of the anchor and masks, the target's lm_head."""
     shapes = layer_shapes() | {"layers.0.self_attn.q_norm.weight": (HEAD,), "layers.0.self_attn.k_norm.weight": (HEAD,)}
     shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
@@ -282,7 +339,9 @@ def test_dflash(rank: int, tmp_path: Path, target: LlamaForCausalLM) -> None:
         w |= random_tensors(
             {"markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (VOCAB, rank)}, 3
         )
-        w |= random_tensors({"confidence_head.proj.weight": (1, HIDDEN + rank), "confidence_head.proj.bias": (1,)}, 4)
+        w |= random_tensors(
+            {"confidence_head.proj.weight": (1, HIDDEN + rank * sees), "confidence_head.proj.bias": (1,)}, 4
+        )
     drafter = load_drafter(written(tmp_path / "d", config, w), target)
     n, name = len(PROMPT), "layers.0.self_attn"
     context = rms(hidden_states(target, [2, 4]) @ w["fc.weight"].T, w["hidden_norm.weight"])
@@ -294,11 +353,17 @@ def test_dflash(rank: int, tmp_path: Path, target: LlamaForCausalLM) -> None:
     v = heads_of(both @ w[f"{name}.v_proj.weight"].T)
     h = block + attended(q, k, v, torch.ones(4, n + 4, dtype=torch.bool)) @ w[f"{name}.o_proj.weight"].T
     h = h + mlp(w, rms(h, w["layers.0.post_attention_layernorm.weight"]))
-    reference = rms(h, w["norm.weight"])[1:] @ target.lm_head.weight.T
+    states = rms(h, w["norm.weight"])[1:]
+    reference = states @ target.lm_head.weight.T
     if rank:
         before = w["markov_head.markov_w1.weight"][torch.tensor(DRAFTED[:3])]
         reference = reference + before @ w["markov_head.markov_w2.weight"].T
-    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
+        read = torch.cat([states, before], -1) if sees else states
+        sure = read @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]
+    with torch.no_grad():
+        assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
+        chances = drafter.chances([Line(DRAFTED[1:])], [[0, 1]])
+    assert chances is None if not rank else torch.allclose(torch.tensor(chances[0]), sure[1:].sigmoid(), atol=CLOSE)
 
 
 def test_mtp(tmp_path: Path, target: LlamaForCausalLM) -> None:
@@ -353,19 +418,21 @@ def medusa_reference(
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("variant", ["plain", "one lm_head", "token map"])
+@pytest.mark.parametrize("variant", ["plain", "one lm_head", "token map", "token map into all rows", "no biases"])
 def test_medusa_of_vllm(variant: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
     order = [40, 3, 60, 23, 5, 31]  # a map need not be sorted
+    mapped, biased = variant.startswith("token map"), variant != "no biases"
     rows = len(order) if variant == "token map" else VOCAB
     count = 1 if variant == "one lm_head" else 3
     shapes = {f"medusa_heads.blocks.{i}.layers.{j}.weight": (HIDDEN, HIDDEN) for i in range(3) for j in range(2)}
     shapes |= {f"medusa_heads.lm_heads.{i}.weight": (rows, HIDDEN) for i in range(count)}
-    shapes |= {f"medusa_heads.blocks.{i}.layers.{j}.bias": (HIDDEN,) for i in range(3) for j in range(2)}
     w = random_tensors(shapes)
+    biases = random_tensors({f"medusa_heads.blocks.{i}.layers.{j}.bias": (HIDDEN,) for i in range(3) for j in range(2)})
     config = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "vocab_size": VOCAB}
-    config |= {"num_heads": 3, "num_hidden_layers": 2, "medusa_fc_bias": True, "original_lm_head": count == 1}
-    config["truncated_vocab_size"] = rows
-    stored = w | ({"token_map": torch.tensor(order)} if variant == "token map" else {})
+    config |= {"num_heads": 3, "num_hidden_layers": 2, "medusa_fc_bias": biased, "original_lm_head": count == 1}
+    config["truncated_vocab_size"] = len(order) if mapped else VOCAB
+    stored = w | ({"token_map": torch.tensor(order)} if mapped else {}) | (biases if biased else {})
+    w |= biases if biased else {name: 0 * value for name, value in biases.items()}
     drafter = load_drafter(written(tmp_path / "d", config, stored), target)
     blocks = [
         [tuple(w[f"medusa_heads.blocks.{i}.layers.{j}.{part}"] for part in ("weight", "bias")) for j in range(2)]
@@ -374,9 +441,9 @@ def test_medusa_of_vllm(variant: str, tmp_path: Path, target: LlamaForCausalLM) 
     reference = medusa_reference(
         target, blocks, [w[f"medusa_heads.lm_heads.{min(i, count - 1)}.weight"] for i in range(3)]
     )
-    if variant == "token map":
+    if mapped:
         whole = torch.full((3, VOCAB), -torch.inf)
-        whole[:, order] = reference
+        whole[:, order] = reference if rows < VOCAB else reference[:, order]
         reference = whole
     assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
 
@@ -393,64 +460,240 @@ def test_medusa_of_the_original(tmp_path: Path, target: LlamaForCausalLM) -> Non
 
 # What is refused.
 
+EAGLE3_MISFITS: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], str]] = {
+    "missing": (
+        lambda _, w: w.pop("layers.0.hidden_norm.weight"),
+        r"no tensor layers\.0\.hidden_norm\.weight; expected float \[32\]",
+    ),
+    "unknown": (
+        lambda _, w: w.update({"layers.0.self_attn.sink": torch.zeros(3)}),
+        r"unexpected tensor layers\.0\.self_attn\.sink \[3\]",
+    ),
+    "norms of heads": (
+        lambda c, w: (
+            c["transformer_layer_config"].update(model_type="qwen3"),
+            w.update({"layers.0.self_attn.q_norm.weight": torch.ones(HEAD)}),
+        ),
+        r"unexpected tensor layers\.0\.self_attn\.q_norm\.weight \[8\]",
+    ),
+    "a norm that config.json denies": (
+        lambda _, w: w.update({"input_norm.weight": torch.ones(96)}),
+        r"unexpected tensor input_norm\.weight \[96\]",
+    ),
+    "a norm that is not there": (
+        lambda c, _: c.update(fc_norm=True),
+        r"no tensor fc_norm\.0\.weight; expected float \[32\]",
+    ),
+    "shape": (
+        lambda _, w: w.update({"fc.weight": torch.zeros(32, 32)}),
+        r"tensor fc\.weight is float \[32, 32\]; expected float \[32, 96\]",
+    ),
+    "draft vocabulary": (
+        lambda c, _: c.update(draft_vocab_size=9),
+        r"is (float|int) \[8(, 32)?\]; expected (float|int) \[9(, 32)?\]",
+    ),
+    "draft vocabulary larger than the target's": (
+        lambda c, _: c.update(draft_vocab_size=65),
+        "draft_vocab_size=65 in config.json; expected an integer, 1 to 64",
+    ),
+    "embeddings": (
+        lambda _, w: w.update({"embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}),
+        r"tensor embed_tokens\.weight \[64, 32\] is not the target's .* embeddings of their own are not supported",
+    ),
+    "maps": (lambda _, w: w.update(t2d=w["t2d"].roll(1)), "d2t and t2d name different tokens"),
+    "offsets": (lambda _, w: w["d2t"].add_(30), "d2t leads outside the vocabulary of 64"),
+    "a token twice": (lambda _, w: w.update(d2t=torch.zeros(8).long()), "d2t and t2d name different tokens"),
+    "no mask": (lambda _, w: w.pop("t2d"), r"no tensor t2d; expected bool \[64\]"),
+    "an index as mask": (lambda _, w: w.update(t2d=w["t2d"].long()), r"t2d is int \[64\]; expected bool \[64\]"),
+    "ids": (
+        lambda c, _: c.update(eagle_aux_hidden_state_layer_ids=[2, 3, 7]),
+        r"layer_ids=\[2, 3, 7\]; expected a list of the target's layers, 1 to 6",
+    ),
+    "kind": (
+        lambda c, _: c.update(speculators_model_type="eagle4"),
+        "speculators_model_type='eagle4' in config.json; expected one of dflash, dspark, eagle3, mtp, peagle",
+    ),
+    "layers": (lambda c, _: c.pop("transformer_layer_config"), "hidden_size=4096 in config.json; expected 32"),
+    "layers that are none": (
+        lambda c, _: c.update(transformer_layer_config=3),
+        "transformer_layer_config=3 in config.json; expected a mapping",
+    ),
+    "broken sizes": (
+        lambda c, _: c["transformer_layer_config"].update(num_attention_heads="four"),
+        "the layers in config.json .*num_attention_heads",
+    ),
+    "heads": (
+        lambda c, _: c["transformer_layer_config"].update(num_key_value_heads=3),
+        "num_key_value_heads=3 in config.json; expected one of 1, 2, 4",
+    ),
+    "layers of another kind": (
+        lambda c, _: c["transformer_layer_config"].update(model_type="gemma2"),
+        "model_type='gemma2' in config.json; expected one of llama, qwen2, qwen3",
+    ),
+    "positions": (
+        lambda c, _: c["transformer_layer_config"].update(partial_rotary_factor=0.5),
+        r"partial_rotary_factor=0\.5 in config.json; expected 1\.0",
+    ),
+    "windows": (
+        lambda c, _: c["transformer_layer_config"].update(
+            model_type="qwen3", layer_types=["sliding_attention"], use_sliding_window=True, sliding_window=4
+        ),
+        "layer_types={'sliding_attention'} in config.json",
+    ),
+    "vocabulary": (
+        lambda c, _: c["transformer_layer_config"].update(vocab_size=60),
+        "vocab_size=60 in config.json; expected 64",
+    ),
+    "the target's width": (lambda c, _: c.update(target_hidden_size=48), "target_hidden_size=48 in config.json"),
+    "proposals": (
+        lambda c, _: c["speculators_config"].update(proposal_methods=[{"speculative_tokens": 0}]),
+        "speculative_tokens=0 in config.json; expected an integer, 1 or more",
+    ),
+    "proposals that are none": (
+        lambda c, _: c["speculators_config"].update(proposal_methods="greedy"),
+        "proposal_methods='greedy' in config.json; expected a list of mappings",
+    ),
+    "scaled logits": (lambda c, _: c.update(logit_scale=0.5), r"logit_scale=0\.5 in config.json; expected 1\.0"),
+}
 
-def _changed(config: dict[str, Any], tensors: Tensors, how: str) -> tuple[dict[str, Any], Tensors]:
-    match how:
-        case "missing":
-            del tensors["layers.0.hidden_norm.weight"]
-        case "unknown":
-            tensors["layers.0.self_attn.sink"] = torch.zeros(3)
-        case "shape":
-            tensors["fc.weight"] = torch.zeros(HIDDEN, HIDDEN)
-        case "embeddings":
-            tensors["embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN)
-        case "maps":
-            tensors["t2d"] = tensors["t2d"].roll(1)
-        case "ids":
-            config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 7]
-        case "kind":
-            config["speculators_model_type"] = "eagle4"
-        case "layers":
-            del config["transformer_layer_config"]
-        case "vocabulary":
-            config["transformer_layer_config"]["vocab_size"] = 60
-    return config, tensors
+
+@pytest.mark.parametrize("how", list(EAGLE3_MISFITS))
+def test_what_does_not_fit_is_refused_by_name(how: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    change, message = EAGLE3_MISFITS[how]
+    config, tensors = speculators("eagle3", **VLLM, draft_vocab_size=len(KEPT)), eagle3_tensors(KEPT)
+    change(config, tensors)
+    folder = written(tmp_path / "d", config, tensors)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_drafter(folder, target)
+    assert str(folder) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+FLAT = {"architectures": ["LlamaForCausalLMEagle3"]}
+MEDUSA = {"model_type": "medusa", "num_heads": 1, "num_hidden_layers": 1}
+BLOCK = {"blocks.0.layers.0.weight": torch.zeros(HIDDEN, HIDDEN), "lm_heads.0.weight": torch.zeros(2, HIDDEN)}
+DRAFT_BLOCK = {"block_size": 4, "mask_token_id": 17, "aux_hidden_state_layer_ids": [2, 4]}
+EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.weight": torch.zeros(INNER, HIDDEN)}
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("config", "tensors", "message"),
     [
-        ("missing", r"no tensor layers\.0\.hidden_norm\.weight; expected float \[32\]"),
-        ("unknown", r"unexpected tensor layers\.0\.self_attn\.sink \[3\]"),
-        ("shape", r"tensor fc\.weight is float \[32, 32\]; expected float \[32, 96\]"),
-        ("embeddings", r"tensor embed_tokens\.weight \[64, 32\] is not the target's"),
-        ("maps", "d2t and t2d name different tokens"),
-        ("ids", r"layer_ids=\[2, 3, 7\]; expected a list of the target's layers, 1 to 6"),
-        ("kind", "speculators_model_type='eagle4' in config.json; expected one of dflash, dspark, eagle3, mtp, peagle"),
-        ("layers", "hidden_size=4096 in config.json; expected 32"),
-        ("vocabulary", "vocab_size=60 in config.json; expected 64"),
+        (
+            llama_config(**FLAT, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}),
+            {},
+            r"\[1, 2, 6\]; expected a list of the target's layers, 0 to 5",
+        ),
+        (
+            llama_config(**FLAT, eagle_aux_hidden_state_layer_ids=[2, 3, 5]),
+            {},
+            r"=\[2, 3, 5\] in config.json; expected No",
+        ),
+        (llama_config(**FLAT), {"layers.0.x": torch.zeros(1)}, "no tensor "),
+        (llama_config(), {"midlayer.x": torch.zeros(1)}, "no tensor "),
+        (speculators("peagle", mask_token_id=64), {}, "mask_token_id=64 in config.json; expected an integer, 0 to 63"),
+        (speculators("peagle", mask_token_id=1), {}, r"no tensor mask_hidden; expected float \[1, 1, 96\]"),
+        (
+            speculators("peagle", mask_token_id=1, speculators_config={}),
+            {},
+            "speculative_tokens=None in config.json; expected an integer, 1 or more",
+        ),
+        (
+            speculators("peagle", mask_token_id=1),
+            {"mask_hidden": torch.zeros(HIDDEN)},
+            r"tensor mask_hidden is float \[32\]; expected float \[1, 1, 96\]",
+        ),
+        (speculators("dflash", **DRAFT_BLOCK, sample_from_anchor=True), {}, "sample_from_anchor=True in config.json"),
+        (speculators("dspark", **DRAFT_BLOCK), {}, "sample_from_anchor=True in config.json; expected False"),
+        (speculators("dflash", **DRAFT_BLOCK) | {"draft_vocab_size": 8}, {}, "draft_vocab_size=8 in config.json"),
+        (
+            speculators("dflash", **DRAFT_BLOCK) | {"block_size": 1},
+            {},
+            "block_size=1 in config.json; expected an integer",
+        ),
+        (speculators("dflash", **DRAFT_BLOCK) | {"mask_token_id": None}, {}, "mask_token_id=None in config.json"),
+        (speculators("dflash", **DRAFT_BLOCK, markov_head_type="rnn"), {}, "markov_head_type='rnn' in config.json"),
+        (
+            speculators("dflash", **DRAFT_BLOCK) | {"aux_hidden_state_layer_ids": None},
+            {},
+            "aux_hidden_state_layer_ids=None; expected a list of the target's layers",
+        ),
+        (
+            speculators("dflash", **DRAFT_BLOCK),
+            {"lm_head.weight": torch.zeros(VOCAB, HIDDEN)},
+            r"tensor lm_head\.weight \[64, 32\] is not the target's .* an lm_head of their own",
+        ),
+        (speculators("mtp", num_nextn_predict_layers=2), {}, "num_nextn_predict_layers=2 in config.json; expected 1"),
+        (speculators("mtp"), {}, r"no tensor mtp_layers\.0\.token_layernorm\.weight; expected float \[32\]"),
+        (llama_config(), EAGLE1, r"no tensor layers\.0\.self_attn\.q_proj\.weight; expected float \[32, 32\]"),
+        (llama_config(bias=True), EAGLE1, r"no tensor fc\.bias; expected float \[32\]"),
+        (
+            llama_config(),
+            {**EAGLE1, "fc.weight": torch.zeros(HIDDEN, HIDDEN)},
+            r"tensor fc\.weight is float \[32, 32\]; expected float \[32, 64\]",
+        ),
+        (MEDUSA | {"hidden_size": 16}, BLOCK, "hidden_size=16 in config.json; expected 32"),
+        (MEDUSA | {"vocab_size": 65}, BLOCK, "vocab_size=65 in config.json; expected 64"),
+        (MEDUSA | {"num_heads": 0}, BLOCK, "num_heads=0 in config.json; expected an integer, 1 or more"),
+        (MEDUSA, BLOCK, r"tensor lm_heads\.0\.weight is float \[2, 32\]; expected float \[64, 32\]"),
+        (MEDUSA | {"truncated_vocab_size": 2}, BLOCK, r"no tensor token_map; expected int \[2\]"),
+        (
+            MEDUSA | {"truncated_vocab_size": 2},
+            {**BLOCK, "token_map": torch.tensor([3])},
+            r"tensor token_map is int \[1\]; expected int \[2\]",
+        ),
+        (
+            MEDUSA | {"truncated_vocab_size": 2},
+            {**BLOCK, "token_map": torch.tensor([3, 64])},
+            "token_map has repeated or unknown tokens; expected distinct ids below 64",
+        ),
+        (
+            MEDUSA | {"truncated_vocab_size": 2},
+            {**BLOCK, "token_map": torch.tensor([3, 3])},
+            "token_map has repeated or unknown tokens; expected distinct ids below 64",
+        ),
+        (MEDUSA | {"medusa_fc_bias": True}, BLOCK, r"no tensor blocks\.0\.layers\.0\.bias; expected float \[32\]"),
+        (
+            MEDUSA | {"medusa_fc_bias": False},
+            {**BLOCK, "blocks.0.layers.0.bias": torch.zeros(HIDDEN)},
+            "medusa_fc_bias=False in config.json; expected True",
+        ),
+        ({"medusa_num_heads": 1}, {"0.0.linear.weight": torch.zeros(32, 32)}, r"no tensor 0\.0\.linear\.bias"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(how: str, message: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
-    config = speculators("eagle3", **VLLM, draft_vocab_size=len(KEPT))
-    folder = written(tmp_path / "d", *_changed(config, eagle3_tensors(KEPT), how))
-    with pytest.raises(ConfigError, match=message):
+def test_what_does_not_fit_in_the_other_layouts(
+    config: dict[str, Any], tensors: Tensors, message: str, tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    folder = written(tmp_path / "d", config, tensors or {"x": torch.zeros(1)})
+    with pytest.raises(ConfigError, match=message) as refused:
         load_drafter(folder, target)
+    assert str(folder) in str(refused.value)
 
 
 def test_other_targets_and_files_are_refused(tmp_path: Path, target: LlamaForCausalLM) -> None:
     folder = written(tmp_path / "d", speculators("eagle3", **VLLM), eagle3_tensors())
-    with pytest.raises(ConfigError, match="hidden_size=32 in config.json; expected 16"):
+    with pytest.raises(ConfigError, match=r"hidden_size=32 in config\.json; expected 16"):
         load_drafter(folder, make_llama(num_hidden_layers=6, hidden_size=16))
+    with pytest.raises(ConfigError, match=r"\[2, 3, 5\]; expected a list of the target's layers, 1 to 4"):
+        load_drafter(folder, make_llama(num_hidden_layers=4))
+    save_file({"norm.weight": torch.ones(HIDDEN)}, folder / "more.safetensors")
+    with pytest.raises(ConfigError, match=r"tensor norm\.weight is in two files"):
+        load_drafter(folder, target)
+    (folder / "more.safetensors").unlink()
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         load_drafter(folder, target)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"no \*\.safetensors in the folder"):
         load_drafter(folder, target)
-    config = speculators(
-        "dflash", block_size=4, mask_token_id=1, aux_hidden_state_layer_ids=[2], sample_from_anchor=True
-    )
-    with pytest.raises(ConfigError, match="sample_from_anchor=True in config.json"):
-        load_drafter(written(tmp_path / "f", config, {"x": torch.zeros(1)}), target)
+
+
+def test_tensors_may_lie_in_several_files(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    tensors = eagle3_tensors()
+    folder = written(tmp_path / "d", speculators("eagle3", **VLLM), tensors)
+    wanted = load_drafter(folder, target).state_dict()
+    written(folder, speculators("eagle3", **VLLM), {name: value for name, value in tensors.items() if "mlp" in name})
+    save_file({name: value for name, value in tensors.items() if "mlp" not in name}, folder / "rest.safetensors")
+    found = load_drafter(folder, target).state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
