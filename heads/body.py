@@ -1,15 +1,16 @@
-"""What the networks of feature drafters share: the interface that the decoder's reader drives, and the target's parts.
+"""What drafters with layers of their own share: a network that the decoder's reader drives, and the target's parts.
 
 A body reads, for each token, its embedding and a state: of the target, or of the body itself one step earlier.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from draftsmith.heads.drafter import Needs, TrainableDrafter
 from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary
 from draftsmith.heads.vocabulary import DraftVocabulary
 
@@ -92,3 +93,33 @@ class Body(nn.Module, ABC):
         else:
             states_BTH = states_BTH[:, -logits_to_keep:]
         return BodyOutput(self.full_head(states_BTH), states_BTH)
+
+
+class BodyDrafter(TrainableDrafter):
+    """A drafter around a body that reads features of the target's `layers`."""
+
+    needs: ClassVar[Needs] = Needs(hidden=True)
+
+    def __init__(self, body: Body, layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.body = body
+        self.needs = Needs(hidden=True, layers=layers)
+        self.vocab_size, self.context_limit = body.config.vocab_size, body.config.max_position_embeddings
+
+    def attach(self, target: nn.Module) -> None:
+        self.body.attach(target)
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        return self.body.vocabulary
+
+    def config(self) -> dict[str, Any]:
+        return {"body": self.body.config.to_diff_dict(), "layers": list(self.needs.layers), **self.options()}
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """What else `from_config` has to know, beside the body's config and the layers."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(**{**config, "body": LlamaConfig(**config["body"]), "layers": tuple(config["layers"])})

@@ -83,8 +83,9 @@ def load_drafter(
     """Load a drafter and check that it fits `target`.
 
     Args:
-        path_or_repo: a local folder or a Hub id: a draftsmith checkpoint, or a plain transformers causal LM or
-            encoder-decoder model. Or the name of a drafter that needs none: `suffix`, see heads/named.py.
+        path_or_repo: a local folder or a Hub id: a draftsmith checkpoint, a plain transformers causal LM or
+            encoder-decoder model, or what another project published, see heads/published.py. Or the name of a drafter
+            that needs none: `suffix`, see heads/named.py.
         target: the model it will draft for; the drafter takes its device and dtype.
         tokenizer: the target's, when at hand: its vocabulary is then compared with the drafter's.
 

@@ -22,9 +22,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.body import Body, BodyOutput
+from draftsmith.heads.body import Body, BodyDrafter, BodyOutput
 from draftsmith.heads.draft import ROOT
-from draftsmith.heads.drafter import Context, Needs, TeacherSignals, TrainableDrafter, Tree, Unrolled
+from draftsmith.heads.drafter import Context, TeacherSignals, Tree, Unrolled
 from draftsmith.heads.layers import Attention, Rope, attention, last_gain, layer_config, norm
 from draftsmith.heads.parallel_eagle import Line, default_mask_token
 
@@ -153,11 +153,10 @@ class _Head:
         return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(states_nD[..., hidden:])
 
 
-class DFlash(TrainableDrafter):
+class DFlash(BodyDrafter):
     """One pass a round, whatever the draft length."""
 
     type: ClassVar[str] = "dflash"
-    needs: ClassVar[Needs] = Needs(hidden=True)
 
     def __init__(
         self,
@@ -169,14 +168,11 @@ class DFlash(TrainableDrafter):
         markov_rank: int = 0,
         confidence_head: bool = False,
     ) -> None:
-        super().__init__()
-        self.needs = Needs(hidden=True, layers=layers)
-        self.body = DFlashBody(body, len(layers))
+        super().__init__(DFlashBody(body, len(layers)), layers)
         self.block_size, self.anchors = block_size, anchors
         self.markov = MarkovBias(body.vocab_size, markov_rank) if markov_rank else None
         self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
         self.max_draft_length = block_size - 1
-        self.vocab_size, self.context_limit = body.vocab_size, body.max_position_embeddings
 
     @classmethod
     def from_target(
@@ -211,22 +207,13 @@ class DFlash(TrainableDrafter):
             drafter.body.norm.weight.copy_(last_gain(target, drafter.body.norm.weight))
         return drafter
 
-    def attach(self, target: nn.Module) -> None:
-        self.body.attach(target)
-
-    def config(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {
-            "body": self.body.config.to_diff_dict(),
-            "layers": list(self.needs.layers),
             "block_size": self.block_size,
             "anchors": self.anchors,
             "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
             "confidence_head": self.confidence is not None,
         }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(**{**config, "body": LlamaConfig(**config["body"]), "layers": tuple(config["layers"])})
 
     def start(self, context: Context) -> None:
         super().start(context)

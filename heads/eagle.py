@@ -56,7 +56,6 @@ class Eagle(Recurrent):
         train_steps: int = 1,
         noise: float = 0.1,
         layers: tuple[int, ...] = (FINAL,),
-        draft_vocab_size: None = None,
     ) -> None:
         super().__init__(EagleBody(body), layers, train_steps)
         self.noise = noise
@@ -75,7 +74,7 @@ class Eagle(Recurrent):
         return drafter
 
     def options(self) -> dict[str, Any]:
-        return {"noise": self.noise}
+        return {**super().options(), "noise": self.noise}
 
     def _teacher_states(self, signals: TeacherSignals) -> Tensor:
         states_BTH = super()._teacher_states(signals)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.body import Body
+from draftsmith.heads.body import Body, BodyDrafter
 from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, last_gain, layer_config, norm
 from draftsmith.heads.recurrent import Recurrent
 from draftsmith.heads.vocabulary import DraftVocabulary
@@ -134,7 +134,12 @@ class Eagle3(Recurrent):
         return drafter
 
     def options(self) -> dict[str, Any]:
-        return dict(self._options)
+        return {**super().options(), **vocabulary_size(self), **self._options}
+
+
+def vocabulary_size(drafter: BodyDrafter) -> dict[str, int | None]:
+    """The key of a stored config that tells the size of a draft vocabulary."""
+    return {"draft_vocab_size": None if drafter.draft_vocabulary is None else len(drafter.draft_vocabulary)}
 
 
 def three_depths(target: nn.Module) -> tuple[int, ...]:

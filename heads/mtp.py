@@ -53,14 +53,7 @@ class Mtp(Recurrent):
 
     type: ClassVar[str] = "mtp"
 
-    def __init__(
-        self,
-        body: LlamaConfig,
-        *,
-        train_steps: int = 3,
-        layers: tuple[int, ...] = (FINAL,),
-        draft_vocab_size: None = None,
-    ) -> None:
+    def __init__(self, body: LlamaConfig, *, train_steps: int = 3, layers: tuple[int, ...] = (FINAL,)) -> None:
         super().__init__(MtpBody(body), layers, train_steps)
 
     @classmethod

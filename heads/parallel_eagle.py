@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.errors import ConfigError
+from draftsmith.heads.body import BodyDrafter
 from draftsmith.heads.by_depth import ByDepth
-from draftsmith.heads.drafter import Context, Needs, TeacherSignals, Unrolled
-from draftsmith.heads.eagle3 import Eagle3Body, start_from_target, three_depths
+from draftsmith.heads.drafter import Context, TeacherSignals, Unrolled
+from draftsmith.heads.eagle3 import Eagle3Body, start_from_target, three_depths, vocabulary_size
 from draftsmith.heads.layers import UnrolledAttention, layer_config
 from draftsmith.heads.recurrent import shifted
-from draftsmith.heads.vocabulary import DraftVocabulary
 
 # Shapes: B rows, T positions, H hidden size, K draft tokens.
 
@@ -39,11 +39,10 @@ class Line:
         self.depths = list(range(1, len(self.tokens) + 1))
 
 
-class ParallelEagle(ByDepth):
+class ParallelEagle(BodyDrafter, ByDepth):
     """EAGLE-3's network, asked once a round."""
 
     type: ClassVar[str] = "peagle"
-    needs: ClassVar[Needs] = Needs(hidden=True)
 
     def __init__(
         self,
@@ -53,14 +52,13 @@ class ParallelEagle(ByDepth):
         num_tokens: int,
         mask_token: int,
         draft_vocab_size: int | None = None,
+        **options: bool,
     ) -> None:
-        super().__init__()
-        self.needs = Needs(hidden=True, layers=layers)
-        self.body = Eagle3Body(body, len(layers), draft_vocab_size=draft_vocab_size)
+        super().__init__(Eagle3Body(body, len(layers), draft_vocab_size=draft_vocab_size, **options), layers)
+        self._options = options
         self.mask_hidden = nn.Parameter(torch.zeros(body.hidden_size))
         self.num_tokens = self.max_draft_length = num_tokens
         self.mask_token = mask_token
-        self.vocab_size, self.context_limit = body.vocab_size, body.max_position_embeddings
 
     @classmethod
     def from_target(
@@ -87,25 +85,9 @@ class ParallelEagle(ByDepth):
         start_from_target(drafter.body, target, draft_vocabulary)
         return drafter
 
-    def attach(self, target: nn.Module) -> None:
-        self.body.attach(target)
-
-    @property
-    def draft_vocabulary(self) -> DraftVocabulary | None:
-        return self.body.vocabulary
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "body": self.body.config.to_diff_dict(),
-            "layers": list(self.needs.layers),
-            "num_tokens": self.num_tokens,
-            "mask_token": self.mask_token,
-            "draft_vocab_size": None if self.draft_vocabulary is None else len(self.draft_vocabulary),
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(**{**config, "body": LlamaConfig(**config["body"]), "layers": tuple(config["layers"])})
+    def options(self) -> dict[str, Any]:
+        sizes = {"num_tokens": self.num_tokens, "mask_token": self.mask_token}
+        return {**sizes, **vocabulary_size(self), **self._options}
 
     def start(self, context: Context) -> None:
         super().start(context)

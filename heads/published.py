@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DFlash, Eagle, Eagle3, Medusa, Mtp, ParallelEagle, TrainableDrafter
-from draftsmith.heads.eagle3 import OPTIONS, Eagle3Body
+from draftsmith.heads.eagle3 import OPTIONS
 from draftsmith.heads.vocabulary import DraftVocabulary
 
 # Shapes: H hidden size, V target vocabulary, D draft vocabulary, F features.
@@ -205,8 +205,7 @@ def _eagle3(published: Published) -> Eagle3 | ParallelEagle:
     if kind == "peagle":
         mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
         length = published.allow("speculative_tokens", published.draft_length(), POSITIVE)
-        drafter = ParallelEagle(body, layers=layers, num_tokens=length, mask_token=mask_token, **sizes)
-        drafter.body = Eagle3Body(body, len(layers), **sizes, **options)
+        drafter = ParallelEagle(body, layers=layers, num_tokens=length, mask_token=mask_token, **sizes, **options)
         mask_11F = published.take("mask_hidden", f"float [1, 1, {len(layers) * body.hidden_size}]")
     else:
         drafter = Eagle3(body, layers=layers, **sizes, **options)

@@ -9,41 +9,31 @@ What is committed is read again with the target's features, so errors never outl
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.body import Body
+from draftsmith.heads.body import Body, BodyDrafter
 from draftsmith.heads.draft import ROOT
-from draftsmith.heads.drafter import Context, Needs, TeacherSignals, TrainableDrafter, Tree, Unrolled
+from draftsmith.heads.drafter import Context, TeacherSignals, Tree, Unrolled
 from draftsmith.heads.layers import UnrolledAttention
-from draftsmith.heads.vocabulary import DraftVocabulary
 
 # Shapes: B rows, T positions, n nodes, H hidden size.
 
 
-class Recurrent(TrainableDrafter):
+class Recurrent(BodyDrafter):
     """Drives a `Body` step by step, on text and on trees."""
 
-    needs: ClassVar[Needs] = Needs(hidden=True)
     regresses: ClassVar[bool] = False
     """States are guesses of the target's final hidden state."""
 
     def __init__(self, body: Body, layers: tuple[int, ...], train_steps: int) -> None:
-        super().__init__()
+        super().__init__(body, layers)
         if train_steps < 1:
             raise ConfigError.of("drafter.train_steps", train_steps, ">= 1")
-        self.body = body
-        self.needs = Needs(hidden=True, layers=layers)
         self.train_steps = train_steps
-        self.vocab_size = body.config.vocab_size
-        self.context_limit = body.config.max_position_embeddings
-
-    def attach(self, target: nn.Module) -> None:
-        self.body.attach(target)
 
     def start(self, context: Context) -> None:
         super().start(context)
@@ -111,27 +101,8 @@ class Recurrent(TrainableDrafter):
     def _teacher_states(self, signals: TeacherSignals) -> Tensor:
         return self.body.project(signals.features_BTF.to(self.body.dtype))
 
-    @property
-    def draft_vocabulary(self) -> DraftVocabulary | None:
-        return self.body.vocabulary
-
-    def config(self) -> dict[str, Any]:
-        size = None if self.draft_vocabulary is None else len(self.draft_vocabulary)
-        return {
-            "body": self.body.config.to_diff_dict(),
-            "layers": list(self.needs.layers),
-            "train_steps": self.train_steps,
-            "draft_vocab_size": size,
-            **self.options(),
-        }
-
     def options(self) -> dict[str, Any]:
-        """What else `from_config` has to know."""
-        return {}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(**{**config, "body": LlamaConfig(**config["body"]), "layers": tuple(config["layers"])})
+        return {"train_steps": self.train_steps}
 
 
 def shifted(ids_BT: Tensor, by: int) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith import load_drafter
 from draftsmith.errors import ConfigError
+from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.parallel_eagle import Line
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB, EPS, THETA = 32, 4, 2, 8, 48, 64, 1e-6, 10_000.0
@@ -687,6 +688,22 @@ def test_other_targets_and_files_are_refused(tmp_path: Path, target: LlamaForCau
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"no \*\.safetensors in the folder"):
         load_drafter(folder, target)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_what_was_read_is_saved_as_ours(kind: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Options of the layout included."""
+    tensors = eagle3_tensors(KEPT) | random_tensors({f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}, seed=1)
+    config = speculators(kind, **VLLM, fc_norm=True, draft_vocab_size=len(KEPT)) | {"norm_before_residual": True}
+    if kind == "peagle":
+        tensors |= random_tensors({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=2)
+        config["mask_token_id"] = 17
+    drafter = load_drafter(written(tmp_path / "theirs", config, tensors), target)
+    made_for = describe_target(target, None, "tiny")
+    save_drafter(drafter, tmp_path / "ours", target=made_for, recipe=None, draft_length=3)
+    again = load_drafter(tmp_path / "ours", target)
+    ours, theirs = (decoded_logits(one, target, PROMPT, DRAFTED) for one in (again, drafter))
+    assert torch.equal(ours, theirs)
 
 
 def test_tensors_may_lie_in_several_files(tmp_path: Path, target: LlamaForCausalLM) -> None:
