@@ -6,6 +6,7 @@ With Medusa heads this is Medusa-2 (Cai et al. 2024, arXiv:2401.10774, section 2
 """
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,9 @@ def adapter_base(folder: Path) -> str:
 def with_adapter(model: nn.Module, folder: Path) -> nn.Module:
     """`model` with the adapter's weights added to its own: an ordinary model again, with a fingerprint of its own."""
     known = adapted_fingerprint(model_fingerprint(model), load_file(folder / WEIGHTS))
-    merged = PeftModel.from_pretrained(model, folder, use_safetensors=True).merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about what peft asks of transformers, not about us
+        merged = PeftModel.from_pretrained(model, folder, use_safetensors=True).merge_and_unload()
     merged.draftsmith_fingerprint = known
     return merged
 

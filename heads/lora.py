@@ -1,5 +1,6 @@
 """LoRA adapters inside a transformers model, by peft, in place: its class, and all that reads it, stays as is."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,7 +30,9 @@ def add_lora(
     if rank > smallest:
         raise ConfigError.of(key, rank, f"at most {smallest}, the smallest side of a layer")
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules or "all-linear", init_lora_weights=True)
-    inject_adapter_in_model(config, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about what peft asks of transformers, not about us
+        inject_adapter_in_model(config, model)
 
 
 def _require_inner(model: nn.Module, modules: list[str], key: str) -> None:

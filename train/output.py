@@ -25,8 +25,8 @@ def check_output(recipe: Recipe) -> None:
     folder = Path(recipe.output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output={folder} is a file; expected a folder")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
+    if not folder.exists() or not {file.name for file in folder.iterdir()} - {RECIPE}:
+        return  # nothing, or a start that was refused before it had done anything
     if not (folder / RECIPE).is_file():
         raise ConfigError(f"output={folder} holds files but no {RECIPE}; expected an empty folder or an earlier run")
     difference = _first_difference(_earlier(folder / RECIPE), _comparable(recipe))
@@ -41,7 +41,7 @@ def claim_output(recipe: Recipe) -> Path:
     """Make the folder and write the resolved recipe into it."""
     folder = Path(recipe.output)
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / RECIPE).exists():
+    if {file.name for file in folder.iterdir()} <= {RECIPE}:
         write_text(folder / RECIPE, yaml.safe_dump(_comparable(recipe), sort_keys=False))
     return folder
 

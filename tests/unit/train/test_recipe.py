@@ -71,7 +71,10 @@ def test_the_rate_warms_up_and_falls() -> None:
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     recipe = parse_recipe({**BASE, "output": str(tmp_path / "run")}, "here")
     check_output(recipe)
+    claim_output(parse_recipe({**BASE, "output": str(tmp_path / "run"), "train": {"steps": 9}}, "here"))
+    check_output(recipe)  # that start was refused, or killed, before it had done anything
     claim_output(recipe)
+    Metrics(tmp_path / "run", None)
     check_output(recipe)
     other = parse_recipe({**BASE, "output": str(tmp_path / "run"), "train": {"steps": 7}}, "here")
     with pytest.raises(ConfigError, match=r"holds another run: train\.steps=200 there, 7 here"):
