@@ -1,0 +1,182 @@
+"""Drafters' folders as other projects write them, and what their layouts' descriptions say, in plain torch.
+
+Nothing of `draftsmith.heads` is used here: norms, rotary positions and attention are plain formulas.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import make_llama
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB, EPS, THETA = 32, 4, 2, 8, 48, 64, 1e-6, 10_000.0
+PROMPT, DRAFTED = [5, 9, 33, 2, 11, 9, 8], [23, 60, 31, 4]
+"""What the target has read, then the token that it committed last and the draft behind it."""
+CLOSE = 1e-5
+KEPT = [3, 5, 8, 13, 23, 31, 40, 60]
+Tensors = dict[str, Tensor]
+VLLM = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5], "norm_before_residual": False}
+
+
+def six_layers() -> LlamaForCausalLM:
+    sizes = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "intermediate_size": INNER}
+    return make_llama(num_hidden_layers=6, **sizes).requires_grad_(False)
+
+
+# The reference, in plain torch.
+
+
+def rms(x: Tensor, gain: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * gain
+
+
+def rotated(x_Thd: Tensor, positions: list[int]) -> Tensor:
+    """Rotary positions, halves of a head paired."""
+    frequency = THETA ** (-torch.arange(0, HEAD, 2) / HEAD)
+    angle_T1d = (torch.tensor(positions)[:, None] * frequency)[:, None]
+    first, second = x_Thd.chunk(2, -1)
+    cos, sin = angle_T1d.cos(), angle_T1d.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def heads_of(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, HEAD))
+
+
+def attended(q_Thd: Tensor, k_Shd: Tensor, v_Shd: Tensor, visible_TS: Tensor) -> Tensor:
+    out = []
+    for head in range(HEADS):
+        k, v = k_Shd[:, head // (HEADS // KV_HEADS)], v_Shd[:, head // (HEADS // KV_HEADS)]
+        scores = (q_Thd[:, head] @ k.T) / HEAD**0.5
+        out.append(scores.masked_fill(~visible_TS, -torch.inf).softmax(-1) @ v)
+    return torch.cat(out, -1)
+
+
+def causal_attention(w: Tensors, x: Tensor, name: str = "layers.0.self_attn") -> Tensor:
+    T, positions = x.shape[0], list(range(x.shape[0]))
+
+    def projected(part: str) -> Tensor:
+        return heads_of(x @ w[f"{name}.{part}_proj.weight"].T + w.get(f"{name}.{part}_proj.bias", torch.zeros(1)))
+
+    q, k = (rotated(projected(part), positions) for part in "qk")
+    seen = attended(q, k, projected("v"), torch.ones(T, T, dtype=torch.bool).tril())
+    return seen @ w[f"{name}.o_proj.weight"].T
+
+
+def mlp(w: Tensors, x: Tensor, name: str = "layers.0.mlp") -> Tensor:
+    gate = torch.nn.functional.silu(x @ w[f"{name}.gate_proj.weight"].T)
+    return (gate * (x @ w[f"{name}.up_proj.weight"].T)) @ w[f"{name}.down_proj.weight"].T
+
+
+def hidden_states(target: LlamaForCausalLM, layers: list[int]) -> Tensor:
+    """[T, len(layers) * H] of the prompt; -1: the final state."""
+    states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in layers], -1)
+
+
+def embedded(target: LlamaForCausalLM, tokens: list[int]) -> Tensor:
+    return target.get_input_embeddings().weight[torch.tensor(tokens)]
+
+
+def stepwise(
+    target: LlamaForCausalLM, states: Tensor, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Logits behind the committed tokens and behind each draft token; `step`: (embeddings, states) to (states, logits).
+
+    The whole sequence is read again each time.
+    """
+    tokens, logits = [*PROMPT[1:], DRAFTED[0]], []
+    for token in DRAFTED[1:]:
+        out, scores = step(embedded(target, tokens), states)
+        logits.append(scores[-1])
+        tokens, states = [*tokens, token], torch.cat([states, out[-1:]])
+    return torch.stack(logits)
+
+
+def eagle3_step(w: Tensors, *, residual_normed: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def step(embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        normed = rms(states, w["layers.0.hidden_norm.weight"])
+        x = torch.cat([rms(embeds, w["layers.0.input_layernorm.weight"]), normed], -1)
+        h = (normed if residual_normed else states) + causal_attention(w, x)
+        h = h + mlp(w, rms(h, w["layers.0.post_attention_layernorm.weight"]))
+        logits_D = rms(h, w["norm.weight"]) @ w["lm_head.weight"].T
+        if "d2t" not in w:
+            return h, logits_D
+        logits_V = torch.full((h.shape[0], VOCAB), -torch.inf)
+        for row in range(len(w["d2t"])):
+            logits_V[:, row + int(w["d2t"][row])] = logits_D[:, row]
+        return h, logits_V
+
+    return step
+
+
+# What others write.
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: 1 + 0.2 * torch.randn(shape, generator=generator)
+        if len(shape) == 1 and "norm" in name
+        else 0.2 * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def layer_shapes(width: int = HIDDEN) -> dict[str, tuple[int, ...]]:
+    inner, outer = HEADS * HEAD, KV_HEADS * HEAD
+    return {
+        "layers.0.input_layernorm.weight": (HIDDEN,),
+        "layers.0.post_attention_layernorm.weight": (HIDDEN,),
+        "layers.0.self_attn.q_proj.weight": (inner, width),
+        "layers.0.self_attn.k_proj.weight": (outer, width),
+        "layers.0.self_attn.v_proj.weight": (outer, width),
+        "layers.0.self_attn.o_proj.weight": (HIDDEN, inner),
+        "layers.0.mlp.gate_proj.weight": (INNER, HIDDEN),
+        "layers.0.mlp.up_proj.weight": (INNER, HIDDEN),
+        "layers.0.mlp.down_proj.weight": (HIDDEN, INNER),
+    }
+
+
+def eagle3_tensors(draft_vocabulary: list[int] | None = None, features: int = 3) -> Tensors:
+    rows = VOCAB if draft_vocabulary is None else len(draft_vocabulary)
+    shapes = layer_shapes(2 * HIDDEN) | {"layers.0.hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    shapes |= {"fc.weight": (HIDDEN, features * HIDDEN), "lm_head.weight": (rows, HIDDEN)}
+    tensors = random_tensors(shapes)
+    if draft_vocabulary is not None:
+        mask = torch.zeros(VOCAB, dtype=torch.bool)
+        mask[draft_vocabulary] = True
+        tensors |= {"d2t": torch.tensor(draft_vocabulary) - torch.arange(rows), "t2d": mask}
+    return tensors
+
+
+def llama_config(**changes: Any) -> dict[str, Any]:
+    config = {"model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "vocab_size": VOCAB}
+    config |= {"rms_norm_eps": EPS, "rope_theta": THETA, "max_position_embeddings": 128, "hidden_act": "silu"}
+    return config | {"tie_word_embeddings": False} | changes
+
+
+def speculators(kind: str, **changes: Any) -> dict[str, Any]:
+    methods = [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}]
+    config = {"speculators_model_type": kind, "speculators_version": "0.3.0", "target_hidden_size": HIDDEN}
+    config["speculators_config"] = {"algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": methods}
+    layer = llama_config()
+    return config | {"transformer_layer_config": layer, "draft_vocab_size": VOCAB} | changes
+
+
+def written(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def close(ours: Tensor, reference: Tensor) -> bool:
+    same_holes = torch.equal(ours.isinf(), reference.isinf())
+    return same_holes and bool((ours - reference).nan_to_num(0.0).abs().max() < CLOSE)
