@@ -21,6 +21,7 @@ from parity.published_files import (
     speculators,
     written,
 )
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from draftsmith import load_drafter
