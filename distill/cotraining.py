@@ -42,7 +42,7 @@ class Adapters:
     @classmethod
     def on(cls, model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None) -> "Adapters":
         """Put them into `model`, in float32; the rest of it stays frozen."""
-        add_lora(model, rank=rank, alpha=alpha, modules=modules, key="cotrain.modules")
+        add_lora(model, rank=rank, alpha=alpha, modules=modules)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

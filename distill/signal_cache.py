@@ -47,8 +47,6 @@ class SignalCache:
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError.of("teacher.dtype", dtype, f"one of {', '.join(DTYPES)}")
-        if model.config.is_encoder_decoder:
-            raise ConfigError("teacher.kind='cached' with an encoder-decoder target; expected 'online'")
         self.dtype, self.shard_rows, self._rows = dtype, shard_rows, rows
         self.lengths = [len(ids) for ids in rows["input_ids"]]
         self.key = fingerprint(

@@ -144,7 +144,7 @@ def _read(folder: Path, section: dict[str, Any] | None, config: dict[str, Any], 
         _require_vocabulary(drafter.draft_vocabulary, section, folder)
     except ConfigError:
         raise
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"drafter={folder} cannot be read ({reason}); expected whole safetensors weights") from error
     return drafter

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from draftsmith.errors import ConfigError
 from draftsmith.heads.drafter import Context, TeacherSignals, TrainableDrafter, Tree, Unrolled
 from draftsmith.heads.final_states import final_states
-from draftsmith.heads.lora import add_lora
+from draftsmith.heads.lora import add_lora, check_lora
 
 
 class DraftModel(TrainableDrafter):
@@ -64,6 +64,7 @@ class DraftModel(TrainableDrafter):
         else:
             draft = _of_target(target, num_hidden_layers, own, init, keep)
         if lora_rank is not None:
+            check_lora(draft, "drafter", rank=lora_rank)
             add_lora(draft, rank=lora_rank, alpha=lora_alpha)
         return cls(draft)
 

@@ -12,27 +12,27 @@ from torch import Tensor, nn
 from draftsmith.errors import ConfigError
 
 
-def add_lora(
-    model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None = None, key: str = "drafter.lora_rank"
-) -> None:
+def add_lora(model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None = None) -> None:
     """Put adapters beside linear layers; from then on they alone are trained. At first they change nothing.
 
-    Args:
-        modules: the last parts of the names of the layers; by default every linear layer but the lm_head.
-        key: the recipe's, for errors.
+    `modules`: the last parts of the names of the layers; by default every linear layer but the lm_head.
     """
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    missing = sorted(set(modules or ()) - names)
-    if missing:
-        raise ConfigError.of(key, missing, f"names of layers of {type(model).__name__}")
-    _require_inner(model, modules or [], key)
-    smallest = min(min(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
-    if rank > smallest:
-        raise ConfigError.of(key, rank, f"at most {smallest}, the smallest side of a layer")
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules or "all-linear", init_lora_weights=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about what peft asks of transformers, not about us
         inject_adapter_in_model(config, model)
+
+
+def check_lora(model: nn.Module, section: str, *, rank: int, modules: list[str] | None = None) -> None:
+    """ConfigError for a rank or layers that `model` cannot have adapters of; `section` is the recipe's."""
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    missing = sorted(set(modules or ()) - names)
+    if missing:
+        raise ConfigError.of(f"{section}.modules", missing, f"names of layers of {type(model).__name__}")
+    _require_inner(model, modules or [], f"{section}.modules")
+    smallest = min(min(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
+    if rank > smallest:
+        raise ConfigError.of(f"{section}.lora_rank", rank, f"at most {smallest}, the smallest side of a layer")
 
 
 def _require_inner(model: nn.Module, modules: list[str], key: str) -> None:

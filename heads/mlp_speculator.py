@@ -22,7 +22,7 @@ STATE_SHARE = 0.5
 
 
 class SpeculatorStep(nn.Module):
-    """z ← GELU(norm(a·P z + b·E x)), a² + b² = 1."""
+    """z ← GELU(norm(a·P z + b·E x)); a² and b²·2/size, by which embeddings are smaller than states, add up to 1."""
 
     def __init__(self, input_size: int, size: int, vocab_size: int, state_weight: float) -> None:
         super().__init__()

@@ -12,17 +12,15 @@ from accelerate import Accelerator
 from draftsmith.distill.cotraining import Adapters, adapted_fingerprint, measure_quality
 from draftsmith.distill.objectives import Objective
 from draftsmith.distill.targets import LoadedTarget, load_target
-from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.heads import HEADS, TrainableDrafter
-from draftsmith.heads.checkpoint import describe_target, save_drafter, shared_vocabulary
-from draftsmith.heads.vocabulary import checked_size
+from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.storage import atomic_folder
 from draftsmith.train.batches import batch_indices, collate, response_tokens
 from draftsmith.train.checkpoint import Progress, load_state, save_state
 from draftsmith.train.console import Console
-from draftsmith.train.data import TrainingData, check_sources, frequent_tokens, prepare_data
+from draftsmith.train.data import check_sources
+from draftsmith.train.drafters import data_and_drafter
 from draftsmith.train.evaluate import evaluate_drafter
 from draftsmith.train.optimizers import optimizers
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, TARGET, Metrics, check_output, claim_output, finish
@@ -92,8 +90,7 @@ class _Run:
                 device=accelerator.device,
                 progress=accelerator.is_main_process,
             )
-        self.data, self.drafter = self._data_and_drafter()
-        self.draft_length = recipe.draft_length(self.drafter.max_draft_length)
+        self.draft_length, self.data, self.drafter = data_and_drafter(recipe, self.target, accelerator, self.console)
         self.teacher = make_teacher(recipe, self.target.model, self.drafter, self.data.rows, accelerator, self.console)
         objective = Objective(**recipe.objective_options(self.draft_length))
         self.step_module, made = self._step_and_optimizers(objective)
@@ -103,26 +100,6 @@ class _Run:
         self.described = describe_target(
             self.target.model, self.target.tokenizer, self.target.name, self.target.revision
         )
-
-    def _data_and_drafter(self) -> tuple[TrainingData, TrainableDrafter]:
-        """The drafter comes first where it can, so that a recipe that fits no drafter costs no sampling."""
-        recipe, model = self.recipe, self.target.model
-        kind, options, size = HEADS[recipe.drafter.type], recipe.drafter_options(), recipe.draft_vocab_size
-        size = checked_size(size, model.get_output_embeddings().weight.shape[0])
-        if options.get("model") is not None:  # a draft model with another tokenizer would be trained in vain
-            shared_vocabulary(options["model"], options["model"], self.target.tokenizer)
-        torch.manual_seed(recipe.train.seed)
-        # With a draft vocabulary this one is for its checks alone: which tokens it has depends on the data.
-        any_tokens = {} if size is None else {"draft_vocabulary": list(range(size))}
-        drafter = kind.from_target(model, **options, **any_tokens)
-        OnlineTeacher(model, drafter.needs.layers)
-        with self.accelerator.main_process_first():
-            data = prepare_data(recipe, self.target, self.console)
-        if size is not None:
-            vocabulary = frequent_tokens(data.rows, size, self.target)
-            torch.manual_seed(recipe.train.seed)
-            drafter = kind.from_target(model, **options, draft_vocabulary=vocabulary)
-        return data, drafter
 
     def _step_and_optimizers(self, objective: Objective) -> tuple[AgreementStep, list[torch.optim.Optimizer]]:
         """The module that is trained, with adapters on the target where the recipe wants them."""

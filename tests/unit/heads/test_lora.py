@@ -6,7 +6,7 @@ from conftest import make_llama
 from transformers import LlamaForCausalLM
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.lora import add_lora, merged_state, without_lora
+from draftsmith.heads.lora import add_lora, check_lora, merged_state, without_lora
 
 IDS = torch.arange(3, 20)[None]
 
@@ -36,9 +36,9 @@ def test_adapters_come_and_go() -> None:
 
 
 def test_layers_that_cannot_have_adapters_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"cotrain\.modules=\['lm_head'\] \(tied embeddings\); expected layers inside"
-    ):
-        add_lora(make_llama(tie_word_embeddings=True), rank=2, alpha=2, modules=["lm_head"], key="cotrain.modules")
+    with pytest.raises(ConfigError, match=r"cotrain\.modules=\['lm_head'\] \(tied embeddings\); expected layers"):
+        check_lora(make_llama(tie_word_embeddings=True), "cotrain", rank=2, modules=["lm_head"])
     with pytest.raises(ConfigError, match=r"cotrain\.modules=\['q_porj'\]; expected names of layers"):
-        add_lora(make_llama(), rank=2, alpha=2, modules=["q_porj", "k_proj"], key="cotrain.modules")
+        check_lora(make_llama(), "cotrain", rank=2, modules=["q_porj", "k_proj"])
+    with pytest.raises(ConfigError, match=r"cotrain\.lora_rank=33; expected at most 32"):
+        check_lora(make_llama(), "cotrain", rank=33)

@@ -17,6 +17,7 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
     [
         (["train.stepz=3"], r"unknown key train\.stepz=3; did you mean train\.steps\?"),
         (["trian.steps=3"], r"unknown key trian=.*; did you mean train\?"),
+        (["cotrain.rank=3"], r"unknown key cotrain\.rank=3; did you mean cotrain\.lora_rank\?"),
         (["drafter.num_head=3"], r"unknown key drafter\.num_head=3; did you mean drafter\.num_heads\?"),
         (["train.draft_length=0"], r"train\.draft_length=0; expected >= 1 \(quickstart/medusa\)"),
         (["train.learning_rate=-1"], r"train\.learning_rate=-1; expected > 0"),

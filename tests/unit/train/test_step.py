@@ -1,0 +1,94 @@
+"""What the step hands to the optimizer: encoder-decoder batches, and how far adapters follow the drafter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_llama
+from datasets import Dataset
+from torch import Tensor
+
+from draftsmith.distill.cotraining import Adapters, quality_kl
+from draftsmith.distill.objectives import Objective
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.heads import Medusa
+from draftsmith.train.batches import collate
+from draftsmith.train.optimizers import optimizers
+from draftsmith.train.step import CotrainSettings, CotrainStep
+
+CPU = torch.device("cpu")
+ROWS = Dataset.from_list(
+    [{"input_ids": [5, 6, 7, 8, 9], "prompt_length": 2}, {"input_ids": [3, 4, 2, 1], "prompt_length": 3}]
+)
+SETTINGS = CotrainSettings(0.0, 0.0, drafter_weight=0.5, quality_weight=1.0, max_quality_kl=1e9)
+
+
+def test_an_encoder_reads_prompts_and_a_decoder_responses() -> None:
+    batch = collate(ROWS, [0, 1], CPU, start_token=0)
+    assert batch.source_BS.tolist() == [[5, 6, 0], [3, 4, 2]]
+    assert batch.source_mask_BS.tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch.input_ids_BT.tolist() == [[0, 7, 8, 9], [0, 1, 0, 0]]
+    assert batch.mask_BT.tolist() == [[True, True, True, False], [True, False, False, False]]
+    plain = collate(ROWS, [0], CPU)
+    assert plain.mask_BT.tolist() == [[False, True, True, True, False]]
+
+
+def gradients(settings: CotrainSettings, done: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """Of the adapters and of the drafter, behind one step with adapters that have moved."""
+    target = make_llama().requires_grad_(False)
+    drafter = Medusa.from_target(target)
+    adapters = Adapters.on(target, rank=2, alpha=4, modules=["q_proj", "down_proj"])
+    torch.manual_seed(1)
+    for weight in adapters.parameters.values():
+        weight.data = torch.randn_like(weight) * 0.1
+    step = CotrainStep(drafter, Objective(), OnlineTeacher(target), adapters, settings)
+    step(collate(ROWS, [0, 1], CPU), done, None)[0].backward()
+    return [weight.grad for weight in step.adapters], [weight.grad for weight in drafter.parameters()]
+
+
+def test_the_drafters_pull_on_the_adapters_is_weighted_and_ends_at_the_bound() -> None:
+    full, drafter = gradients(SETTINGS)
+    double, same_drafter = gradients(replace(SETTINGS, drafter_weight=1.0))
+    bound, _ = gradients(replace(SETTINGS, max_quality_kl=1e-9))
+    early, warm = gradients(replace(SETTINGS, warmup_fraction=0.5), done=0.1)
+    assert all(torch.equal(a, b) for a, b in zip(drafter, same_drafter, strict=True)), "it learns at full speed"
+    assert all(grad.abs().max() > 0 for grad in bound), "beyond the bound the KL to the original still pulls back"
+    for a, b, c in zip(full, double, bound, strict=True):
+        torch.testing.assert_close(b - c, 2 * (a - c), rtol=1e-3, atol=1e-4)
+    assert max(float((a - c).abs().max()) for a, c in zip(full, bound, strict=True)) > 1e-3
+    assert not any(grad.any() for grad in early), "adapters stay where they are during the warm-up"
+    assert any(grad.any() for grad in warm)
+
+
+def test_the_ramp_rises_from_the_end_of_the_warm_up() -> None:
+    settings = replace(SETTINGS, warmup_fraction=0.2, ramp_fraction=0.4)
+    half, full = gradients(settings, done=0.4)[0], gradients(settings, done=0.6)[0]
+    none = gradients(settings, done=0.2)[0]
+    for a, b, c in zip(half, full, none, strict=True):
+        torch.testing.assert_close(b - c, 2 * (a - c), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 100])
+def test_quality_is_the_kl_from_the_original(chunk: int) -> None:
+    torch.manual_seed(0)
+    lm_head = torch.nn.Linear(4, 9, bias=False).double()
+    original, adapted = torch.randn(2, 5, 4, dtype=torch.float64)
+    adapted.requires_grad_()
+    ours = quality_kl(lm_head, original, adapted, chunk)
+    p, q = lm_head(original).softmax(-1), lm_head(adapted).softmax(-1)
+    plain = (p * (p / q).log()).sum()
+    torch.testing.assert_close(ours, plain)
+    for a, b in zip(torch.autograd.grad(ours, adapted), torch.autograd.grad(plain, adapted), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_muon_takes_the_matrices_inside_the_layers() -> None:
+    drafter = Medusa.from_target(make_llama())
+    muon, adamw = optimizers(drafter, "muon", 0.0)
+    assert {id(weight) for weight in muon.param_groups[0]["params"]} == {
+        id(block[0].linear.weight) for block in drafter.blocks
+    }
+    every = {id(weight) for optimizer in (muon, adamw) for weight in optimizer.param_groups[0]["params"]}
+    assert every == {id(weight) for weight in drafter.parameters()}
+    (alone,) = optimizers(drafter, "adamw", 0.0)
+    assert len(alone.param_groups[0]["params"]) == len(list(drafter.parameters()))
