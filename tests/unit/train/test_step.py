@@ -64,6 +64,7 @@ def test_the_ramp_rises_from_the_end_of_the_warm_up() -> None:
     settings = replace(SETTINGS, warmup_fraction=0.2, ramp_fraction=0.4)
     half, full = gradients(settings, done=0.4)[0], gradients(settings, done=0.6)[0]
     none = gradients(settings, done=0.2)[0]
+    assert max(float((b - c).abs().max()) for b, c in zip(full, none, strict=True)) > 1e-3
     for a, b, c in zip(half, full, none, strict=True):
         torch.testing.assert_close(b - c, 2 * (a - c), rtol=1e-3, atol=1e-4)
 
