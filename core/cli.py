@@ -7,7 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith import __version__
+from draftsmith.data_cli import data_app
 from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.options import DtypeOption, TargetOption, TrustOption
 
 app = typer.Typer(
     help="Train drafters for speculative decoding on a frozen target, and measure what they are worth.",
@@ -15,18 +17,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(data_app, name="data")
 
-TargetOption = Annotated[str, typer.Option("--target", help="'embedded', a local folder or a Hub id.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
 DRAFTER_HELP = "Folder or Hub id; or untrained: prompt-lookup, suffix, early-exit:layers=N, hybrid:drafter=FOLDER."
 POLICY_HELP = (
     "How drafts grow: chain, confidence, adaptive, tree, measured-tree, sampled-tree, dynamic-tree, best-first or "
     "optimal-tree, with settings as in best-first:size=16,depth=8."
 )
 RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; by default the best lossless one.")]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the target's repository carries.")
-]
 
 
 def _show_version(value: bool) -> None:
@@ -61,6 +59,25 @@ def train(
     from draftsmith.train.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides)
+    from draftsmith.train.loop import train as run
+
+    typer.echo(f"drafter: {run(checked)}")
+
+
+@app.command()
+def adapt(
+    drafter: Annotated[str, typer.Argument(help="A folder that `draftsmith train` wrote.")],
+    prompts: Annotated[str, typer.Argument(help="Served prompts, with what the target answered: JSONL and its like.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the recipe.")] = None,
+    target: Annotated[str | None, typer.Option("--target", help="By default the one it was trained for.")] = None,
+    again: Annotated[bool, typer.Option("--answer-again", help="Have the target answer the prompts anew.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the run.")] = Path("runs/adapted"),
+) -> None:
+    """Go on training a drafter on the prompts that its target serves; what is no better is not kept."""
+    from draftsmith.train.adapt import adapted_recipe
+
+    options = {"target": target, "answered": not again, "overrides": overrides or []}
+    checked = adapted_recipe(drafter, prompts, str(out), **options)
     from draftsmith.train.loop import train as run
 
     typer.echo(f"drafter: {run(checked)}")

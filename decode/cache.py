@@ -157,9 +157,14 @@ def refuse_other_layers(config: PreTrainedConfig) -> None:
 
 def context_limit(model: torch.nn.Module) -> int | None:
     """The most positions that `model` was built for; None when its config names no limit."""
-    if getattr(model.config, "relative_attention_num_buckets", None):
+    return config_limit(model.config)
+
+
+def config_limit(config: PreTrainedConfig) -> int | None:
+    """The same from the config alone."""
+    if getattr(config, "relative_attention_num_buckets", None):
         return None  # relative positions: T5's n_positions is what it was trained with, not a limit
-    config = model.config.get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)
     for key in ("max_position_embeddings", "n_positions"):
         limit = getattr(config, key, None)
         if limit:

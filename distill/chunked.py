@@ -45,7 +45,8 @@ class _ChunkedSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, loss_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if gradient is None else gradient * loss_grad for gradient in ctx.gradients]
+        # In place: a head's gradient is as large as the head, and nobody else holds it.
+        scaled = [None if gradient is None else gradient.mul_(loss_grad) for gradient in ctx.gradients]
         ctx.gradients = None
         return None, None, *scaled
 

@@ -132,7 +132,7 @@ def measure_quality(model: nn.Module, texts: list[list[int]]) -> dict[str, float
         with without_lora(model):
             p_TV = _log_p(lm_head, final_states(model, ids_1T, torch.ones_like(ids_1T))[0])
         q_TV = _log_p(lm_head, final_states(model, ids_1T, torch.ones_like(ids_1T))[0])
-        sums["kl"] += float(forward_kl(p_TV[:-1], q_TV[:-1]).sum())
+        sums["kl"] += max(0.0, float(forward_kl(p_TV[:-1], q_TV[:-1]).sum()))  # rounding may leave less than nothing
         sums["top1_agreement"] += float((p_TV.argmax(-1) == q_TV.argmax(-1))[:-1].sum())
         for name, logits_TV in (("nll_original", p_TV), ("nll_adapted", q_TV)):
             sums[name] += float(nn.functional.cross_entropy(logits_TV[:-1], ids_1T[0, 1:], reduction="sum"))

@@ -60,13 +60,13 @@ def top_k_cross_entropy(p_log_ND: Tensor, q_log_ND: Tensor, k: int) -> Tensor:
     return -(best.values.exp() * q_log_ND.gather(-1, best.indices)).sum(-1)
 
 
-def cross_entropy(favourite_N: Tensor, q_log_ND: Tensor) -> Tensor:
-    """-log q of the target's likeliest token, per token [N]: agreement under greedy decoding.
+def cross_entropy(rows_N: Tensor, q_log_ND: Tensor) -> Tensor:
+    """-log q of one token, per token [N]: of the target's likeliest for greedy decoding, or of the text's own.
 
-    `favourite_N`: its row in the drafter's vocabulary, -1 where it has none: nothing to learn, no loss.
+    `rows_N`: its row in the drafter's vocabulary, -1 where it has none: nothing to learn, no loss.
     """
-    loss_N = -q_log_ND.gather(-1, favourite_N.clamp_min(0)[:, None])[:, 0]
-    return torch.where(favourite_N >= 0, loss_N, 0.0)
+    loss_N = -q_log_ND.gather(-1, rows_N.clamp_min(0)[:, None])[:, 0]
+    return torch.where(rows_N >= 0, loss_N, 0.0)
 
 
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

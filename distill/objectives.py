@@ -20,13 +20,23 @@ from draftsmith.distill.divergences import (
     top_k_cross_entropy,
     total_variation,
 )
+from draftsmith.distill.positions import (
+    Knowledge,
+    LmHead,
+    Position,
+    Rows,
+    at_least_float32,
+    compare,
+    draft_rows,
+    position_of,
+)
+from draftsmith.errors import ConfigError
 from draftsmith.heads.drafter import TeacherSignals, Unrolled
 
-# Shapes: N tokens, K draft positions, V vocabulary, D draft vocabulary or drafter hidden size, H target hidden size.
+# Shapes: N tokens, K draft positions, B texts, T positions, D draft vocabulary or drafter hidden size.
 
-KINDS = (*DIVERGENCES, "ce", "lk_lambda", "accepted_length")
+KINDS = (*DIVERGENCES, "ce", "label", "lk_lambda", "accepted_length")
 """What a term of an objective may be; the recipe's schema names the same."""
-LmHead = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,26 +53,18 @@ class AgreementSums:
     """Unmasked tokens by draft position."""
 
 
-@dataclass
-class _Position:
-    """The unmasked tokens of one draft position."""
-
-    entry: Unrolled
-    student_ND: Tensor
-    teacher_NH: Tensor
-    anchors: tuple[Tensor, Tensor]
-    """(row, column) of each token in the grid of anchors, by which the positions of one draft belong together."""
-    grid: torch.Size
-
-
 @dataclass(frozen=True)
 class Objective:
     """A mix of terms, at one or several temperatures, with a weight for each draft position.
 
     kl, reverse_kl, js, tv, lk_alpha, ce   see `distill/divergences.py`
+    label             -log q of the text's next token, whatever the target thinks of it
     lk_lambda         lambda KL + (1 - lambda) TV, lambda = exp(-eta alpha_k) with the last step's alpha of the position
                       (LK losses: arXiv:2602.23881)
     accepted_length   -(E[tau] - 1) = -sum_k prod_{i<=k} alpha_i over the positions of one draft
+
+    A teacher that knows the likeliest tokens alone gives lower bounds of the divergences and upper ones of alpha, see
+    `distill/positions.py`; `ce` and `label` are exact.
     """
 
     kind: str = "kl"
@@ -106,7 +108,9 @@ class Objective:
 
         `last_alpha`: each position's alpha over the last global batch, for lk_lambda; None before there is one.
         """
-        positions = [_position(entry, signals) for entry in unrolled]
+        if signals.top_ids_BTE is not None:
+            self.require_usable("logprobs")
+        positions = [position_of(entry, signals) for entry in unrolled]
         extra = self._token_weights(positions, lm_head)
         sums = [
             self._sums(k, position, lm_head, extra[k], 0.0 if last_alpha is None else last_alpha[k])
@@ -116,16 +120,29 @@ class Objective:
         alpha_K, match_K, count_K = (torch.stack([values[i] for values in sums]) for i in (1, 2, 3))
         return AgreementSums(loss, alpha_K, match_K, count_K)
 
+    def require_usable(self, teacher: str) -> None:
+        """ConfigError for what a teacher of this kind (`teacher.kind`) cannot give."""
+        if teacher != "logprobs":
+            return
+        temperature = next((value for value in self.temperatures if value != 1), 1.0)
+        for key, value, expected in (
+            ("temperature", temperature, "1, since the file does not say what the unknown tokens are at another one"),
+            ("top_k_weight", self.top_k_weight, "0, since the file may hold fewer; 'kl' is over all that it holds"),
+            ("feature_weight", self.feature_weight, "0, since the file holds no states of the target"),
+        ):
+            if value != float(expected[0]):
+                raise ConfigError(f"objective.{key}={value} with teacher.kind='logprobs'; expected {expected}")
+
     def _position_weight(self, k: int) -> float:
         if not self.position_weights:
             return self.position_decay**k
         return self.position_weights[min(k, len(self.position_weights) - 1)]
 
     def _sums(
-        self, k: int, position: _Position, lm_head: LmHead, extra: "_TokenWeights", last_alpha: float
+        self, k: int, position: Position, lm_head: LmHead, extra: "_TokenWeights", last_alpha: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Weighted loss, overlap, argmax matches, and the count, of one draft position."""
-        entry, student_ND, teacher_NH = position.entry, position.student_ND, position.teacher_NH
+        entry, student_ND = position.entry, position.student_ND
         count = torch.tensor(student_ND.shape[0], device=student_ND.device)
         if student_ND.shape[0] == 0:  # every process has to take part in the reduction
             zero = student_ND.new_zeros((), dtype=torch.float32)
@@ -134,7 +151,8 @@ class Objective:
 
         def chunk(part_nD: Tensor, place: slice) -> tuple[Tensor, Tensor, Tensor]:
             weights = _TokenWeights(*(None if x is None else x[place] for x in (extra.dpace_N, extra.length_N)))
-            return self._chunk(k, part_nD, teacher_NH[place], entry, lm_head, weights, last_alpha)
+            known, labels_n = position.known[place], position.labels_N[place]
+            return self._chunk(k, part_nD, known, labels_n, entry, lm_head, weights, last_alpha)
 
         loss, alpha, match = chunked_sums(chunk, student_ND, entry.parameters(), self.chunk_tokens)
         return loss + extra.constant, alpha, match, count
@@ -143,24 +161,28 @@ class Objective:
         self,
         k: int,
         student_ND: Tensor,
-        teacher_NH: Tensor,
+        known: Knowledge,
+        labels_N: Tensor,
         entry: Unrolled,
         lm_head: LmHead,
         extra: "_TokenWeights",
         last_alpha: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        p_NV, favourite_N, q_ND = _logits(student_ND, teacher_NH, entry, lm_head)
-        loss_N = student_ND.new_zeros(student_ND.shape[0], dtype=q_ND.dtype)
+        compared = compare(student_ND, known, entry, lm_head)
+        label_rows_N = draft_rows(labels_N, entry.vocabulary_D)
+        loss_N = student_ND.new_zeros(student_ND.shape[0], dtype=compared.q_ND.dtype)
+        first = compared.at(self.temperatures[0])
         for temperature in self.temperatures:
-            p_log_ND, q_log_ND = log_probabilities(p_NV, q_ND, entry.vocabulary_D, temperature)
-            terms_N = self._terms(p_log_ND, q_log_ND, favourite_N, extra.length_N, last_alpha)
+            rows = first if temperature == self.temperatures[0] else compared.at(temperature)
+            terms_N = self._terms(rows, compared.favourite_N, label_rows_N, last_alpha)
             loss_N = loss_N + terms_N / len(self.temperatures)
-        p_log_ND, q_log_ND = log_probabilities(p_NV, q_ND, entry.vocabulary_D, self.temperatures[0])
-        alpha_N = overlap(p_log_ND, q_log_ND).detach()
+        p_log_NE, q_log_NE = first.p_log_NE, first.q_log_NE
+        with torch.no_grad():
+            alpha_N = overlap(p_log_NE, q_log_NE)
         if self.top_k_weight:
-            loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(p_log_ND, q_log_ND, self.top_k)
+            loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(p_log_NE, q_log_NE, self.top_k)
         if self.feature_weight and entry.regresses:
-            teacher_ND = teacher_NH.to(student_ND.dtype)
+            teacher_ND = known.hidden_NH.to(student_ND.dtype)
             distance_ND = nn.functional.smooth_l1_loss(student_ND, teacher_ND, reduction="none")
             loss_N = loss_N + self.feature_weight * distance_ND.mean(-1)
         if entry.confidence is not None and self.confidence_weight:
@@ -173,33 +195,34 @@ class Objective:
             loss_N = loss_N * extra.dpace_N
         loss = self._position_weight(k) * loss_N.sum()
         if extra.length_N is not None:  # no decay: the length itself says how much a position matters
-            loss = loss - self.terms["accepted_length"] * (extra.length_N * overlap(p_log_ND, q_log_ND)).sum()
+            loss = loss - self.terms["accepted_length"] * (extra.length_N * overlap(p_log_NE, q_log_NE)).sum()
         with torch.no_grad():
-            best_N = q_ND.argmax(-1)
-            match = (favourite_N == best_N).sum().to(alpha_N.dtype)
+            best_N = compared.q_ND.argmax(-1)
+            match = (compared.favourite_N == best_N).sum().to(alpha_N.dtype)
         return loss, alpha_N.sum(), match
 
-    def _terms(
-        self, p_log_ND: Tensor, q_log_ND: Tensor, favourite_N: Tensor, length_N: Tensor | None, last_alpha: float
-    ) -> Tensor:
+    def _terms(self, rows: Rows, favourite_N: Tensor, label_rows_N: Tensor, last_alpha: float) -> Tensor:
         """[N]: the mix, but for accepted_length, which is no sum over tokens."""
+        p_log_NE, q_log_NE, q_log_ND = rows
         total_N = q_log_ND.new_zeros(q_log_ND.shape[0])
         for kind, weight in self.terms.items():
             if kind == "ce":
                 total_N = total_N + weight * cross_entropy(favourite_N, q_log_ND)
+            elif kind == "label":
+                total_N = total_N + weight * cross_entropy(label_rows_N, q_log_ND)
             elif kind == "js":
-                total_N = total_N + weight * DIVERGENCES[kind](p_log_ND, q_log_ND, self.beta)
+                total_N = total_N + weight * DIVERGENCES[kind](p_log_NE, q_log_NE, self.beta)
             elif kind == "lk_lambda":
                 share = math.exp(-self.eta * last_alpha)
-                mixed_N = share * forward_kl(p_log_ND, q_log_ND) + (1 - share) * total_variation(p_log_ND, q_log_ND)
+                mixed_N = share * forward_kl(p_log_NE, q_log_NE) + (1 - share) * total_variation(p_log_NE, q_log_NE)
                 total_N = total_N + weight * mixed_N
             elif kind != "accepted_length":
-                total_N = total_N + weight * DIVERGENCES[kind](p_log_ND, q_log_ND)
+                total_N = total_N + weight * DIVERGENCES[kind](p_log_NE, q_log_NE)
         return total_N
 
     # Weights that depend on the other positions of the same draft: a first pass without gradient.
 
-    def _token_weights(self, positions: list[_Position], lm_head: LmHead) -> list["_TokenWeights"]:
+    def _token_weights(self, positions: list[Position], lm_head: LmHead) -> list["_TokenWeights"]:
         wants_length = "accepted_length" in self.terms
         if not wants_length and self.dpace is None:
             return [_TokenWeights() for _ in positions]
@@ -218,21 +241,21 @@ class Objective:
         return weights
 
     @torch.no_grad()
-    def _agreement(self, position: _Position, lm_head: LmHead) -> tuple[Tensor, Tensor]:
+    def _agreement(self, position: Position, lm_head: LmHead) -> tuple[Tensor, Tensor]:
         """(alpha [N], q of the target's favourite [N]) of one position's tokens."""
         alphas, likelihoods = [], []
         for start in range(0, position.student_ND.shape[0], self.chunk_tokens):
             place = slice(start, start + self.chunk_tokens)
-            student_ND, teacher_NH = position.student_ND[place], position.teacher_NH[place]
-            p_NV, favourite_N, q_ND = _logits(student_ND, teacher_NH, position.entry, lm_head)
-            p_log_ND, q_log_ND = log_probabilities(p_NV, q_ND, position.entry.vocabulary_D, self.temperatures[0])
-            alphas.append(overlap(p_log_ND, q_log_ND))
+            compared = compare(position.student_ND[place], position.known[place], position.entry, lm_head)
+            p_log_NE, q_log_NE, q_log_ND = compared.at(self.temperatures[0])
+            alphas.append(overlap(p_log_NE, q_log_NE))
+            favourite_N = compared.favourite_N
             likelihoods.append(torch.where(favourite_N >= 0, (-cross_entropy(favourite_N, q_log_ND)).exp(), 0.0))
         none = position.student_ND.new_zeros(0, dtype=torch.float32)
         return (torch.cat(alphas), torch.cat(likelihoods)) if alphas else (none, none)
 
     def _per_draft(
-        self, positions: list[_Position], values: list[Tensor], weigh: Callable[[Tensor], tuple[Tensor, Tensor]]
+        self, positions: list[Position], values: list[Tensor], weigh: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Lay values out as [K, B, T] by anchor, weigh them, and bring the weights back to each position's grid."""
         grids = []
@@ -278,45 +301,3 @@ def _dpace_weights(sure_KBT: Tensor) -> tuple[Tensor, Tensor]:
     """weight_k = sum_{j>=k} prod_{i<=j} s_i (D-PACE): how much accepted text hangs on position k."""
     survival = sure_KBT.cumprod(0)
     return survival.flip(0).cumsum(0).flip(0), survival.new_zeros(())
-
-
-def _position(entry: Unrolled, signals: TeacherSignals) -> _Position:
-    """The drafter's states and the target's that they are to agree with, unmasked ones alone."""
-    if entry.places_BT is None:
-        T = signals.mask_BT.shape[1]
-        mask_BT = signals.mask_BT[:, entry.offset :]
-        states_BTD = entry.hidden_BTD[:, : T - entry.offset]
-        teacher_NH = signals.hidden_BTH[:, entry.offset :][mask_BT]
-        return _Position(entry, states_BTD[mask_BT], teacher_NH, mask_BT.nonzero(as_tuple=True), signals.mask_BT.shape)
-    places_BT = entry.places_BT.clamp_min(0)
-    mask_BT = signals.mask_BT.gather(1, places_BT) & (entry.places_BT >= 0)
-    rows_B1 = torch.arange(places_BT.shape[0], device=places_BT.device)[:, None]
-    teacher_NH = signals.hidden_BTH[rows_B1, places_BT][mask_BT]
-    return _Position(entry, entry.hidden_BTD[mask_BT], teacher_NH, mask_BT.nonzero(as_tuple=True), mask_BT.shape)
-
-
-def _logits(student_ND: Tensor, teacher_NH: Tensor, entry: Unrolled, lm_head: LmHead) -> tuple[Tensor, Tensor, Tensor]:
-    """(the target's logits [N, V], its favourite as a row of the draft vocabulary [N], the drafter's logits [N, D])."""
-    with torch.no_grad():
-        p_NV = at_least_float32(lm_head(teacher_NH))
-        favourite_N = p_NV.argmax(-1)
-        if entry.vocabulary_D is not None:
-            rows_V = torch.full((p_NV.shape[-1],), -1, device=p_NV.device)
-            rows_V[entry.vocabulary_D] = torch.arange(entry.vocabulary_D.shape[0], device=p_NV.device)
-            favourite_N = rows_V[favourite_N]
-    return p_NV, favourite_N, at_least_float32(entry.head(student_ND))
-
-
-def log_probabilities(
-    p_NV: Tensor, q_ND: Tensor, vocabulary_D: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Both rows over the drafter's vocabulary [N, D]; the target's as it is over the whole one."""
-    with torch.no_grad():
-        p_log_NV = (p_NV / temperature).log_softmax(-1)
-        p_log_ND = p_log_NV if vocabulary_D is None else p_log_NV[:, vocabulary_D]
-    return p_log_ND, (q_ND / temperature).log_softmax(-1)
-
-
-def at_least_float32(logits: Tensor) -> Tensor:
-    """Log-probabilities of half-precision logits are too coarse to sum; fp64 stays for the gradient tests."""
-    return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,23 +1,34 @@
-"""Responses sampled from the target: the text on which agreement is worth something. Cached, since it costs most."""
+"""Responses sampled from the target: the text on which agreement is worth something. Cached, since it costs most.
 
+Prompts are answered in parts of similar length; each part is a file that is written whole, so that a run which was
+killed goes on behind the last one, and processes share the parts among them.
+"""
+
+import json
+import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset, disable_progress_bars, load_from_disk
+import pyarrow.parquet
+from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_from_disk
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftsmith.decode.cache import context_limit
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.distill.embedded import embedded_prompts
-from draftsmith.distill.jsonl import answered_ids, conversation, prompt_ids, read_rows
-from draftsmith.distill.targets import EMBEDDED, LoadedTarget
+from draftsmith.decode.output import DecodeOutput
+from draftsmith.distill.chat import Chat
+from draftsmith.distill.conversations import ASSISTANT, Conversation
+from draftsmith.distill.targets import LoadedTarget
 from draftsmith.errors import ConfigError
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.storage import atomic_folder, cache_dir
 
-SAMPLES_VERSION = 2
+SAMPLES_VERSION = 3
 SEEDS_APART = 1_000_003
 """So that two seeds of a recipe share no prompt's seed."""
 
@@ -30,110 +41,206 @@ class SampleSettings:
     temperature: float
     batch_size: int
     seed: int
+    drafter_share: float = 0.0
+    """Of the prompts that the drafter answers, as well as it can."""
 
 
 @dataclass(frozen=True)
-class Example:
-    """Token ids of a prompt and, unless the target is to write it, of the response."""
+class Share:
+    """Which of `count` processes this one is, and how it waits for the others."""
 
-    prompt: list[int]
-    response: list[int]
-
-
-@dataclass(frozen=True)
-class ExampleSettings:
-    """Where examples come from and how long they may be; see the recipe's data section."""
-
-    source: str
-    count: int
-    prompt_tokens: int
-    response_tokens: int
-    answered: bool
-    """Take the responses that the text holds, too."""
-    seed: int
+    index: int = 0
+    count: int = 1
+    wait: Callable[[], None] = lambda: None
 
 
-def training_examples(target: LoadedTarget, settings: ExampleSettings, report: Callable[[str], None]) -> list[Example]:
-    """At most `count` examples from the embedded text or a JSONL file.
+@dataclass
+class Sampler:
+    """Answers prompts: the target through the speculative decoder, and for a share of them the drafter alone.
 
-    Those of a file that are longer than asked for, or than the context, are left out, and `report` is told how many.
+    Args:
+        drafter: proposes; the text stays the target's. None decodes with the target alone.
     """
-    tokenizer, prompt_tokens = target.tokenizer, settings.prompt_tokens
-    if settings.source == EMBEDDED:
-        window = prompt_tokens + (settings.response_tokens if settings.answered else 0)
-        rows = embedded_prompts(tokenizer, "train", settings.count, window, settings.seed)
-        return [Example(row["input_ids"][:prompt_tokens], row["input_ids"][prompt_tokens:]) for row in rows]
-    path = Path(settings.source)
-    if settings.answered:
-        pairs = [answered_ids(tokenizer, path, number, row, prompt_tokens) for number, row in read_rows(path)]
-    else:
-        pairs = [(prompt_ids(tokenizer, conversation(path, number, row)), []) for number, row in read_rows(path)]
-    limit = context_limit(target.model)
-    fitting = [
-        Example(prompt, response)
-        for prompt, response in pairs
-        if 0 < len(prompt) <= prompt_tokens
-        and len(response) <= settings.response_tokens
-        and (limit is None or len(prompt) + len(response) <= limit)
-    ]
-    if len(fitting) < len(pairs):
-        most = f"{prompt_tokens} tokens" + (f", or their answers than {settings.response_tokens}" * settings.answered)
-        report(f"{len(pairs) - len(fitting)} of {len(pairs)} prompts of {path} are longer than {most}: left out")
-    if not fitting:
-        raise ConfigError.of("data.prompt_tokens", prompt_tokens, f"room for at least one prompt of {path}")
-    return fitting[: settings.count]
+
+    target: LoadedTarget
+    chat: Chat
+    settings: SampleSettings
+    drafter: Drafter | None = None
+    speculate: bool = True
+    rounds: int = field(default=0, init=False)
+    tokens: int = field(default=0, init=False)
+    """Target passes and tokens so far, which give tau."""
+
+    def __post_init__(self) -> None:
+        self._limit = context_limit(self.target.model)
+        self._decoder = SpeculativeDecoder(self.target.model, self.drafter if self.speculate else None)
+        self._own: SpeculativeDecoder | None = None
+        if self.settings.drafter_share:
+            if not isinstance(self.drafter, DraftModel):
+                kind = None if self.drafter is None else self.drafter.type
+                raise ConfigError(
+                    f"data.drafter_share={self.settings.drafter_share} with drafter.type={kind!r}; expected a "
+                    "'draft_model', which can write without its target"
+                )
+            self._own = SpeculativeDecoder(self.drafter.model)
+
+    def answer(self, rows: list[dict[str, Any]], indices: list[int]) -> list[dict[str, Any]]:
+        """Rows of `input_ids`, `spans`, `question` (its index) and `messages` (JSON, '' for plain text).
+
+        One a question, or several where the chat template shows an earlier turn differently later. Each question has a
+        seed of its own.
+        """
+        texts = [_Asked(index, list(row["input_ids"]), row["turns"]) for row, index in zip(rows, indices, strict=True)]
+        running, turn = texts, 0
+        while running:
+            for text, output in zip(running, self._decode(running, turn), strict=True):
+                text.add(output.tokens, self.chat)
+            turn += 1
+            running = [text for text in running if text.ask(self.chat, turn, self._fits)]
+        return [row for text in texts for row in text.rows()]
+
+    def _fits(self, prompt: list[int]) -> bool:
+        return self._limit is None or len(prompt) + self.settings.response_tokens <= self._limit
+
+    def _decode(self, texts: list["_Asked"], turn: int) -> list[DecodeOutput]:
+        outputs: dict[int, DecodeOutput] = {}
+        by_drafter = [text for text in texts if self._own is not None and self._drawn(text.index)]
+        others = [text for text in texts if text not in by_drafter]
+        for decoder, group in ((self._decoder, others), (self._own, by_drafter)):
+            if not group:
+                continue
+            seeds = [SEEDS_APART * self.settings.seed + text.index + 7_919 * turn for text in group]
+            options = {"max_new_tokens": self.settings.response_tokens, "temperature": self.settings.temperature}
+            eos = self.target.model.generation_config.eos_token_id
+            found = decoder.generate_batch([text.prompt for text in group], seeds=seeds, eos_token_id=eos, **options)
+            outputs |= {text.index: output for text, output in zip(group, found, strict=True)}
+            if decoder is self._decoder:
+                self.rounds += sum(1 + len(output.rounds) for output in found)
+                self.tokens += sum(len(output.tokens) for output in found)
+        return [outputs[text.index] for text in texts]
+
+    def _drawn(self, index: int) -> bool:
+        return random.Random(f"{self.settings.seed}:{index}").random() < self.settings.drafter_share
 
 
-def text_samples(examples: list[Example]) -> Dataset:
-    """The examples' own responses, in the layout of `target_samples`."""
-    return Dataset.from_list(
-        [{"input_ids": [*row.prompt, *row.response], "prompt_length": len(row.prompt)} for row in examples]
-    )
+class _Asked:
+    """A conversation that is being answered, turn by turn."""
+
+    def __init__(self, index: int, prompt: list[int], turns: str) -> None:
+        self.index, self.prompt = index, prompt
+        asked = json.loads(turns) if turns else {"turns": [[]], "tools": None}
+        self._turns, self._tools = asked["turns"], asked["tools"]
+        self._messages = list(self._turns[0])
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, answer: list[int], chat: Chat) -> None:
+        ids = [*self.prompt, *answer]
+        spans = [[len(self.prompt), len(ids)]]
+        if self._rows and self.prompt[: len(self._rows[-1]["input_ids"])] == self._rows[-1]["input_ids"]:
+            spans = [*self._rows.pop()["spans"], *spans]
+        if self._messages:
+            content = chat.tokenizer.decode(answer, skip_special_tokens=True)
+            self._messages.append({"role": ASSISTANT, "content": content})
+        messages = json.dumps(self._messages) if self._messages else ""
+        self._rows.append({"input_ids": ids, "spans": spans, "question": self.index, "messages": messages})
+
+    def ask(self, chat: Chat, turn: int, fits: Callable[[list[int]], bool]) -> bool:
+        """Put the next question behind the last answer; False when there is none, or no room for it."""
+        if turn >= len(self._turns):
+            return False
+        messages = [*self._messages, *self._turns[turn]]
+        prompt = chat.behind(messages, Conversation(f"question {self.index}", tools=self._tools))
+        if not fits(prompt):
+            return False
+        self._messages, self.prompt = messages, prompt
+        return True
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self._rows
 
 
 def target_samples(
-    target: LoadedTarget, prompts: list[list[int]], settings: SampleSettings, *, progress: bool = True
+    sampler: Sampler,
+    questions: Dataset,
+    *,
+    folder: Path | None = None,
+    share: Share | None = None,
+    progress: bool = True,
 ) -> Dataset:
-    """One response of the target to each prompt: rows of `input_ids` (prompt and response) and `prompt_length`.
+    """The target's responses to all questions, as `Sampler.answer` gives them, in order of the questions.
 
-    The same target, prompts and settings are sampled once and read from the cache afterwards.
+    The same target, questions and settings are sampled once and read from the cache afterwards.
+
+    Args:
+        folder: where they are kept instead of the cache.
     """
     disable_progress_bars()
-    longest = max(len(prompt) for prompt in prompts) + settings.response_tokens
+    share = share or Share()
+    settings, target = sampler.settings, sampler.target
+    _require_room(target, questions, settings)
+    if folder is None:
+        key = fingerprint(
+            [
+                SAMPLES_VERSION,
+                model_fingerprint(target.model),
+                fingerprint([list(questions["input_ids"]), list(questions["turns"])]),
+                asdict(settings),
+                model_fingerprint(sampler.drafter) if settings.drafter_share else None,
+            ]
+        )
+        folder = cache_dir() / "samples" / key
+    if not folder.is_dir():
+        parts = _parts(questions, settings.batch_size)
+        files = [folder.with_name(f"{folder.name}.parts") / f"part-{part:05d}.parquet" for part in range(len(parts))]
+        _sample_parts(sampler, questions, parts, files, share, progress)
+        share.wait()
+        if share.index == 0:
+            _assemble(files, folder)
+        share.wait()
+    return load_from_disk(folder / "rows")
+
+
+def _require_room(target: LoadedTarget, questions: Dataset, settings: SampleSettings) -> None:
+    longest = max(map(len, questions["input_ids"])) + settings.response_tokens
     limit = context_limit(target.model)
     if limit is not None and longest > limit:
         raise ConfigError(
             f"data.prompt_tokens + data.response_tokens={longest}; expected at most the target's context of {limit}"
         )
-    key = fingerprint([SAMPLES_VERSION, model_fingerprint(target.model), fingerprint(prompts), asdict(settings)])
-    folder = cache_dir() / "samples" / key
-    if not folder.is_dir():
-        rows = sample_responses(target, prompts, settings, progress=progress)
-        with atomic_folder(folder) as temporary:
-            Dataset.from_list(rows).save_to_disk(temporary / "rows")
-    return load_from_disk(folder / "rows")
 
 
-def sample_responses(
-    target: LoadedTarget, prompts: list[list[int]], settings: SampleSettings, *, progress: bool = True
-) -> list[dict]:
-    """Sample in batches of prompts of similar length; rows in the order of `prompts`.
+def _parts(questions: Dataset, size: int) -> list[list[int]]:
+    """Indices of questions of similar length, `size` together."""
+    lengths = list(map(len, questions["input_ids"]))
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    return [order[start : start + size] for start in range(0, len(order), size)]
 
-    Each prompt has a seed of its own, so a response does not depend on the batch that it was sampled in.
-    """
-    decoder = SpeculativeDecoder(target.model)
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    starts = range(0, len(order), settings.batch_size)
-    rows: dict[int, dict] = {}
-    console = Console(stderr=True)
-    for start in track(starts, description="sampling from the target", console=console, disable=not progress):
-        batch = order[start : start + settings.batch_size]
-        outputs = decoder.generate_batch(
-            [prompts[index] for index in batch],
-            max_new_tokens=settings.response_tokens,
-            temperature=settings.temperature,
-            seeds=[SEEDS_APART * settings.seed + index for index in batch],
-        )
-        for index, output in zip(batch, outputs, strict=True):
-            rows[index] = {"input_ids": [*prompts[index], *output.tokens], "prompt_length": len(prompts[index])}
-    return [rows[index] for index in range(len(prompts))]
+
+def _sample_parts(
+    sampler: Sampler, questions: Dataset, parts: list[list[int]], files: list[Path], share: Share, progress: bool
+) -> None:
+    """Those of this process's parts that are not there yet."""
+    mine = range(share.index, len(parts), share.count)
+    missing = [part for part in mine if not files[part].exists()]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("sampling from the target", total=sum(len(parts[part]) for part in mine))
+        bar.advance(task, sum(len(parts[part]) for part in mine if part not in missing))
+        for part in missing:
+            rows = sampler.answer([questions[index] for index in parts[part]], parts[part])
+            files[part].parent.mkdir(parents=True, exist_ok=True)
+            temporary = files[part].with_suffix(".tmp")
+            Dataset.from_list(rows).to_parquet(temporary)
+            temporary.replace(files[part])
+            bar.advance(task, len(parts[part]))
+
+
+def _assemble(files: list[Path], folder: Path) -> None:
+    """All parts as one data set in the order of the questions; the parts are not needed any more."""
+    whole = concatenate_datasets([Dataset(pyarrow.parquet.read_table(file)) for file in files])
+    order = sorted(range(len(whole)), key=whole["question"].__getitem__)
+    with atomic_folder(folder) as temporary:
+        whole.select(order).flatten_indices().save_to_disk(temporary / "rows")
+    for file in files:
+        file.unlink()
+    files[0].parent.rmdir()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads.documents import document_numbers
 from draftsmith.heads.drafter import TeacherSignals
 from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.storage import cache_dir, write_json
@@ -36,7 +37,8 @@ class SignalCache:
     """Shards of states in a folder of its own for each target, data, layers and dtype.
 
     Args:
-        rows: the training data; `input_ids` of each row.
+        rows: the training data; `input_ids` of each row and, where rows are packed, `documents`: the lengths of the
+            documents in it, which the target does not see together.
         layers: see `Needs.layers`.
         dtype: 'float32', 'bfloat16' or 'float8' (one scale a token).
         shard_rows: rows of a shard.
@@ -49,9 +51,9 @@ class SignalCache:
             raise ConfigError.of("teacher.dtype", dtype, f"one of {', '.join(DTYPES)}")
         self.dtype, self.shard_rows, self._rows = dtype, shard_rows, rows
         self.lengths = [len(ids) for ids in rows["input_ids"]]
-        self.key = fingerprint(
-            [VERSION, model_fingerprint(model), fingerprint(list(rows["input_ids"])), list(layers), dtype, shard_rows]
-        )
+        self._packed = "documents" in rows.column_names
+        data = [fingerprint(list(rows[column])) for column in ("input_ids", "documents")[: 1 + self._packed]]
+        self.key = fingerprint([VERSION, model_fingerprint(model), *data, list(layers), dtype, shard_rows])
         self.folder = cache_dir() / "signals" / self.key
         self._open: dict[int, object] = {}
 
@@ -78,7 +80,9 @@ class SignalCache:
             parts: list[Tensor] = []
             rows = list(self._shard(shard))
             for start in range(0, len(rows), batch):
-                parts += _states(teacher, [self._rows[row]["input_ids"] for row in rows[start : start + batch]])
+                chosen = [self._rows[row] for row in rows[start : start + batch]]
+                documents = [row["documents"] for row in chosen] if self._packed else None
+                parts += _states(teacher, [row["input_ids"] for row in chosen], documents)
             self._write(shard, torch.cat(parts))
             done()
 
@@ -158,6 +162,7 @@ class CachedTeacher:
         source_BS: None = None,
         source_mask_BS: None = None,
         rows: Sequence[int] = (),
+        documents_BT: Tensor | None = None,
     ) -> TeacherSignals:
         """The batch as the target saw it; `rows`: which rows of the data it holds."""
         parameter = self.lm_head.weight
@@ -169,16 +174,17 @@ class CachedTeacher:
         states_BTW = states_BTW.to(device=parameter.device, dtype=parameter.dtype)
         hidden_BTH, features_BTF = states_BTW.split([self._hidden_size, states_BTW.shape[-1] - self._hidden_size], -1)
         features = features_BTF if features_BTF.shape[-1] else None
-        return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT, features)
+        return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT, features, documents_BT=documents_BT)
 
 
-def _states(teacher: OnlineTeacher, texts: list[list[int]]) -> list[Tensor]:
-    """[T, W] of each text."""
+def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list[int]] | None = None) -> list[Tensor]:
+    """[T, W] of each text; `documents`: the lengths of what is packed into it."""
     width = max(map(len, texts))
     device = teacher.lm_head.weight.device
     ids_BT = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
     seen_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=device)
-    signals = teacher.signals(ids_BT, seen_BT, seen_BT.bool())
+    documents_BT = None if documents is None else document_numbers(documents, width).to(device)
+    signals = teacher.signals(ids_BT, seen_BT, seen_BT.bool(), documents_BT=documents_BT)
     parts = [signals.hidden_BTH] + ([] if signals.features_BTF is None else [signals.features_BTF])
     states_BTW = torch.cat(parts, -1).cpu()
     return [states_BTW[place, : len(text)] for place, text in enumerate(texts)]

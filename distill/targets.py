@@ -5,7 +5,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
@@ -33,6 +40,23 @@ def check_target_name(name: str) -> None:
         raise ConfigError(
             f"target={name}; expected 'embedded', an existing folder or a Hub id, and there is no such folder"
         )
+
+
+def load_tokenizer(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Tokenizer and config of a target, without its weights; arguments and errors as of `load_target`."""
+    check_target_name(name)
+    folder = Path(name).expanduser()
+    if is_adapter(folder):
+        return load_tokenizer(adapter_base(folder), revision=revision, trust_remote_code=trust_remote_code)
+    source = str(embedded_target()) if name == EMBEDDED else str(folder)
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"target={name}; expected 'embedded', a local folder or a Hub id ({reason})") from error
 
 
 def load_target(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from draftsmith.decode.features import Features
 from draftsmith.errors import ConfigError
+from draftsmith.heads.documents import document_numbers
 from draftsmith.heads.drafter import TeacherSignals
 from draftsmith.heads.final_states import final_states
 
@@ -33,19 +34,20 @@ class OnlineTeacher:
         source_BS: Tensor | None = None,
         source_mask_BS: Tensor | None = None,
         rows: Sequence[int] = (),
+        documents_BT: Tensor | None = None,
         *,
         gradient: bool = False,
     ) -> TeacherSignals:
-        """The batch as the target sees it; see `TeacherSignals` for what the mask and the source mean.
+        """The batch as the target sees it; see `TeacherSignals` for what mask, source and documents mean.
 
         `rows` are for a teacher that has been asked before (distill/signal_cache.py). `gradient`: the signals lead back
         into the target, whose adapters are trained with the drafter.
         """
         text = (input_ids_BT, attention_mask_BT)
         with torch.set_grad_enabled(gradient):
-            hidden_BTH = final_states(self.model, *text, source_BS, source_mask_BS)
+            hidden_BTH = final_states(self.model, *text, source_BS, source_mask_BS, documents_BT)
         features_BTF = None if self._features is None else self._features.take()
-        return TeacherSignals(*text, hidden_BTH, mask_BT, features_BTF, source_BS, source_mask_BS)
+        return TeacherSignals(*text, hidden_BTH, mask_BT, features_BTF, source_BS, source_mask_BS, documents_BT)
 
     @torch.no_grad()
     def _require_plain_head(self) -> None:
@@ -62,10 +64,45 @@ class OnlineTeacher:
             source = None
             logits = self.model(input_ids=probe_1T, use_cache=False).logits.float()
         again = self.lm_head(final_states(self.model, probe_1T, torch.ones_like(probe_1T), source)).float()
-        # The same product twice, so all but equal; half precision may round once more (bf16 has 8 bits).
-        room = (1e-4 if self.lm_head.weight.dtype == torch.float32 else 1e-2) * logits.abs().max()
+        room = _room(self.lm_head.weight.dtype) * logits.abs().max()  # the same product twice, so all but equal
         capped = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         if again.shape != logits.shape or (again - logits).abs().max() > room or capped:
             raise ConfigError(
                 f"target {name} transforms its logits behind the lm_head; expected logits = lm_head(last hidden state)"
             )
+
+
+@torch.no_grad()
+def require_packable(model: nn.Module, role: str = "target") -> None:
+    """ConfigError unless documents packed into one row are to `model` what they are alone (`data.pack`).
+
+    transformers tells them apart by positions that restart. Recurrent layers, biases by distance and some attention
+    kernels know nothing of that, and no config says which; so two rows of two documents are tried out.
+    """
+    refusal = f"data.pack=True with a {role} of model_type={model.config.model_type!r}"
+    if model.config.is_encoder_decoder:
+        raise ConfigError(f"{refusal}, an encoder-decoder; expected data.pack=false")
+    device, training = next(model.parameters()).device, model.training
+    texts = [[1, 2, 3, 4, 5], [6, 7, 8, 9], [9, 8, 7], [6, 5, 4, 3, 2, 1]]  # two rows: some kernels can do only one
+    ids_BT = torch.tensor([texts[0] + texts[1], texts[2] + texts[3]], device=device)
+    documents_BT = document_numbers([[5, 4], [3, 6]], 9).to(device)
+    model.eval()
+    try:
+        packed_BTH = final_states(model, ids_BT, torch.ones_like(ids_BT), documents_BT=documents_BT)
+        texts_1T = [torch.tensor([text], device=device) for text in texts]
+        alone_NH = torch.cat([final_states(model, text_1T, torch.ones_like(text_1T))[0] for text_1T in texts_1T])
+    except (TypeError, ValueError) as error:
+        reason = f"it cannot be asked with position ids ({' '.join(str(error).split())})"
+        raise ConfigError(f"{refusal}: {reason}; expected data.pack=false") from error
+    finally:
+        model.train(training)
+    room = _room(packed_BTH.dtype) * alone_NH.abs().max()
+    if not (packed_BTH.flatten(0, 1) - alone_NH).abs().max() <= room:
+        raise ConfigError(
+            f"{refusal}: documents of one row are not to it what they are alone; expected data.pack=false"
+        )
+
+
+def _room(dtype: torch.dtype) -> float:
+    """How far two ways to the same number may lie apart, of the largest one; half precision rounds (bf16: 8 bits)."""
+    return 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4

@@ -1,11 +1,13 @@
 """Prompt sets: the embedded held-out text, or JSON lines."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
+from draftsmith.distill.chat import Chat
+from draftsmith.distill.conversations import conversation
 from draftsmith.distill.embedded import embedded_prompts
-from draftsmith.distill.jsonl import conversation, prompt_ids, read_rows
+from draftsmith.distill.sources import read_source
 from draftsmith.distill.targets import EMBEDDED
 from draftsmith.errors import ConfigError
 
@@ -26,9 +28,8 @@ def check_prompts(source: str) -> None:
     """ConfigError for a prompt file that is missing, empty or malformed; needs no tokenizer."""
     if source == EMBEDDED:
         return
-    path = Path(source)
-    for number, row in read_rows(path):
-        conversation(path, number, row)
+    for place, row in read_source(source):
+        conversation(place, row)
 
 
 def load_prompts(source: str, tokenizer: Any, *, count: int | None = None, context: int | None = None) -> list[Prompt]:
@@ -43,16 +44,13 @@ def load_prompts(source: str, tokenizer: Any, *, count: int | None = None, conte
     if source == EMBEDDED:
         rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
         return [Prompt(str(row["id"]), row["category"], row["input_ids"]) for row in rows]
-    path = Path(source)
-    prompts = []
-    for number, row in read_rows(path)[:count]:
-        ids = prompt_ids(tokenizer, conversation(path, number, row))
+    chat, prompts = Chat(tokenizer), []
+    for number, (place, row) in enumerate(islice(read_source(source), count), 1):
+        ids = chat.prompt(conversation(place, row))
         if context is not None and len(ids) >= context:
-            raise ConfigError(
-                f"{path}:{number}: prompt={len(ids)} tokens; expected fewer than the context of {context}"
-            )
+            raise ConfigError(f"{place}: prompt={len(ids)} tokens; expected fewer than the context of {context}")
         if not ids:
-            raise ConfigError(f"{path}:{number}: prompt=0 tokens; expected at least 1")
+            raise ConfigError(f"{place}: prompt=0 tokens; expected at least 1")
         name = row.get("question_id", row.get("task_id", row.get("id", number)))
         category = str(row.get("category") or UNCATEGORISED)
         # `all` is the row that sums up a run.

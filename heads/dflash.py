@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.body import Body, BodyDrafter, BodyOutput
+from draftsmith.heads.documents import positions_like
 from draftsmith.heads.draft import ROOT
 from draftsmith.heads.drafter import Context, TeacherSignals, Tree, Unrolled
 from draftsmith.heads.layers import Attention, Rope, attention, last_gain, layer_config, norm
@@ -63,13 +64,20 @@ class _CachedBlock:
 
 
 class _AnchoredBlocks:
-    """Training: A blocks of b places a text, each seeing the features before its anchor and itself."""
+    """Training: A blocks of b places a text, each seeing the features before its anchor and itself.
 
-    def __init__(self, context: list[tuple[Tensor, Tensor]], anchors_BA: Tensor, block: int) -> None:
+    `documents_BT`: see `TeacherSignals`; features of other documents are not seen.
+    """
+
+    def __init__(
+        self, context: list[tuple[Tensor, Tensor]], anchors_BA: Tensor, block: int, documents_BT: Tensor | None
+    ) -> None:
         self._context = context
         B, A = anchors_BA.shape
         T, device = context[0][0].shape[2], anchors_BA.device
         before_BAT = torch.arange(T, device=device) < anchors_BA[..., None]
+        if documents_BT is not None:
+            before_BAT &= documents_BT.gather(1, anchors_BA)[..., None] == documents_BT[:, None]
         own_AA = torch.eye(A, dtype=torch.bool, device=device)
         rows = torch.cat([before_BAT, own_AA.expand(B, A, A).repeat_interleave(block, 2)], 2)
         self._mask = rows.repeat_interleave(block, 1)[:, None]
@@ -275,20 +283,26 @@ class DFlash(BodyDrafter):
         """Blocks behind random anchors; place k of a block is to agree with the target k - 1 positions further on."""
         body, ids_BT, size = self.body, signals.input_ids_BT, self.block_size
         B, T = ids_BT.shape
-        anchors_BA = self._anchors(signals.mask_BT)
+        documents_BT = signals.documents_BT
+        positions_BT = positions_like(ids_BT, documents_BT)
+        anchors_BA = self._anchors(signals.mask_BT, positions_BT)
         context_BTH = body.project(signals.features_BTF.to(body.dtype))
-        rope = body.rotary(context_BTH, torch.arange(T, device=ids_BT.device)[None])
+        rope = body.rotary(context_BTH, positions_BT)
         context = [layer.context_keys(context_BTH, rope) for layer in body.layers]
         chosen_BA = anchors_BA.clamp_min(0)
-        positions_BAb = chosen_BA[..., None] + torch.arange(size, device=ids_BT.device)
+        positions_BA = positions_BT.expand(B, -1).gather(1, chosen_BA)
+        positions_BAb = positions_BA[..., None] + torch.arange(size, device=ids_BT.device)
         embeds_nbH = body.block(ids_BT.gather(1, chosen_BA).flatten(), size)
         embeds_BXH = embeds_nbH.view(B, -1, embeds_nbH.shape[-1])
-        attend = _AnchoredBlocks(context, chosen_BA, size)
+        attend = _AnchoredBlocks(context, chosen_BA, size, documents_BT)
         states_BXH = body.step(embeds_BXH, None, body.rotary(embeds_BXH, positions_BAb.flatten(1)), attend)
         states_BAbH = states_BXH.unflatten(1, (-1, size))
         unrolled = []
         for k in range(1, size):
             places_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k < T), anchors_BA + k - 1, -1)
+            if documents_BT is not None:
+                left_BA = documents_BT.gather(1, places_BA.clamp_min(0)) != documents_BT.gather(1, chosen_BA)
+                places_BA = places_BA.masked_fill(left_BA, -1)
             states_BAD = self._with_token(states_BAbH[:, :, k], ids_BT.gather(1, places_BA.clamp_min(0)))
             unrolled.append(
                 Unrolled(
@@ -309,10 +323,10 @@ class DFlash(BodyDrafter):
         parts = [self.confidence, None if self.markov is None else self.markov.markov_w2]
         return tuple(parameter for part in parts if part is not None for parameter in part.parameters())
 
-    def _anchors(self, mask_BT: Tensor) -> Tensor:
+    def _anchors(self, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """[B, A]: random positions of which the next token belongs to a response, -1 where a text has fewer."""
         order_BT = torch.rand(mask_BT.shape, device=mask_BT.device).masked_fill(~mask_BT, 2.0)
-        order_BT[:, 0] = 2.0  # nothing stands before the first token
+        order_BT = order_BT.masked_fill(positions_BT == 0, 2.0)  # nothing stands before a document's first token
         best = order_BT.topk(min(self.anchors, mask_BT.shape[1]), largest=False)
         return torch.where(best.values < 2.0, best.indices, -1)
 

@@ -105,7 +105,12 @@ class DraftModel(TrainableDrafter):
 
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
         states_BTD = final_states(
-            self.model, signals.input_ids_BT, signals.attention_mask_BT, signals.source_BS, signals.source_mask_BS
+            self.model,
+            signals.input_ids_BT,
+            signals.attention_mask_BT,
+            signals.source_BS,
+            signals.source_mask_BS,
+            signals.documents_BT,
         )
         return [Unrolled(states_BTD, self.model.get_output_embeddings(), offset=0)]
 

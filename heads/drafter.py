@@ -11,7 +11,7 @@ from draftsmith.heads.draft import Draft
 from draftsmith.heads.vocabulary import DraftVocabulary
 
 # Shapes: B texts, T positions, H target hidden size, F features of the target a position, D drafter hidden size,
-# K draft positions, V vocabulary.
+# K draft positions, V vocabulary, E tokens whose probability is known.
 
 FINAL = -1
 """In `Needs.layers`: the state that the target's lm_head reads, behind the last norm."""
@@ -109,6 +109,13 @@ class TeacherSignals:
     source_BS: Tensor | None = None
     """What an encoder reads; None for decoder-only targets."""
     source_mask_BS: Tensor | None = None
+    documents_BT: Tensor | None = None
+    """Which document of its row each position belongs to, counted from 0; padding on the right is one more. None where
+    every row is one document. Nothing may be seen across documents, and positions restart in each."""
+    top_ids_BTE: Tensor | None = None
+    """Where nobody has the hidden states (then [B, T, 0]): the tokens t + 1 whose probability is known, -1 for none."""
+    top_log_BTE: Tensor | None = None
+    """Their log-probabilities."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.errors import ConfigError
+from draftsmith.heads.documents import causal_in_documents
 
 # Shapes: B rows, T tokens fed, S keys, h heads, d head size, H hidden size.
 
@@ -42,16 +43,21 @@ class UnrolledAttention:
 
     That is what a draft node sees when decoding: the committed tokens, read with the target's features, and its own
     path, read with the drafter's. Li et al. 2025 (EAGLE-3), arXiv:2503.01840, section 3.2; HASS, arXiv:2408.15766.
+
+    Args:
+        documents_BT: see `TeacherSignals`; the first step's keys are then those of the query's document alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, documents_BT: Tensor | None = None) -> None:
+        self._documents_BT = documents_BT
+        self._mask_B1TT = None if documents_BT is None else causal_in_documents(documents_BT)
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
         if layer not in self._first:
             self._first[layer] = (k_BhTd, v_BhTd)
-            return attention(q_BhTd, k_BhTd, v_BhTd, None, causal=True)
+            return self._first_step(q_BhTd, k_BhTd, v_BhTd)
         own = self._own.setdefault(layer, [])
         own.append((k_BhTd, v_BhTd))
         groups = q_BhTd.shape[1] // k_BhTd.shape[1]
@@ -61,20 +67,36 @@ class UnrolledAttention:
         T, parts = q_BhTd.shape[2], []
         for start in range(0, T, QUERIES):
             part = slice(start, start + QUERIES)
-            inputs = (q_BhTd[:, :, part], keys, values, own_k_BhTJd[:, :, part], own_v_BhTJd[:, :, part], start)
+            own_parts = own_k_BhTJd[:, :, part], own_v_BhTJd[:, :, part]
+            inputs = (q_BhTd[:, :, part], keys, values, *own_parts, start, self._documents_BT)
             # Recomputed in the backward pass where the scores of all queries would be many.
             parts.append(checkpoint(_attend_own, *inputs, use_reentrant=False) if T > QUERIES else _attend_own(*inputs))
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
+    def _first_step(self, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+        if self._mask_B1TT is None:
+            return attention(q_BhTd, k_BhTd, v_BhTd, None, causal=True)
+        # With a mask and fewer key heads than query heads, torch may fall back to a kernel that keeps all scores.
+        groups = q_BhTd.shape[1] // k_BhTd.shape[1]
+        return attention(q_BhTd, *(x.repeat_interleave(groups, 1) for x in (k_BhTd, v_BhTd)), self._mask_B1TT)
+
 
 def _attend_own(
-    q_BhQd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, own_k_BhQJd: Tensor, own_v_BhQJd: Tensor, start: int
+    q_BhQd: Tensor,
+    k_BhTd: Tensor,
+    v_BhTd: Tensor,
+    own_k_BhQJd: Tensor,
+    own_v_BhQJd: Tensor,
+    start: int,
+    documents_BT: Tensor | None,
 ) -> Tensor:
     """Queries from `start` on over the first step's keys up to themselves and J keys of their own."""
     Q, T = q_BhQd.shape[2], k_BhTd.shape[2]
     q_BhQd = q_BhQd * q_BhQd.shape[-1] ** -0.5
-    hidden_QT = torch.ones(Q, T, dtype=torch.bool, device=q_BhQd.device).triu(start + 1)
-    first_BhQT = (q_BhQd @ k_BhTd.transpose(2, 3)).masked_fill(hidden_QT, -torch.inf)
+    hidden = torch.ones(Q, T, dtype=torch.bool, device=q_BhQd.device).triu(start + 1)
+    if documents_BT is not None:
+        hidden = hidden | (documents_BT[:, None, start : start + Q, None] != documents_BT[:, None, None])
+    first_BhQT = (q_BhQd @ k_BhTd.transpose(2, 3)).masked_fill(hidden, -torch.inf)
     own_BhQJ = (own_k_BhQJd @ q_BhQd[..., None])[..., 0]
     weights = torch.cat([first_BhQT, own_BhQJ], -1).softmax(-1, dtype=torch.promote_types(q_BhQd.dtype, torch.float32))
     first_BhQT, own_BhQJ = weights.to(v_BhTd.dtype).split([T, own_BhQJ.shape[-1]], -1)

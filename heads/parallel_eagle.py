@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from draftsmith.errors import ConfigError
 from draftsmith.heads.body import BodyDrafter
 from draftsmith.heads.by_depth import ByDepth
+from draftsmith.heads.documents import positions_like
 from draftsmith.heads.drafter import Context, TeacherSignals, Unrolled
 from draftsmith.heads.eagle3 import Eagle3Body, start_from_target, three_depths, vocabulary_size
 from draftsmith.heads.layers import UnrolledAttention, layer_config
@@ -130,16 +131,16 @@ class ParallelEagle(BodyDrafter, ByDepth):
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
         """Behind every position a line of masks, which is what the training-time test's attention shows them."""
         body, ids_BT = self.body, signals.input_ids_BT
-        positions_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        positions_BT = positions_like(ids_BT, signals.documents_BT)
         states_BTH = body.project(signals.features_BTF.to(body.dtype))
         embeds_BTH = body.embed(shifted(ids_BT, 1))
         mask_BT = torch.full_like(ids_BT, self.mask_token)
         tokens_D = None if body.vocabulary is None else body.vocabulary.tokens_D
-        attend, unrolled = UnrolledAttention(), []
+        attend, unrolled = UnrolledAttention(signals.documents_BT), []
         for k in range(min(self.num_tokens, ids_BT.shape[1] - 1)):
             if k > 0:
                 embeds_BTH, states_BTH = body.embed(mask_BT), self.mask_hidden.expand_as(states_BTH)
-            out_BTH = body.step(embeds_BTH, states_BTH, body.rotary(embeds_BTH, positions_1T + k), attend)
+            out_BTH = body.step(embeds_BTH, states_BTH, body.rotary(embeds_BTH, positions_BT + k), attend)
             trained = body.head_parameters()
             unrolled.append(Unrolled(out_BTH, body.head, offset=k + 1, vocabulary_D=tokens_D, head_parameters=trained))
         return unrolled

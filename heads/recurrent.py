@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.body import Body, BodyDrafter
+from draftsmith.heads.documents import positions_like
 from draftsmith.heads.draft import ROOT
 from draftsmith.heads.drafter import Context, TeacherSignals, Tree, Unrolled
 from draftsmith.heads.layers import UnrolledAttention
@@ -79,12 +80,12 @@ class Recurrent(BodyDrafter):
         """The training-time test: each step reads the last one's states, as in decoding; step k has offset k + 1."""
         body, ids_BT = self.body, signals.input_ids_BT
         states_BTH = self._teacher_states(signals)
-        positions_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        positions_BT = positions_like(ids_BT, signals.documents_BT)
         tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
-        attend, unrolled = UnrolledAttention(), []
+        attend, unrolled = UnrolledAttention(signals.documents_BT), []
         for k in range(min(self.train_steps, ids_BT.shape[1] - 1)):
             embeds_BTH = body.embed(shifted(ids_BT, k + 1))
-            rope = body.rotary(embeds_BTH, positions_1T + k)
+            rope = body.rotary(embeds_BTH, positions_BT + k)
             states_BTH = body.step(embeds_BTH, states_BTH, rope, attend)
             unrolled.append(
                 Unrolled(

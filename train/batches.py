@@ -7,6 +7,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from draftsmith.heads.documents import document_numbers
+
 
 def batch_indices(seed: int, step: int, batch_size: int, length: int) -> list[int]:
     """The rows of global batch `step`: epochs are shuffled one by one and follow each other without a gap."""
@@ -42,6 +44,8 @@ class Batch:
     source_mask_BS: Tensor | None = None
     rows: Sequence[int] = ()
     """Which rows of the data it holds."""
+    documents_BT: Tensor | None = None
+    """Of packed rows: which document each position belongs to; see `TeacherSignals`."""
 
 
 def collate(rows: Dataset, indices: list[int], device: torch.device, start_token: int | None = None) -> Batch:
@@ -50,17 +54,22 @@ def collate(rows: Dataset, indices: list[int], device: torch.device, start_token
     `start_token`: an encoder-decoder target's; prompts then go to its encoder, responses behind it to its decoder.
     """
     chosen = [rows[index] for index in indices]
-    texts, prompts = [row["input_ids"] for row in chosen], [row["prompt_length"] for row in chosen]
+    texts, spans = [row["input_ids"] for row in chosen], [row["spans"] for row in chosen]
     sources = None
     if start_token is not None:
+        prompts = [of_row[0][0] for of_row in spans]
         sources = _padded([text[:length] for text, length in zip(texts, prompts, strict=True)], device)
         texts = [[start_token, *text[length:]] for text, length in zip(texts, prompts, strict=True)]
-        prompts = [1] * len(texts)
+        spans = [[[1, len(text)]] for text in texts]
     ids_BT, attention_BT = _padded(texts, device)
     mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-    for i, (text, length) in enumerate(zip(texts, prompts, strict=True)):
-        mask_BT[i, length - 1 : len(text) - 1] = True
-    return Batch(ids_BT, attention_BT, mask_BT, *(sources or (None, None)), rows=indices)
+    for i, of_row in enumerate(spans):
+        for start, end in of_row:
+            mask_BT[i, start - 1 : end - 1] = True
+    documents_BT = None
+    if "documents" in rows.column_names:
+        documents_BT = document_numbers([row["documents"] for row in chosen], ids_BT.shape[1]).to(device)
+    return Batch(ids_BT, attention_BT, mask_BT, *(sources or (None, None)), rows=indices, documents_BT=documents_BT)
 
 
 def _padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -72,5 +81,5 @@ def _padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def response_tokens(rows: Dataset, indices: list[int]) -> int:
-    """Unmasked tokens of a global batch; every process can count them, so nothing has to be exchanged."""
-    return sum(len(rows[index]["input_ids"]) - rows[index]["prompt_length"] for index in indices)
+    """Trained tokens of a global batch; every process can count them, so nothing has to be exchanged."""
+    return sum(end - start for index in indices for start, end in rows[index]["spans"])

@@ -2,66 +2,180 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 
 from draftsmith.decode.cache import context_limit
+from draftsmith.distill.chat import Chat
+from draftsmith.distill.conversations import conversation
 from draftsmith.distill.embedded import embedded_prompts
-from draftsmith.distill.jsonl import conversation, prompt_ids, read_rows
-from draftsmith.distill.samples import (
-    ExampleSettings,
-    SampleSettings,
-    target_samples,
-    text_samples,
-    training_examples,
-)
+from draftsmith.distill.examples import ExampleSettings, hold_out, length_statistics, read_examples
+from draftsmith.distill.logprobs import logprob_rows
+from draftsmith.distill.packing import pack
+from draftsmith.distill.samples import Sampler, SampleSettings, Share, target_samples
+from draftsmith.distill.sources import looks_local, read_source
 from draftsmith.distill.targets import EMBEDDED, LoadedTarget, check_target_name
 from draftsmith.errors import ConfigError
+from draftsmith.heads.drafter import Drafter
 from draftsmith.heads.vocabulary import most_frequent
+from draftsmith.provenance import fingerprint
 from draftsmith.train.console import Console
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.sections import DataSection
+from draftsmith.train.teachers import check_teacher
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """`rows`: `input_ids` and `prompt_length`; `heldout`: prompts for the periodic evaluation."""
+    """`rows`: `input_ids` and `spans`, packed or not; `heldout`: prompts for the periodic evaluation."""
 
     rows: Dataset
     heldout: list[list[int]]
+    questions: Dataset | None = None
+    """What the target was asked, to be asked again; None for text that came with its answers."""
 
 
 def check_sources(recipe: Recipe) -> None:
     """ConfigError for a missing or malformed file, before a target is built or loaded for minutes."""
     check_target_name(recipe.target.model)
-    for source in (recipe.data.prompts, recipe.evaluation.prompts):
-        if source not in (None, EMBEDDED):
-            path = Path(source)
-            for number, row in read_rows(path):
-                conversation(path, number, row)
+    data = recipe.data
+    if data.refresh_every is not None and (data.response == "text" or data.temperature == 0 == data.drafter_share):
+        why = "response='text'" if data.response == "text" else "temperature=0, which gives the same text again"
+        raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")
+    if data.refresh_every is not None and recipe.teacher.kind != "online":
+        raise ConfigError(f"teacher.kind={recipe.teacher.kind!r} with data.refresh_every; expected 'online'")
+    check_teacher(recipe)
+    for source in (data.prompts if recipe.teacher.kind != "logprobs" else None, recipe.evaluation.prompts):
+        if source not in (None, EMBEDDED) and (Path(source).expanduser().exists() or looks_local(source)):
+            for place, row in read_source(source):
+                conversation(place, row)
 
 
-def prepare_data(recipe: Recipe, target: LoadedTarget, console: Console) -> TrainingData:
+def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
+    """The target's tokenizer, with the recipe's template.
+
+    Raises:
+        ConfigError: where conversations are to be held with a target that has no template for them.
+    """
+    chat = Chat(target.tokenizer, data.chat_template, data.template_options)
+    if data.turns == "all" and not target.tokenizer.chat_template:
+        raise ConfigError("data.turns='all' with a tokenizer without a chat template; expected 'first', or a template")
+    return chat
+
+
+def prepare_data(
+    recipe: Recipe, target: LoadedTarget, drafter: Drafter, accelerator: Accelerator, console: Console
+) -> TrainingData:
     """Read the prompts and sample the target's responses, or take them from the cache or the file."""
-    data, evaluation, seed = recipe.data, recipe.evaluation, recipe.train.seed
-    answered = data.response == "text"
-    wanted = ExampleSettings(data.prompts, data.count, data.prompt_tokens, data.response_tokens, answered, seed)
-    examples = training_examples(target, wanted, console.say)
+    data, evaluation = recipe.data, recipe.evaluation
+    chat = chat_of(data, target)
+    if recipe.teacher.kind == "logprobs":
+        return _from_logprobs(recipe, chat, target, accelerator, console)
+    wanted = ExampleSettings(
+        source=data.prompts,
+        count=data.count,
+        prompt_tokens=data.prompt_tokens,
+        response_tokens=data.response_tokens,
+        answered=data.response == "text",
+        every_turn=data.turns == "all",
+        deduplicate=data.deduplicate,
+        seed=recipe.train.seed,
+        subset=data.subset,
+        split=data.split,
+    )
+    with accelerator.main_process_first():
+        examples = read_examples(chat, wanted, context_limit(target.model), console.say)
     if evaluation.prompts is None and data.prompts != EMBEDDED:
-        if len(examples) <= evaluation.count:
-            raise ConfigError(
-                f"{data.prompts} holds {len(examples)} usable prompts; expected more than evaluation.count="
-                f"{evaluation.count}, which are kept out of training (or name a file in evaluation.prompts)"
-            )
-        heldout = [example.prompt for example in examples[-evaluation.count :]]
-        examples = examples[: -evaluation.count]
+        examples, heldout = hold_out(examples, evaluation.count)
     else:
-        heldout = _heldout(evaluation.prompts or EMBEDDED, target, recipe)
-    if answered:
-        return TrainingData(text_samples(examples), heldout)
-    settings = SampleSettings(data.response_tokens, data.temperature, data.batch_size, seed)
-    prompts = [example.prompt for example in examples]
-    return TrainingData(target_samples(target, prompts, settings, progress=console.visible), heldout)
+        heldout = _heldout(evaluation.prompts or EMBEDDED, chat, target, recipe)
+    if data.response == "text":
+        return TrainingData(_ready(examples, data, console), heldout)
+    settings = _sample_settings(recipe, seed=recipe.train.seed)
+    sampler = Sampler(target, chat, settings, drafter if data.drafter_share else None, speculate=False)
+    rows = target_samples(sampler, examples, share=_share(accelerator), progress=console.visible)
+    return TrainingData(_ready(rows, data, console), heldout, examples)
+
+
+def _from_logprobs(
+    recipe: Recipe, chat: Chat, target: LoadedTarget, accelerator: Accelerator, console: Console
+) -> TrainingData:
+    """The answers of the teacher's file, with what it knows of their tokens."""
+    data, evaluation, file = recipe.data, recipe.evaluation, recipe.teacher.file
+    with accelerator.main_process_first():
+        rows = logprob_rows(file, target.tokenizer, console.say, chat)
+    limit = context_limit(target.model)
+
+    def fits(row: dict[str, Any]) -> bool:
+        ((start, end),) = row["spans"]
+        room = limit is None or end <= limit
+        return start <= data.prompt_tokens and end - start <= data.response_tokens and room
+
+    kept = [index for index, row in enumerate(rows) if fits(row)]
+    if len(kept) < len(rows):
+        most = f"data.prompt_tokens={data.prompt_tokens}, data.response_tokens={data.response_tokens} or the context"
+        console.say(f"{file}: {len(rows) - len(kept):,} of {len(rows):,} are longer than {most}: left out")
+    if not kept:
+        raise ConfigError(f"teacher.file={file} leaves nothing to train on; expected at least one row that fits")
+    rows = rows.select(kept[: data.count])
+    if evaluation.prompts is not None:
+        return TrainingData(_ready(rows, data, console), _heldout(evaluation.prompts, chat, target, recipe))
+    openings = [fingerprint(row["input_ids"][: row["spans"][0][0]]) for row in rows]
+    rows, heldout = hold_out(rows.add_column("opening", openings), evaluation.count)
+    return TrainingData(_ready(rows, data, console), heldout)
+
+
+def resample(
+    recipe: Recipe,
+    target: LoadedTarget,
+    drafter: Drafter,
+    data: TrainingData,
+    number: int,
+    accelerator: Accelerator,
+    console: Console,
+) -> tuple[TrainingData, dict[str, float]]:
+    """Ask everything again in round `number`, through the decoder with the drafter as it is now.
+
+    A round's answers are kept in the run's folder, so that a run which goes on from a checkpoint finds them.
+    Returns the new data, and tau and tokens while sampling (nothing where they were there already).
+    """
+    seed = recipe.train.seed + 7 * number  # seeds of rounds and of runs with neighbouring seeds stay apart
+    was_training = drafter.training
+    drafter.eval()
+    sampler = Sampler(target, chat_of(recipe.data, target), _sample_settings(recipe, seed), drafter)
+    folder = Path(recipe.output) / "samples" / f"round-{number:03d}"
+    rows = target_samples(sampler, data.questions, folder=folder, share=_share(accelerator), progress=console.visible)
+    drafter.train(was_training)
+    measured = {"tau": sampler.tokens / sampler.rounds, "tokens": sampler.tokens} if sampler.rounds else {}
+    return TrainingData(_ready(rows, recipe.data, console), data.heldout, data.questions), measured
+
+
+def _sample_settings(recipe: Recipe, seed: int) -> SampleSettings:
+    data = recipe.data
+    return SampleSettings(data.response_tokens, data.temperature, data.batch_size, seed, data.drafter_share)
+
+
+def _share(accelerator: Accelerator) -> Share:
+    return Share(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
+
+
+def _ready(rows: Dataset, data: DataSection, console: Console) -> Dataset:
+    """Packed where the recipe says so; and what the run is fed, in a line."""
+    found = length_statistics(rows)
+    said = (
+        f"data: {found['samples']:,} samples, {found['tokens']:,} tokens, {found['trained']:,} of them trained; "
+        f"lengths {found['p5']} / {found['p50']} / {found['p95']} (5 %, median, 95 %), longest {found['longest']}"
+    )
+    if not data.pack:
+        console.say(said)
+        return rows
+    width = data.pack_tokens or data.prompt_tokens + data.response_tokens
+    packed = pack(rows, width)
+    console.say(f"{said}; packed into {len(packed):,} rows, {found['tokens'] / (len(packed) * width):.0%} full")
+    return packed
 
 
 def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget) -> list[int]:
@@ -69,24 +183,28 @@ def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget) -> list[int]
     vocab_size = target.model.get_output_embeddings().weight.shape[0]
     counts_V = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows:
-        counts_V += torch.bincount(torch.tensor(row["input_ids"][row["prompt_length"] :]), minlength=vocab_size)
+        ids = torch.tensor(row["input_ids"])
+        for start, end in row["spans"]:
+            counts_V += torch.bincount(ids[start:end], minlength=vocab_size)
     eos = target.tokenizer.eos_token_id
     return most_frequent(counts_V, size, always=() if eos is None else (eos,))
 
 
-def _heldout(source: str, target: LoadedTarget, recipe: Recipe) -> list[list[int]]:
+def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[list[int]]:
     settings = recipe.evaluation
     if source == EMBEDDED:
         rows = embedded_prompts(target.tokenizer, "heldout", settings.count, settings.prompt_tokens)
         return [row["input_ids"] for row in rows]
-    path, limit = Path(source), context_limit(target.model)
-    prompts = []
-    for number, row in read_rows(path)[: settings.count]:
-        ids = prompt_ids(target.tokenizer, conversation(path, number, row))
+    limit = context_limit(target.model)
+    prompts: list[list[int]] = []
+    for place, row in read_source(source):
+        ids = chat.prompt(conversation(place, row))
         if limit is not None and len(ids) + settings.max_new_tokens > limit:
             raise ConfigError(
-                f"{path}:{number}: {len(ids)} tokens; expected at most {limit - settings.max_new_tokens}, so that "
+                f"{place}: {len(ids)} tokens; expected at most {limit - settings.max_new_tokens}, so that "
                 f"evaluation.max_new_tokens={settings.max_new_tokens} fit the target's context of {limit}"
             )
         prompts.append(ids)
+        if len(prompts) == settings.count:
+            break
     return prompts

@@ -5,11 +5,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from draftsmith.distill.targets import LoadedTarget
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import OnlineTeacher, require_packable
 from draftsmith.errors import ConfigError
-from draftsmith.heads import HEADS, TrainableDrafter
-from draftsmith.heads.checkpoint import shared_vocabulary
-from draftsmith.heads.lora import check_lora
+from draftsmith.heads import HEADS, DraftModel, TrainableDrafter
+from draftsmith.heads.checkpoint import load_drafter, shared_vocabulary
+from draftsmith.heads.lora import add_lora, check_lora
 from draftsmith.heads.vocabulary import checked_size
 from draftsmith.train.console import Console
 from draftsmith.train.data import TrainingData, frequent_tokens, prepare_data
@@ -28,15 +28,36 @@ def data_and_drafter(
     torch.manual_seed(recipe.train.seed)
     # With a draft vocabulary this one is for its checks alone: which tokens it has is not known yet.
     any_tokens = {} if size is None else {"draft_vocabulary": list(range(size))}
-    drafter = kind.from_target(model, **options, **any_tokens)
+    drafter = _started(recipe, target, kind.from_target(model, **options, **any_tokens))
     draft_length = recipe.draft_length(drafter.max_draft_length)
     _check_target(recipe, model, drafter)
-    with accelerator.main_process_first():
-        data = prepare_data(recipe, target, console)
-    if size is not None:
+    data = prepare_data(recipe, target, drafter, accelerator, console)
+    if size is not None and recipe.start_from is None:
         torch.manual_seed(recipe.train.seed)
         drafter = kind.from_target(model, **options, draft_vocabulary=frequent_tokens(data.rows, size, target))
     return draft_length, data, drafter
+
+
+def _started(recipe: Recipe, target: LoadedTarget, fresh: TrainableDrafter) -> TrainableDrafter:
+    """The drafter that `start_from` names, once it is known to be what the recipe describes; else `fresh`."""
+    if recipe.start_from is None:
+        return fresh
+    found = load_drafter(recipe.start_from, target.model, target.tokenizer)
+    if not isinstance(found, type(fresh)):
+        raise ConfigError(f"start_from={recipe.start_from} is a {found.type!r} drafter; expected {fresh.type!r}")
+    found = found.float().train().requires_grad_(True)
+    options = recipe.drafter_options()
+    if options.get("lora_rank") is not None:
+        add_lora(found.model, rank=options["lora_rank"], alpha=options["lora_alpha"])
+    there, wanted = ({name: tuple(p.shape) for name, p in it.named_parameters()} for it in (found, fresh))
+    if there != wanted:
+        name = min(key for key in {**there, **wanted} if there.get(key) != wanted.get(key))
+        raise ConfigError(
+            f"start_from={recipe.start_from}: {name} has shape {there.get(name)}; expected {wanted.get(name)}, as the "
+            "section drafter says"
+        )
+    found.attach(target.model)
+    return found
 
 
 def _check_target(recipe: Recipe, model: nn.Module, drafter: TrainableDrafter) -> None:
@@ -45,6 +66,10 @@ def _check_target(recipe: Recipe, model: nn.Module, drafter: TrainableDrafter) -
     kind = model.config.model_type
     if recipe.teacher.kind == "cached" and model.config.is_encoder_decoder:
         raise ConfigError(f"teacher.kind='cached' with a target of model_type={kind!r}; expected 'online'")
+    if recipe.data.pack:
+        require_packable(model)
+        if isinstance(drafter, DraftModel):
+            require_packable(drafter.model, "drafter")
     if recipe.cotrain is not None:
         if model.config.is_encoder_decoder:
             raise ConfigError(f"cotrain with a target of model_type={kind!r}; expected a decoder-only one")

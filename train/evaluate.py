@@ -7,7 +7,7 @@ from torch import nn
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.output import acceptance_at
 from draftsmith.heads.drafter import Drafter
-from draftsmith.train.recipe import EvaluationSection
+from draftsmith.train.sections import EvaluationSection
 
 
 def evaluate_drafter(

@@ -15,15 +15,26 @@ from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprint
-from draftsmith.storage import atomic_folder
+from draftsmith.storage import atomic_folder, write_json
 from draftsmith.train.batches import batch_indices, collate, response_tokens
-from draftsmith.train.checkpoint import Progress, load_state, save_state
+from draftsmith.train.checkpoint import Progress, load_state, save_state, trained
 from draftsmith.train.console import Console
-from draftsmith.train.data import check_sources
+from draftsmith.train.data import check_sources, resample
 from draftsmith.train.drafters import data_and_drafter
 from draftsmith.train.evaluate import evaluate_drafter
+from draftsmith.train.launching import precision, require_divisible
 from draftsmith.train.optimizers import optimizers
-from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, TARGET, Metrics, check_output, claim_output, finish
+from draftsmith.train.output import (
+    CHECKPOINTS,
+    DRAFTER,
+    FAILED,
+    FINISHED,
+    TARGET,
+    Metrics,
+    check_output,
+    claim_output,
+    finish,
+)
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep
 from draftsmith.train.teachers import make_teacher
@@ -49,11 +60,11 @@ def train(recipe: Recipe) -> Path:
         Console(True).say(f"{recipe.name}: already finished in {folder}")
         return folder / DRAFTER
     accelerator = Accelerator(
-        mixed_precision=_precision(recipe),
+        mixed_precision=precision(recipe),
         log_with=None if recipe.tracker == "none" else recipe.tracker,
         project_dir=str(folder / TRACKER_FOLDER),
     )
-    _require_divisible(recipe, accelerator.num_processes)
+    require_divisible(recipe, accelerator.num_processes)
     accelerator.wait_for_everyone()  # every process has looked at the folder before the first one writes
     if accelerator.is_main_process:
         claim_output(recipe)
@@ -91,6 +102,7 @@ class _Run:
                 progress=accelerator.is_main_process,
             )
         self.draft_length, self.data, self.drafter = data_and_drafter(recipe, self.target, accelerator, self.console)
+        self.round = 0
         self.teacher = make_teacher(recipe, self.target.model, self.drafter, self.data.rows, accelerator, self.console)
         objective = Objective(**recipe.objective_options(self.draft_length))
         self.step_module, made = self._step_and_optimizers(objective)
@@ -136,6 +148,7 @@ class _Run:
             self._evaluate(0)
         with self.console.bar(self.recipe.name, settings.steps, step) as advance:
             while step < settings.steps:
+                self._refresh(step)
                 row = self._step(step)
                 step += 1
                 self._log({"step": step, **row})
@@ -156,7 +169,9 @@ class _Run:
         started = time.perf_counter()
         settings, accelerator = self.recipe.train, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + step * 1_009 + accelerator.process_index)
-        indices = batch_indices(settings.seed, step, settings.batch_size, len(self.data.rows))
+        every = self.recipe.data.refresh_every or settings.steps
+        in_round = step - self.round * every
+        indices = batch_indices(settings.seed + self.round, in_round, settings.batch_size, len(self.data.rows))
         tokens = response_tokens(self.data.rows, indices)
         rate = learning_rate(self.recipe, step)
         for optimizer in self.optimizers:
@@ -167,10 +182,7 @@ class _Run:
         loss_sum, alpha_K, match_K, count_K, quality = (accelerator.reduce(value, "sum") for value in sums)
         loss = loss_sum.item() / tokens
         if not math.isfinite(loss) or not math.isfinite(float(norm)):
-            raise DraftsmithError(
-                f"loss={loss} with gradient norm {float(norm)} at step {step + 1} (rows {indices}); expected finite "
-                f"numbers. The last checkpoint in {self.folder / CHECKPOINTS} is kept; try a lower train.learning_rate"
-            )
+            self._stop_at(step, indices, loss, float(norm))
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -186,6 +198,36 @@ class _Run:
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
         }
+
+    def _refresh(self, step: int) -> None:
+        """Where a new round begins: have all prompts answered anew, with the drafter as it is."""
+        number = step // (self.recipe.data.refresh_every or self.recipe.train.steps)
+        if number == self.round:
+            return
+        self.round, started = number, time.perf_counter()
+        self.data, sampled = resample(
+            self.recipe, self.target, self.drafter, self.data, number, self.accelerator, self.console
+        )
+        seconds = time.perf_counter() - started
+        if sampled and self.accelerator.is_main_process:
+            rate = sampled["tokens"] / seconds
+            self.metrics.write({"step": step, "sampling": {"round": number, **sampled, "tokens_per_second": rate}})
+            self.console.say(f"  round {number}: sampled {rate:.0f} tokens/s with tau {sampled['tau']:.2f}")
+
+    def _stop_at(self, step: int, indices: list[int], loss: float, norm: float) -> None:
+        """Keep the state before the step, and what it was fed, for whoever looks for the reason; then stop."""
+        if all(bool(parameter.isfinite().all()) for parameter in trained(self.step_module).values()):
+            self._checkpoint(step)
+        file = self.folder / FAILED
+        if self.accelerator.is_main_process:
+            rows = [{"row": index, **self.data.rows[index]} for index in indices]
+            told = {"step": step + 1, "round": self.round, "loss": str(loss), "gradient_norm": str(norm)}
+            write_json(file, {**told, "rows": rows})
+        raise DraftsmithError(
+            f"loss={loss} with gradient norm {norm} at step {step + 1} (rows {indices}); expected finite numbers. "
+            f"The batch is in {file}, the state before it in {self.folder / CHECKPOINTS}; try a lower "
+            "train.learning_rate"
+        )
 
     def _accumulate(self, indices: list[int], tokens: int, done: float) -> list[torch.Tensor]:
         """Forward and backward over this process's part of the batch; the sums that the step returns."""
@@ -255,21 +297,3 @@ class _Run:
             self.metrics.write(row)
         if self.recipe.tracker != "none":
             self.accelerator.log(tracker_row(row), step=row["step"])
-
-
-def _precision(recipe: Recipe) -> str:
-    from draftsmith.distill.embedded_training import bf16_is_fast
-
-    if recipe.train.mixed_precision != "auto":
-        return recipe.train.mixed_precision
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return "bf16" if bf16_is_fast(device) else "no"
-
-
-def _require_divisible(recipe: Recipe, processes: int) -> None:
-    parts = processes * recipe.train.gradient_accumulation
-    if recipe.train.batch_size % parts:
-        raise ConfigError(
-            f"train.batch_size={recipe.train.batch_size}; expected a multiple of {parts} = {processes} processes x "
-            f"gradient_accumulation={recipe.train.gradient_accumulation}"
-        )

@@ -10,13 +10,14 @@ from draftsmith.errors import ConfigError
 from draftsmith.storage import write_json, write_text
 from draftsmith.train.recipe import Recipe, parse_recipe
 
-RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS = (
+RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
     "recipe.yaml",
     "metrics.jsonl",
     "finished.json",
     "drafter",
     "target",
     "checkpoints",
+    "failed_batch.json",
 )
 
 

@@ -3,14 +3,23 @@
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import ValidationError
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.drafter_sections import DRAFTERS, AnyDrafterSection
-from draftsmith.train.section import Count, Number, Section, no_truth_value
+from draftsmith.train.section import Section
+from draftsmith.train.sections import (
+    CotrainSection,
+    DataSection,
+    EvaluationSection,
+    ObjectiveSection,
+    TargetSection,
+    TeacherSection,
+    TrainSection,
+)
 
 DEFAULT_DRAFT_LENGTH = 4
 BOUNDS = (
@@ -21,151 +30,14 @@ BOUNDS = (
 )
 
 
-class TargetSection(Section):
-    model: str = "embedded"
-    """'embedded', a local folder, or a Hub id."""
-    revision: str | None = None
-    """A branch, tag or commit of the Hub repository."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the frozen target; the drafter is always trained in float32."""
-    trust_remote_code: bool = False
-    """Run code that the target's repository carries."""
-
-
-class DataSection(Section):
-    prompts: str = "embedded"
-    """'embedded', or a JSONL file with `prompt`, `text`, `turns` or `messages`."""
-    count: Count = 1000
-    """At most this many prompts."""
-    prompt_tokens: Count = 48
-    """Embedded prompts have this length; longer prompts of a file are left out and counted."""
-    response: Literal["target", "text"] = "target"
-    """'target' samples an answer to each prompt; 'text' takes the one that stands in the file, which is another
-    distribution than the drafter will meet."""
-    response_tokens: Count = 128
-    """The longest response; longer ones of a file are left out and counted."""
-    temperature: Annotated[Number, Field(ge=0)] = 1.0
-    """At which the target answers."""
-    batch_size: Count = 64
-    """Prompts that are answered together."""
-
-
-class TeacherSection(Section):
-    kind: Literal["online", "cached"] = "online"
-    """'cached' runs the target over the data once and keeps its states on disk; worth it for more than one epoch."""
-    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
-    """Of the cached states."""
-    shard_rows: Count = 256
-    """Rows of a file of the cache."""
-
-
-Term = Literal["kl", "reverse_kl", "js", "tv", "lk_alpha", "ce", "lk_lambda", "accepted_length"]
-Weight = Annotated[Number, Field(ge=0)]
-Temperature = Annotated[Number, Field(gt=0)]
-
-
-class ObjectiveSection(Section):
-    kind: Term = "kl"
-    """KL(p || q), KL(q || p), Jensen-Shannon, total variation, -log alpha, cross-entropy with the target's argmax,
-    LK-lambda, or the expected accepted length; see distill/objectives.py."""
-    mix: dict[Term, Weight] = Field(default_factory=dict)
-    """Weights of several of them, instead of `kind`."""
-    temperature: Temperature | list[Temperature] = 1.0
-    """Of both p and q inside the objective; several are averaged. For temperature 0 take 'ce'."""
-    position_decay: Annotated[Number, Field(gt=0, le=1)] = 0.8
-    """Draft position k weighs position_decay ** k."""
-    position_weights: list[Weight] = Field(default_factory=list)
-    """Weight of each draft position, instead of position_decay; the last one holds for all further ones."""
-    beta: Annotated[Number, Field(gt=0, lt=1)] = 0.5
-    """The target's share in the mixture of 'js'."""
-    eta: Weight = 3.0
-    """Of 'lk_lambda': how fast total variation takes over from KL as alpha rises; its authors use 10 for Medusa."""
-    dpace: Annotated[Number, Field(ge=0, le=1)] | None = None
-    """Weigh each position by how much of the draft hangs on it (D-PACE), smoothed by this; its authors use 0.5."""
-    chunk_tokens: Count = 1024
-    """Tokens whose logits are alive at a time."""
-    feature_weight: Weight = 0.0
-    """Of the SmoothL1 distance between the drafter's state and the target's, for eagle and hass."""
-    top_k: Count = 10
-    """Of the target's likeliest tokens, in the term that `top_k_weight` adds."""
-    top_k_weight: Weight = 0.0
-    """Of the cross-entropy over the target's `top_k` likeliest tokens (HASS)."""
-    confidence_weight: Weight = 1.0
-    """Of the cross-entropy of a confidence head, where the drafter has one."""
-
-
-class TrainSection(Section):
-    steps: Count = 200
-    """Optimizer steps."""
-    batch_size: Count = 16
-    """Sequences a step, over all processes and accumulation steps together."""
-    gradient_accumulation: Count = 1
-    """Parts that each process's share of a batch is cut into."""
-    learning_rate: Annotated[Number, Field(gt=0)] = 1e-3
-    """Peak, behind the warm-up; a cosine leads to a tenth of it."""
-    warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05
-    """Share of the steps in which the rate rises."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """'muon' for the matrices inside the drafter's layers, AdamW for the rest: learns much faster in few steps."""
-    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
-    """The optimizers'."""
-    clip_norm: Annotated[Number, Field(gt=0)] = 1.0
-    """Largest norm of the gradient."""
-    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """'auto' takes bf16 where the machine computes it in hardware."""
-    draft_length: Count | None = None
-    """gamma: draft tokens a round, in the periodic evaluation and as the checkpoint's default; by default as many as
-    the drafter has heads, or 4."""
-    evaluate_every: Count = 50
-    """Steps between two evaluations, which decode held-out prompts."""
-    checkpoint_every: Count = 50
-    """Steps between two checkpoints to resume from."""
-    keep_checkpoints: Count = 2
-    """Older ones are deleted."""
-    seed: Annotated[int, BeforeValidator(no_truth_value)] = 0
-    """Of initial weights, order of the data and sampling."""
-
-
-class CotrainSection(Section):
-    lora_rank: Count = 32
-    """Of the adapters on the target."""
-    lora_alpha: Annotated[Number, Field(gt=0)] = 16
-    """Scale of the adapters: alpha / rank."""
-    modules: list[str] | None = None
-    """Last parts of the names of the layers that get adapters; by default every linear layer in the blocks."""
-    learning_rate_ratio: Annotated[Number, Field(gt=0)] = 0.25
-    """The adapters' rate, relative to train.learning_rate."""
-    warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.3
-    """Share of the steps in which the drafter is trained alone."""
-    ramp_fraction: Annotated[Number, Field(ge=0, le=1)] = 0.2
-    """Share of the steps, behind the warm-up, over which the drafter's loss comes to bear on the adapters."""
-    drafter_weight: Annotated[Number, Field(gt=0)] = 0.2
-    """Of the drafter's loss for the adapters."""
-    quality_weight: Annotated[Number, Field(gt=0)] = 1.0
-    """Of the KL from the original target."""
-    max_quality_kl: Annotated[Number, Field(gt=0)] = 0.05
-    """Bound on that KL, in nats a token: on held-out text beyond it no drafter is kept."""
-
-
-class EvaluationSection(Section):
-    prompts: str | None = None
-    """'embedded' or a JSONL file; by default the embedded held-out text, or the last prompts of the training file."""
-    count: Count = 8
-    """Prompts that are decoded; those taken from a training file are kept out of training."""
-    prompt_tokens: Count = 48
-    """Length of embedded prompts."""
-    max_new_tokens: Count = 48
-    """Tokens decoded for each."""
-    temperature: Annotated[Number, Field(ge=0)] = 0.0
-    """At which they are decoded; 0 is greedy."""
-
-
 class Recipe(Section):
     name: str
     """Of the run, in trackers and reports."""
     output: str
     """Folder of the run; it is resumed when it holds the same recipe, and refused when it holds another."""
     drafter: AnyDrafterSection
+    start_from: str | None = None
+    """A trained drafter to go on from, of the same type and shapes."""
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
     teacher: TeacherSection = TeacherSection()
@@ -236,8 +108,8 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
         raise ConfigError(f"{source} is not YAML ({str(error).splitlines()[0]}); expected a recipe") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{source} holds {type(values).__name__}; expected sections with keys")
-    for override in overrides or []:
-        _override(values, override)
+    for entry in overrides or []:
+        override(values, entry)
     return parse_recipe(values, source)
 
 
@@ -256,10 +128,11 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
         raise ConfigError(f"{_explain(error, values)} ({source})") from error
 
 
-def _override(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
+def override(values: dict[str, Any], entry: str) -> None:
+    """Put `section.key=value` into plain values."""
+    key, equals, text = entry.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r}; expected section.key=value")
+        raise ConfigError(f"override {entry!r}; expected section.key=value")
     *sections, last = key.split(".")
     place = values
     for section in sections:
@@ -267,7 +140,7 @@ def _override(values: dict[str, Any], override: str) -> None:
             place[section] = {}
         place = place[section]
         if not isinstance(place, dict):
-            raise ConfigError(f"override {override!r}; {section} is a value, expected a section")
+            raise ConfigError(f"override {entry!r}; {section} is a value, expected a section")
     try:
         place[last] = yaml.safe_load(text)
     except yaml.YAMLError:

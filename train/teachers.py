@@ -1,20 +1,42 @@
-"""The run's teacher: the target in the loop, or its states from the cache, which is completed first."""
+"""The run's teacher: the target in the loop, its states from the cache, which is completed first, or a file."""
 
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 
+from draftsmith.distill.logprobs import LogprobTeacher, require_reads_text_alone
+from draftsmith.distill.objectives import Objective
 from draftsmith.distill.signal_cache import CachedTeacher, SignalCache
 from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
 from draftsmith.heads.drafter import Drafter
 from draftsmith.train.console import Console
 from draftsmith.train.recipe import Recipe
 
 
+def check_teacher(recipe: Recipe) -> None:
+    """ConfigError for a teacher that the rest of the recipe cannot be taught by, before anything is loaded."""
+    settings = recipe.teacher
+    if settings.kind != "logprobs":
+        if settings.file is not None:
+            raise ConfigError(f"teacher.file={settings.file} with teacher.kind={settings.kind!r}; expected 'logprobs'")
+        return
+    if settings.file is None:
+        raise ConfigError("teacher.kind='logprobs' without teacher.file; expected a file of answers with logprobs")
+    if recipe.cotrain is not None:
+        raise ConfigError("teacher.kind='logprobs' with cotrain; expected 'online': the target changes")
+    require_reads_text_alone(HEADS[recipe.drafter.type])
+    Objective(**recipe.objective_options(draft_length=1)).require_usable(settings.kind)
+
+
 def make_teacher(
     recipe: Recipe, target: nn.Module, drafter: Drafter, rows: Dataset, accelerator: Accelerator, console: Console
-) -> OnlineTeacher | CachedTeacher:
+) -> OnlineTeacher | CachedTeacher | LogprobTeacher:
     """Every process builds its share of the shards that are missing; the others wait for it."""
+    if recipe.teacher.kind == "logprobs":
+        require_reads_text_alone(drafter)
+        return LogprobTeacher(target, rows)
     online, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
     if settings.kind == "online":
         return online

@@ -38,7 +38,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def recipe_file(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.jsonl"
-    texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i) % 26] for i in range(40)]
+    texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     recipe = {
         "name": "tiny",
@@ -269,6 +269,7 @@ def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, 
         "accumulated": (0, ("train.gradient_accumulation=2",)),
         "two": (2, ()),
         "two_accumulated": (2, ("train.gradient_accumulation=2",)),
+        "sampled_by_two": (2, ("data.batch_size=8",)),
         "cached": (0, ("teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=8")),
         "cached_two": (2, ("teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=4")),
         "lambda": (0, ("objective.kind=lk_lambda",)),

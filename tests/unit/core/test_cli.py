@@ -28,7 +28,7 @@ def _run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
         (["--temperature", "1", "--temperature", "1"], "ConfigError: temperature=[1.0, 1.0]; expected each only once"),
         (["--max-new-tokens", "0"], "ConfigError: max_new_tokens=0; expected >= 1"),
         (["--dtype", "int3"], "ConfigError: dtype='int3'; expected one of float32"),
-        (["--prompts", "absent.jsonl"], "ConfigError: prompts=absent.jsonl; expected a JSONL file"),
+        (["--prompts", "absent.jsonl"], "ConfigError: prompts=absent.jsonl; expected a file or a folder"),
         (["--top-p", "2"], "ConfigError: top_p=2.0; expected a number above 0"),
         (["--drafter", "d"], "ConfigError: drafter=d: the name 'd' is taken"),
     ],

@@ -1,48 +1,34 @@
 """Prompts, samples and the teacher: what training is fed."""
 
-import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import make_llama
+from datasets import Dataset
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.distill import samples as samples_module
-from draftsmith.distill.jsonl import answered_ids, conversation, prompt_ids, read_rows
-from draftsmith.distill.samples import ExampleSettings, SampleSettings, target_samples, training_examples
+from draftsmith.distill.chat import Chat
+from draftsmith.distill.examples import FEATURES, ExampleSettings, hold_out, length_statistics, read_examples
+from draftsmith.distill.packing import pack
+from draftsmith.distill.samples import Sampler, SampleSettings, Share, target_samples
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
+from draftsmith.heads import DraftModel, Medusa
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
+TEMPLATE = (
+    "{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}{{ 'E' if m.role == 'assistant' }}"
+    "{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
 
 
-def test_bad_files_are_refused_with_the_line(tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    with pytest.raises(ConfigError, match="there is none"):
-        read_rows(file)
-    file.write_text("\n\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        read_rows(file)
-    file.write_text('{"prompt": "a"}\n{"prompt": \n')
-    with pytest.raises(ConfigError, match=r"p\.jsonl:2: not JSON"):
-        read_rows(file)
-    file.write_text('{"prompt": "a"}\n\n[1]\n')
-    with pytest.raises(ConfigError, match=r"p\.jsonl:3: list"):
-        read_rows(file)
-    with pytest.raises(ConfigError, match=r"p\.jsonl:4: keys \['answer'\]"):
-        conversation(file, 4, {"answer": "x"})
-
-
-def test_gzip_and_all_layouts_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl.gz"
-    rows = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"question": "d"}]
-    messages = [{"role": "user", "content": "e"}, {"role": "assistant", "content": "f"}]
-    rows.append({"messages": messages})
-    with gzip.open(file, "wt") as out:
-        out.write("\n".join(json.dumps(row) for row in rows))
-    asked = [conversation(file, number, row) for number, row in read_rows(file)]
-    assert asked == ["a", [{"role": "user", "content": "b"}], "d", messages[:1]]
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -50,74 +36,136 @@ def loaded(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFas
     return LoadedTarget(tiny_target, tiny_tokenizer, "tiny", None)
 
 
-def test_answers_of_a_file(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    ids = tiny_tokenizer("abcdef")["input_ids"]
-    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
-    for row in ({"prompt": "ab", "response": "cd"}, {"messages": messages}):
-        assert answered_ids(tiny_tokenizer, file, 1, row, 9) == (ids[:2], [*ids[2:4], 1])
-    assert answered_ids(tiny_tokenizer, file, 1, {"text": "abcdef"}, 2) == (ids[:2], ids[2:])
-    assert answered_ids(tiny_tokenizer, file, 1, {"text": "abcdef"}, 9) == (ids[:3], ids[3:])
-    with pytest.raises(ConfigError, match=r"p\.jsonl:7: no answer"):
-        answered_ids(tiny_tokenizer, file, 7, {"prompt": "ab"}, 9)
+def write(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
 
 
-def test_chat_template_is_used_for_messages(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    asked = [{"role": "user", "content": "ab"}]
-    plain = prompt_ids(tiny_tokenizer, asked)
-    tiny_tokenizer.chat_template = (
-        "{% for m in messages %}U{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
-    )
-    letters = tiny_tokenizer("UA")["input_ids"]
-    assert prompt_ids(tiny_tokenizer, asked) == [letters[0], *plain, letters[1]]
+def questions(prompts: list[list[int]] = PROMPTS) -> Dataset:
+    rows = [{"input_ids": ids, "spans": [], "opening": str(i), "turns": ""} for i, ids in enumerate(prompts)]
+    return Dataset.from_list(rows, features=FEATURES)
 
 
-def test_long_prompts_are_left_out_and_counted(loaded: LoadedTarget, tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "a" * length}) + "\n" for length in (3, 9, 4, 200)))
+def sampler(loaded: LoadedTarget, *settings: Any, **options: Any) -> Sampler:
+    return Sampler(loaded, Chat(loaded.tokenizer), SampleSettings(*settings), **options)
+
+
+def test_what_is_left_out_is_counted_by_reason(loaded: LoadedTarget, tmp_path: Path) -> None:
+    texts = ["abc", "a" * 9, "abcd", "b" * 200, "abc"]
+    source = write(tmp_path / "p.jsonl", [{"prompt": text} for text in texts])
     said: list[str] = []
-    settings = ExampleSettings(str(file), 10, 5, 8, False, 0)
-    examples = training_examples(loaded, settings, said.append)
-    assert [len(example.prompt) for example in examples] == [3, 4]
-    assert said == [f"2 of 4 prompts of {file} are longer than 5 tokens: left out"]
-    with pytest.raises(ConfigError, match=r"data\.prompt_tokens=2; expected room for at least one prompt"):
-        training_examples(loaded, ExampleSettings(str(file), 10, 2, 8, False, 0), said.append)
+    chat = Chat(loaded.tokenizer)
+    rows = read_examples(chat, ExampleSettings(source, 10, 5, 8), 128, said.append)
+    assert [len(ids) for ids in rows["input_ids"]] == [3, 4]
+    assert said == [
+        f"{source}: 2 of 5 have prompts longer than data.prompt_tokens=5: left out",
+        f"{source}: 1 of 5 are the same as another: left out",
+    ]
+    again: list[str] = []
+    assert read_examples(chat, ExampleSettings(source, 10, 5, 8), 128, again.append).to_list() == rows.to_list()
+    assert again == said, "what comes from the cache is told again"
+    twice = read_examples(chat, ExampleSettings(source, 10, 5, 8, deduplicate=False), 128, said.append)
+    assert len(twice) == 3
+    short = read_examples(chat, ExampleSettings(source, 10, 300, 8), 128, said.append)
+    assert len(short) == 3
+    assert said[-2] == (
+        f"{source}: 1 of 5 do not fit the target's context of 128 with data.response_tokens=8 behind them: left out"
+    )
+    with pytest.raises(ConfigError, match=r"leaves nothing to train on \(.* 5 of 5 have prompts longer"):
+        read_examples(chat, ExampleSettings(source, 10, 2, 8), 128, said.append)
 
 
-PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
+def test_a_file_that_changed_is_read_again(loaded: LoadedTarget, tmp_path: Path) -> None:
+    chat = Chat(loaded.tokenizer)
+    for texts in (["abc"], ["abc", "abcd"]):
+        source = write(tmp_path / "p.jsonl", [{"prompt": text} for text in texts])
+        assert len(read_examples(chat, ExampleSettings(source, 10, 9, 9), 128, lambda _: None)) == len(texts)
 
 
-def test_greedy_samples_are_the_targets_own(
-    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    rows = target_samples(loaded, PROMPTS, SampleSettings(12, 0.0, 3, 0), progress=False)
+def test_conversations_that_begin_alike_are_held_out_together() -> None:
+    rows = [
+        {"input_ids": [i, i], "spans": [], "opening": opening, "turns": ""}
+        for i, opening in enumerate(["a", "b", "a", "c", "b", "d"])
+    ]
+    examples = Dataset.from_list(rows, features=FEATURES)
+    kept, heldout = hold_out(examples, 2)
+    assert kept["opening"] == ["a", "a", "c"]
+    assert sorted(heldout) == [[1, 1], [5, 5]]
+    with pytest.raises(ConfigError, match=r"holds 4 usable prompts; expected more than evaluation\.count=4"):
+        hold_out(examples, 4)
+
+
+def test_greedy_samples_are_the_targets_own(loaded: LoadedTarget) -> None:
+    rows = target_samples(sampler(loaded, 12, 0.0, 3, 0), questions(), progress=False)
     for prompt, row in zip(PROMPTS, rows, strict=True):
         expected = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert row["input_ids"] == expected[0].tolist()
-        assert row["prompt_length"] == len(prompt)
+        assert row["spans"] == [[len(prompt), len(row["input_ids"])]]
 
 
-def test_samples_are_cached_by_target_and_settings(
+def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = Sampler.answer
+    monkeypatch.setattr(Sampler, "answer", lambda *arguments: (calls.append(1), original(*arguments))[1])
+    first = target_samples(sampler(loaded, 12, 1.0, 9, 0), questions(), progress=False)
+    again = target_samples(sampler(loaded, 12, 1.0, 9, 0), questions(), progress=False)
+    assert first["input_ids"] == again["input_ids"]
+    assert len(calls) == 1
+    other = target_samples(sampler(loaded, 12, 1.0, 9, 1), questions(), progress=False)
+    assert other["input_ids"] != first["input_ids"]
+    another = LoadedTarget(make_llama(3), loaded.tokenizer, "tiny", None)
+    target_samples(sampler(another, 12, 1.0, 9, 0), questions(), progress=False)
+    assert len(calls) == 3
+
+
+def test_sampling_goes_on_behind_the_last_part(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    calls = []
-    original = samples_module.sample_responses
-    monkeypatch.setattr(samples_module, "sample_responses", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
-    first = target_samples(loaded, PROMPTS, SampleSettings(12, 1.0, 3, 0), progress=False)
-    again = target_samples(loaded, PROMPTS, SampleSettings(12, 1.0, 3, 0), progress=False)
-    assert [row["input_ids"] for row in first] == [row["input_ids"] for row in again]
-    assert len(calls) == 1
-    other = target_samples(loaded, PROMPTS, SampleSettings(12, 1.0, 3, 1), progress=False)
-    assert [row["input_ids"] for row in other] != [row["input_ids"] for row in first]
-    target_samples(LoadedTarget(make_llama(3), loaded.tokenizer, "tiny", None), PROMPTS, SampleSettings(12, 1.0, 3, 0))
-    assert len(calls) == 3
+    """Killed in the third of four parts: two are kept, and the text is what it would have been."""
+    whole = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "whole", progress=False)
+    original, answered = Sampler.answer, []
+
+    def killed(self: Sampler, rows: list, indices: list[int]) -> list:
+        answered.append(indices)
+        if len(answered) == 3:
+            raise KeyboardInterrupt
+        return original(self, rows, indices)
+
+    monkeypatch.setattr(Sampler, "answer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
+    resumed = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
+    assert answered[2] == answered[3], "the part in hand alone is lost"
+    assert len(answered) == 5
+    assert resumed.to_list() == whole.to_list()
+    assert not (tmp_path / "torn.parts").exists()
+
+
+def test_processes_share_the_parts(loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes in turn: the second samples its own parts alone, and the first puts all together."""
+    alone = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "alone", progress=False)
+    done: list[list[int]] = []
+    original = Sampler.answer
+    monkeypatch.setattr(Sampler, "answer", lambda self, r, i: (done.append(i), original(self, r, i))[1])
+    folder = tmp_path / "shared"
+
+    class _Later(Exception):
+        pass
+
+    def waits() -> None:
+        raise _Later
+
+    with pytest.raises(_Later):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(1, 2, waits))
+    assert len(done) == 2
+    both = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(0, 2))
+    assert both.to_list() == alone.to_list()
+    assert sorted(done) == [[0], [1], [2], [3]]
 
 
 def test_sampling_follows_the_targets_distribution(loaded: LoadedTarget) -> None:
     count = 4000
-    rows = samples_module.sample_responses(loaded, [[5, 6]] * count, SampleSettings(1, 1.0, 500, 0), progress=False)
+    rows = sampler(loaded, 1, 1.0, 500, 0).answer([{"input_ids": [5, 6], "turns": ""}] * count, list(range(count)))
     share = torch.bincount(torch.tensor([row["input_ids"][2] for row in rows]), minlength=64) / count
     with torch.inference_mode():
         p = loaded.model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1)
@@ -125,9 +173,87 @@ def test_sampling_follows_the_targets_distribution(loaded: LoadedTarget) -> None
     assert ((share - p).abs() < 6 * (p * (1 - p) / count).sqrt() + 1e-3).all()
 
 
+def test_a_drafter_makes_sampling_no_different(loaded: LoadedTarget) -> None:
+    drafter = DraftModel(make_llama())
+    alone, drafted = sampler(loaded, 12, 0.0, 4, 0), sampler(loaded, 12, 0.0, 4, 0, drafter=drafter)
+    rows = [{"input_ids": ids, "turns": ""} for ids in PROMPTS]
+    assert alone.answer(rows, [0, 1, 2, 3]) == drafted.answer(rows, [0, 1, 2, 3])
+    assert alone.tokens / alone.rounds == 1
+    assert drafted.tokens / drafted.rounds > 1
+
+
+def test_the_drafter_answers_its_share(loaded: LoadedTarget) -> None:
+    """Greedy, so that it can be told who wrote: what the drafter wrote is its own text."""
+    drafter = DraftModel(make_llama(5))
+    count = 60
+    rows = [{"input_ids": [3 + i], "turns": ""} for i in range(count)]
+    found = sampler(loaded, 8, 0.0, 60, 0, 0.5, drafter=drafter).answer(rows, list(range(count)))
+    by = {"target": 0, "drafter": 0}
+    for row in found:
+        for name, model in (("target", loaded.model), ("drafter", drafter.model)):
+            ids = torch.tensor([row["input_ids"][:1]])
+            text = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=1)[0].tolist()
+            by[name] += text == row["input_ids"]
+    assert sum(by.values()) == count
+    assert 15 < by["drafter"] < 45
+    with pytest.raises(ConfigError, match=r"drafter_share=0\.5 with drafter\.type='medusa'; expected a 'draft_model'"):
+        sampler(loaded, 8, 0.0, 60, 0, 0.5, drafter=Medusa.from_target(loaded.model))
+
+
+def test_later_turns_are_asked_behind_the_targets_own_answers(loaded: LoadedTarget) -> None:
+    tokenizer = loaded.tokenizer
+    tokenizer.chat_template = TEMPLATE
+    turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "cd"}]]
+    asked = json.dumps({"turns": turns, "tools": None})
+    first = Chat(tokenizer).plain("UabA")
+    rows = sampler(loaded, 5, 0.0, 2, 0).answer([{"input_ids": first, "turns": asked}], [7])
+    answer = loaded.model.generate(torch.tensor([first]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    text = tokenizer.decode(answer[len(first) :], skip_special_tokens=True)
+    again = Chat(tokenizer).plain(f"UabA{text}EUcdA")
+    second = loaded.model.generate(torch.tensor([again]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    assert rows == [
+        {
+            "input_ids": second.tolist(),
+            "spans": [[len(first), len(answer)], [len(again), len(second)]],
+            "question": 7,
+            "messages": rows[0]["messages"],
+        }
+    ]
+
+    said = json.loads(rows[0]["messages"])
+    assert [message["role"] for message in said] == ["user", "assistant"] * 2
+    assert said[1]["content"] == text
+
+
 def test_samples_that_do_not_fit_the_context_are_refused(loaded: LoadedTarget) -> None:
     with pytest.raises(ConfigError, match=r"response_tokens=132; expected at most the target's context of 128"):
-        target_samples(loaded, PROMPTS, SampleSettings(128, 1.0, 3, 0))
+        target_samples(sampler(loaded, 128, 1.0, 3, 0), questions())
+
+
+def test_packing_keeps_every_sample_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 40, (200,), generator=generator).tolist()
+    samples = [torch.randint(2, 64, (length,), generator=generator).tolist() for length in lengths]
+    rows = Dataset.from_list([{"input_ids": ids, "spans": [[0, 1], [1, len(ids)]]} for ids in samples])
+    packed = pack(rows, 64)
+    assert sum(lengths) / (64 * len(packed)) > 0.97
+    found = []
+    for row in packed:
+        assert len(row["input_ids"]) == sum(row["documents"]) <= 64
+        begin, spans = 0, []
+        for length in row["documents"]:
+            found.append(row["input_ids"][begin : begin + length])
+            spans.append([begin + 1, begin + length])
+            begin += length
+        assert row["spans"] == spans, "a document's first token has nothing before it"
+    assert sorted(found) == sorted(samples)
+    assert len(pack(rows, 10)) >= sum(length > 5 for length in lengths), "longer ones have rows of their own"
+
+
+def test_length_statistics() -> None:
+    rows = Dataset.from_list([{"input_ids": list(range(n)), "spans": [[1, 2], [3, n]]} for n in range(4, 104)])
+    found = length_statistics(rows)
+    assert found == {"samples": 100, "tokens": 5350, "trained": 5150, "p5": 9, "p50": 54, "p95": 99, "longest": 103}
 
 
 def test_teacher_states_give_the_targets_logits(tiny_target: LlamaForCausalLM) -> None:

@@ -16,7 +16,7 @@ B, T, H, D, V = 3, 11, 8, 6, 13
 def _signals(generator: torch.Generator) -> TeacherSignals:
     mask = torch.rand(B, T, generator=generator) < 0.6
     hidden = torch.randn(B, T, H, dtype=torch.float64, generator=generator)
-    ids = torch.zeros(B, T, dtype=torch.long)
+    ids = torch.randint(V, (B, T), generator=generator)
     return TeacherSignals(ids, torch.ones_like(ids), hidden, mask)
 
 
@@ -24,7 +24,12 @@ ETA, LAST_ALPHA = 3.0, [0.3, 0.6]
 SUMMED = [kind for kind in KINDS if kind != "accepted_length"]
 
 
-def _plain(kind: str, p_logits: Tensor, q_logits: Tensor, k: int = 0) -> Tensor:
+def _next_token(signals: TeacherSignals, b: int, t: int) -> int | None:
+    """The token behind position t; None where the text ends."""
+    return int(signals.input_ids_BT[b, t + 1]) if t + 1 < T else None
+
+
+def _plain(kind: str, p_logits: Tensor, q_logits: Tensor, k: int = 0, label: int | None = None) -> Tensor:
     """The formula over one row, as it stands in a paper."""
     p, q = p_logits.softmax(-1), q_logits.softmax(-1)
     m = 0.3 * p + 0.7 * q
@@ -37,6 +42,7 @@ def _plain(kind: str, p_logits: Tensor, q_logits: Tensor, k: int = 0) -> Tensor:
         "tv": tv,
         "lk_alpha": -torch.minimum(p, q).sum().log(),
         "ce": -q.log()[p.argmax()],
+        "label": 0 * q.sum() if label is None else -q.log()[label],
         "lk_lambda": share * kl + (1 - share) * tv,
     }[kind]
 
@@ -66,7 +72,7 @@ def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> No
                 if signals.mask_BT[b, t]:
                     p = lm_head(signals.hidden_BTH[b, t]) / 0.7
                     q = heads[k](states[k][b, t - k - 1]) / 0.7
-                    expected = expected + 0.5**k * _plain(kind, p, q, k)
+                    expected = expected + 0.5**k * _plain(kind, p, q, k, _next_token(signals, b, t))
                     alphas[k] += _overlap(p, q).item()
                     counts[k] += 1
     torch.testing.assert_close(sums.loss.double(), expected, rtol=1e-6, atol=1e-6)
@@ -118,7 +124,7 @@ def test_an_empty_mask_still_reaches_every_parameter() -> None:
 SOME = [1, 4, 5, 9]
 
 
-def _truncated(kind: str, p_logits: Tensor, q_logits: Tensor) -> Tensor:
+def _truncated(kind: str, p_logits: Tensor, q_logits: Tensor, label: int | None) -> Tensor:
     """Over the draft vocabulary `SOME`, with the target's distribution as it is; plain formula."""
     p_V, q_D = p_logits.softmax(-1), q_logits.softmax(-1)
     p_D = p_V[SOME]
@@ -127,6 +133,8 @@ def _truncated(kind: str, p_logits: Tensor, q_logits: Tensor) -> Tensor:
     if kind == "ce":
         best = int(p_V.argmax())
         return -q_D.log()[SOME.index(best)] if best in SOME else 0 * q_D.sum()
+    if kind == "label":
+        return -q_D.log()[SOME.index(label)] if label in SOME else 0 * q_D.sum()
     if kind == "reverse_kl":
         return (q_D * (q_D / p_D).log()).sum()
     if kind == "lk_alpha":
@@ -152,7 +160,7 @@ def test_tokens_outside_the_draft_vocabulary_count_as_misses(kind: str) -> None:
         for t in range(1, T):
             if signals.mask_BT[b, t]:
                 p, q = lm_head(signals.hidden_BTH[b, t]), head(state[b, t - 1])
-                expected = expected + _truncated(kind, p, q)
+                expected = expected + _truncated(kind, p, q, _next_token(signals, b, t))
                 alpha += torch.minimum(p.softmax(-1)[SOME], q.softmax(-1)).sum().item()
                 match += int(p.argmax()) == SOME[int(q.argmax())]
                 outside += int(p.argmax()) not in SOME
@@ -206,6 +214,50 @@ def test_states_at_chosen_places() -> None:
     all_of_them = Objective("kl")([Unrolled(whole, head)], kept, lm_head)
     assert some.count_K == all_of_them.count_K
     torch.testing.assert_close(some.loss, all_of_them.loss)
+
+
+@pytest.mark.parametrize("vocabulary", [None, SOME])
+def test_labels_are_the_tokens_behind_the_states_places(vocabulary: list[int] | None) -> None:
+    """By place rather than by offset, at two temperatures, value and gradient against the plain formula."""
+    generator = torch.Generator().manual_seed(18)
+    signals = _signals(generator)
+    tokens = list(range(V)) if vocabulary is None else vocabulary
+    lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, len(tokens)).double()
+    places = torch.tensor([[4, -1, 0], [1, 2, 3], [10, 9, -1]])
+    state = torch.randn(B, 3, D, dtype=torch.float64, generator=generator, requires_grad=True)
+    rows = None if vocabulary is None else torch.tensor(vocabulary)
+    entry = Unrolled(state, head, places_BT=places, vocabulary_D=rows)
+    objective = Objective("label", temperatures=(0.5, 2.0), chunk_tokens=2)
+    ours = objective([entry], signals, lm_head).loss
+    expected, learned = torch.zeros((), dtype=torch.float64), 0
+    for b in range(B):
+        for i, place in enumerate(places[b].tolist()):
+            label = _next_token(signals, b, place) if place >= 0 and signals.mask_BT[b, place] else None
+            if label in tokens:
+                learned += 1
+                for temperature in (0.5, 2.0):
+                    q_log = (head(state[b, i]) / temperature).log_softmax(-1)
+                    expected = expected - q_log[tokens.index(label)] / 2
+    assert learned > 0
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    leaves = [state, *head.parameters()]
+    for mine, plain in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_padding_is_no_label() -> None:
+    """The position in front of the padding, were it unmasked, has nothing to learn from a pad token."""
+    signals = _signals(torch.Generator().manual_seed(16))
+    lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, V).double()
+    entry = Unrolled(torch.randn(B, T, D, dtype=torch.float64), head)
+    whole = torch.ones_like(signals.mask_BT)
+    attention = torch.ones_like(signals.attention_mask_BT)
+    attention[:, T - 3 :] = 0
+    short = TeacherSignals(signals.input_ids_BT, attention, signals.hidden_BTH, whole)
+    kept = TeacherSignals(signals.input_ids_BT, torch.ones_like(attention), signals.hidden_BTH, whole.clone())
+    kept.mask_BT[:, T - 4 :] = False
+    losses = [Objective("label")([entry], one, lm_head).loss for one in (short, kept)]
+    torch.testing.assert_close(*losses)
 
 
 def _three_positions(generator: torch.Generator) -> tuple[TeacherSignals, nn.Module, list[Unrolled], list[Tensor]]:

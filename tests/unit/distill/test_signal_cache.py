@@ -14,6 +14,7 @@ from draftsmith.distill.signal_cache import CachedTeacher, SignalCache
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.drafter import FINAL, TeacherSignals
+from draftsmith.heads.final_states import final_states
 from draftsmith.train.batches import collate
 
 LAYERS = (1, FINAL)
@@ -29,7 +30,7 @@ def rows_of(count: int = 10) -> Dataset:
     generator = torch.Generator().manual_seed(0)
     lengths = [5 + (3 * row) % 7 for row in range(count)]
     ids = [torch.randint(2, 64, (length,), generator=generator).tolist() for length in lengths]
-    return Dataset.from_list([{"input_ids": row, "prompt_length": 2} for row in ids])
+    return Dataset.from_list([{"input_ids": row, "spans": [[2, len(row)]]} for row in ids])
 
 
 def built(dtype: str, rows: Dataset) -> tuple[SignalCache, OnlineTeacher]:
@@ -102,6 +103,37 @@ def test_another_target_data_layers_or_dtype_is_another_cache() -> None:
     assert len(keys) == 5
     with pytest.raises(ConfigError, match=r"teacher\.dtype='int4'; expected one of"):
         SignalCache(model, rows, LAYERS, "int4")
+
+
+DOCUMENTS = [[5], [4, 4], [1, 3, 7], [2, 3, 2]]
+
+
+def packed_rows(documents: list[list[int]]) -> Dataset:
+    return rows_of(len(documents)).add_column("documents", documents)
+
+
+def test_packed_rows_are_cached_as_the_target_sees_them_online() -> None:
+    """Each document apart, whatever stands before it in its row; and other borders in the same text are another key."""
+    rows = packed_rows(DOCUMENTS)
+    cache, teacher = built("float32", rows)
+    batch = collate(rows, [2, 0, 3, 1], CPU)
+    online, cached = teacher.signals(**vars(batch)), CachedTeacher(teacher, cache).signals(**vars(batch))
+    assert cached.documents_BT is online.documents_BT is batch.documents_BT is not None
+    for a, b in ((online.hidden_BTH, cached.hidden_BTH), (online.features_BTF, cached.features_BTF)):
+        torch.testing.assert_close(seen(b, cached), seen(a, online), rtol=1e-5, atol=1e-5)
+    for row, documents in enumerate(DOCUMENTS):
+        parts = zip(
+            torch.tensor(rows[row]["input_ids"]).split(documents), cache.read(row).split(documents), strict=True
+        )
+        for ids_T, states_TW in parts:
+            alone_TH = final_states(teacher.model, ids_T[None], torch.ones_like(ids_T[None]))[0]
+            torch.testing.assert_close(states_TW[:, :32], alone_TH, rtol=1e-4, atol=1e-4)  # fp32, another kernel
+    keys = {
+        SignalCache(make_llama(), some, LAYERS, "float32", shard_rows=4).key
+        for some in (rows, packed_rows([[5], [3, 5], *DOCUMENTS[2:]]), rows.remove_columns("documents"))
+    }
+    assert cache.key in keys
+    assert len(keys) == 3
 
 
 def test_a_full_disk_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from datasets import Dataset
 from draftsmith.train.batches import batch_indices, collate, response_tokens
 
 ROWS = Dataset.from_list(
-    [{"input_ids": [9, 8, 7, 6, 5], "prompt_length": 2}, {"input_ids": [4, 3, 2], "prompt_length": 1}]
+    [{"input_ids": [9, 8, 7, 6, 5], "spans": [[2, 5]]}, {"input_ids": [4, 3, 2], "spans": [[1, 3]]}]
 )
 
 

@@ -18,7 +18,7 @@ from draftsmith.train.step import CotrainSettings, CotrainStep
 
 CPU = torch.device("cpu")
 ROWS = Dataset.from_list(
-    [{"input_ids": [5, 6, 7, 8, 9], "prompt_length": 2}, {"input_ids": [3, 4, 2, 1], "prompt_length": 3}]
+    [{"input_ids": [5, 6, 7, 8, 9], "spans": [[2, 5]]}, {"input_ids": [3, 4, 2, 1], "spans": [[3, 4]]}]
 )
 SETTINGS = CotrainSettings(0.0, 0.0, drafter_weight=0.5, quality_weight=1.0, max_quality_kl=1e9)
 

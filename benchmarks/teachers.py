@@ -1,0 +1,100 @@
+"""The target in the loop beside its states from the cache: time of a training step, bytes a token, and what is lost.
+
+    python benchmarks/teachers.py                           # a draft model and EAGLE-3 on the embedded target
+    python benchmarks/teachers.py --families medusa --steps 20
+
+Steps (teacher, drafter, objective, backward, optimizer) take turns among the teachers; medians count. `KL` is what the
+stored dtype has done to the target's distribution, in nats a token; all logits of the vocabulary in bfloat16 would be
+2 V bytes a token.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.distill.divergences import forward_kl
+from draftsmith.distill.objectives import Objective
+from draftsmith.distill.signal_cache import DTYPES, CachedTeacher, SignalCache
+from draftsmith.distill.targets import LoadedTarget, load_target
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.train.batches import batch_indices, collate
+from draftsmith.train.console import Console as TrainConsole
+from draftsmith.train.drafters import data_and_drafter
+from draftsmith.train.optimizers import optimizers
+from draftsmith.train.recipe import load_recipe
+from draftsmith.train.step import AgreementStep
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=["draft_model", "eagle3"], metavar="FAMILY")
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=12)
+    return parser.parse_args()
+
+
+def measure(family: str, target: LoadedTarget, options: argparse.Namespace, table: Table) -> None:
+    recipe = load_recipe(f"{family}/embedded", [f"data.count={options.samples}", "data.response_tokens=96"])
+    accelerator, console = Accelerator(), TrainConsole(False)
+    length, data, drafter = data_and_drafter(recipe, target, accelerator, console)
+    online = OnlineTeacher(target.model, drafter.needs.layers)
+    teachers: dict[str, OnlineTeacher | CachedTeacher] = {"online": online}
+    stored = {"online": 0.0}
+    for dtype in DTYPES:
+        cache = SignalCache(target.model, data.rows, drafter.needs.layers, dtype)
+        cache.build(cache.missing()[0], online, lambda: None)
+        teachers[f"cached, {dtype}"], stored[f"cached, {dtype}"] = CachedTeacher(online, cache), cache.bytes_a_token()
+    objective = Objective(**recipe.objective_options(length))
+    steps = {name: AgreementStep(drafter, objective, teacher) for name, teacher in teachers.items()}
+    made = optimizers(drafter, recipe.train.optimizer, recipe.train.weight_decay)
+    seconds: dict[str, list[float]] = {name: [] for name in teachers}
+    names = list(teachers)
+    for step in range(options.steps + 1):
+        indices = batch_indices(0, step, recipe.train.batch_size, len(data.rows))
+        batch = collate(data.rows, indices, target.model.device)
+        for name in names[step % len(names) :] + names[: step % len(names)]:
+            started = time.perf_counter()
+            steps[name](batch, 0.0, None)[0].backward()
+            for optimizer in made:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step > 0:  # the first one allocates
+                seconds[name].append(time.perf_counter() - started)
+    base = statistics.median(seconds["online"])
+    for name, teacher in teachers.items():
+        median = statistics.median(seconds[name])
+        cells = (f"{stored[name]:,.0f}" if stored[name] else "", f"{1000 * median:.0f}", f"{base / median:.2f}")
+        table.add_row(family, name, *cells, f"{lost(online, teacher, batch):.1e}" if stored[name] else "")
+
+
+@torch.inference_mode()
+def lost(online: OnlineTeacher, teacher: CachedTeacher, batch: object) -> float:
+    """KL(p of the target || p from the stored states), in nats a trained token."""
+    exact, kept = (
+        each.lm_head(each.signals(**vars(batch)).hidden_BTH[batch.mask_BT]).float().log_softmax(-1)
+        for each in (online, teacher)
+    )
+    return float(forward_kl(exact, kept).mean())
+
+
+def main() -> None:
+    options = arguments()
+    target = load_target("embedded")
+    vocab_size, width = target.model.get_output_embeddings().weight.shape
+    table = Table(
+        title=f"Teachers: vocabulary {vocab_size:,} ({2 * vocab_size:,} bytes a token as logits), width {width}"
+    )
+    for column in ("drafter", "teacher", "bytes a token", "ms a step", "online : this", "KL"):
+        table.add_column(column, justify="left" if column in ("drafter", "teacher") else "right")
+    for family in options.families:
+        measure(family, target, options, table)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

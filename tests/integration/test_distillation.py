@@ -1,0 +1,284 @@
+"""From data to a drafter in other ways than the plain one: rounds, the drafter's own text, packing, adaptation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.cli import main
+from draftsmith.distill.packing import pack
+from draftsmith.distill.targets import load_target
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.train import loop
+from draftsmith.train.adapt import adapted_recipe
+from draftsmith.train.output import read_metrics
+from draftsmith.train.recipe import load_recipe
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts.jsonl"
+    texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    recipe = {
+        "name": "tiny",
+        "output": str(tmp_path / "run"),
+        "target": {"model": str(tiny_target_folder)},
+        "drafter": {"type": "draft_model"},
+        "data": {"prompts": str(prompts), "prompt_tokens": 16, "response_tokens": 24},
+        "train": {
+            "steps": 12,
+            "batch_size": 8,
+            "learning_rate": 3e-3,
+            "mixed_precision": "no",
+            "evaluate_every": 6,
+            "checkpoint_every": 4,
+            "draft_length": 3,
+        },
+        "evaluation": {"count": 4, "max_new_tokens": 16},
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file
+
+
+def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
+    loaded = load_recipe(str(recipe), list(overrides))
+    loop.train(loaded)
+    return read_metrics(Path(loaded.output))
+
+
+def losses(rows: list[dict[str, Any]]) -> list[float]:
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("extra", [(), ("data.drafter_share=0.5",)])
+def test_rounds_ask_anew_and_resume_bit_by_bit(
+    extra: tuple[str, ...], recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the second round, behind a checkpoint that lies in the middle of one."""
+    rounds = ["data.refresh_every=5", *extra]
+    whole = run(recipe_file, *rounds, f"output={tmp_path}/whole")
+    sampled = [row["sampling"] for row in whole if "sampling" in row]
+    assert [row["round"] for row in sampled] == [1, 2]
+    assert all(row["tau"] > 1 for row in sampled), "the drafter helps to sample"
+    once = run(recipe_file, f"output={tmp_path}/once", *extra)
+    assert losses(once)[:5] == losses(whole)[:5]
+    assert losses(once)[5] != losses(whole)[5], "from the second round on it is other text"
+
+    original, steps = loop._Run._step, []
+
+    def killed(self: loop._Run, step: int) -> dict[str, Any]:
+        steps.append(step)
+        if step == 9:
+            raise KeyboardInterrupt
+        return original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe_file, *rounds)
+    resumed = run(recipe_file, *rounds)
+    assert losses(resumed) == losses(whole)
+    a, b = (load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("whole", "run"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.refresh_every=5", "data.temperature=0"], "data.refresh_every=5 with temperature=0"),
+        (["data.refresh_every=5", "data.response=text"], "data.refresh_every=5 with response='text'"),
+        (["data.refresh_every=5", "teacher.kind=cached"], "teacher.kind='cached' with data.refresh_every"),
+        (["data.drafter_share=0.5", "drafter={type: medusa}"], "data.drafter_share=0.5 with drafter.type='medusa'"),
+        (["data.turns=all"], "data.turns='all' with a tokenizer without a chat template"),
+        (["start_from=nowhere"], "drafter=nowhere"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(overrides: list[str], said: str, recipe_file: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        run(recipe_file, *overrides)
+    assert said in str(error.value)
+
+
+def test_a_run_starts_from_a_trained_drafter(recipe_file: Path, tmp_path: Path) -> None:
+    run(recipe_file, "train.steps=30", f"output={tmp_path}/first")
+    first = str(tmp_path / "first" / "drafter")
+    rows = run(recipe_file, f"start_from={first}", f"output={tmp_path}/second")
+    fresh = run(recipe_file, f"output={tmp_path}/third")
+    assert losses(rows)[0] < losses(fresh)[0]
+    before = next(row["evaluation"]["tau"] for row in rows if "evaluation" in row)
+    best = max(row["evaluation"]["tau"] for row in read_metrics(tmp_path / "first") if "evaluation" in row)
+    assert before == best, "the drafter as it was is the first that is measured"
+    adapters = run(recipe_file, f"start_from={first}", "drafter.lora_rank=2", f"output={tmp_path}/fourth")
+    assert losses(adapters)[0] == losses(rows)[0], "adapters change nothing at first"
+    for change, said in (
+        ("drafter={type: medusa}", "is a 'draft_model' drafter; expected 'medusa'"),
+        ("drafter.num_hidden_layers=2", "has shape None; expected"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run(recipe_file, f"start_from={first}", change, f"output={tmp_path}/fifth")
+
+
+def test_a_drafter_adapts_to_served_prompts(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What its target served, regenerated to a file; and a drafter that is never worse than it was on such prompts."""
+    run(recipe_file, "train.steps=8", f"output={tmp_path}/first")
+    drafter, target = tmp_path / "first" / "drafter", load_recipe(str(recipe_file)).target.model
+    asked, served = tmp_path / "asked.jsonl", tmp_path / "served.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": a + b + "zz"}) + "\n" for a in LETTERS[:6] for b in LETTERS[:6]))
+    command = ["data", "regenerate", str(asked), "--target", target, "--out", str(served), "--drafter", str(drafter)]
+    main_code([*command, "--response-tokens", "20", "--prompt-tokens", "9"])
+    rows = [json.loads(line) for line in served.read_text().splitlines()]
+    assert len(rows) == 36
+    assert {*rows[0]} == {"prompt", "response", "input_ids", "spans", "tokenizer"}
+    assert not list(tmp_path.glob(".served*")), "nothing is left beside the file"
+    out = tmp_path / "adapted"
+    overrides = ["train.steps=30", "train.learning_rate=3e-3", "evaluation.count=6"]
+    main_code(["adapt", str(drafter), str(served), "--out", str(out), *overrides])
+    taus = [row["evaluation"]["tau"] for row in read_metrics(out) if "evaluation" in row]
+    finished = json.loads((out / "finished.json").read_text())
+    assert finished["best_tau"] == max(taus) > taus[0]
+    recipe = adapted_recipe(str(drafter), str(served), str(out), target=None, answered=True, overrides=[])
+    assert recipe.train.learning_rate == pytest.approx(3e-3 / 4)
+    loaded = load_target(target)
+    assert load_drafter(out / "drafter", loaded.model, loaded.tokenizer).type == "draft_model"
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match="keeps no recipe; expected a folder that"):
+        adapted_recipe(target, str(served), str(out), target=None, answered=True, overrides=[])
+
+
+def main_code(arguments: list[str], code: int = 0) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert (stopped.value.code or 0) == code
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "medusa", "eagle3", "dflash"])
+def test_packed_rows_give_a_drafter_that_learns(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
+    extra = {"eagle3": ["drafter.layers=[1,2]"], "dflash": ["drafter.layers=[1,2]", "drafter.block_size=4"]}
+    kind = [f"drafter.type={drafter}", *extra.get(drafter, [])]
+    rows = run(recipe_file, *kind, "data.pack=true", "data.pack_tokens=80", "train.batch_size=4", "train.steps=40")
+    values = losses(rows)
+    assert sum(values[-5:]) < 0.9 * sum(values[:5])
+
+
+@pytest.mark.parametrize("teacher", ["online", "cached"])
+def test_packed_rows_have_the_losses_of_plain_ones(teacher: str, recipe_file: Path, tmp_path: Path) -> None:
+    """Every sample is in the batch, so that the mean over tokens is over the same tokens."""
+    plain = run(recipe_file, "train.batch_size=36", "train.steps=3", f"output={tmp_path}/plain")
+    (samples,) = (tmp_path / "cache" / "samples").iterdir()
+    count = len(pack(load_from_disk(samples / "rows"), 64))
+    assert count < 20
+    kind = [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.pack=true", "data.pack_tokens=64"]
+    packed = run(recipe_file, *kind, "train.steps=3", f"train.batch_size={count}")
+    assert losses(packed) == pytest.approx(losses(plain), rel=1e-4)
+
+
+def test_a_drafter_learns_from_a_file_of_logprobs(recipe_file: Path, tmp_path: Path) -> None:
+    """As a server would write it: the 5 likeliest tokens at each place. Packed or not."""
+    loaded = load_target(load_recipe(str(recipe_file)).target.model)
+    letters, file = loaded.tokenizer, tmp_path / "served.jsonl"
+    asked = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    lines = []
+    for text in asked:
+        ids = letters(text)["input_ids"]
+        whole = loaded.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        logs = loaded.model(whole).logits[0, len(ids) - 1 : -1].log_softmax(-1).topk(5)
+        told = [
+            {
+                "token": f"token_id:{token}",
+                "logprob": float(values[0]),
+                "top_logprobs": [
+                    {"token": f"token_id:{i}", "logprob": float(v)} for i, v in zip(top, values, strict=True)
+                ],
+            }
+            for token, top, values in zip(
+                whole[0, len(ids) :].tolist(), logs.indices.tolist(), logs.values.tolist(), strict=True
+            )
+        ]
+        lines.append(json.dumps({"prompt": text, "choices": [{"logprobs": {"content": told}}]}) + "\n")
+    file.write_text("".join(lines))
+    kind = ["teacher.kind=logprobs", f"teacher.file={file}", "data.prompts=nowhere", "train.steps=40"]
+    for extra in ([], ["data.pack=true", "data.pack_tokens=60"]):
+        rows = run(recipe_file, *kind, *extra, f"output={tmp_path}/run-{len(extra)}")
+        taus = [row["evaluation"]["tau"] for row in rows if "evaluation" in row]
+        assert losses(rows)[-1] < 0.7 * losses(rows)[0]
+        assert max(taus) > taus[0]
+    with pytest.raises(ConfigError, match=r"leaves nothing to train on; expected at least one row that fits"):
+        run(recipe_file, *kind, "data.prompt_tokens=1", f"output={tmp_path}/none")
+    for change, said in (
+        ("teacher.file=null", "teacher.kind='logprobs' without teacher.file"),
+        ("drafter={type: medusa}", "which reads the target's hidden states"),
+        ("objective.temperature=0.5", "objective.temperature"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run(recipe_file, *kind, change, f"output={tmp_path}/none")
+
+
+def test_a_loss_that_is_no_number_keeps_the_batch_and_the_state(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(recipe_file, f"output={tmp_path}/whole")
+    original, broken = loop._Run._accumulate, [True]
+
+    def infinite(self: loop._Run, indices: list[int], tokens: int, done: float) -> list[torch.Tensor]:
+        sums = original(self, indices, tokens, done)
+        if done > 0.5 and broken[0]:
+            sums[0] = sums[0] * float("inf")
+        return sums
+
+    monkeypatch.setattr(loop._Run, "_accumulate", infinite)
+    with pytest.raises(DraftsmithError, match=r"loss=inf .* at step 8 \(rows \[.*failed_batch\.json"):
+        run(recipe_file)
+    failed = json.loads((tmp_path / "run" / "failed_batch.json").read_text())
+    assert failed["step"] == 8
+    assert len(failed["rows"]) == 8
+    assert failed["rows"][0]["input_ids"]
+    broken[0] = False
+    assert losses(run(recipe_file)) == losses(whole), "the state before the step was kept: nothing is lost"
+
+
+def test_preview_marks_what_is_trained(
+    tiny_target_folder: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.role[0]|upper }}{{ m.content }}E{% endfor %}"
+    tiny_tokenizer.save_pretrained(tiny_target_folder)
+    turns = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}] * 2
+    file = tmp_path / "chats.jsonl"
+    file.write_text(f"{json.dumps({'conversations': turns})}\n{json.dumps({'conversations': turns[1:]})}\n" * 2)
+    main_code(["data", "preview", str(file), "--target", str(tiny_target_folder)])
+    said = capsys.readouterr().out
+    assert "UabE⟦AcdE⟧UabE⟦AcdE⟧" in said
+    assert "sample 1: 16 tokens, 8 trained" in said
+    assert "2 of 4 begin with an answer: left out" in said
+    assert "1 of 4 are the same as another: left out" in said
+    main_code(["data", "preview", str(file), "--target", str(tiny_target_folder), "--response", "target"])
+    assert "sample 1: 4 tokens, 0 trained" in capsys.readouterr().out
+    main_code(["data", "preview", str(file), "--target", str(tiny_target_folder), "--template-option", "x"], 2)
+    assert "--template-option x; expected key=value" in capsys.readouterr().err
+
+
+def test_a_recipes_data_is_prepared_ahead(recipe_file: Path, tmp_path: Path) -> None:
+    main_code(["data", "prepare", str(recipe_file), "teacher.kind=cached"])
+    assert len(list((tmp_path / "cache" / "samples").iterdir())) == 1
+    (cache,) = (tmp_path / "cache" / "signals").iterdir()
+    written = {file.name: file.stat().st_mtime_ns for file in cache.iterdir()}
+    run(recipe_file, "teacher.kind=cached")
+    assert {file.name: file.stat().st_mtime_ns for file in cache.iterdir()} == written, "training builds nothing again"

@@ -1,0 +1,228 @@
+"""Packed rows: to every drafter, target and objective, the documents of one row are what they are as rows of their own.
+
+Whatever leaks over a border, or is trained beyond one, changes a sum or a gradient.
+"""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from unit.heads.test_families import FAMILIES, make, target_model
+
+from draftsmith.distill.objectives import AgreementSums, Objective
+from draftsmith.distill.teacher import OnlineTeacher, require_packable
+from draftsmith.errors import ConfigError
+from draftsmith.heads.documents import document_numbers, document_positions
+from draftsmith.heads.drafter import TeacherSignals, TrainableDrafter
+from draftsmith.heads.final_states import final_states
+from draftsmith.train.batches import collate
+
+Document = tuple[int, list[list[int]]]
+ROWS: list[list[Document]] = [
+    [(7, [[3, 7]]), (2, [[1, 2]]), (9, [[1, 4], [6, 9]]), (1, [])],
+    [(3, [[1, 3]]), (6, [[4, 6]]), (4, [[2, 3]])],
+]
+"""Length and trained spans of each document. Some are shorter than a draft, or trained from their border to the end."""
+OBJECTIVES = {
+    "kl": Objective(kind="kl", feature_weight=0.5),
+    "accepted_length": Objective(kind="accepted_length"),
+    "lk_lambda": Objective(kind="lk_lambda"),
+    "dpace": Objective(kind="kl", dpace=0.5),
+}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+"""fp64, but Llama's norms and rotary embeddings compute in fp32 (24 bits); a leak is thousands of times larger."""
+
+
+def row_of(documents: list[Document], tokens: list[list[int]]) -> dict[str, Any]:
+    spans, begin = [], 0
+    for length, of_document in documents:
+        spans += [[begin + start, begin + end] for start, end in of_document]
+        begin += length
+    lengths = [length for length, _ in documents]
+    return {"input_ids": [token for text in tokens for token in text], "spans": spans, "documents": lengths}
+
+
+def packed_and_apart(teacher: OnlineTeacher) -> tuple[TeacherSignals, TeacherSignals]:
+    torch.manual_seed(7)
+    tokens = [[torch.randint(2, 64, (length,)).tolist() for length, _ in row] for row in ROWS]
+    packed = [row_of(*row) for row in zip(ROWS, tokens, strict=True)]
+    texts = zip(chain(*ROWS), chain(*tokens), strict=True)
+    apart = Dataset.from_list([row_of([document], [text]) for document, text in texts]).remove_columns("documents")
+    ours, theirs = (
+        teacher.signals(**vars(collate(rows, list(range(len(rows))), torch.device("cpu"))))
+        for rows in (Dataset.from_list(packed), apart)
+    )
+    assert theirs.documents_BT is None
+    return ours, theirs
+
+
+def sums_and_gradients(
+    drafter: TrainableDrafter, signals: TeacherSignals, lm_head: torch.nn.Module, objective: Objective
+) -> tuple[AgreementSums, dict[str, Tensor]]:
+    drafter.zero_grad()
+    unrolled = drafter.unroll(signals)
+    sums = objective(unrolled, signals, lm_head, last_alpha=[0.4] * len(unrolled))
+    sums.loss.backward()
+    return sums, {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+
+
+def require_same(name: str, objective: Objective) -> None:
+    target = target_model()
+    drafter = make(name, target).double()
+    target.double()
+    teacher = OnlineTeacher(target, drafter.needs.layers)
+    (ours, our_gradients), (theirs, their_gradients) = (
+        sums_and_gradients(drafter, signals, teacher.lm_head, objective) for signals in packed_and_apart(teacher)
+    )
+    assert ours.count_K.tolist() == theirs.count_K.tolist()
+    assert ours.match_K.tolist() == theirs.match_K.tolist()
+    torch.testing.assert_close(ours.alpha_K, theirs.alpha_K, **CLOSE)
+    torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
+    assert our_gradients.keys() == their_gradients.keys()
+    for key, gradient in our_gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[key], **CLOSE, msg=lambda text, key=key: f"{key}: {text}")
+    assert any(gradient.abs().max() > 1e-3 for gradient in our_gradients.values())
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_row_trains_as_its_documents_do(name: str, kind: str) -> None:
+    """DFlash's random anchors are comparable because all positions are drawn: it has more anchors than a row tokens."""
+    require_same(name, OBJECTIVES[kind])
+
+
+@pytest.mark.parametrize("name", ["hass", "eagle3, 32 tokens", "mtp", "peagle"])
+def test_long_rows_are_attended_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.heads.layers.QUERIES", 4)
+    require_same(name, OBJECTIVES["kl"])
+
+
+@pytest.mark.parametrize("name", ["hass", "eagle3", "mtp", "peagle", "dflash"])
+def test_a_drafters_positions_restart(name: str) -> None:
+    """Rotary embeddings are relative, so that sums tell little of it; those scaled for long texts are not."""
+    target = target_model()
+    drafter = make(name, target)
+    signals, _ = packed_and_apart(OnlineTeacher(target, drafter.needs.layers))
+    seen: list[Tensor] = []
+    drafter.body.rotary.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1]))
+    drafter.unroll(signals)
+    positions_BT = document_positions(signals.documents_BT)
+    assert torch.equal(seen[0], positions_BT)
+    if name == "dflash":
+        assert seen[1].max() < positions_BT.max() + drafter.block_size
+    else:
+        assert all(torch.equal(at_step_BT, positions_BT + k) for k, at_step_BT in enumerate(seen))
+
+
+def test_few_anchors_are_drawn_where_something_stands_before_them() -> None:
+    """Nothing stands before the first token of any document, and a block ends with its document."""
+    target = target_model()
+    drafter = make("dflash", target)
+    signals, _ = packed_and_apart(OnlineTeacher(target, drafter.needs.layers))
+    drafter.anchors = 5
+    positions_BT = document_positions(signals.documents_BT)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        first, *rest = drafter.unroll(signals)
+        anchors_BA = first.places_BT
+        found = anchors_BA >= 0
+        assert (positions_BT.gather(1, anchors_BA.clamp_min(0))[found] > 0).all()
+        for entry in rest:
+            same = signals.documents_BT.gather(1, entry.places_BT.clamp_min(0)) == signals.documents_BT.gather(
+                1, anchors_BA.clamp_min(0)
+            )
+            assert same[entry.places_BT >= 0].all()
+
+
+def test_documents_are_counted_and_their_positions_restart() -> None:
+    documents_BT = document_numbers([[3, 1, 2], [6]], 8)
+    assert documents_BT.tolist() == [[0, 0, 0, 1, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 1, 1]]
+    assert document_positions(documents_BT).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 0, 1]]
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+PACKABLE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16},
+    "gemma2": {"head_dim": 8, "sliding_window": 3},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+}
+LEAKING: dict[str, dict[str, Any]] = {
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "num_hidden_layers": 3},
+}
+
+
+def small(kind: str, options: dict[str, Any]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **options})).requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", PACKABLE)
+def test_targets_that_keep_documents_apart(kind: str) -> None:
+    """In windows too, and with more padding than there are learned positions."""
+    require_packable(small(kind, PACKABLE[kind]).bfloat16())
+    model = small(kind, PACKABLE[kind])
+    require_packable(model)
+    assert model.training, "as it was, whatever dropout the probe had to leave out"
+    ids_BT = torch.randint(2, 64, (2, 40))
+    lengths = [[9, 1, 12], [16, 3]]
+    documents_BT = document_numbers(lengths, 40)
+    seen_BT = torch.tensor([[1] * sum(row) + [0] * (40 - sum(row)) for row in lengths])
+    packed_BTH = final_states(model.eval(), ids_BT, seen_BT, documents_BT=documents_BT)
+    for row, counts in enumerate(lengths):
+        parts = [*counts, 40 - sum(counts)]
+        *documents, _ = zip(ids_BT[row].split(parts), packed_BTH[row].split(parts), strict=True)
+        for text_T, states_TH in documents:
+            alone_1TH = final_states(model, text_T[None], torch.ones_like(text_T[None]))
+            torch.testing.assert_close(states_TH, alone_1TH[0], rtol=1e-4, atol=1e-5)  # fp32, other kernels
+
+
+@pytest.mark.parametrize("kind", LEAKING)
+def test_targets_that_do_not_are_refused(kind: str) -> None:
+    message = rf"data\.pack=True with a target of model_type='{kind}': .*; expected data\.pack=false"
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ConfigError, match=message):
+            require_packable(small(kind, LEAKING[kind]).to(dtype))
+
+
+def test_targets_that_take_no_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_llama()
+    forward = model.model.forward
+
+    def without_positions(input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> object:
+        return forward(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+    monkeypatch.setattr(model.model, "forward", without_positions)
+    with pytest.raises(ConfigError, match="draft model of model_type='llama': it cannot be asked with position ids"):
+        require_packable(model, "draft model")
+
+
+def test_encoder_decoders_are_refused() -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes, decoder_start_token_id=0))
+    with pytest.raises(ConfigError, match=r"model_type='t5', an encoder-decoder; expected data\.pack=false"):
+        require_packable(model)
+    ids_BT = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ConfigError, match=r"data\.pack=True with an encoder-decoder"):
+        final_states(model, ids_BT, ids_BT, ids_BT, documents_BT=torch.zeros_like(ids_BT))
