@@ -31,9 +31,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_000])
     parser.add_argument("--kind", choices=KINDS, default="kl", help="of the chunked side; plain is KL or tv, else KL")
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--measure", choices=("plain", "chunked"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

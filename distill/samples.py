@@ -60,6 +60,8 @@ class Sampler:
 
     Args:
         drafter: proposes; the text stays the target's. None decodes with the target alone.
+        speculate: whether it does; else it only answers its share.
+        draft_length: by default the drafter's own.
     """
 
     target: LoadedTarget
@@ -67,13 +69,16 @@ class Sampler:
     settings: SampleSettings
     drafter: Drafter | None = None
     speculate: bool = True
+    draft_length: int | None = None
     rounds: int = field(default=0, init=False)
     tokens: int = field(default=0, init=False)
     """Target passes and tokens so far, which give tau."""
 
     def __post_init__(self) -> None:
         self._limit = context_limit(self.target.model)
-        self._decoder = SpeculativeDecoder(self.target.model, self.drafter if self.speculate else None)
+        proposes = self.speculate and self.drafter is not None
+        plan = {"drafter": self.drafter, "draft_length": self.draft_length} if proposes else {}
+        self._decoder = SpeculativeDecoder(self.target.model, **plan)
         self._own: SpeculativeDecoder | None = None
         if self.settings.drafter_share:
             if not isinstance(self.drafter, DraftModel):

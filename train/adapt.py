@@ -10,6 +10,9 @@ from draftsmith.train.recipe import Recipe, override, parse_recipe
 RATE = 0.25
 """Of the learning rate that the drafter was trained with."""
 
+SERVED = {"subset": None, "split": "train", "refresh_every": None, "drafter_share": 0.0}
+"""What the first training's data had, and served prompts have not."""
+
 
 def adapted_recipe(
     drafter: str, prompts: str, output: str, *, target: str | None, answered: bool, overrides: list[str]
@@ -33,7 +36,8 @@ def adapted_recipe(
         "output": output,
         "start_from": drafter,
         "target": {**values["target"], **({} if target is None else {"model": target})},
-        "data": {**values["data"], "prompts": prompts, "response": "text" if answered else "target"},
+        "data": {**values["data"], **SERVED, "prompts": prompts, "response": "text" if answered else "target"},
+        "teacher": {},
         "train": {**train, "learning_rate": train["learning_rate"] * RATE},
         "evaluation": {**values["evaluation"], "prompts": None},
         "cotrain": None,

@@ -145,7 +145,10 @@ def resample(
     seed = recipe.train.seed + 7 * number  # seeds of rounds and of runs with neighbouring seeds stay apart
     was_training = drafter.training
     drafter.eval()
-    sampler = Sampler(target, chat_of(recipe.data, target), _sample_settings(recipe, seed), drafter)
+    length = recipe.draft_length(drafter.max_draft_length)
+    settings = _sample_settings(recipe, seed)
+    chat = chat_of(recipe.data, target)
+    sampler = Sampler(target, chat, settings, drafter, speculate=recipe.data.speculate, draft_length=length)
     folder = Path(recipe.output) / "samples" / f"round-{number:03d}"
     rows = target_samples(sampler, data.questions, folder=folder, share=_share(accelerator), progress=console.visible)
     drafter.train(was_training)

@@ -45,7 +45,9 @@ class DataSection(Section):
     drafter_share: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Share of the prompts that the drafter answers by itself, as it is then; for draft models."""
     refresh_every: Count | None = None
-    """Steps after which all prompts are answered anew, through the decoder with the drafter as it is then."""
+    """Steps after which all prompts are answered anew, with the drafter as it is then."""
+    speculate: bool = True
+    """Let the drafter make that faster; where verifying a whole batch costs as much as decoding it, false is faster."""
     chat_template: str | None = None
     """A file with a chat template, instead of the tokenizer's."""
     template_options: dict[str, Any] = Field(default_factory=dict)

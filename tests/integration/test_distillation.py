@@ -134,7 +134,7 @@ def test_a_drafter_adapts_to_served_prompts(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What its target served, regenerated to a file; and a drafter that is never worse than it was on such prompts."""
-    run(recipe_file, "train.steps=8", f"output={tmp_path}/first")
+    run(recipe_file, "train.steps=8", "data.refresh_every=4", f"output={tmp_path}/first")
     drafter, target = tmp_path / "first" / "drafter", load_recipe(str(recipe_file)).target.model
     asked, served = tmp_path / "asked.jsonl", tmp_path / "served.jsonl"
     asked.write_text("".join(json.dumps({"prompt": a + b + "zz"}) + "\n" for a in LETTERS[:6] for b in LETTERS[:6]))
