@@ -55,7 +55,7 @@ TITLES = {
     "tv": "TV, target samples",
     "lk_lambda": "LK-lambda, target samples",
     "lk_alpha": "LK-alpha, target samples",
-    "accepted_length": "E[tau] + KL/4, target samples",
+    "accepted_length": "accepted length + KL/4, target samples",
     "kl_greedy": "KL, greedy samples",
 }
 TEMPERATURES = (0.0, 1.0)
