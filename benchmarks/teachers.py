@@ -27,7 +27,7 @@ from draftsmith.train.console import Console as TrainConsole
 from draftsmith.train.drafters import data_and_drafter
 from draftsmith.train.optimizers import optimizers
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.step import AgreementStep
+from draftsmith.train.step import AgreementStep, Last
 
 
 def arguments() -> argparse.Namespace:
@@ -59,7 +59,7 @@ def measure(family: str, target: LoadedTarget, options: argparse.Namespace, tabl
         batch = collate(data.rows, indices, target.model.device)
         for name in names[step % len(names) :] + names[: step % len(names)]:
             started = time.perf_counter()
-            steps[name](batch, 0.0, None)[0].backward()
+            steps[name](batch, 0.0, Last())[0].backward()
             for optimizer in made:
                 optimizer.step()
                 optimizer.zero_grad()

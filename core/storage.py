@@ -1,12 +1,17 @@
 """Writing so that a kill at any moment leaves either the old file or the new one."""
 
+import ctypes
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def cache_dir() -> Path:
@@ -22,40 +27,80 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _make(folder: Path) -> None:
+    """A folder whose name survives a power cut: it stands in its parent, which is written too."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _fsync(folder.parent)
+
+
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling folder that becomes `path` when the block ends without an error.
 
-    A folder already at `path` is replaced; until the rename it stays as it was.
+    A folder already at `path` is replaced; until then it stays as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
     temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.rglob("*"):
+        for file in (*temporary.rglob("*"), temporary):
             _fsync(file)
-        if path.exists():
+        if not path.exists():
+            temporary.rename(path)
+        elif not _exchange(temporary, path):
             retired = path.parent / f".{path.name}.old-{os.getpid()}"
             shutil.rmtree(retired, ignore_errors=True)
             path.rename(retired)
             temporary.rename(path)
             shutil.rmtree(retired, ignore_errors=True)
-        else:
-            temporary.rename(path)
         _fsync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step; False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file or folder of this name is what a killed write has left behind."""
+    return LEFTOVER.fullmatch(name) is not None
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what killed writes have left in `folder`; what one had put aside and not yet replaced is put back."""
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        found = LEFTOVER.fullmatch(entry.name)
+        if found is None:
+            continue
+        if found["kind"] == "old" and not (folder / found["name"]).exists():
+            entry.rename(folder / found["name"])
+        elif entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    _fsync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _fsync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _fsync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -5,6 +5,7 @@ killed goes on behind the last one, and processes share the parts among them.
 """
 
 import json
+import os
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ from draftsmith.decode.output import DecodeOutput
 from draftsmith.distill.chat import Chat
 from draftsmith.distill.conversations import ASSISTANT, Conversation
 from draftsmith.distill.targets import LoadedTarget
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import fingerprint, model_fingerprint
@@ -233,11 +234,25 @@ def _sample_parts(
         bar.advance(task, sum(len(parts[part]) for part in mine if part not in missing))
         for part in missing:
             rows = sampler.answer([questions[index] for index in parts[part]], parts[part])
-            files[part].parent.mkdir(parents=True, exist_ok=True)
-            temporary = files[part].with_suffix(".tmp")
-            Dataset.from_list(rows).to_parquet(temporary)
-            temporary.replace(files[part])
+            _write_part(files[part], rows)
             bar.advance(task, len(parts[part]))
+
+
+def _write_part(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Whole, or not at all."""
+    temporary = file.with_suffix(".tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(rows).to_parquet(temporary)
+        with temporary.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DraftsmithError(
+            f"{file} cannot be written ({error}); the parts before it are kept, and sampling goes on behind them once "
+            "there is room"
+        ) from error
 
 
 def _assemble(files: list[Path], folder: Path) -> None:

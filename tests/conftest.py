@@ -1,15 +1,18 @@
 """Fixtures: a real but tiny target, its tokenizer, and both in a folder."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB = 64
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def make_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
@@ -60,3 +63,31 @@ def tiny_target_folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_token
     tiny_target.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts.jsonl"
+    texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    recipe = {
+        "name": "tiny",
+        "output": str(tmp_path / "run"),
+        "target": {"model": str(tiny_target_folder)},
+        "drafter": {"type": "draft_model"},
+        "data": {"prompts": str(prompts), "prompt_tokens": 16, "response_tokens": 24},
+        "train": {
+            "steps": 12,
+            "batch_size": 8,
+            "learning_rate": 3e-3,
+            "mixed_precision": "no",
+            "evaluate_every": 6,
+            "checkpoint_every": 4,
+            "draft_length": 3,
+        },
+        "evaluation": {"count": 4, "max_new_tokens": 16},
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file

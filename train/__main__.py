@@ -1,5 +1,6 @@
 """`accelerate launch -m draftsmith.train RECIPE [key=value …]`"""
 
+import signal
 import sys
 
 from draftsmith.errors import DraftsmithError
@@ -8,7 +9,7 @@ from draftsmith.train.recipe import load_recipe
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0, or 2 with one line for anything the user can mend."""
+    """Exit code 0, 2 with one line for anything the user can mend, 130 behind Ctrl-C, 143 behind SIGTERM."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: accelerate launch -m draftsmith.train RECIPE [section.key=value ...]")
         return 0 if arguments else 2
@@ -17,6 +18,8 @@ def main(arguments: list[str]) -> int:
     except DraftsmithError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from draftsmith.storage import atomic_folder, write_json
+from draftsmith.train.step import Last
+
+STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,28 @@ class Progress:
     best_step: int
     alpha: list[float] | None = None
     """Of the last step, by draft position: some objectives weigh with it."""
+    quality_kl: float = 0.0
+    """Of the last step, where adapters are trained on the target."""
+    evaluated: bool = True
+    """False when a signal came before the evaluation that is due behind this step."""
+
+    @property
+    def last(self) -> Last:
+        return Last(self.alpha, self.quality_kl)
 
 
 def save_state(
-    folder: Path, progress: Progress, drafter: nn.Module, optimizers: list[torch.optim.Optimizer], keep: int
+    folder: Path,
+    progress: Progress,
+    recipe: dict[str, Any],
+    drafter: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    keep: int,
 ) -> None:
-    """Write `folder/step-NNNNNN` atomically, then delete all but the `keep` newest."""
+    """Write `folder/step-NNNNNN` atomically, then delete all but the `keep` newest.
+
+    `recipe`: plain values of what is trained, so that a checkpoint says by itself which run it belongs to.
+    """
     moments = {
         f"{name}/{key}": value.detach().cpu().contiguous()
         for name, parameter in trained(drafter).items()
@@ -40,9 +59,29 @@ def save_state(
     with atomic_folder(folder / f"step-{progress.step:06d}") as temporary:
         save_file(weights, temporary / "model.safetensors")
         save_file(moments, temporary / "optimizer.safetensors")
-        write_json(temporary / "state.json", asdict(progress))
-    for old in _newest_first(folder)[keep:]:
+        write_json(temporary / STATE, {**asdict(progress), "recipe": recipe})
+    for old in _newest_first(folder):
+        if _step(old) > progress.step:  # could not be read when the run went on from before it
+            shutil.rmtree(old)
+    prune(folder, progress.step, keep)
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Delete all but the `keep` newest of the checkpoints up to `step`, which is one that is known to be good."""
+    for old in [old for old in _newest_first(folder) if _step(old) <= step][keep:]:
         shutil.rmtree(old)
+
+
+def stored_recipes(folder: Path) -> dict[str, dict[str, Any]]:
+    """The recipes that the checkpoints in `folder` were written for, by place; without those that cannot be read."""
+    found = {}
+    for checkpoint in _newest_first(folder):
+        try:
+            recipe = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["recipe"]
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+        found[str(checkpoint)] = recipe
+    return found
 
 
 def trained(drafter: nn.Module) -> dict[str, nn.Parameter]:
@@ -60,11 +99,12 @@ def load_state(
     problems = []
     for candidate in _newest_first(folder):
         try:
+            stored = json.loads((candidate / STATE).read_text(encoding="utf-8"))
             weights = load_file(candidate / "model.safetensors")
             moments = load_file(candidate / "optimizer.safetensors")
-            progress = Progress(**json.loads((candidate / "state.json").read_text(encoding="utf-8")))
+            progress = Progress(**{key: value for key, value in stored.items() if key != "recipe"})
             _restore(weights, moments, drafter, optimizers)
-        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
             problems.append(f"checkpoint {candidate.name} cannot be read ({error}); trying the one before")
             continue
         return progress, problems
@@ -94,4 +134,9 @@ def _restore(weights: dict, moments: dict, drafter: nn.Module, optimizers: list[
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), reverse=True)
+    found = [entry for entry in folder.glob("step-*") if entry.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))

@@ -1,5 +1,6 @@
 """The periodic evaluation: decode held-out prompts with the drafter as it is now."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -11,14 +12,26 @@ from draftsmith.train.sections import EvaluationSection
 
 
 def evaluate_drafter(
-    target: nn.Module, drafter: Drafter, prompts: list[list[int]], settings: EvaluationSection, draft_length: int
-) -> dict[str, Any]:
-    """Measured `alpha`, `tau` and `acceptance_at` over all prompts, decoded one by one."""
+    target: nn.Module,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    settings: EvaluationSection,
+    draft_length: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Measured `alpha`, `tau` and `acceptance_at` over all prompts, decoded one by one.
+
+    None when `stop`, which is asked before each prompt, says so: an evaluation may take longer than a machine that is
+    about to go away leaves.
+    """
     was_training = drafter.training
     drafter.eval()
     decoder = SpeculativeDecoder(target, drafter, draft_length=draft_length)
     rounds, committed = [], 0
     for number, prompt in enumerate(prompts):
+        if stop():
+            drafter.train(was_training)
+            return None
         out = decoder.generate(
             prompt, max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, seed=number
         )

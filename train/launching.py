@@ -1,10 +1,17 @@
 """What depends on how a run is launched: on how many processes, and on what machine."""
 
+import os
+
 import torch
 
 from draftsmith.distill.embedded_training import bf16_is_fast
 from draftsmith.errors import ConfigError
 from draftsmith.train.recipe import Recipe
+
+
+def on_cpu() -> bool:
+    """Whether this is one of several processes on a machine without accelerators, which accelerate has to be told."""
+    return "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
 
 
 def precision(recipe: Recipe) -> str:

@@ -9,46 +9,39 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from draftsmith.distill.cotraining import Adapters, adapted_fingerprint, measure_quality
+from draftsmith.distill.cotraining import Adapters, measure_quality
 from draftsmith.distill.objectives import Objective
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.provenance import environment, model_fingerprint
-from draftsmith.storage import atomic_folder, write_json
+from draftsmith.storage import write_json
 from draftsmith.train.batches import batch_indices, collate, response_tokens
-from draftsmith.train.checkpoint import Progress, load_state, save_state, trained
+from draftsmith.train.best import BestDrafter
+from draftsmith.train.checkpoint import trained
 from draftsmith.train.console import Console
 from draftsmith.train.data import check_sources, resample
 from draftsmith.train.drafters import data_and_drafter
 from draftsmith.train.evaluate import evaluate_drafter
-from draftsmith.train.launching import precision, require_divisible
+from draftsmith.train.launching import on_cpu, precision, require_divisible
 from draftsmith.train.optimizers import optimizers
-from draftsmith.train.output import (
-    CHECKPOINTS,
-    DRAFTER,
-    FAILED,
-    FINISHED,
-    TARGET,
-    Metrics,
-    check_output,
-    claim_output,
-    finish,
-)
+from draftsmith.train.output import CHECKPOINTS, DRAFTER, FAILED, FINISHED, check_output, claim_output
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep
+from draftsmith.train.record import Record
+from draftsmith.train.signals import leave
+from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Last
 from draftsmith.train.teachers import make_teacher
-from draftsmith.train.trackers import TRACKER_FOLDER, require_tracker, start_tracker, tracker_row
+from draftsmith.train.trackers import TRACKER_FOLDER, require_tracker
 
 
 def train(recipe: Recipe) -> Path:
     """Train the recipe's drafter and return the folder of the best one, by measured tau.
 
     Runs in one process or, under `accelerate launch`, in several. A run that was interrupted goes on from its last
-    checkpoint; a finished one is left as it is.
+    checkpoint; a finished one is left as it is. On SIGTERM or Ctrl-C it finishes the step, writes a checkpoint and
+    leaves as the signal would have: SystemExit(143), or KeyboardInterrupt. A second signal ends it at once.
 
     Raises:
         ConfigError: before any work starts, for a recipe that cannot run here or an output folder of another run.
+        DraftsmithError: for a loss that is no number, or a folder that cannot be written; see train/record.py.
     """
     check_output(recipe)
     require_tracker(recipe.tracker)
@@ -63,15 +56,30 @@ def train(recipe: Recipe) -> Path:
         mixed_precision=precision(recipe),
         log_with=None if recipe.tracker == "none" else recipe.tracker,
         project_dir=str(folder / TRACKER_FOLDER),
+        cpu=on_cpu(),
     )
     require_divisible(recipe, accelerator.num_processes)
     accelerator.wait_for_everyone()  # every process has looked at the folder before the first one writes
     if accelerator.is_main_process:
         claim_output(recipe)
     run = _Run(recipe, accelerator, folder)
-    run.train()
-    accelerator.wait_for_everyone()
+    with run.stopping:
+        try:
+            run.train()
+        except (KeyboardInterrupt, SystemExit):
+            run.console.say(f"{recipe.name}: stopped at once; the same command goes on from the last checkpoint")
+            raise
+        finally:
+            run.record.close()
+        accelerator.wait_for_everyone()  # launchers end all processes when the first one leaves
+    accelerator.trackers = []
+    if accelerator.num_processes > 1:
+        # gloo's threads drop the last collective's tensors under Python's lock. Freeing the group holds that lock and
+        # waits for them: without a pause one run in five hangs here for good.
+        time.sleep(0.2)
     accelerator.end_training()
+    if run.stopping.agreed is not None:
+        leave(run.stopping.agreed)
     return folder / DRAFTER
 
 
@@ -103,15 +111,15 @@ class _Run:
             )
         self.draft_length, self.data, self.drafter = data_and_drafter(recipe, self.target, accelerator, self.console)
         self.round = 0
+        best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
+        self.record = Record(recipe, accelerator, self.console, best)
+        self.stopping = self.record.stopping
         self.teacher = make_teacher(recipe, self.target.model, self.drafter, self.data.rows, accelerator, self.console)
         objective = Objective(**recipe.objective_options(self.draft_length))
         self.step_module, made = self._step_and_optimizers(objective)
         self.module, *self.optimizers = accelerator.prepare(self.step_module, *made)
         config = self.target.model.config
         self.start_token = config.decoder_start_token_id if config.is_encoder_decoder else None
-        self.described = describe_target(
-            self.target.model, self.target.tokenizer, self.target.name, self.target.revision
-        )
 
     def _step_and_optimizers(self, objective: Objective) -> tuple[AgreementStep, list[torch.optim.Optimizer]]:
         """The module that is trained, with adapters on the target where the recipe wants them."""
@@ -122,47 +130,38 @@ class _Run:
             return step, optimizers(self.drafter, settings.optimizer, settings.weight_decay)
         torch.manual_seed(settings.seed)
         sizes = {"rank": together.lora_rank, "alpha": together.lora_alpha, "modules": together.modules}
-        self.base_fingerprint = model_fingerprint(self.target.model)
-        self.adapters = Adapters.on(self.target.model, **sizes)
+        self.adapters = self.record.best.adapters = Adapters.on(self.target.model, **sizes)
         rest = {field.name: getattr(together, field.name) for field in fields(CotrainSettings)}
         step = CotrainStep(self.drafter, objective, self.teacher, self.adapters, CotrainSettings(**rest))
         ratio = together.learning_rate_ratio
         return step, optimizers(self.drafter, settings.optimizer, settings.weight_decay, step.adapters, ratio)
 
     def train(self) -> None:
-        progress, problems = load_state(self.folder / CHECKPOINTS, self.step_module, self._plain_optimizers())
-        self.last_alpha = None if progress is None else progress.alpha
-        for problem in problems:
-            self.console.say(problem)
-        step, self.best_tau, self.best_step = (
-            (progress.step, progress.best_tau, progress.best_step) if progress else (0, 0.0, 0)
-        )
-        if progress is not None:
-            self.console.say(f"{self.recipe.name}: resuming behind step {step}")
-        if self.accelerator.is_main_process:
-            self.metrics = Metrics(self.folder, step if progress else None)
-        start_tracker(self.accelerator, self.recipe)
-        settings = self.recipe.train
+        progress, stopping = self.record.resume(self.step_module, self._plain_optimizers()), self.stopping
+        step, self.last = (0, Last()) if progress is None else (progress.step, progress.last)
+        self.evaluated = progress is not None and progress.evaluated
+        name, settings = self.recipe.name, self.recipe.train
         self.module.train()
-        if progress is None:
-            self._evaluate(0)
-        with self.console.bar(self.recipe.name, settings.steps, step) as advance:
-            while step < settings.steps:
+        if not self.evaluated:
+            self._evaluate(step)
+        with self.console.bar(name, settings.steps, step) as advance:
+            while step < settings.steps and stopping.agreed is None:
                 self._refresh(step)
                 row = self._step(step)
                 step += 1
-                self._log({"step": step, **row})
+                self.record.log({"step": step, **row})
                 advance(row)
-                if step % settings.evaluate_every == 0 or step == settings.steps:
+                self.evaluated = step % settings.evaluate_every != 0 and step != settings.steps
+                if not self.evaluated and stopping.agreed is None:
                     self._evaluate(step)
-                if step % settings.checkpoint_every == 0 or step == settings.steps:
+                if step % settings.checkpoint_every == 0 or step == settings.steps or stopping.agreed is not None:
                     self._checkpoint(step)
-        if self.accelerator.is_main_process:
-            finish(
-                self.folder,
-                {"best_step": self.best_step, "best_tau": self.best_tau, "environment": environment()},
-            )
-        self.console.say(f"{self.recipe.name}: best tau {self.best_tau:.2f} at step {self.best_step}")
+        if stopping.agreed is not None:
+            self.console.say(f"{name}: stopped by a signal behind step {step}; the same command goes on from there")
+            return
+        self.record.finish()
+        best = self.record.best
+        self.console.say(f"{name}: best tau {best.tau:.2f} at step {best.step}")
 
     def _step(self, step: int) -> dict[str, Any]:
         """One optimizer step over one global batch; its metrics."""
@@ -179,21 +178,25 @@ class _Run:
                 group["lr"] = rate * group.get("ratio", 1.0)
         sums = self._accumulate(indices, tokens, step / settings.steps)
         norm = accelerator.clip_grad_norm_(self.module.parameters(), settings.clip_norm)
-        loss_sum, alpha_K, match_K, count_K, quality = (accelerator.reduce(value, "sum") for value in sums)
-        loss = loss_sum.item() / tokens
+        loss_sum, *counts, quality = sums
+        flags = loss_sum.new_tensor(self.stopping.flags())
+        alpha_K, match_K, count_K = (accelerator.reduce(value, "sum") for value in counts)
+        told = accelerator.reduce(torch.cat([torch.stack([loss_sum, quality.to(loss_sum)]), flags]), "sum").tolist()
+        self.stopping.agree(told[2:])
+        loss = told[0] / tokens
         if not math.isfinite(loss) or not math.isfinite(float(norm)):
             self._stop_at(step, indices, loss, float(norm))
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        self.last_alpha = (alpha_K / count_K.clamp_min(1)).tolist()
+        self.last = Last((alpha_K / count_K.clamp_min(1)).tolist(), told[1] / tokens)
         return {
             "loss": loss,
-            "alpha": self.last_alpha,
+            "alpha": self.last.alpha,
             "top1": (match_K / count_K.clamp_min(1)).tolist(),
             "lr": rate,
-            **({} if self.adapters is None else {"quality_kl": quality.item() / tokens}),
+            **({} if self.adapters is None else {"quality_kl": self.last.quality_kl}),
             "gradient_norm": float(norm),
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
@@ -204,14 +207,16 @@ class _Run:
         number = step // (self.recipe.data.refresh_every or self.recipe.train.steps)
         if number == self.round:
             return
+        self._checkpoint(step)
         self.round, started = number, time.perf_counter()
-        self.data, sampled = resample(
-            self.recipe, self.target, self.drafter, self.data, number, self.accelerator, self.console
-        )
+        with self.stopping.at_once():  # what has been sampled is on disk, too
+            self.data, sampled = resample(
+                self.recipe, self.target, self.drafter, self.data, number, self.accelerator, self.console
+            )
         seconds = time.perf_counter() - started
         if sampled and self.accelerator.is_main_process:
             rate = sampled["tokens"] / seconds
-            self.metrics.write({"step": step, "sampling": {"round": number, **sampled, "tokens_per_second": rate}})
+            self.record.log({"step": step, "sampling": {"round": number, **sampled, "tokens_per_second": rate}})
             self.console.say(f"  round {number}: sampled {rate:.0f} tokens/s with tau {sampled['tau']:.2f}")
 
     def _stop_at(self, step: int, indices: list[int], loss: float, norm: float) -> None:
@@ -239,7 +244,7 @@ class _Run:
             batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token)
             last = part == parts - 1
             with torch.enable_grad() if last else accelerator.no_sync(self.module):
-                values = self.module(batch, done, self.last_alpha)
+                values = self.module(batch, done, self.last)
                 # Engines average gradients over processes; the sum over all tokens is wanted.
                 accelerator.backward(values[0] * accelerator.num_processes / tokens)
             detached = [value.detach() for value in values]
@@ -247,53 +252,30 @@ class _Run:
         return totals
 
     def _evaluate(self, step: int) -> None:
-        """Decode held-out prompts on the main process; keep the drafter when its tau is the best so far."""
+        """Decode held-out prompts on the main process; keep the drafter when its tau is the best so far.
+
+        A signal cuts it short: it is then the first thing to do when the run goes on.
+        """
         if self.accelerator.is_main_process:
             result = evaluate_drafter(
-                self.target.model, self.drafter, self.data.heldout, self.recipe.evaluation, self.draft_length
-            )
-            fits = True
-            if self.adapters is not None:
-                result["target_quality"] = measure_quality(self.target.model, self.data.heldout)
-                fits = result["target_quality"]["kl"] <= self.recipe.cotrain.max_quality_kl
-            self._log({"step": step, "evaluation": result})
-            self.console.evaluation(step, result)
-            if result["tau"] > self.best_tau and fits:
-                self.quality = result.get("target_quality")
-                self.best_tau, self.best_step = result["tau"], step
-                self._save_best()
-        self.accelerator.wait_for_everyone()
-
-    def _save_best(self) -> None:
-        if self.adapters is not None:
-            fingerprint = adapted_fingerprint(self.base_fingerprint, self.adapters.tensors())
-            name = f"{self.target.name} with the adapter {self.recipe.name}"
-            self.described |= {"name": name, "model_fingerprint": fingerprint, "quality": self.quality}
-            with atomic_folder(self.folder / TARGET) as temporary:
-                self.adapters.save(temporary, self.target.name, self.quality)
-                self.target.tokenizer.save_pretrained(temporary)
-        with atomic_folder(self.folder / DRAFTER) as temporary:
-            save_drafter(
+                self.target.model,
                 self.drafter,
-                temporary,
-                target=self.described,
-                recipe=self.recipe.model_dump(mode="json"),
-                draft_length=self.draft_length,
-                tokenizer=self.target.tokenizer,
+                self.data.heldout,
+                self.recipe.evaluation,
+                self.draft_length,
+                stop=lambda: self.stopping.received is not None,
             )
+            if result is not None:
+                if self.adapters is not None:
+                    result["target_quality"] = measure_quality(self.target.model, self.data.heldout)
+                self.record.log({"step": step, "evaluation": result})
+                self.console.evaluation(step, result)
+                self.record.offer(step, result)
+                self.evaluated = True
+        self.record.meet()
 
     def _checkpoint(self, step: int) -> None:
-        if self.accelerator.is_main_process:
-            progress = Progress(step, self.best_tau, self.best_step, self.last_alpha)
-            keep = self.recipe.train.keep_checkpoints
-            save_state(self.folder / CHECKPOINTS, progress, self.step_module, self._plain_optimizers(), keep)
-        self.accelerator.wait_for_everyone()
+        self.record.checkpoint(step, self.last, self.evaluated)
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
         return [optimizer.optimizer for optimizer in self.optimizers]
-
-    def _log(self, row: dict[str, Any]) -> None:
-        if self.accelerator.is_main_process:
-            self.metrics.write(row)
-        if self.recipe.tracker != "none":
-            self.accelerator.log(tracker_row(row), step=row["step"])

@@ -1,13 +1,15 @@
 """A run's folder: claimed for one recipe, with a metrics file that never holds a step twice."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from draftsmith.errors import ConfigError
-from draftsmith.storage import write_json, write_text
+from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
+from draftsmith.train.checkpoint import stored_recipes
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
@@ -26,39 +28,55 @@ def check_output(recipe: Recipe) -> None:
     folder = Path(recipe.output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output={folder} is a file; expected a folder")
-    if not folder.exists() or not {file.name for file in folder.iterdir()} - {RECIPE}:
-        return  # nothing, or a start that was refused before it had done anything
+    if not folder.exists() or _unused(folder):
+        return  # nothing, or a start that was refused or killed before it had done anything
     if not (folder / RECIPE).is_file():
         raise ConfigError(f"output={folder} holds files but no {RECIPE}; expected an empty folder or an earlier run")
-    difference = _first_difference(_earlier(folder / RECIPE), _comparable(recipe))
-    if difference is not None:
-        key, before, now = difference
-        raise ConfigError(
-            f"output={folder} holds another run: {key}={before!r} there, {now!r} here; expected another output folder"
-        )
+    try:
+        stored = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _unknown(str(folder / RECIPE), error) from error
+    _require_same(recipe, stored, str(folder / RECIPE), f"output={folder} holds")
+    for place, of_checkpoint in stored_recipes(folder / CHECKPOINTS).items():  # some may have been copied here
+        _require_same(recipe, of_checkpoint, place, f"checkpoint {place} is of")
 
 
 def claim_output(recipe: Recipe) -> Path:
-    """Make the folder and write the resolved recipe into it."""
+    """Make the folder, write the resolved recipe into it, and clear away what a killed start has left half written."""
     folder = Path(recipe.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    if {file.name for file in folder.iterdir()} <= {RECIPE}:
-        write_text(folder / RECIPE, yaml.safe_dump(_comparable(recipe), sort_keys=False))
+    try:
+        clear_leftovers(folder)
+        clear_leftovers(folder / CHECKPOINTS)
+        if not folder.exists() or _unused(folder):
+            write_text(folder / RECIPE, yaml.safe_dump(comparable(recipe), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"output={folder} cannot be written ({error}); expected a folder with room") from error
     return folder
 
 
-def _earlier(file: Path) -> Any:
-    """The folder's recipe; keys that have come since then get their defaults."""
+def _unused(folder: Path) -> bool:
+    return all(file.name == RECIPE or is_leftover(file.name) for file in folder.iterdir())
+
+
+def _require_same(recipe: Recipe, stored: Any, place: str, subject: str) -> None:
+    """ConfigError with the first difference; keys that have come since then get their defaults."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return _comparable(parse_recipe({**values, "output": "earlier"}, str(file)))
-    except (ConfigError, TypeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        before = comparable(parse_recipe({**stored, "output": "earlier"}, place))
+    except (ConfigError, TypeError) as error:
+        raise _unknown(place, error) from error
+    difference = _first_difference(before, comparable(recipe))
+    if difference is not None:
+        key, there, here = difference
         raise ConfigError(
-            f"{file} is not a recipe that this version knows ({error}); expected another output"
-        ) from error
+            f"{subject} another run: {key}={there!r} there, {here!r} here; expected another output folder"
+        )
 
 
-def _comparable(recipe: Recipe) -> dict[str, Any]:
+def _unknown(place: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{place} is not a recipe that this version knows ({error}); expected another output")
+
+
+def comparable(recipe: Recipe) -> dict[str, Any]:
     """The recipe as plain values, without what may differ between two starts of one run."""
     return recipe.model_dump(mode="json", exclude={"output"})
 
@@ -85,6 +103,11 @@ class Metrics:
     def write(self, row: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def sync(self) -> None:
+        """To be called before a checkpoint is written: the rows up to it survive a power cut as it does."""
+        with self._path.open("a", encoding="utf-8") as file:
+            os.fsync(file.fileno())
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

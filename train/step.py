@@ -15,6 +15,16 @@ Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """(loss, alpha [K], match [K], count [K], quality KL) over this process's tokens; see `AgreementSums`."""
 
 
+@dataclass(frozen=True)
+class Last:
+    """What the last step found over all processes, so that a step does not depend on how its batch is shared out."""
+
+    alpha: list[float] | None = None
+    """By draft position; None before there was a step."""
+    quality_kl: float = 0.0
+    """Of the adapted target from the original, in nats a token."""
+
+
 class AgreementStep(nn.Module):
     """A batch in, sums over this process's tokens out. Only the drafter's parameters belong to it."""
 
@@ -25,11 +35,11 @@ class AgreementStep(nn.Module):
         # In a tuple, so that the frozen target is not registered as something to train, wrap or save.
         self._teacher = (teacher,)
 
-    def forward(self, batch: Batch, done: float, last_alpha: list[float] | None) -> Sums:
-        """`done`: the share of the run's steps that are behind; `last_alpha`: the last step's, by draft position."""
+    def forward(self, batch: Batch, done: float, last: Last) -> Sums:
+        """`done`: the share of the run's steps that are behind."""
         teacher = self._teacher[0]
         signals = teacher.signals(**vars(batch))
-        sums = self._objective(self.drafter.unroll(signals), signals, teacher.lm_head, last_alpha)
+        sums = self._objective(self.drafter.unroll(signals), signals, teacher.lm_head, last.alpha)
         return sums.loss, sums.alpha_K, sums.match_K, sums.count_K, sums.loss.detach() * 0
 
 
@@ -48,7 +58,7 @@ class CotrainStep(AgreementStep):
     """First the drafter alone, then drafter and adapters: the drafter's loss, and the KL to the original target.
 
     What the adapters see of the drafter's loss is weighted: the weight rises over the ramp (Medusa-2), and falls to
-    nothing as the batch's KL nears the bound, so that they turn back before they pass it.
+    nothing as the last step's KL nears the bound, so that they turn back before they pass it.
     """
 
     def __init__(
@@ -63,19 +73,19 @@ class CotrainStep(AgreementStep):
         self.adapters = nn.ParameterList(adapters.parameters.values())
         self._settings = settings
 
-    def forward(self, batch: Batch, done: float, last_alpha: list[float] | None) -> Sums:
+    def forward(self, batch: Batch, done: float, last: Last) -> Sums:
         settings, teacher = self._settings, self._teacher[0]
         if done < settings.warmup_fraction:
-            loss, *rest = super().forward(batch, done, last_alpha)
+            loss, *rest = super().forward(batch, done, last)
             return loss + 0 * sum(weight.sum() for weight in self.adapters), *rest
         with without_lora(teacher.model):
             original_NH = teacher.signals(**vars(batch)).hidden_BTH[batch.mask_BT]
         signals = teacher.signals(**vars(batch), gradient=True)
         chunk = self._objective.chunk_tokens
         quality = quality_kl(teacher.lm_head, original_NH, signals.hidden_BTH[batch.mask_BT], chunk)
-        mean = quality.detach() / max(1, original_NH.shape[0])
         ramp = min(1.0, (done - settings.warmup_fraction) / max(settings.ramp_fraction, 1e-9))
-        weight = settings.drafter_weight * ramp * (1 - mean / settings.max_quality_kl).clamp(0, 1)
+        room = max(0.0, 1 - last.quality_kl / settings.max_quality_kl)
+        weight = settings.drafter_weight * ramp * room
         read = replace(
             signals,
             hidden_BTH=_scaled_gradient(signals.hidden_BTH, weight),
@@ -83,12 +93,12 @@ class CotrainStep(AgreementStep):
         )
         # Only what the drafter reads is pulled at: p is what it is, and the drafter follows.
         known = replace(signals, hidden_BTH=signals.hidden_BTH.detach())
-        sums = self._objective(self.drafter.unroll(read), known, teacher.lm_head, last_alpha)
+        sums = self._objective(self.drafter.unroll(read), known, teacher.lm_head, last.alpha)
         loss = sums.loss + settings.quality_weight * quality
         return loss, sums.alpha_K, sums.match_K, sums.count_K, quality.detach()
 
 
-def _scaled_gradient(states: Tensor, weight: Tensor) -> Tensor:
+def _scaled_gradient(states: Tensor, weight: float) -> Tensor:
     """`states`, whose gradient is multiplied by `weight`: the drafter learns at full speed, the adapters do not."""
     fixed = states.detach()
     return fixed + weight * (states - fixed)

@@ -1,16 +1,22 @@
 """wandb and tensorboard, through accelerate."""
 
 import os
+import secrets
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
 from draftsmith.errors import ConfigError
+from draftsmith.storage import write_text
+from draftsmith.train.console import Console
 from draftsmith.train.recipe import Recipe
 
 PROJECT = "draftsmith"
 TRACKER_FOLDER = "tracker"
+RUN_ID = "wandb-run-id"
 
 
 def require_tracker(tracker: str) -> None:
@@ -19,16 +25,64 @@ def require_tracker(tracker: str) -> None:
         raise ConfigError(f"tracker={tracker} is not installed; expected none, or: pip install 'draftsmith[{tracker}]'")
 
 
-def start_tracker(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Open the tracker's run. Without a key wandb writes to the run's folder instead of the network."""
-    if recipe.tracker == "none":
-        return
-    if not os.environ.get("WANDB_API_KEY"):
-        os.environ.setdefault("WANDB_MODE", "offline")
-    folder = os.path.join(recipe.output, TRACKER_FOLDER)
-    os.makedirs(folder, exist_ok=True)
-    options = {"wandb": {"name": recipe.name, "dir": folder}} if recipe.tracker == "wandb" else {}
-    accelerator.init_trackers(PROJECT, config=_flat(recipe.model_dump(mode="json")), init_kwargs=options)
+class Tracker:
+    """The run's tracker, on the main process. One that fails costs its own rows and a line, never the run."""
+
+    def __init__(self, accelerator: Accelerator, recipe: Recipe, console: Console, resumed: int | None) -> None:
+        """Open the tracker's run, or go on with it.
+
+        `resumed`: the step that the run goes on behind; None begins from nothing. Without a key wandb writes to the
+        run's folder instead of the network.
+        """
+        self._accelerator, self._console = accelerator, console
+        self._name = recipe.tracker
+        self._open = recipe.tracker != "none" and accelerator.is_main_process
+        self._try("start", lambda: self._start(recipe, resumed))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """A row as `metrics.jsonl` holds it."""
+        self._try("log", lambda: self._accelerator.log(tracker_row(row), step=row["step"]))
+
+    def close(self) -> None:
+        self._try("close", self._finish)
+
+    def _start(self, recipe: Recipe, resumed: int | None) -> None:
+        folder = Path(recipe.output) / TRACKER_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        # What was told behind the checkpoint is told again: tensorboard shows nothing from there on twice, and wandb
+        # takes no step that it knows.
+        options: dict[str, Any] = {"purge_step": 0 if resumed is None else resumed + 1}
+        config = _flat(recipe.model_dump(mode="json")) if resumed is None or self._name == "wandb" else None
+        if self._name == "wandb":
+            if not os.environ.get("WANDB_API_KEY"):
+                os.environ.setdefault("WANDB_MODE", "offline")
+            options = {"name": recipe.name, "dir": str(folder), "id": _run_id(folder), "resume": "allow"}
+        self._accelerator.init_trackers(PROJECT, config=config, init_kwargs={self._name: options})
+
+    def _finish(self) -> None:
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+
+    def _try(self, what: str, action: Callable[[], None]) -> None:
+        if not self._open:
+            return
+        try:
+            action()
+        except Exception as error:  # whatever it is: a tracker is not worth a run
+            self._open = False
+            reason = " ".join(str(error).split())
+            self._console.say(
+                f"tracker={self._name} failed to {what} ({type(error).__name__}: {reason}); training goes on without "
+                "it, and metrics.jsonl holds everything"
+            )
+
+
+def _run_id(folder: Path) -> str:
+    """wandb's name for the run, the same for each start of it."""
+    file = folder / RUN_ID
+    if not file.exists():
+        write_text(file, secrets.token_hex(4) + "\n")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def tracker_row(row: dict[str, Any]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from conftest import LETTERS
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
@@ -20,36 +20,6 @@ from draftsmith.train import loop
 from draftsmith.train.adapt import adapted_recipe
 from draftsmith.train.output import read_metrics
 from draftsmith.train.recipe import load_recipe
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
-@pytest.fixture
-def recipe_file(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    prompts = tmp_path / "prompts.jsonl"
-    texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    recipe = {
-        "name": "tiny",
-        "output": str(tmp_path / "run"),
-        "target": {"model": str(tiny_target_folder)},
-        "drafter": {"type": "draft_model"},
-        "data": {"prompts": str(prompts), "prompt_tokens": 16, "response_tokens": 24},
-        "train": {
-            "steps": 12,
-            "batch_size": 8,
-            "learning_rate": 3e-3,
-            "mixed_precision": "no",
-            "evaluate_every": 6,
-            "checkpoint_every": 4,
-            "draft_length": 3,
-        },
-        "evaluation": {"count": 4, "max_new_tokens": 16},
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe))
-    return file
 
 
 def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from conftest import make_llama
+from conftest import LETTERS, make_llama
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -31,36 +30,6 @@ from draftsmith.train import drafters, loop
 from draftsmith.train.output import read_metrics
 from draftsmith.train.recipe import load_recipe
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
-@pytest.fixture
-def recipe_file(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    prompts = tmp_path / "prompts.jsonl"
-    texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    recipe = {
-        "name": "tiny",
-        "output": str(tmp_path / "run"),
-        "target": {"model": str(tiny_target_folder)},
-        "drafter": {"type": "draft_model"},
-        "data": {"prompts": str(prompts), "prompt_tokens": 16, "response_tokens": 24},
-        "train": {
-            "steps": 12,
-            "batch_size": 8,
-            "learning_rate": 3e-3,
-            "mixed_precision": "no",
-            "evaluate_every": 6,
-            "checkpoint_every": 4,
-            "draft_length": 3,
-        },
-        "evaluation": {"count": 4, "max_new_tokens": 16},
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe))
-    return file
-
 
 def _run(recipe: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess:
     return subprocess.run(_command(recipe, *overrides, processes=processes), env=_env(), capture_output=True, text=True)
@@ -76,7 +45,9 @@ def _command(recipe: Path, *overrides: str, processes: int = 0) -> list[str]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
+        # accelerate's --cpu would start one process, whatever number it is given; --multi_gpu is torchrun.
+        launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+        launch += ["--num_machines", "1"]
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
     return [sys.executable, *launch, "-m", "draftsmith.train", str(recipe), *overrides]
 
@@ -274,6 +245,8 @@ def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, 
         "cached_two": (2, ("teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=4")),
         "lambda": (0, ("objective.kind=lk_lambda",)),
         "lambda_two": (2, ("objective.kind=lk_lambda",)),
+        "together": (0, ("drafter={type: medusa}", "cotrain.warmup_fraction=0.1", "cotrain.lora_rank=4")),
+        "together_two": (2, ("drafter={type: medusa}", "cotrain.warmup_fraction=0.1", "cotrain.lora_rank=4")),
     }
     curves = {}
     for name, (processes, overrides) in runs.items():
@@ -282,7 +255,8 @@ def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, 
         curves[name] = torch.tensor(_losses(tmp_path / name))
     assert len(curves["one"]) == 12
     for name in runs:
-        reference = "lambda" if name.startswith("lambda") else "one"
+        kind = name.partition("_")[0]
+        reference = kind if kind in ("lambda", "together") else "one"
         torch.testing.assert_close(curves[name], curves[reference], atol=1e-5, rtol=0)
 
 

@@ -16,7 +16,7 @@ from draftsmith.distill.packing import pack
 from draftsmith.distill.samples import Sampler, SampleSettings, Share, target_samples
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import DraftModel, Medusa
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
@@ -139,6 +139,32 @@ def test_sampling_goes_on_behind_the_last_part(
     assert len(answered) == 5
     assert resumed.to_list() == whole.to_list()
     assert not (tmp_path / "torn.parts").exists()
+
+
+def test_a_full_disk_keeps_the_parts_before(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, written = Dataset.to_parquet, []
+
+    def full(self: Dataset, path: Path) -> None:
+        written.append(path)
+        if len(written) == 3:
+            path.write_bytes(b"torn")
+            raise OSError(28, "No space left on device")
+        original(self, path)
+
+    monkeypatch.setattr(Dataset, "to_parquet", full)
+    folder = tmp_path / "full"
+    with pytest.raises(
+        DraftsmithError, match=r"part-00002.* cannot be written .*No space left.* parts before it are kept"
+    ):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)
+    assert sorted(file.name for file in (tmp_path / "full.parts").iterdir()) == [
+        "part-00000.parquet",
+        "part-00001.parquet",
+    ]
+    assert len(target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)) == 4
+    assert len(written) == 5
 
 
 def test_processes_share_the_parts(loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

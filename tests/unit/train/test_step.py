@@ -14,13 +14,13 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import Medusa
 from draftsmith.train.batches import collate
 from draftsmith.train.optimizers import optimizers
-from draftsmith.train.step import CotrainSettings, CotrainStep
+from draftsmith.train.step import CotrainSettings, CotrainStep, Last
 
 CPU = torch.device("cpu")
 ROWS = Dataset.from_list(
     [{"input_ids": [5, 6, 7, 8, 9], "spans": [[2, 5]]}, {"input_ids": [3, 4, 2, 1], "spans": [[3, 4]]}]
 )
-SETTINGS = CotrainSettings(0.0, 0.0, drafter_weight=0.5, quality_weight=1.0, max_quality_kl=1e9)
+SETTINGS = CotrainSettings(0.0, 0.0, drafter_weight=0.5, quality_weight=1.0, max_quality_kl=1.0)
 
 
 def test_an_encoder_reads_prompts_and_a_decoder_responses() -> None:
@@ -33,7 +33,7 @@ def test_an_encoder_reads_prompts_and_a_decoder_responses() -> None:
     assert plain.mask_BT.tolist() == [[False, True, True, True, False]]
 
 
-def gradients(settings: CotrainSettings, done: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+def gradients(settings: CotrainSettings, done: float = 1.0, kl: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
     """Of the adapters and of the drafter, behind one step with adapters that have moved."""
     target = make_llama().requires_grad_(False)
     drafter = Medusa.from_target(target)
@@ -42,19 +42,22 @@ def gradients(settings: CotrainSettings, done: float = 1.0) -> tuple[list[Tensor
     for weight in adapters.parameters.values():
         weight.data = torch.randn_like(weight) * 0.1
     step = CotrainStep(drafter, Objective(), OnlineTeacher(target), adapters, settings)
-    step(collate(ROWS, [0, 1], CPU), done, None)[0].backward()
+    step(collate(ROWS, [0, 1], CPU), done, Last(None, kl))[0].backward()
     return [weight.grad for weight in step.adapters], [weight.grad for weight in drafter.parameters()]
 
 
 def test_the_drafters_pull_on_the_adapters_is_weighted_and_ends_at_the_bound() -> None:
     full, drafter = gradients(SETTINGS)
     double, same_drafter = gradients(replace(SETTINGS, drafter_weight=1.0))
-    bound, _ = gradients(replace(SETTINGS, max_quality_kl=1e-9))
+    bound, _ = gradients(SETTINGS, kl=2.0)
+    near, _ = gradients(SETTINGS, kl=0.5)
     early, warm = gradients(replace(SETTINGS, warmup_fraction=0.5), done=0.1)
     assert all(torch.equal(a, b) for a, b in zip(drafter, same_drafter, strict=True)), "it learns at full speed"
     assert all(grad.abs().max() > 0 for grad in bound), "beyond the bound the KL to the original still pulls back"
     for a, b, c in zip(full, double, bound, strict=True):
         torch.testing.assert_close(b - c, 2 * (a - c), rtol=1e-3, atol=1e-4)
+    for a, b, c in zip(full, near, bound, strict=True):
+        torch.testing.assert_close(a - c, 2 * (b - c), rtol=1e-3, atol=1e-4)
     assert max(float((a - c).abs().max()) for a, c in zip(full, bound, strict=True)) > 1e-3
     assert not any(grad.any() for grad in early), "adapters stay where they are during the warm-up"
     assert any(grad.any() for grad in warm)

@@ -1,0 +1,492 @@
+"""A killed run costs nothing: kills at any moment, signals, a full disk, other process counts, failing trackers.
+
+Runs are forked from a process that has everything imported, so that a kill costs a fraction of a second: this file run
+by itself is that process.
+"""
+
+import faulthandler
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers.models.llama import modeling_llama  # noqa: F401  (so that forked runs have it)
+
+import draftsmith.heads.checkpoint
+import draftsmith.train.checkpoint
+from draftsmith import storage
+from draftsmith.train.__main__ import main
+from draftsmith.train.loop import _Run
+from draftsmith.train.output import read_metrics
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+KILLED = -signal.SIGKILL
+SHORT = ("train.steps=4", "train.evaluate_every=2", "train.checkpoint_every=2", "train.keep_checkpoints=1")
+
+
+class Traps:
+    """What goes wrong inside a forked run."""
+
+    @staticmethod
+    def kill_at_call(number: int) -> None:
+        """SIGKILL at the n-th call of anything that makes a write visible or lasting; files are half written then."""
+        calls = 0
+
+        def trapped(original: Any, torn: bool = False) -> Any:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == number:
+                    if torn:
+                        original(*arguments, **options)
+                        os.truncate(arguments[1], os.path.getsize(arguments[1]) // 2)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*arguments, **options)
+
+            return call
+
+        for name in ("fsync", "rename", "replace"):
+            setattr(os, name, trapped(getattr(os, name)))
+        shutil.rmtree = trapped(shutil.rmtree)
+        storage._exchange = trapped(storage._exchange)
+        for module in (draftsmith.train.checkpoint, draftsmith.heads.checkpoint):
+            module.save_file = trapped(module.save_file, torn=True)
+
+    @staticmethod
+    def signal_at_step(step: int, number: int, rank: int, again_after: float | None = None) -> None:
+        """As if sent in the middle of this step; `again_after`: seconds to a second one, in the same step."""
+        original = _Run._accumulate
+
+        def accumulate(run: _Run, indices: list[int], tokens: int, done: float) -> Any:
+            if round(done * run.recipe.train.steps) + 1 == step and run.accelerator.process_index == rank:
+                os.kill(os.getpid(), number)
+                if again_after is not None:
+                    time.sleep(again_after)
+                    os.kill(os.getpid(), number)
+            return original(run, indices, tokens, done)
+
+        _Run._accumulate = accumulate
+
+    @staticmethod
+    def kill_at_step(step: int) -> None:
+        Traps.signal_at_step(step, signal.SIGKILL, 0)
+        Traps.signal_at_step(step, signal.SIGKILL, 1)
+
+    @staticmethod
+    def no_space(step: int, room: int) -> None:
+        """From this step on, files larger than `room` bytes end there, as on a full disk."""
+        original = _Run._step
+
+        def run_step(run: _Run, number: int) -> dict[str, Any]:
+            if number + 1 == step:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+            return original(run, number)
+
+        _Run._step = run_step
+
+    @staticmethod
+    def tracker_fails(at: str) -> None:
+        """tensorboard's `start`, `log` or `finish` raises."""
+        from accelerate.tracking import TensorBoardTracker
+
+        def fail(*arguments: Any, **options: Any) -> None:
+            raise RuntimeError("server is\naway")
+
+        setattr(TensorBoardTracker, at, fail)
+
+    @staticmethod
+    def no_other_randomness() -> None:
+        """Training must draw from torch alone, whose seed is a function of the step and the process."""
+        import numpy
+
+        original = _Run.train
+
+        def train(run: _Run) -> None:
+            before = random.getstate(), str(numpy.random.get_state())
+            original(run)
+            assert before == (random.getstate(), str(numpy.random.get_state()))
+
+        _Run.train = train
+
+
+def serve() -> None:
+    """Read a run a line and fork it; print its pid, and its exit code once asked to wait."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "wait" in asked:
+            print(_exit_code(asked["wait"]), flush=True)
+            continue
+        pid = os.fork()
+        if not pid:
+            output = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(asked["environment"])
+            for name, arguments in asked["traps"].items():
+                getattr(Traps, name)(**arguments)
+            faulthandler.enable()
+            try:
+                code = main(asked["arguments"])
+            except SystemExit as stopped:
+                code = stopped.code
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            sys.stdout.flush()
+            os._exit(code)  # an interpreter that was forked is not sure to end by itself
+        print(pid, flush=True)
+
+
+def _exit_code(pid: int) -> int:
+    """Of a child, which is made to show where it hangs when it does not end within a minute."""
+    deadline = time.monotonic() + 60
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGABRT)
+        time.sleep(0.005)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+
+    def ask(self, value: dict[str, Any]) -> int:
+        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, __file__], env=environment, **pipes) as process:
+        yield Server(process)
+        process.stdin.close()
+
+
+@dataclass
+class Runs:
+    """Starts runs of one recipe, each into a folder of its own under `place`."""
+
+    place: Path
+    server: Server
+    _rows: dict[str, int] = field(default_factory=dict)
+
+    def folder(self, name: str) -> Path:
+        return self.place / name
+
+    def start(self, name: str, *overrides: str, processes: int = 1, **traps: dict[str, Any]) -> list[int]:
+        environment = {"DRAFTSMITH_CACHE": str(self.place / "cache")}
+        if processes > 1:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            environment |= {"ACCELERATE_USE_CPU": "true", "WORLD_SIZE": str(processes)}
+        pids = []
+        for rank in range(processes):
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            arguments = [str(self.place / "recipe.yaml"), f"output={self.folder(name)}", *overrides]
+            asked = {"arguments": arguments, "environment": {**environment, **ranks}, "traps": traps}
+            pids.append(self.server.ask({**asked, "log": str(self.log(name))}))
+        return pids
+
+    def wait(self, pids: list[int]) -> list[int]:
+        return [self.server.ask({"wait": pid}) for pid in pids]
+
+    def run(self, name: str, *overrides: str, processes: int = 1, **traps: dict[str, Any]) -> list[int]:
+        """Exit codes by process."""
+        return self.wait(self.start(name, *overrides, processes=processes, **traps))
+
+    def wait_for_rows(self, name: str) -> None:
+        """Until a start of this run has got as far as its metrics, which it writes anew."""
+        file = self.folder(name) / "metrics.jsonl"
+        before, deadline = self._rows.get(name), time.monotonic() + 60
+        while (now := file.stat().st_ino if file.exists() else None) in (before, None):
+            assert time.monotonic() < deadline, self.log(name).read_text()
+            time.sleep(0.002)
+        self._rows[name] = now
+
+    def finished(self, name: str) -> bool:
+        return (self.folder(name) / "finished.json").exists()
+
+    def log(self, name: str) -> Path:
+        return self.place / f"{name}.log"
+
+    def said(self, name: str) -> str:
+        return " ".join(self.log(name).read_text().split())
+
+    def result(self, name: str) -> tuple[list[dict[str, Any]], bytes]:
+        """Metrics without what depends on the clock, and the best drafter's weights."""
+        clock = ("seconds", "tokens_per_second")
+        rows = [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(self.folder(name))]
+        assert self.finished(name), self.log(name).read_text()[-2000:]
+        return rows, (self.folder(name) / "drafter" / "model.safetensors").read_bytes()
+
+    def losses(self, name: str) -> list[float]:
+        return [row["loss"] for row in read_metrics(self.folder(name)) if "loss" in row]
+
+    def checkpoints(self, name: str) -> list[str]:
+        return sorted(path.name for path in (self.folder(name) / "checkpoints").glob("*"))
+
+    def leftovers(self, name: str) -> list[str]:
+        return [path.name for path in self.folder(name).rglob(".*")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture
+def runs(place: Path, server: Server, tiny_target_folder: Path) -> Runs:
+    """All tests share one folder, so that the target is sampled once, and runs without faults are done once."""
+    made = Runs(place, server)
+    if (place / "recipe.yaml").exists():
+        return made
+    shutil.copytree(tiny_target_folder, place / "target")
+    texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]
+    (place / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    recipe = {
+        "name": "tiny",
+        "output": "replaced",
+        "target": {"model": str(place / "target")},
+        "drafter": {"type": "draft_model"},
+        "data": {"prompts": str(place / "prompts.jsonl"), "prompt_tokens": 16, "response_tokens": 24},
+        "train": {
+            "steps": 32,
+            "batch_size": 8,
+            "learning_rate": 3e-3,
+            "mixed_precision": "no",
+            "evaluate_every": 4,
+            "checkpoint_every": 3,
+            "draft_length": 3,
+        },
+        "evaluation": {"count": 3, "max_new_tokens": 12, "temperature": 1.0},
+    }
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    for name, processes, overrides in (("whole", 1, ()), ("two", 2, ()), ("short", 1, SHORT)):
+        assert made.run(name, *overrides, processes=processes) == [0] * processes, made.log(name).read_text()
+    return made
+
+
+def test_kills_at_random_moments_change_nothing(runs: Runs) -> None:
+    """At least 20, spread over the time that a run takes; one that ends before enough of them is begun anew."""
+    started = time.perf_counter()
+    (pid,) = runs.start("timed")
+    runs.wait_for_rows("timed")
+    begun = time.perf_counter()
+    while not runs.finished("timed"):
+        time.sleep(0.002)
+    before_loop, in_loop = begun - started, time.perf_counter() - begun
+    assert runs.wait([pid]) == [0]
+    assert runs.result("timed") == runs.result("whole")
+    assert len({row["evaluation"]["tau"] for row in runs.result("whole")[0] if "evaluation" in row}) > 3
+    dice, kills, lost, number = random.Random(0), 0, set(), 0
+    while kills < 20:
+        name, number = f"killed-{number}", number + 1
+        for kill in range(5):
+            (pid,) = runs.start(name)
+            if kill == 2:
+                time.sleep(dice.uniform(0, 1) * before_loop)
+            else:
+                runs.wait_for_rows(name)
+                time.sleep(dice.uniform(0, 0.4) * in_loop)
+            os.kill(pid, signal.SIGKILL)
+            kills += runs.wait([pid]) == [KILLED]
+            lost.add(len(runs.losses(name)))
+            if runs.finished(name):
+                break
+        assert runs.run(name) == [0], runs.log(name).read_text()
+        assert runs.result(name) == runs.result("whole")
+        assert runs.leftovers(name) == []
+    assert len(lost) >= 6, f"kills came at different steps: {lost}"
+
+
+def _assert_whole(folder: Path) -> None:
+    """What is there under its own name can be read."""
+    for kept in (folder / "drafter", *(folder / "checkpoints").glob("[!.]*")):
+        for file in kept.glob("*.safetensors"):
+            assert load_file(file)
+        assert all(json.loads(file.read_text()) for file in kept.glob("*.json"))
+
+
+def test_a_kill_at_any_write_leaves_whole_folders(runs: Runs) -> None:
+    """At the n-th fsync, rename, exchange, deletion or half-written file: n rises until a run gets through."""
+    kills, name = 0, "trapped"
+    while (code := runs.run(name, *SHORT, kill_at_call={"number": kills + 1})) != [0]:
+        assert code == [KILLED], runs.log(name).read_text()
+        kills += 1
+        _assert_whole(runs.folder(name))
+    assert kills > 20, "there is more than that to a checkpoint and a drafter"
+    assert runs.result(name) == runs.result("short")
+    assert runs.leftovers(name) == []
+    assert runs.checkpoints(name) == ["step-000004"]
+
+
+def test_a_kill_at_any_write_keeps_what_is_replaced(runs: Runs) -> None:
+    """Each call between a checkpoint and the end, in which a better drafter comes and the checkpoint before goes."""
+    swaps = [runs.place / "one", runs.place / "other"]
+    for folder in swaps:
+        folder.mkdir()
+    exchanged = storage._exchange(*swaps)  # else two renames: a kill in between is mended by the next start
+    assert runs.run("before", *SHORT, kill_at_step={"step": 3}) == [KILLED]
+    number, name = 1, "behind"
+    while True:
+        shutil.rmtree(runs.folder(name), ignore_errors=True)
+        shutil.copytree(runs.folder("before"), runs.folder(name))
+        if runs.run(name, *SHORT, kill_at_call={"number": number}) == [0]:
+            break
+        _assert_whole(runs.folder(name))
+        assert (runs.folder(name) / "drafter").exists() or not exchanged, "the old one went before the new one came"
+        assert [path for path in runs.checkpoints(name) if path[0] != "."], "the old one went before the new one came"
+        if number % 4 == 0:
+            assert runs.run(name, *SHORT) == [0]
+            assert runs.result(name) == runs.result("short")
+            assert runs.checkpoints(name) == ["step-000004"]
+        number += 1
+    assert number > 20
+    assert runs.result(name) == runs.result("short")
+
+
+@pytest.mark.parametrize(
+    ("step", "number", "code"), [(7, signal.SIGTERM, 143), (8, signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_stops_behind_the_step_with_a_checkpoint(step: int, number: int, code: int, runs: Runs) -> None:
+    """Behind step 8 there is an evaluation to come: it is the first thing that the run does when it goes on."""
+    name = f"stopped-{code}"
+    # The launcher passes the terminal's signal on at once: that is no second one.
+    trap = {"step": step, "number": number, "rank": 0, "again_after": 0.05}
+    assert runs.run(name, signal_at_step=trap) == [code]
+    assert f"tiny: stopped by a signal behind step {step}; the same command goes on" in runs.said(name)
+    assert runs.checkpoints(name)[-1] == f"step-{step:06d}"
+    rows = read_metrics(runs.folder(name))
+    assert rows[-1]["step"] == step
+    assert "loss" in rows[-1]
+    assert runs.run(name) == [0]
+    assert runs.result(name) == runs.result("whole")
+
+
+def test_a_second_signal_stops_at_once(runs: Runs) -> None:
+    trap = {"step": 7, "number": signal.SIGTERM, "rank": 0, "again_after": 1.1}
+    assert runs.run("twice", signal_at_step=trap) == [-signal.SIGTERM]
+    assert runs.checkpoints("twice") == ["step-000003", "step-000006"]
+    assert runs.run("twice") == [0]
+    assert runs.result("twice") == runs.result("whole")
+
+
+def test_processes_stop_together_and_their_number_may_change(runs: Runs) -> None:
+    """A signal to the second of two stops both behind the same step; then one process goes on, then two again."""
+    assert runs.losses("two") == pytest.approx(runs.losses("whole"), abs=1e-5)
+    assert runs.losses("two") != runs.losses("whole"), "there were two: sums are added up in another order"
+    trap = {"step": 8, "number": signal.SIGTERM, "rank": 1}
+    assert runs.run("pair", processes=2, signal_at_step=trap) == [143, 143]
+    assert runs.checkpoints("pair")[-1] == "step-000008"
+    shutil.copytree(runs.folder("pair"), runs.folder("changing"))
+    assert runs.run("pair", processes=2) == [0, 0]
+    assert runs.result("pair") == runs.result("two")
+    assert runs.run("changing", kill_at_step={"step": 17}) == [KILLED]
+    assert runs.run("changing", processes=2) == [0, 0]
+    assert "resuming behind step 15" in runs.said("changing")
+    assert runs.losses("changing") == pytest.approx(runs.losses("whole"), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "drafter", [["eagle", "objective.feature_weight=0.1"], ["dflash", "drafter.layers=[1,2]", "drafter.block_size=4"]]
+)
+def test_noise_is_the_same_on_each_process_after_a_kill(drafter: list[str], runs: Runs) -> None:
+    """Feature noise and random anchors: drawn from torch's generator alone, seeded by step and process."""
+    kind, *options = drafter
+    overrides = [f"drafter.type={kind}", *options, "train.steps=8", "evaluation.count=1"]
+    assert runs.run(f"{kind}-whole", *overrides, processes=2, no_other_randomness={}) == [0, 0]
+    assert runs.run(f"{kind}-cut", *overrides, processes=2, kill_at_step={"step": 5}) == [KILLED, KILLED]
+    assert runs.run(f"{kind}-cut", *overrides, processes=2) == [0, 0]
+    assert "resuming behind step 3" in runs.said(f"{kind}-cut")
+    assert runs.result(f"{kind}-cut") == runs.result(f"{kind}-whole")
+
+
+@pytest.mark.parametrize(
+    ("processes", "step", "room", "what", "kept"),
+    [
+        (1, 8, 60_000, "checkpoints", 6),
+        (2, 8, 60_000, "checkpoints", 6),
+        (1, 12, 50_000, "drafter", 9),
+        (1, 8, 1_800, "metrics.jsonl", 6),
+    ],
+)
+def test_a_full_disk_stops_the_run_and_keeps_what_it_has(
+    processes: int, step: int, room: int, what: str, kept: int, runs: Runs
+) -> None:
+    name = f"full-{what}-{processes}"
+    assert runs.run(name, processes=processes, no_space={"step": step, "room": room}) == [2] * processes
+    folder = runs.folder(name)
+    assert f"DraftsmithError: {folder / what} cannot be written (" in runs.said(name)
+    assert f"kept: the checkpoint of step {kept} and the best drafter, of step 4." in runs.said(name)
+    assert "Traceback" not in runs.said(name)
+    assert runs.leftovers(name) == []
+    assert runs.checkpoints(name) == [f"step-{kept - 3:06d}", f"step-{kept:06d}"]
+    assert load_file(folder / "drafter" / "model.safetensors")
+    assert runs.run(name, processes=processes) == [0] * processes
+    assert runs.result(name) == runs.result("whole" if processes == 1 else "two")
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(runs: Runs) -> None:
+    assert runs.run("other", "train.learning_rate=2e-3", "train.steps=3") == [0]
+    assert runs.run("mine", kill_at_step={"step": 2}) == [KILLED]
+    shutil.copytree(runs.folder("other") / "checkpoints", runs.folder("mine") / "checkpoints")
+    assert runs.run("mine") == [2]
+    said = "step-000003 is of another run: train.steps=3 there, 32 here"
+    assert said in runs.said("mine")
+    shutil.rmtree(runs.folder("mine") / "checkpoints")
+    assert runs.run("mine", "train.steps=64") == [2]
+    assert "holds another run: train.steps=32 there, 64 here" in runs.said("mine")
+
+
+@pytest.mark.parametrize("at", ["start", "log", "finish"])
+def test_a_tracker_that_fails_costs_a_line(at: str, runs: Runs) -> None:
+    assert runs.run(f"tracker-{at}", "tracker=tensorboard", *SHORT, tracker_fails={"at": at}) == [0]
+    assert runs.result(f"tracker-{at}") == runs.result("short")
+    word = {"finish": "close"}.get(at, at)
+    assert runs.said(f"tracker-{at}").count(f"tracker=tensorboard failed to {word} (RuntimeError: server is away)") == 1
+
+
+def test_a_resumed_run_goes_on_in_the_same_tracker_run(runs: Runs) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    short = ("train.steps=8", "evaluation.count=1", "tracker=tensorboard")
+    assert runs.run("board", *short, kill_at_step={"step": 6}) == [KILLED]
+    assert runs.run("board", *short) == [0]
+    events = EventAccumulator(str(runs.folder("board") / "tracker" / "draftsmith")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [*range(1, 9)]
+    assert [event.step for event in events.Scalars("evaluation/tau")] == [0, 4, 8]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(runs.losses("board"))
+    assert len(list((runs.folder("board") / "tracker" / "draftsmith").rglob("hparams.yml"))) == 1
+    short = (*short[:-1], "tracker=wandb")
+    assert runs.run("wandb", *short, kill_at_step={"step": 6}) == [KILLED]
+    assert runs.run("wandb", *short) == [0]
+    starts = [path.name for path in (runs.folder("wandb") / "tracker" / "wandb").glob("offline-run-*")]
+    assert len(starts) == 2
+    assert len({name.rpartition("-")[2] for name in starts}) == 1, "two starts of one run"
+
+
+if __name__ == "__main__":
+    serve()

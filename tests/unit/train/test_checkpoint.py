@@ -1,0 +1,110 @@
+"""Which checkpoints are kept, and which one is taken; what is on disk before a rename."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from draftsmith import storage
+from draftsmith.storage import atomic_folder, clear_leftovers, write_text
+from draftsmith.train.checkpoint import Progress, load_state, save_state
+
+
+def _save(folder: Path, step: int, keep: int = 2) -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.weight.sum().backward()
+    optimizer.step()
+    save_state(folder, Progress(step, 1.0, 0), {"name": "x"}, module, [optimizer], keep)
+
+
+def _load(folder: Path) -> tuple[int | None, list[str]]:
+    module = nn.Linear(2, 2)
+    progress, problems = load_state(folder, module, [torch.optim.AdamW(module.parameters())])
+    return None if progress is None else progress.step, problems
+
+
+def _tear(checkpoint: Path) -> None:
+    file = checkpoint / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def test_steps_are_numbers_not_names(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000, 1_000_001):
+        _save(tmp_path, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-1000001"]
+    assert _load(tmp_path) == (1_000_001, [])
+
+
+def test_a_torn_checkpoint_ahead_does_not_push_out_a_good_one(tmp_path: Path) -> None:
+    _save(tmp_path, 4)
+    _save(tmp_path, 8)
+    _tear(tmp_path / "step-000008")
+    step, problems = _load(tmp_path)
+    assert step == 4
+    assert len(problems) == 1
+    _save(tmp_path, 5, keep=1)
+    assert _load(tmp_path) == (5, [])
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "renamed twice"])
+def test_everything_is_on_disk_before_its_name_is(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, the folder that lists them, then the new name, then the folder that lists that."""
+    done: list[tuple[str, str]] = []
+
+    def noted(what: str, original: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{arguments[0]}") if what == "fsync" else str(arguments[0])
+            done.append((what, os.path.relpath(path, tmp_path)))
+            return original(*arguments)
+
+        return call
+
+    for name in ("fsync", "rename", "replace"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    swap = noted("exchange", storage._exchange) if exchange else lambda one, other: False
+    monkeypatch.setattr(storage, "_exchange", swap)
+    for _ in range(2):
+        done.clear()
+        with atomic_folder(tmp_path / "new" / "folder") as temporary:
+            (temporary / "sub").mkdir()
+            (temporary / "sub" / "a").write_text("a")
+            (temporary / "b").write_text("b")
+        inside = f"new/{temporary.name}"
+        named = next(index for index, (what, path) in enumerate(done) if what != "fsync" and path == inside)
+        for path in (inside, f"{inside}/b", f"{inside}/sub", f"{inside}/sub/a"):
+            assert ("fsync", path) in done[:named]
+        assert ("fsync", "new") in done[named:]
+    write_text(tmp_path / "deep" / "text", "x")
+    assert [what for what, _ in done[-4:]] == ["fsync", "fsync", "replace", "fsync"]
+    assert done[-4][1] == "."
+    assert done[-1][1] == "deep"
+
+
+def test_what_a_kill_left_is_cleared_or_put_back(tmp_path: Path) -> None:
+    for name in (".drafter.old-12", ".drafter.tmp-12", ".target.old-7", "target"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / ".metrics.jsonl.tmp-3").write_text("")
+    (tmp_path / ".gitignore").write_text("")
+    clear_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".gitignore", "drafter", "target"]
+    assert (tmp_path / "drafter" / "file").read_text() == ".drafter.old-12"
+    assert (tmp_path / "target" / "file").read_text() == "target"
+
+
+def test_a_text_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "a", "old")
+
+    def full(path: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(storage, "_fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_text(tmp_path / "a", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]

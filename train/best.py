@@ -1,0 +1,52 @@
+"""The best drafter so far, by measured tau: what a run is for, kept whole on disk."""
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.distill.cotraining import Adapters, adapted_fingerprint
+from draftsmith.distill.targets import LoadedTarget
+from draftsmith.heads import TrainableDrafter
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.provenance import model_fingerprint
+from draftsmith.storage import atomic_folder
+from draftsmith.train.output import DRAFTER, TARGET
+from draftsmith.train.recipe import Recipe
+
+
+class BestDrafter:
+    """Writes the drafter, and the adapters of the target it belongs to where there are some, into the run's folder."""
+
+    def __init__(self, recipe: Recipe, target: LoadedTarget, drafter: TrainableDrafter, draft_length: int) -> None:
+        """To be made before there are adapters on the target: its fingerprint is the original's."""
+        self.tau, self.step = 0.0, 0
+        self.adapters: Adapters | None = None
+        self._recipe, self._target, self._drafter, self._draft_length = recipe, target, drafter, draft_length
+        self._described = describe_target(target.model, target.tokenizer, target.name, target.revision)
+        self._base_fingerprint = model_fingerprint(target.model)
+
+    def offer(self, step: int, result: dict[str, Any]) -> None:
+        """Keep the drafter as it is when its tau is the best so far, and its target has not moved too far."""
+        quality = result.get("target_quality")
+        fits = quality is None or quality["kl"] <= self._recipe.cotrain.max_quality_kl
+        if result["tau"] > self.tau and fits:
+            self._save(quality)
+            self.tau, self.step = result["tau"], step
+
+    def _save(self, quality: dict[str, Any] | None) -> None:
+        folder, target = Path(self._recipe.output), self._target
+        if self.adapters is not None:
+            fingerprint = adapted_fingerprint(self._base_fingerprint, self.adapters.tensors())
+            name = f"{target.name} with the adapter {self._recipe.name}"
+            self._described |= {"name": name, "model_fingerprint": fingerprint, "quality": quality}
+            with atomic_folder(folder / TARGET) as temporary:
+                self.adapters.save(temporary, target.name, quality)
+                target.tokenizer.save_pretrained(temporary)
+        with atomic_folder(folder / DRAFTER) as temporary:
+            save_drafter(
+                self._drafter,
+                temporary,
+                target=self._described,
+                recipe=self._recipe.model_dump(mode="json"),
+                draft_length=self._draft_length,
+                tokenizer=target.tokenizer,
+            )

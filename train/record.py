@@ -1,0 +1,112 @@
+"""What a run leaves on disk while it goes: metrics, checkpoints and the best drafter."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from torch import nn
+
+from draftsmith.provenance import environment
+from draftsmith.train.best import BestDrafter
+from draftsmith.train.checkpoint import Progress, load_state, prune, save_state
+from draftsmith.train.console import Console
+from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, METRICS, Metrics, comparable, finish
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.signals import Stopping
+from draftsmith.train.step import Last
+from draftsmith.train.trackers import Tracker
+
+
+class Record:
+    """Written by the main process; `meet` is where the others wait for it."""
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, console: Console, best: BestDrafter) -> None:
+        self.best, self.stopping = best, Stopping()
+        self._recipe, self._accelerator, self._console = recipe, accelerator, console
+        self._folder = Path(recipe.output)
+        self._main = accelerator.is_main_process
+        self._saved: int | None = None
+        self._tracker: Tracker | None = None
+
+    def resume(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress | None:
+        """Put everything back to where the last checkpoint was written; None when there is none."""
+        self._module, self._optimizers = module, optimizers
+        progress, problems = load_state(self._folder / CHECKPOINTS, module, optimizers)
+        for problem in problems:
+            self._console.say(problem)
+        if progress is not None:
+            self._console.say(f"{self._recipe.name}: resuming behind step {progress.step}")
+            self._saved = progress.step
+            self.best.tau, self.best.step = progress.best_tau, progress.best_step
+        if self._main:
+            with self._writing(METRICS):
+                self._metrics = Metrics(self._folder, self._saved)
+        self.meet()
+        if self._main and progress is not None:  # a kill may have come between writing one and deleting another
+            with self._writing(CHECKPOINTS):
+                prune(self._folder / CHECKPOINTS, progress.step, self._recipe.train.keep_checkpoints)
+        self._tracker = Tracker(self._accelerator, self._recipe, self._console, self._saved)
+        return progress
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self._main:
+            with self._writing(METRICS):
+                self._metrics.write(row)
+        self._tracker.log(row)
+
+    def offer(self, step: int, result: dict[str, Any]) -> None:
+        """Keep the drafter if this evaluation says that it is the best."""
+        with self._writing(DRAFTER):
+            self.best.offer(step, result)
+
+    def checkpoint(self, step: int, last: Last, evaluated: bool) -> None:
+        """Unless the newest one is of this very step."""
+        if step == self._saved:
+            return
+        if self._main:
+            progress = Progress(step, self.best.tau, self.best.step, last.alpha, last.quality_kl, evaluated)
+            state = (comparable(self._recipe), self._module, self._optimizers)
+            with self._writing(CHECKPOINTS):
+                self._metrics.sync()
+                save_state(self._folder / CHECKPOINTS, progress, *state, keep=self._recipe.train.keep_checkpoints)
+        self.meet()
+        self._saved = step
+
+    def finish(self) -> None:
+        if self._main:
+            told = {"best_step": self.best.step, "best_tau": self.best.tau, "environment": environment()}
+            with self._writing(FINISHED):
+                finish(self._folder, told)
+        self.meet()
+
+    def meet(self) -> None:
+        """Wait for all processes, and agree with them on whether to go on."""
+        flags = torch.tensor(self.stopping.flags(), device=self._accelerator.device)
+        self.stopping.agree(self._accelerator.reduce(flags, "sum").tolist())
+
+    def close(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        """What cannot be written stops the run, on all processes, where they meet next.
+
+        Going on would lose more: each step that cannot be saved is one more to repeat, the loss curve lies on the same
+        full disk, and a run that has stopped is noticed sooner than a line in its output.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:  # tokenizers' own
+                raise
+            kept = "no checkpoint yet" if self._saved is None else f"the checkpoint of step {self._saved}"
+            best = f" and the best drafter, of step {self.best.step}" if self.best.tau else ""
+            self.stopping.problem = (
+                f"{self._folder / name} cannot be written ({error}); kept: {kept}{best}. Once there is room, the same "
+                "command goes on from there"
+            )
