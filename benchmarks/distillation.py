@@ -74,6 +74,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--train-only", action="store_true")
+    parser.add_argument("--show-only", action="store_true", help="print what was measured before")
     return parser.parse_args()
 
 
@@ -161,33 +162,40 @@ def show(sums: dict[Key, list[list[float]]], ways: list[str], seeds: list[int]) 
     results: dict[str, Any] = {}
     for temperature in TEMPERATURES:
         table = Table(title=f"T={temperature:g}: one-layer draft model, mean of {len(seeds)} seeds, 95 % intervals")
-        for column in ("way", "alpha", "tau", "speedup", "tau - tau of CE, corpus"):
+        for column in ("way", "alpha", "tau", "speedup", "tau - CE, corpus", "tau - KL, samples"):
             table.add_column(column, justify="left" if column == "way" else "right")
-        base = draws(sums, "ce_corpus", seeds, temperature, tau) if "ce_corpus" in ways else None
+        bases = {way: draws(sums, way, seeds, temperature, tau) for way in ("ce_corpus", "kl") if way in ways}
         for way in ["before", *ways]:
             found = {f.__name__: draws(sums, way, seeds, temperature, f) for f in (alpha, tau, speedup)}
             cells = ["{:.3f} [{:.3f}, {:.3f}]".format(*interval(found["alpha"]))]
             cells += ["{:.2f} [{:.2f}, {:.2f}]".format(*interval(found[name])) for name in ("tau", "speedup")]
-            gain = None if base is None else interval([a - b for a, b in zip(found["tau"], base, strict=True)])
-            cells.append("" if gain is None else "{:+.2f} [{:+.2f}, {:+.2f}]".format(*gain))
+            gains = {
+                base: interval([a - b for a, b in zip(found["tau"], values, strict=True)])
+                for base, values in bases.items()
+            }
+            cells += ["{:+.2f} [{:+.2f}, {:+.2f}]".format(*gains[b]) if b in gains else "" for b in ("ce_corpus", "kl")]
             table.add_row(TITLES[way], *cells)
             entry = {name: interval(values) for name, values in found.items()}
             entry["tau_of_seeds"] = [tau(_rows(sums, way, seed, temperature), []) for seed in seeds]
-            results.setdefault(f"T={temperature:g}", {})[way] = {**entry, "over_ce": gain}
-        Console(width=120).print(table)
+            results.setdefault(f"T={temperature:g}", {})[way] = {**entry, "gains": gains}
+        Console(width=140).print(table)
     return results
 
 
 def main() -> None:
     options, console = arguments(), Console(stderr=True, highlight=False)
     seeds, folders, started = list(range(options.seeds)), {}, time.perf_counter()
+    file = options.out / "measured.json"
+    if options.show_only:
+        stored = json.loads(file.read_text(encoding="utf-8"))["sums"]
+        show({(way, seed, temperature): rows for way, seed, temperature, rows in stored}, options.ways, seeds)
+        return
     for seed in seeds:
         for way in options.ways:
             folders[(way, seed)] = trained(way, seed, options)
     console.print(f"trained in {(time.perf_counter() - started) / 60:.0f} minutes")
     if options.train_only:
         return
-    file = options.out / "measured.json"
     target = load_target("embedded", progress=False)
     drafters: dict[tuple[str, int], Drafter] = {("before", 0): untrained(target)}
     drafters |= {key: load_drafter(folder, target.model, target.tokenizer) for key, folder in folders.items()}

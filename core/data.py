@@ -16,15 +16,16 @@ from rich.text import Text
 from draftsmith.decode.cache import config_limit, context_limit
 from draftsmith.distill.chat import Chat
 from draftsmith.distill.examples import ExampleSettings, length_statistics, read_examples
-from draftsmith.distill.samples import Sampler, SampleSettings, target_samples
+from draftsmith.distill.samples import Sampler, SampleSettings, samples_key, target_samples
 from draftsmith.distill.targets import load_target, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
-from draftsmith.provenance import fingerprint, tokenizer_fingerprint
+from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.storage import write_text
 from draftsmith.train.console import Console as TrainConsole
 from draftsmith.train.data import check_sources
 from draftsmith.train.drafters import data_and_drafter
+from draftsmith.train.launching import precision
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.teachers import make_teacher
 
@@ -124,8 +125,7 @@ def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, dra
     questions = read_examples(chat, request.examples(answered=False), context_limit(loaded.model), console.say)
     writer = None if drafter is None else load_drafter(drafter, loaded.model, loaded.tokenizer)
     sampler = Sampler(loaded, chat, settings, writer)
-    key = fingerprint([vars(settings), request.target, list(questions["input_ids"]), list(questions["turns"])])
-    folder = out.with_name(f".{out.name}.{key}")
+    folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
     rows = target_samples(sampler, questions, folder=folder)
     made_with = tokenizer_fingerprint(loaded.tokenizer)
     write_text(out, "".join(json.dumps(_line(row, chat, made_with)) + "\n" for row in rows))
@@ -149,7 +149,8 @@ def _line(row: dict[str, Any], chat: Chat, tokenizer: str) -> dict[str, Any]:
 def prepare(recipe: Recipe) -> None:
     """Do all that a run does before its first step: sample the target, build the teacher's cache."""
     check_sources(recipe)
-    settings, accelerator, console = recipe.target, Accelerator(), TrainConsole(True)
+    settings, console = recipe.target, TrainConsole(True)
+    accelerator = Accelerator(mixed_precision=precision(recipe))  # the run's: cached states are made under it
     options = {"revision": settings.revision, "dtype": settings.dtype, "device": accelerator.device}
     target = load_target(settings.model, trust_remote_code=settings.trust_remote_code, **options)
     _, data, drafter = data_and_drafter(recipe, target, accelerator, console)

@@ -4,7 +4,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+
+KNOWN = ("top_ids", "top_logprobs")
+"""What a teacher's file knows of each trained token."""
+AT_ONCE = 1000
+"""Packed rows that are Python numbers at a time, which take several times the room of columns."""
 
 
 def pack(rows: Dataset, width: int) -> Dataset:
@@ -35,12 +40,19 @@ def pack(rows: Dataset, width: int) -> Dataset:
         if not left:
             insort(rooms, room - length)
         left.append(place)
-    return Dataset.from_generator(_rows, gen_kwargs={"rows": rows, "bins": bins})
+    known = [name for name in KNOWN if name in rows.column_names]
+    features = Features({name: rows.features[name] for name in ("input_ids", "spans", *known)})
+    features["documents"] = List(Value("int64"))
+    # Not `from_generator`, whose cache on disk does not know when this code changes.
+    parts = [
+        Dataset.from_list(list(_rows(rows, bins[start : start + AT_ONCE], known)), features=features)
+        for start in range(0, len(bins), AT_ONCE)
+    ]
+    return concatenate_datasets(parts)
 
 
-def _rows(rows: Dataset, bins: list[list[int]]) -> Iterator[dict[str, Any]]:
+def _rows(rows: Dataset, bins: list[list[int]], known: list[str]) -> Iterator[dict[str, Any]]:
     for indices in bins:
-        known = [name for name in ("top_ids", "top_logprobs") if name in rows.column_names]
         packed: dict[str, list[Any]] = {name: [] for name in ("input_ids", "spans", "documents", *known)}
         for index in indices:
             begin, row = len(packed["input_ids"]), rows[index]

@@ -182,19 +182,10 @@ def target_samples(
     """
     disable_progress_bars()
     share = share or Share()
-    settings, target = sampler.settings, sampler.target
-    _require_room(target, questions, settings)
+    settings = sampler.settings
+    _require_room(sampler.target, questions, settings)
     if folder is None:
-        key = fingerprint(
-            [
-                SAMPLES_VERSION,
-                model_fingerprint(target.model),
-                fingerprint([list(questions["input_ids"]), list(questions["turns"])]),
-                asdict(settings),
-                model_fingerprint(sampler.drafter) if settings.drafter_share else None,
-            ]
-        )
-        folder = cache_dir() / "samples" / key
+        folder = cache_dir() / "samples" / samples_key(sampler, questions)
     if not folder.is_dir():
         parts = _parts(questions, settings.batch_size)
         files = [folder.with_name(f"{folder.name}.parts") / f"part-{part:05d}.parquet" for part in range(len(parts))]
@@ -204,6 +195,21 @@ def target_samples(
             _assemble(files, folder)
         share.wait()
     return load_from_disk(folder / "rows")
+
+
+def samples_key(sampler: Sampler, questions: Dataset) -> str:
+    """Changes with whatever the responses depend on."""
+    settings, chat = sampler.settings, sampler.chat
+    later = [str(chat.tokenizer.chat_template), chat.options] if any(questions["turns"]) else []
+    return fingerprint(
+        [
+            SAMPLES_VERSION,
+            model_fingerprint(sampler.target.model),
+            fingerprint([list(questions["input_ids"]), list(questions["turns"]), *later]),
+            asdict(settings),
+            model_fingerprint(sampler.drafter) if settings.drafter_share else None,
+        ]
+    )
 
 
 def _require_room(target: LoadedTarget, questions: Dataset, settings: SampleSettings) -> None:

@@ -45,7 +45,7 @@ def _started(recipe: Recipe, target: LoadedTarget, fresh: TrainableDrafter) -> T
     found = load_drafter(recipe.start_from, target.model, target.tokenizer)
     if not isinstance(found, type(fresh)):
         raise ConfigError(f"start_from={recipe.start_from} is a {found.type!r} drafter; expected {fresh.type!r}")
-    found = found.float().train().requires_grad_(True)
+    found = found.float().train()
     options = recipe.drafter_options()
     if options.get("lora_rank") is not None:
         add_lora(found.model, rank=options["lora_rank"], alpha=options["lora_alpha"])
@@ -56,6 +56,9 @@ def _started(recipe: Recipe, target: LoadedTarget, fresh: TrainableDrafter) -> T
             f"start_from={recipe.start_from}: {name} has shape {there.get(name)}; expected {wanted.get(name)}, as the "
             "section drafter says"
         )
+    trained = {name: parameter.requires_grad for name, parameter in fresh.named_parameters()}
+    for name, parameter in found.named_parameters():
+        parameter.requires_grad_(trained[name])
     found.attach(target.model)
     return found
 

@@ -32,7 +32,7 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("extra", [(), ("data.drafter_share=0.5",)])
+@pytest.mark.parametrize("extra", [(), ("data.drafter_share=0.5",), ("data.speculate=false",)])
 def test_rounds_ask_anew_and_resume_bit_by_bit(
     extra: tuple[str, ...], recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,7 +41,9 @@ def test_rounds_ask_anew_and_resume_bit_by_bit(
     whole = run(recipe_file, *rounds, f"output={tmp_path}/whole")
     sampled = [row["sampling"] for row in whole if "sampling" in row]
     assert [row["round"] for row in sampled] == [1, 2]
-    assert all(row["tau"] > 1 for row in sampled), "the drafter helps to sample"
+    assert all((row["tau"] > 1) == ("data.speculate=false" not in extra) for row in sampled), "the drafter helps"
+    first, second = (load_from_disk(tmp_path / "whole" / "samples" / f"round-00{n}" / "rows") for n in (1, 2))
+    assert sum(a != b for a, b in zip(first["input_ids"], second["input_ids"], strict=True)) > len(first) / 2
     once = run(recipe_file, f"output={tmp_path}/once", *extra)
     assert losses(once)[:5] == losses(whole)[:5]
     assert losses(once)[5] != losses(whole)[5], "from the second round on it is other text"

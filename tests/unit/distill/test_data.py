@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreT
 from draftsmith.distill.chat import Chat
 from draftsmith.distill.examples import FEATURES, ExampleSettings, hold_out, length_statistics, read_examples
 from draftsmith.distill.packing import pack
-from draftsmith.distill.samples import Sampler, SampleSettings, Share, target_samples
+from draftsmith.distill.samples import Sampler, SampleSettings, Share, samples_key, target_samples
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -73,6 +73,14 @@ def test_what_is_left_out_is_counted_by_reason(loaded: LoadedTarget, tmp_path: P
     )
     with pytest.raises(ConfigError, match=r"leaves nothing to train on \(.* 5 of 5 have prompts longer"):
         read_examples(chat, ExampleSettings(source, 10, 2, 8), 128, said.append)
+
+
+def test_conversations_that_go_on_differently_are_no_twins(loaded: LoadedTarget, tmp_path: Path) -> None:
+    chats = [{"turns": ["ab", later]} for later in ("cd", "ef", "ef")]
+    source, chat = write(tmp_path / "p.jsonl", chats), Chat(loaded.tokenizer)
+    for every_turn, left in ((False, 1), (True, 2)):
+        settings = ExampleSettings(source, 10, 9, 9, every_turn=every_turn)
+        assert len(read_examples(chat, settings, 128, lambda _: None)) == left
 
 
 def test_a_file_that_changed_is_read_again(loaded: LoadedTarget, tmp_path: Path) -> None:
@@ -139,6 +147,19 @@ def test_sampling_goes_on_behind_the_last_part(
     assert len(answered) == 5
     assert resumed.to_list() == whole.to_list()
     assert not (tmp_path / "torn.parts").exists()
+
+
+def test_the_key_of_samples_knows_the_template_behind_later_turns(loaded: LoadedTarget) -> None:
+    """The first prompts may be the same tokens, what comes later is not."""
+    turns = json.dumps({"turns": [[{"role": "user", "content": "a"}]] * 2, "tools": None})
+    asked = questions().remove_columns("turns").add_column("turns", [turns] * len(PROMPTS))
+    loaded.tokenizer.chat_template = TEMPLATE
+    first = samples_key(sampler(loaded, 12, 1.0, 1, 0), asked)
+    assert first == samples_key(sampler(loaded, 12, 1.0, 1, 0), asked)
+    plain = samples_key(sampler(loaded, 12, 1.0, 1, 0), questions())
+    loaded.tokenizer.chat_template = TEMPLATE + " "
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), asked) != first
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) == plain, "plain text goes through no template"
 
 
 def test_a_full_disk_keeps_the_parts_before(
@@ -260,7 +281,7 @@ def test_packing_keeps_every_sample_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, 40, (200,), generator=generator).tolist()
     samples = [torch.randint(2, 64, (length,), generator=generator).tolist() for length in lengths]
-    rows = Dataset.from_list([{"input_ids": ids, "spans": [[0, 1], [1, len(ids)]]} for ids in samples])
+    rows = Dataset.from_list([{"input_ids": ids, "spans": [[0, 1], [0, len(ids)]]} for ids in samples])
     packed = pack(rows, 64)
     assert sum(lengths) / (64 * len(packed)) > 0.97
     found = []
