@@ -54,6 +54,15 @@ class DecodeOutput:
         return self.decode_tokens / len(self.rounds) if self.rounds else 0.0
 
     @property
+    def drafted(self) -> list[bool]:
+        """For each new token whether the drafter proposed it; the others are the target's own."""
+        flags = [False]
+        for record in self.rounds:
+            ours = min(record.accepted, record.committed)
+            flags += [True] * ours + [False] * (record.committed - ours)
+        return flags
+
+    @property
     def alpha(self) -> float:
         """Mean of sum_v min(p_v, q_v) over the tested draft positions; 0 when none was tested."""
         overlaps = [value for record in self.rounds for value in record.overlap]

@@ -216,10 +216,10 @@ def spread(count: int, depth: int) -> list[int]:
 
 def layers_name(model: nn.Module) -> str:
     """The name of a decoder-only model's list of layers."""
-    return _layer_lists(model)[0]
+    return layer_lists(model)[0]
 
 
-def _layer_lists(model: nn.Module) -> list[str]:
+def layer_lists(model: nn.Module) -> list[str]:
     """The names of a model's lists of layers: one, or an encoder's and a decoder's."""
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
     names = [
@@ -236,7 +236,7 @@ def _layer_lists(model: nn.Module) -> list[str]:
 @torch.no_grad()
 def copy_layers(target: nn.Module, model: nn.Module, layers: list[int]) -> None:
     """Copy the target's weights into `model`, whose layer i becomes the target's layer `layers[i]`."""
-    prefixes = [f"{name}." for name in _layer_lists(target)]
+    prefixes = [f"{name}." for name in layer_lists(target)]
     weights = {}
     for name, value in target.state_dict().items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 
 class Console:
@@ -26,8 +27,9 @@ class Console:
     def bar(self, name: str, steps: int, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
         """Yields a function that takes a step's metrics, if it has any, and moves the bar on."""
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=12),
+            # 80 columns hold no more.
+            TextColumn("{task.description}", table_column=Column(max_width=14, no_wrap=True, overflow="ellipsis")),
+            BarColumn(bar_width=8),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
@@ -36,8 +38,11 @@ class Console:
             task = progress.add_task(name, total=steps, completed=done, numbers="")
 
             def advance(row: dict[str, Any]) -> None:
-                # 80 columns hold no more.
-                numbers = f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f}" if row else ""
-                progress.update(task, advance=1, numbers=numbers)
+                progress.update(task, advance=1, numbers=_numbers(row) if row else "")
 
             yield advance
+
+
+def _numbers(row: dict[str, Any]) -> str:
+    memory, rate = row["memory_bytes"] / 2**30, row["tokens_per_second"]
+    return f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f} {rate:.0f} tok/s {memory:.1f} GiB"

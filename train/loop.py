@@ -2,18 +2,17 @@
 
 import math
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from draftsmith.distill.cotraining import Adapters, measure_quality
-from draftsmith.distill.objectives import Objective
+from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.storage import write_json
+from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import batch_indices, collate, response_tokens
 from draftsmith.train.best import BestDrafter
 from draftsmith.train.checkpoint import trained
@@ -22,12 +21,13 @@ from draftsmith.train.data import check_sources, resample
 from draftsmith.train.drafters import data_and_drafter
 from draftsmith.train.evaluate import evaluate_drafter
 from draftsmith.train.launching import on_cpu, precision, require_divisible
-from draftsmith.train.optimizers import optimizers
+from draftsmith.train.memory import announce_memory, in_units
+from draftsmith.train.meter import MemoryMeter
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FAILED, FINISHED, check_output, claim_output
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.record import Record
 from draftsmith.train.signals import leave
-from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Last
+from draftsmith.train.step import Last
 from draftsmith.train.teachers import make_teacher
 from draftsmith.train.trackers import TRACKER_FOLDER, require_tracker
 
@@ -99,6 +99,8 @@ class _Run:
     def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
         self.recipe, self.accelerator, self.folder = recipe, accelerator, folder
         self.console = Console(accelerator.is_main_process)
+        self.memory = MemoryMeter(accelerator.device)
+        self.estimate = announce_memory(recipe, accelerator, self.console)
         settings = recipe.target
         with accelerator.main_process_first():  # the embedded target is built once, the Hub is asked once
             self.target: LoadedTarget = load_target(
@@ -115,26 +117,12 @@ class _Run:
         self.record = Record(recipe, accelerator, self.console, best)
         self.stopping = self.record.stopping
         self.teacher = make_teacher(recipe, self.target.model, self.drafter, self.data.rows, accelerator, self.console)
-        objective = Objective(**recipe.objective_options(self.draft_length))
-        self.step_module, made = self._step_and_optimizers(objective)
+        target = self.target.model
+        self.step_module, made, self.adapters = step_and_optimizers(recipe, target, self.drafter, self.teacher)
+        best.adapters = self.adapters
         self.module, *self.optimizers = accelerator.prepare(self.step_module, *made)
         config = self.target.model.config
         self.start_token = config.decoder_start_token_id if config.is_encoder_decoder else None
-
-    def _step_and_optimizers(self, objective: Objective) -> tuple[AgreementStep, list[torch.optim.Optimizer]]:
-        """The module that is trained, with adapters on the target where the recipe wants them."""
-        settings, together = self.recipe.train, self.recipe.cotrain
-        self.adapters: Adapters | None = None
-        if together is None:
-            step = AgreementStep(self.drafter, objective, self.teacher)
-            return step, optimizers(self.drafter, settings.optimizer, settings.weight_decay)
-        torch.manual_seed(settings.seed)
-        sizes = {"rank": together.lora_rank, "alpha": together.lora_alpha, "modules": together.modules}
-        self.adapters = self.record.best.adapters = Adapters.on(self.target.model, **sizes)
-        rest = {field.name: getattr(together, field.name) for field in fields(CotrainSettings)}
-        step = CotrainStep(self.drafter, objective, self.teacher, self.adapters, CotrainSettings(**rest))
-        ratio = together.learning_rate_ratio
-        return step, optimizers(self.drafter, settings.optimizer, settings.weight_decay, step.adapters, ratio)
 
     def train(self) -> None:
         progress, stopping = self.record.resume(self.step_module, self._plain_optimizers()), self.stopping
@@ -159,9 +147,10 @@ class _Run:
         if stopping.agreed is not None:
             self.console.say(f"{name}: stopped by a signal behind step {step}; the same command goes on from there")
             return
-        self.record.finish()
+        self.record.finish(self.memory.peak(), self.estimate)
         best = self.record.best
-        self.console.say(f"{name}: best tau {best.tau:.2f} at step {best.step}")
+        peak = in_units(self.memory.peak())
+        self.console.say(f"{name}: best tau {best.tau:.2f} at step {best.step}; memory {peak} at its fullest")
 
     def _step(self, step: int) -> dict[str, Any]:
         """One optimizer step over one global batch; its metrics."""
@@ -200,6 +189,7 @@ class _Run:
             "gradient_norm": float(norm),
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
+            "memory_bytes": self.memory.peak(),
         }
 
     def _refresh(self, step: int) -> None:
@@ -257,7 +247,7 @@ class _Run:
         A signal cuts it short: it is then the first thing to do when the run goes on.
         """
         if self.accelerator.is_main_process:
-            result = evaluate_drafter(
+            found = evaluate_drafter(
                 self.target.model,
                 self.drafter,
                 self.data.heldout,
@@ -265,10 +255,12 @@ class _Run:
                 self.draft_length,
                 stop=lambda: self.stopping.received is not None,
             )
-            if result is not None:
+            if found is not None:
+                result, outputs = found
                 if self.adapters is not None:
                     result["target_quality"] = measure_quality(self.target.model, self.data.heldout)
                 self.record.log({"step": step, "evaluation": result})
+                self.record.show(step, result, outputs, self.target.tokenizer)
                 self.console.evaluation(step, result)
                 self.record.offer(step, result)
                 self.evaluated = True

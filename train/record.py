@@ -10,15 +10,21 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 
+from draftsmith.decode.output import DecodeOutput
 from draftsmith.provenance import environment
 from draftsmith.train.best import BestDrafter
 from draftsmith.train.checkpoint import Progress, load_state, prune, save_state
 from draftsmith.train.console import Console
+from draftsmith.train.memory import MemoryEstimate
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, METRICS, Metrics, comparable, finish
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.shown import Sample
 from draftsmith.train.signals import Stopping
 from draftsmith.train.step import Last
 from draftsmith.train.trackers import Tracker
+
+SAMPLES = 3
+"""Decoded texts that a tracker is shown."""
 
 
 class Record:
@@ -58,6 +64,12 @@ class Record:
                 self._metrics.write(row)
         self._tracker.log(row)
 
+    def show(self, step: int, result: dict[str, Any], outputs: list[DecodeOutput], tokenizer: Any) -> None:
+        """What a tracker can show of an evaluation beside its numbers."""
+        self._tracker.show(
+            step, result["acceptance_at"], [Sample.of(output, tokenizer) for output in outputs[:SAMPLES]]
+        )
+
     def offer(self, step: int, result: dict[str, Any]) -> None:
         """Keep the drafter if this evaluation says that it is the best."""
         with self._writing(DRAFTER):
@@ -76,9 +88,12 @@ class Record:
         self.meet()
         self._saved = step
 
-    def finish(self) -> None:
+    def finish(self, peak: int, estimate: MemoryEstimate | None) -> None:
+        """`peak`: bytes that this start of the run has taken at its fullest."""
         if self._main:
-            told = {"best_step": self.best.step, "best_tau": self.best.tau, "environment": environment()}
+            memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.peak}
+            told = {"best_step": self.best.step, "best_tau": self.best.tau, "memory": memory}
+            told["environment"] = environment()
             with self._writing(FINISHED):
                 finish(self._folder, told)
         self.meet()

@@ -16,6 +16,8 @@ class TargetSection(Section):
     """Of the frozen target; the drafter is always trained in float32."""
     trust_remote_code: bool = False
     """Run code that the target's repository carries."""
+    offload: bool = False
+    """Keep the target's layers in the host's memory, and move each to the accelerator while it computes."""
 
 
 class DataSection(Section):
@@ -115,6 +117,10 @@ class TrainSection(Section):
     """Sequences a step, over all processes and accumulation steps together."""
     gradient_accumulation: Count = 1
     """Parts that each process's share of a batch is cut into."""
+    activation_checkpointing: bool = False
+    """Compute what lies inside the drafter's blocks again in the backward pass instead of keeping it."""
+    compile: bool = False
+    """Let torch.compile make kernels of the drafter's layers; worth it for long runs on a GPU."""
     learning_rate: Annotated[Number, Field(gt=0)] = 1e-3
     """Peak, behind the warm-up; a cosine leads to a tenth of it."""
     warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05

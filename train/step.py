@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from draftsmith.distill.cotraining import Adapters, quality_kl
+from draftsmith.distill.logprobs import LogprobTeacher
 from draftsmith.distill.objectives import Objective
+from draftsmith.distill.signal_cache import CachedTeacher
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads.drafter import Drafter
 from draftsmith.heads.lora import without_lora
 from draftsmith.train.batches import Batch
 
+Teacher = OnlineTeacher | CachedTeacher | LogprobTeacher
 Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """(loss, alpha [K], match [K], count [K], quality KL) over this process's tokens; see `AgreementSums`."""
 
@@ -28,7 +31,7 @@ class Last:
 class AgreementStep(nn.Module):
     """A batch in, sums over this process's tokens out. Only the drafter's parameters belong to it."""
 
-    def __init__(self, drafter: Drafter, objective: Objective, teacher: OnlineTeacher) -> None:
+    def __init__(self, drafter: Drafter, objective: Objective, teacher: Teacher) -> None:
         super().__init__()
         self.drafter = drafter
         self._objective = objective

@@ -13,6 +13,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.drafter import Drafter
 from draftsmith.train.console import Console
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.step import Teacher
 
 
 def check_teacher(recipe: Recipe) -> None:
@@ -32,7 +33,7 @@ def check_teacher(recipe: Recipe) -> None:
 
 def make_teacher(
     recipe: Recipe, target: nn.Module, drafter: Drafter, rows: Dataset, accelerator: Accelerator, console: Console
-) -> OnlineTeacher | CachedTeacher | LogprobTeacher:
+) -> Teacher:
     """Every process builds its share of the shards that are missing; the others wait for it."""
     if recipe.teacher.kind == "logprobs":
         require_reads_text_alone(drafter)

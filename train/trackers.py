@@ -13,6 +13,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.storage import write_text
 from draftsmith.train.console import Console
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.shown import Sample, acceptance_chart
 
 PROJECT = "draftsmith"
 TRACKER_FOLDER = "tracker"
@@ -43,6 +44,10 @@ class Tracker:
         """A row as `metrics.jsonl` holds it."""
         self._try("log", lambda: self._accelerator.log(tracker_row(row), step=row["step"]))
 
+    def show(self, step: int, acceptance_at: list[float], samples: list[Sample]) -> None:
+        """A chart of acceptance by draft position, and texts in which accepted draft tokens are marked."""
+        self._try("log", lambda: self._show(step, acceptance_at, samples))
+
     def close(self) -> None:
         self._try("close", self._finish)
 
@@ -58,6 +63,19 @@ class Tracker:
                 os.environ.setdefault("WANDB_MODE", "offline")
             options = {"name": recipe.name, "dir": str(folder), "id": _run_id(folder), "resume": "allow"}
         self._accelerator.init_trackers(PROJECT, config=config, init_kwargs={self._name: options})
+
+    def _show(self, step: int, acceptance_at: list[float], samples: list[Sample]) -> None:
+        chart = acceptance_chart(acceptance_at, f"step {step}")
+        for tracker in self._accelerator.trackers:
+            if self._name == "wandb":
+                from wandb import Html  # only now: it is no package that everyone has
+
+                tracker.log_images({"evaluation/acceptance": [chart]}, step=step)
+                texts = {f"evaluation/sample_{n}": Html(sample.html()) for n, sample in enumerate(samples, 1)}
+            else:
+                tracker.log_images({"evaluation/acceptance": chart[None]}, step=step, dataformats="NHWC")
+                texts = {f"evaluation/sample_{n}": sample.markdown() for n, sample in enumerate(samples, 1)}
+            tracker.log(texts, step=step)
 
     def _finish(self) -> None:
         for tracker in self._accelerator.trackers:

@@ -1,0 +1,36 @@
+"""The memory that a process has really taken."""
+
+import sys
+
+import psutil
+import torch
+
+if sys.platform != "win32":
+    import resource
+
+
+class MemoryMeter:
+    """From the moment it is made; to be made before models are loaded.
+
+    On an accelerator it asks torch's allocator. On a CPU it compares the process's resident memory with that at the
+    beginning, so that what Python and its libraries take does not count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+        self._before = psutil.Process().memory_info().rss
+
+    def peak(self) -> int:
+        """Most bytes so far."""
+        if self._cuda is not None:
+            return torch.cuda.max_memory_allocated(self._cuda)
+        return max(0, _most_resident() - self._before)
+
+
+def _most_resident() -> int:
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
