@@ -26,6 +26,7 @@ from draftsmith.train.batches import batch_indices, collate
 from draftsmith.train.console import Console as TrainConsole
 from draftsmith.train.drafters import data_and_drafter
 from draftsmith.train.optimizers import optimizers
+from draftsmith.train.placement import Placement
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, Last
 
@@ -41,7 +42,7 @@ def arguments() -> argparse.Namespace:
 def measure(family: str, target: LoadedTarget, options: argparse.Namespace, table: Table) -> None:
     recipe = load_recipe(f"{family}/embedded", [f"data.count={options.samples}", "data.response_tokens=96"])
     accelerator, console = Accelerator(), TrainConsole(False)
-    length, data, drafter = data_and_drafter(recipe, target, accelerator, console)
+    length, data, drafter = data_and_drafter(recipe, target, accelerator, Placement(recipe, accelerator), console)
     online = OnlineTeacher(target.model, drafter.needs.layers)
     teachers: dict[str, OnlineTeacher | CachedTeacher] = {"online": online}
     stored = {"online": 0.0}

@@ -65,6 +65,27 @@ def train(
 
 
 @app.command()
+def memory(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe: see `draftsmith recipes`.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the file.")] = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="That share a batch.")] = 1,
+    sharded: Annotated[bool, typer.Option("--sharded", help="Under FSDP2 or ZeRO.")] = False,
+) -> None:
+    """Tell what memory a recipe will take in each process, from the target's config alone: nothing is loaded."""
+    from draftsmith.distill.targets import load_tokenizer
+    from draftsmith.train.launching import precision, require_divisible
+    from draftsmith.train.memory import estimate_memory
+    from draftsmith.train.recipe import load_recipe
+
+    checked = load_recipe(recipe, overrides)
+    require_divisible(checked, processes)
+    target = checked.target
+    _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    bf16 = precision(checked) == "bf16"
+    typer.echo(f"about {estimate_memory(checked, config, processes=processes, sharded=sharded, bf16=bf16)}")
+
+
+@app.command()
 def adapt(
     drafter: Annotated[str, typer.Argument(help="A folder that `draftsmith train` wrote.")],
     prompts: Annotated[str, typer.Argument(help="Served prompts, with what the target answered: JSONL and its like.")],

@@ -25,7 +25,7 @@ from draftsmith.storage import write_text
 from draftsmith.train.console import Console as TrainConsole
 from draftsmith.train.data import check_sources
 from draftsmith.train.drafters import data_and_drafter
-from draftsmith.train.launching import precision
+from draftsmith.train.placement import Placement
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.teachers import make_teacher
 
@@ -150,9 +150,10 @@ def prepare(recipe: Recipe) -> None:
     """Do all that a run does before its first step: sample the target, build the teacher's cache."""
     check_sources(recipe)
     settings, console = recipe.target, TrainConsole(True)
-    accelerator = Accelerator(mixed_precision=precision(recipe))  # the run's: cached states are made under it
+    accelerator = Accelerator()
+    placement = Placement(recipe, accelerator)
     options = {"revision": settings.revision, "dtype": settings.dtype, "device": accelerator.device}
     target = load_target(settings.model, trust_remote_code=settings.trust_remote_code, **options)
-    _, data, drafter = data_and_drafter(recipe, target, accelerator, console)
-    make_teacher(recipe, target.model, drafter, data.rows, accelerator, console)
+    _, data, drafter = data_and_drafter(recipe, target, accelerator, placement, console)
+    make_teacher(recipe, target.model, drafter, data.rows, accelerator, placement, console)
     console.say(f"{recipe.name}: {len(data.rows):,} rows and {len(data.heldout)} held-out prompts are ready")

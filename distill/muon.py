@@ -10,6 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from draftsmith.heads.sharding import like, whole
+
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Newton-Schulz coefficients of the authors: after five rounds all singular values lie in about 0.7 to 1.2."""
 
@@ -52,12 +54,14 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                momenta = torch.stack([self._momentum(parameter, group["momentum"]) for parameter in parameters])
+                # What is in shards is gathered: a matrix is made orthogonal as a whole, on every process.
+                momenta = torch.stack([whole(self._momentum(parameter, group["momentum"])) for parameter in parameters])
                 updates = orthogonalised(momenta, dtype=group["dtype"])
                 # An orthogonal update has RMS 1/sqrt(longer side); this brings it to the 0.2 that is usual for Adam.
                 scale = 0.2 * max(shape) ** 0.5
                 for parameter, update in zip(parameters, updates, strict=True):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(like(update, parameter), alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Nesterov's: the running mean of gradients, looked at one step ahead."""

@@ -2,14 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from draftsmith.storage import atomic_folder, write_json
 from draftsmith.train.step import Last
@@ -36,28 +36,24 @@ class Progress:
         return Last(self.alpha, self.quality_kl)
 
 
-def save_state(
-    folder: Path,
-    progress: Progress,
-    recipe: dict[str, Any],
-    drafter: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    keep: int,
-) -> None:
+@dataclass(frozen=True)
+class TrainState:
+    """What training changes, in whole tensors, whichever engine kept it: a run may go on under another one."""
+
+    weights: dict[str, Tensor]
+    """By name."""
+    moments: dict[str, dict[str, Tensor]]
+    """Of the optimizers: by name of the weight and the optimizer's key; nothing before the first step."""
+
+
+def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: TrainState, keep: int) -> None:
     """Write `folder/step-NNNNNN` atomically, then delete all but the `keep` newest.
 
     `recipe`: plain values of what is trained, so that a checkpoint says by itself which run it belongs to.
     """
-    moments = {
-        f"{name}/{key}": value.detach().cpu().contiguous()
-        for name, parameter in trained(drafter).items()
-        for optimizer in optimizers
-        if parameter in optimizer.state
-        for key, value in optimizer.state[parameter].items()
-    }
-    weights = {name: value.detach().cpu().contiguous() for name, value in trained(drafter).items()}
+    moments = {f"{name}/{key}": value for name, values in state.moments.items() for key, value in values.items()}
     with atomic_folder(folder / f"step-{progress.step:06d}") as temporary:
-        save_file(weights, temporary / "model.safetensors")
+        save_file(state.weights, temporary / "model.safetensors")
         save_file(moments, temporary / "optimizer.safetensors")
         write_json(temporary / STATE, {**asdict(progress), "recipe": recipe})
     for old in _newest_first(folder):
@@ -89,10 +85,18 @@ def trained(drafter: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
 
 
-def load_state(
-    folder: Path, drafter: nn.Module, optimizers: list[torch.optim.Optimizer]
-) -> tuple[Progress | None, list[str]]:
-    """Restore the newest checkpoint that can be read.
+def check_shapes(state: TrainState, shapes: Mapping[str, Sequence[int]]) -> None:
+    """ValueError or KeyError unless `state` is one of weights of these shapes."""
+    for name, shape in shapes.items():
+        for value in (state.weights[name], *(value for value in state.moments.get(name, {}).values() if value.ndim)):
+            if tuple(value.shape) != tuple(shape):
+                raise ValueError(f"{name} has shape {tuple(value.shape)}")
+    if unknown := set(state.moments) - set(shapes):
+        raise KeyError(min(unknown))
+
+
+def load_state(folder: Path, put: Callable[[TrainState], None]) -> tuple[Progress | None, list[str]]:
+    """Hand the newest checkpoint that can be read to `put`, which refuses what does not fit before it changes anything.
 
     Returns its progress (None when there is none) and a line for each damaged one that was passed over.
     """
@@ -101,36 +105,17 @@ def load_state(
         try:
             stored = json.loads((candidate / STATE).read_text(encoding="utf-8"))
             weights = load_file(candidate / "model.safetensors")
-            moments = load_file(candidate / "optimizer.safetensors")
+            moments: dict[str, dict[str, Tensor]] = {}
+            for place, value in load_file(candidate / "optimizer.safetensors").items():
+                name, _, key = place.rpartition("/")
+                moments.setdefault(name, {})[key] = value
             progress = Progress(**{key: value for key, value in stored.items() if key != "recipe"})
-            _restore(weights, moments, drafter, optimizers)
+            put(TrainState(weights, moments))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
             problems.append(f"checkpoint {candidate.name} cannot be read ({error}); trying the one before")
             continue
         return progress, problems
     return None, problems
-
-
-def _restore(weights: dict, moments: dict, drafter: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    parameters = trained(drafter)
-    state: dict[Any, dict[str, torch.Tensor]] = {}
-    for name, parameter in parameters.items():
-        if weights[name].shape != parameter.shape:
-            raise ValueError(f"{name} has shape {tuple(weights[name].shape)}")
-    for name, value in moments.items():
-        parameter, _, key = name.rpartition("/")
-        state.setdefault(parameters[parameter], {})[key] = value
-    # Only now that everything is known to be there, so that a torn file changes nothing.
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
-    for optimizer in optimizers:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if parameter in state:
-                optimizer.state[parameter] = {
-                    key: value if key == "step" else value.to(parameter.device)
-                    for key, value in state[parameter].items()
-                }
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -8,6 +8,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from draftsmith.train.meter import in_units
+
 
 class Console:
     """Prints on the main process, stays silent on all others."""
@@ -44,5 +46,5 @@ class Console:
 
 
 def _numbers(row: dict[str, Any]) -> str:
-    memory, rate = row["memory_bytes"] / 2**30, row["tokens_per_second"]
-    return f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f} {rate:.0f} tok/s {memory:.1f} GiB"
+    rate, memory = row["tokens_per_second"], in_units(row["memory_bytes"])
+    return f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f} {rate:.0f} tok/s {memory}"

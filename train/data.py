@@ -23,6 +23,7 @@ from draftsmith.heads.drafter import Drafter
 from draftsmith.heads.vocabulary import most_frequent
 from draftsmith.provenance import fingerprint
 from draftsmith.train.console import Console
+from draftsmith.train.placement import Placement
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.sections import DataSection
 from draftsmith.train.teachers import check_teacher
@@ -67,7 +68,12 @@ def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
 
 
 def prepare_data(
-    recipe: Recipe, target: LoadedTarget, drafter: Drafter, accelerator: Accelerator, console: Console
+    recipe: Recipe,
+    target: LoadedTarget,
+    drafter: Drafter,
+    accelerator: Accelerator,
+    placement: Placement,
+    console: Console,
 ) -> TrainingData:
     """Read the prompts and sample the target's responses, or take them from the cache or the file."""
     data, evaluation = recipe.data, recipe.evaluation
@@ -96,7 +102,7 @@ def prepare_data(
         return TrainingData(_ready(examples, data, console), heldout)
     settings = _sample_settings(recipe, seed=recipe.train.seed)
     sampler = Sampler(target, chat, settings, drafter if data.drafter_share else None, speculate=False)
-    rows = target_samples(sampler, examples, share=_share(accelerator), progress=console.visible)
+    rows = target_samples(sampler, examples, share=_share(accelerator, placement), progress=console.visible)
     return TrainingData(_ready(rows, data, console), heldout, examples)
 
 
@@ -135,6 +141,7 @@ def resample(
     data: TrainingData,
     number: int,
     accelerator: Accelerator,
+    placement: Placement,
     console: Console,
 ) -> tuple[TrainingData, dict[str, float]]:
     """Ask everything again in round `number`, through the decoder with the drafter as it is now.
@@ -150,7 +157,9 @@ def resample(
     chat = chat_of(recipe.data, target)
     sampler = Sampler(target, chat, settings, drafter, speculate=recipe.data.speculate, draft_length=length)
     folder = Path(recipe.output) / "samples" / f"round-{number:03d}"
-    rows = target_samples(sampler, data.questions, folder=folder, share=_share(accelerator), progress=console.visible)
+    rows = target_samples(
+        sampler, data.questions, folder=folder, share=_share(accelerator, placement), progress=console.visible
+    )
     drafter.train(was_training)
     measured = {"tau": sampler.tokens / sampler.rounds, "tokens": sampler.tokens} if sampler.rounds else {}
     return TrainingData(_ready(rows, recipe.data, console), data.heldout, data.questions), measured
@@ -161,8 +170,8 @@ def _sample_settings(recipe: Recipe, seed: int) -> SampleSettings:
     return SampleSettings(data.response_tokens, data.temperature, data.batch_size, seed, data.drafter_share)
 
 
-def _share(accelerator: Accelerator) -> Share:
-    return Share(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
+def _share(accelerator: Accelerator, placement: Placement) -> Share:
+    return Share(accelerator.process_index, accelerator.num_processes, placement.meet)
 
 
 def _ready(rows: Dataset, data: DataSection, console: Console) -> Dataset:

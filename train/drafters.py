@@ -13,13 +13,17 @@ from draftsmith.heads.lora import add_lora, check_lora
 from draftsmith.heads.vocabulary import checked_size
 from draftsmith.train.console import Console
 from draftsmith.train.data import TrainingData, frequent_tokens, prepare_data
+from draftsmith.train.placement import Placement
 from draftsmith.train.recipe import Recipe
 
 
 def data_and_drafter(
-    recipe: Recipe, target: LoadedTarget, accelerator: Accelerator, console: Console
+    recipe: Recipe, target: LoadedTarget, accelerator: Accelerator, placement: Placement, console: Console
 ) -> tuple[int, TrainingData, TrainableDrafter]:
-    """(draft length, data, new drafter). With a draft vocabulary the drafter depends on the responses."""
+    """(draft length, data, new drafter). With a draft vocabulary the drafter depends on the responses.
+
+    The target is placed in between: drafters are made from whole layers, and are moved to where it then is.
+    """
     model = target.model
     kind, options = HEADS[recipe.drafter.type], recipe.drafter_options()
     size = checked_size(recipe.draft_vocab_size, model.get_output_embeddings().weight.shape[0])
@@ -31,7 +35,9 @@ def data_and_drafter(
     drafter = _started(recipe, target, kind.from_target(model, **options, **any_tokens))
     draft_length = recipe.draft_length(drafter.max_draft_length)
     _check_target(recipe, model, drafter)
-    data = prepare_data(recipe, target, drafter, accelerator, console)
+    placement.place(target)
+    drafter.to(accelerator.device)
+    data = prepare_data(recipe, target, drafter, accelerator, placement, console)
     if size is not None and recipe.start_from is None:
         torch.manual_seed(recipe.train.seed)
         drafter = kind.from_target(model, **options, draft_vocabulary=frequent_tokens(data.rows, size, target))

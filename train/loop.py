@@ -15,21 +15,22 @@ from draftsmith.storage import write_json
 from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import batch_indices, collate, response_tokens
 from draftsmith.train.best import BestDrafter
-from draftsmith.train.checkpoint import trained
 from draftsmith.train.console import Console
 from draftsmith.train.data import check_sources, resample
 from draftsmith.train.drafters import data_and_drafter
+from draftsmith.train.engines import make_engine
 from draftsmith.train.evaluate import evaluate_drafter
-from draftsmith.train.launching import on_cpu, precision, require_divisible
-from draftsmith.train.memory import announce_memory, in_units
-from draftsmith.train.meter import MemoryMeter
+from draftsmith.train.launching import make_accelerator
+from draftsmith.train.memory import announce_memory
+from draftsmith.train.meter import MemoryMeter, in_units
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FAILED, FINISHED, check_output, claim_output
+from draftsmith.train.placement import Placement
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.record import Record
 from draftsmith.train.signals import leave
 from draftsmith.train.step import Last
 from draftsmith.train.teachers import make_teacher
-from draftsmith.train.trackers import TRACKER_FOLDER, require_tracker
+from draftsmith.train.trackers import require_tracker
 
 
 def train(recipe: Recipe) -> Path:
@@ -52,13 +53,7 @@ def train(recipe: Recipe) -> Path:
     if (folder / FINISHED).exists():
         Console(True).say(f"{recipe.name}: already finished in {folder}")
         return folder / DRAFTER
-    accelerator = Accelerator(
-        mixed_precision=precision(recipe),
-        log_with=None if recipe.tracker == "none" else recipe.tracker,
-        project_dir=str(folder / TRACKER_FOLDER),
-        cpu=on_cpu(),
-    )
-    require_divisible(recipe, accelerator.num_processes)
+    accelerator = make_accelerator(recipe, folder)
     accelerator.wait_for_everyone()  # every process has looked at the folder before the first one writes
     if accelerator.is_main_process:
         claim_output(recipe)
@@ -102,30 +97,36 @@ class _Run:
         self.memory = MemoryMeter(accelerator.device)
         self.estimate = announce_memory(recipe, accelerator, self.console)
         settings = recipe.target
+        self.placement = Placement(recipe, accelerator)
         with accelerator.main_process_first():  # the embedded target is built once, the Hub is asked once
             self.target: LoadedTarget = load_target(
                 settings.model,
                 revision=settings.revision,
                 dtype=settings.dtype,
                 trust_remote_code=settings.trust_remote_code,
-                device=accelerator.device,
+                device=self.placement.load_to,
                 progress=accelerator.is_main_process,
             )
-        self.draft_length, self.data, self.drafter = data_and_drafter(recipe, self.target, accelerator, self.console)
+        self.draft_length, self.data, self.drafter = data_and_drafter(
+            recipe, self.target, accelerator, self.placement, self.console
+        )
         self.round = 0
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
         self.record = Record(recipe, accelerator, self.console, best)
         self.stopping = self.record.stopping
-        self.teacher = make_teacher(recipe, self.target.model, self.drafter, self.data.rows, accelerator, self.console)
         target = self.target.model
-        self.step_module, made, self.adapters = step_and_optimizers(recipe, target, self.drafter, self.teacher)
+        self.teacher = make_teacher(
+            recipe, target, self.drafter, self.data.rows, accelerator, self.placement, self.console
+        )
+        step, made, self.adapters = step_and_optimizers(recipe, target, self.drafter, self.teacher)
         best.adapters = self.adapters
-        self.module, *self.optimizers = accelerator.prepare(self.step_module, *made)
+        self.engine = make_engine(recipe, accelerator, step, made)
+        self.module, self.optimizers = self.engine.module, self.engine.optimizers
         config = self.target.model.config
         self.start_token = config.decoder_start_token_id if config.is_encoder_decoder else None
 
     def train(self) -> None:
-        progress, stopping = self.record.resume(self.step_module, self._plain_optimizers()), self.stopping
+        progress, stopping = self.record.resume(self.engine), self.stopping
         step, self.last = (0, Last()) if progress is None else (progress.step, progress.last)
         self.evaluated = progress is not None and progress.evaluated
         name, settings = self.recipe.name, self.recipe.train
@@ -166,18 +167,15 @@ class _Run:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("ratio", 1.0)
         sums = self._accumulate(indices, tokens, step / settings.steps)
-        norm = accelerator.clip_grad_norm_(self.module.parameters(), settings.clip_norm)
         loss_sum, *counts, quality = sums
         flags = loss_sum.new_tensor(self.stopping.flags())
         alpha_K, match_K, count_K = (accelerator.reduce(value, "sum") for value in counts)
         told = accelerator.reduce(torch.cat([torch.stack([loss_sum, quality.to(loss_sum)]), flags]), "sum").tolist()
         self.stopping.agree(told[2:])
         loss = told[0] / tokens
-        if not math.isfinite(loss) or not math.isfinite(float(norm)):
-            self._stop_at(step, indices, loss, float(norm))
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        norm = self.engine.step() if math.isfinite(loss) else math.nan
+        if not math.isfinite(norm):
+            self._stop_at(step, indices, loss, norm)
         seconds = time.perf_counter() - started
         self.last = Last((alpha_K / count_K.clamp_min(1)).tolist(), told[1] / tokens)
         return {
@@ -186,7 +184,7 @@ class _Run:
             "top1": (match_K / count_K.clamp_min(1)).tolist(),
             "lr": rate,
             **({} if self.adapters is None else {"quality_kl": self.last.quality_kl}),
-            "gradient_norm": float(norm),
+            "gradient_norm": norm,
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
             "memory_bytes": self.memory.peak(),
@@ -199,10 +197,9 @@ class _Run:
             return
         self._checkpoint(step)
         self.round, started = number, time.perf_counter()
-        with self.stopping.at_once():  # what has been sampled is on disk, too
-            self.data, sampled = resample(
-                self.recipe, self.target, self.drafter, self.data, number, self.accelerator, self.console
-            )
+        with self.stopping.at_once(), self.engine.whole():  # what has been sampled is on disk, too
+            asked = (self.recipe, self.target, self.drafter, self.data, number)
+            self.data, sampled = resample(*asked, self.accelerator, self.placement, self.console)
         seconds = time.perf_counter() - started
         if sampled and self.accelerator.is_main_process:
             rate = sampled["tokens"] / seconds
@@ -211,7 +208,7 @@ class _Run:
 
     def _stop_at(self, step: int, indices: list[int], loss: float, norm: float) -> None:
         """Keep the state before the step, and what it was fed, for whoever looks for the reason; then stop."""
-        if all(bool(parameter.isfinite().all()) for parameter in trained(self.step_module).values()):
+        if self.engine.finite():
             self._checkpoint(step)
         file = self.folder / FAILED
         if self.accelerator.is_main_process:
@@ -232,11 +229,10 @@ class _Run:
         for part in range(parts):
             begin = (part * accelerator.num_processes + accelerator.process_index) * size
             batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token)
-            last = part == parts - 1
-            with torch.enable_grad() if last else accelerator.no_sync(self.module):
+            with self.engine.part(last=part == parts - 1):
                 values = self.module(batch, done, self.last)
                 # Engines average gradients over processes; the sum over all tokens is wanted.
-                accelerator.backward(values[0] * accelerator.num_processes / tokens)
+                self.engine.backward(values[0] * accelerator.num_processes / tokens)
             detached = [value.detach() for value in values]
             totals = detached if not totals else [a + b for a, b in zip(totals, detached, strict=True)]
         return totals
@@ -246,28 +242,27 @@ class _Run:
 
         A signal cuts it short: it is then the first thing to do when the run goes on.
         """
-        if self.accelerator.is_main_process:
-            found = evaluate_drafter(
-                self.target.model,
-                self.drafter,
-                self.data.heldout,
-                self.recipe.evaluation,
-                self.draft_length,
-                stop=lambda: self.stopping.received is not None,
-            )
-            if found is not None:
-                result, outputs = found
-                if self.adapters is not None:
-                    result["target_quality"] = measure_quality(self.target.model, self.data.heldout)
-                self.record.log({"step": step, "evaluation": result})
-                self.record.show(step, result, outputs, self.target.tokenizer)
-                self.console.evaluation(step, result)
-                self.record.offer(step, result)
-                self.evaluated = True
+        with self.engine.whole():
+            if self.accelerator.is_main_process:
+                found = evaluate_drafter(
+                    self.target.model,
+                    self.drafter,
+                    self.data.heldout,
+                    self.recipe.evaluation,
+                    self.draft_length,
+                    stop=lambda: self.stopping.received is not None,
+                )
+                if found is not None:
+                    result, outputs = found
+                    if self.adapters is not None:
+                        result["target_quality"] = measure_quality(self.target.model, self.data.heldout)
+                    self.record.log({"step": step, "evaluation": result})
+                    self.record.show(step, result, outputs, self.target.tokenizer)
+                    self.console.evaluation(step, result)
+                    self.record.offer(step, result)
+                    self.evaluated = True
+            self.placement.meet()
         self.record.meet()
 
     def _checkpoint(self, step: int) -> None:
         self.record.checkpoint(step, self.last, self.evaluated)
-
-    def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer.optimizer for optimizer in self.optimizers]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
@@ -12,11 +13,14 @@ from draftsmith.distill.targets import DTYPES, load_tokenizer
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS, TrainableDrafter
+from draftsmith.heads.draft_model import layer_lists
 from draftsmith.heads.drafter import TeacherSignals
 from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import Batch
 from draftsmith.train.console import Console
+from draftsmith.train.launching import precision
 from draftsmith.train.live_bytes import without_data
+from draftsmith.train.meter import in_units
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import Last
 
@@ -58,18 +62,20 @@ class MemoryEstimate:
         return f"{in_units(self.training)} a process in training ({text}){sampling}"
 
 
-def in_units(count: float) -> str:
-    """Bytes as people write them."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
 def estimate_memory(
-    recipe: Recipe, config: PreTrainedConfig, *, device: str = "cpu", processes: int = 1, bf16: bool = False
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    *,
+    device: str = "cpu",
+    processes: int = 1,
+    sharded: bool = False,
+    bf16: bool = False,
 ) -> MemoryEstimate:
     """What a step with sequences as long as the recipe allows will hold, without loading anything.
 
     Two steps are run, since the optimizer's state comes with the first; the second one's peak counts. `config`: the
-    target's. `bf16`: under autocast. What is replicated over `processes` counts whole.
+    target's. `sharded`: FSDP2 or ZeRO, which share out the optimizer's state; weights and gradients are whole during a
+    step. `bf16`: under autocast.
 
     Raises:
         ConfigError: for a drafter that does not fit the target.
@@ -94,10 +100,26 @@ def estimate_memory(
             live.peak = live.now
             _one_step(step, optimizers, _batch(recipe, config, width, processes), device, bf16)
         moments = live.now - weights - drafted
-        copies = 2 if processes > 1 else 1  # DDP keeps gradients in buckets of its own, too
+        copies = 2 if processes > 1 and not sharded else 1  # DDP keeps gradients in buckets of its own, too
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = _cache_bytes(recipe, config) if data.response == "target" and recipe.teacher.kind != "logprobs" else 0
-        return MemoryEstimate(weights, drafted, copies * trained, moments, rest, cache)
+        elsewhere = _elsewhere(recipe, target, device, processes)
+        mine = moments // processes if sharded else moments
+        return MemoryEstimate(weights - elsewhere, drafted, copies * trained, mine, rest, cache)
+
+
+def _elsewhere(recipe: Recipe, target: nn.Module, device: str, processes: int) -> int:
+    """Bytes of the target that lie in the host's memory or with other processes, see train/placement.py."""
+    offload = recipe.target.offload and torch.device(device).type != "cpu"
+    if not offload and not (recipe.target.sharded and processes > 1):
+        return 0
+    layers = [_bytes(layer) for name in layer_lists(target) for layer in target.get_submodule(name)]
+    kept = 0 if offload else sum(layers) // processes
+    return sum(layers) - kept - max(layers)  # one of them is there while it computes
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in module.parameters())
 
 
 def announce_memory(recipe: Recipe, accelerator: Accelerator, console: Console) -> MemoryEstimate | None:
@@ -110,8 +132,9 @@ def announce_memory(recipe: Recipe, accelerator: Accelerator, console: Console) 
     if not console.visible:
         return None
     here = {"device": str(accelerator.device), "processes": accelerator.num_processes}
+    here["sharded"] = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     try:
-        estimate = estimate_memory(recipe, config, **here, bf16=accelerator.mixed_precision == "bf16")
+        estimate = estimate_memory(recipe, config, **here, bf16=precision(recipe) == "bf16")
     except ConfigError:
         raise
     except Exception as error:  # whatever it is: what could not be told beforehand may run all the same

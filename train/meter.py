@@ -29,6 +29,11 @@ class MemoryMeter:
         return max(0, _most_resident() - self._before)
 
 
+def in_units(count: float) -> str:
+    """Bytes as people write them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
 def _most_resident() -> int:
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset

@@ -78,7 +78,7 @@ def _unknown(place: str, error: Exception) -> ConfigError:
 
 def comparable(recipe: Recipe) -> dict[str, Any]:
     """The recipe as plain values, without what may differ between two starts of one run."""
-    return recipe.model_dump(mode="json", exclude={"output"})
+    return recipe.model_dump(mode="json", exclude={"output": True, "target": {"sharded"}})
 
 
 def _first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, Any] | None:

@@ -22,6 +22,8 @@ from draftsmith.train.sections import (
 )
 
 DEFAULT_DRAFT_LENGTH = 4
+LAUNCH_CONFIGS = "accelerate"
+"""The folder beside the recipes with configs for `accelerate launch`."""
 BOUNDS = (
     ("greater_than", ">", "gt"),
     ("greater_than_equal", ">=", "ge"),
@@ -80,7 +82,7 @@ def shipped_recipes() -> dict[str, str]:
     root = files("draftsmith.recipes")
     found = {}
     for folder in sorted(root.iterdir(), key=lambda entry: entry.name):
-        if folder.is_dir():
+        if folder.is_dir() and folder.name != LAUNCH_CONFIGS:
             for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
                 if file.name.endswith(".yaml"):
                     found[f"{folder.name}/{file.name.removesuffix('.yaml')}"] = file.read_text(encoding="utf-8")

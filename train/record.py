@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
-from torch import nn
 
 from draftsmith.decode.output import DecodeOutput
 from draftsmith.provenance import environment
 from draftsmith.train.best import BestDrafter
 from draftsmith.train.checkpoint import Progress, load_state, prune, save_state
 from draftsmith.train.console import Console
+from draftsmith.train.engines import Engine
 from draftsmith.train.memory import MemoryEstimate
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, METRICS, Metrics, comparable, finish
 from draftsmith.train.recipe import Recipe
@@ -38,10 +38,10 @@ class Record:
         self._saved: int | None = None
         self._tracker: Tracker | None = None
 
-    def resume(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress | None:
+    def resume(self, engine: Engine) -> Progress | None:
         """Put everything back to where the last checkpoint was written; None when there is none."""
-        self._module, self._optimizers = module, optimizers
-        progress, problems = load_state(self._folder / CHECKPOINTS, module, optimizers)
+        self._engine = engine
+        progress, problems = load_state(self._folder / CHECKPOINTS, engine.put)
         for problem in problems:
             self._console.say(problem)
         if progress is not None:
@@ -79,12 +79,13 @@ class Record:
         """Unless the newest one is of this very step."""
         if step == self._saved:
             return
+        state = self._engine.state()
         if self._main:
             progress = Progress(step, self.best.tau, self.best.step, last.alpha, last.quality_kl, evaluated)
-            state = (comparable(self._recipe), self._module, self._optimizers)
+            recipe, keep = comparable(self._recipe), self._recipe.train.keep_checkpoints
             with self._writing(CHECKPOINTS):
                 self._metrics.sync()
-                save_state(self._folder / CHECKPOINTS, progress, *state, keep=self._recipe.train.keep_checkpoints)
+                save_state(self._folder / CHECKPOINTS, progress, recipe, state, keep)
         self.meet()
         self._saved = step
 

@@ -17,7 +17,9 @@ class TargetSection(Section):
     trust_remote_code: bool = False
     """Run code that the target's repository carries."""
     offload: bool = False
-    """Keep the target's layers in the host's memory, and move each to the accelerator while it computes."""
+    """Keep its layers in the host's memory, and move each to the accelerator while it computes."""
+    sharded: bool = False
+    """Keep a share of its layers on each process, where there are several; by default each has all of it."""
 
 
 class DataSection(Section):

@@ -12,6 +12,8 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.drafter import Drafter
 from draftsmith.train.console import Console
+from draftsmith.train.launching import autocast
+from draftsmith.train.placement import Placement
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import Teacher
 
@@ -32,7 +34,13 @@ def check_teacher(recipe: Recipe) -> None:
 
 
 def make_teacher(
-    recipe: Recipe, target: nn.Module, drafter: Drafter, rows: Dataset, accelerator: Accelerator, console: Console
+    recipe: Recipe,
+    target: nn.Module,
+    drafter: Drafter,
+    rows: Dataset,
+    accelerator: Accelerator,
+    placement: Placement,
+    console: Console,
 ) -> Teacher:
     """Every process builds its share of the shards that are missing; the others wait for it."""
     if recipe.teacher.kind == "logprobs":
@@ -48,9 +56,9 @@ def make_teacher(
     accelerator.wait_for_everyone()  # all have seen the same shards before the first one writes
     share = missing[accelerator.process_index :: accelerator.num_processes]
     if missing:
-        with console.bar("teacher cache", len(share), 0) as advance, accelerator.autocast():
+        with console.bar("teacher cache", len(share), 0) as advance, autocast(recipe, accelerator.device):
             cache.build(share, online, lambda: advance({}))
-    accelerator.wait_for_everyone()
+    placement.meet()
     console.say(
         f"teacher cache: {sum(cache.lengths)} tokens at {cache.bytes_a_token():.0f} bytes each in {cache.folder}; "
         f"{len(missing)} of {cache.shards} shards were built now"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -349,6 +350,33 @@ def test_a_loss_that_is_no_number_stops_the_run(
     with pytest.raises(DraftsmithError, match="at step 8"):
         loop.train(load_recipe(str(recipe_file)))
     assert (tmp_path / "run" / "checkpoints" / "step-000004").is_dir()
+
+
+DRAFTERS = {"draft_model": ["drafter.num_hidden_layers=2"], "eagle": ["drafter.train_steps=2"], "hydra": []}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_what_saves_memory_changes_no_number(kind: str, recipe_file: Path, tmp_path: Path) -> None:
+    overrides = [f"drafter.type={kind}", *DRAFTERS[kind], "train.steps=3", "evaluation.count=1"]
+    saving = ["target.offload=true", "train.activation_checkpointing=true", "objective.chunk_tokens=7"]
+    curves = []
+    for name, more in (("plain", []), ("saving", saving)):
+        output = [f"output={tmp_path / name}"]
+        loop.train(load_recipe(str(recipe_file), [*overrides, *more, *output]))
+        curves.append(_losses(tmp_path / name))
+    # Chunks are summed in another order; nothing else differs, bit by bit.
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5, abs=1e-6)
+
+
+def test_a_run_says_what_memory_it_will_take_and_took(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop.train(load_recipe(str(recipe_file), ["train.steps=2", "evaluation.count=1"]))
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"memory: about \d+ MiB a process in training \(target \d+ MiB, drafter", said)
+    told = json.loads((tmp_path / "run" / "finished.json").read_text())["memory"]
+    assert told["estimated_bytes"] > 0
+    assert all(row["memory_bytes"] <= told["peak_bytes"] for row in read_metrics(tmp_path / "run") if "loss" in row)
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])

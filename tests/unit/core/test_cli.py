@@ -90,3 +90,14 @@ class _Bytes:
 def test_half_a_character_waits_for_the_rest() -> None:
     text = IncrementalText(_Bytes())
     assert [text.add(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
+
+
+def test_memory_is_told_without_loading_anything(recipe_file: Path, capsys: pytest.CaptureFixture) -> None:
+    (recipe_file.parent / "tiny-target" / "model.safetensors").unlink()
+    assert "a process in training (target 0 MiB, drafter" in _run(capsys, "memory", str(recipe_file))[1]
+    code, _, said = _run(capsys, "memory", str(recipe_file), "--processes", "3")
+    assert code == 2
+    assert "train.batch_size=8; expected a multiple of 3" in said
+    config = recipe_file.parent / "tiny-target" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "gptq"},', 1))
+    assert "target is quantised" in _run(capsys, "memory", str(recipe_file))[2]

@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from draftsmith import storage
 from draftsmith.storage import atomic_folder, clear_leftovers, write_text
 from draftsmith.train.checkpoint import Progress, load_state, save_state
+from draftsmith.train.engines import TorchEngine
+
+
+def _engine(module: nn.Module, optimizer: torch.optim.Optimizer) -> TorchEngine:
+    return TorchEngine(Accelerator(cpu=True), module, [optimizer], clip_norm=1.0)
 
 
 def _save(folder: Path, step: int, keep: int = 2) -> None:
@@ -18,12 +24,13 @@ def _save(folder: Path, step: int, keep: int = 2) -> None:
     optimizer = torch.optim.AdamW(module.parameters())
     module.weight.sum().backward()
     optimizer.step()
-    save_state(folder, Progress(step, 1.0, 0), {"name": "x"}, module, [optimizer], keep)
+    state = _engine(module, optimizer).state()
+    save_state(folder, Progress(step, 1.0, 0), {"name": "x"}, state, keep)
 
 
 def _load(folder: Path) -> tuple[int | None, list[str]]:
     module = nn.Linear(2, 2)
-    progress, problems = load_state(folder, module, [torch.optim.AdamW(module.parameters())])
+    progress, problems = load_state(folder, _engine(module, torch.optim.AdamW(module.parameters())).put)
     return None if progress is None else progress.step, problems
 
 

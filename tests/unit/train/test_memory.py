@@ -70,7 +70,7 @@ def real_peak(recipe: Recipe, make_target: Callable[[], nn.Module]) -> int:
         ({"type": "draft_model", "num_hidden_layers": 2}, {"train": {"activation_checkpointing": True}}),
         ({"type": "medusa"}, {"objective": {"chunk_tokens": 1024}}),
         ({"type": "medusa"}, {"train": {"gradient_accumulation": 4, "optimizer": "muon"}}),
-        ({"type": "medusa", "num_heads": 1}, {"cotrain": {"lora_rank": 4, "warmup_fraction": 0.0}}),
+        ({"type": "medusa"}, {"cotrain": {"lora_rank": 4, "warmup_fraction": 0.0}}),
         ({"type": "eagle3", "train_steps": 3, "layers": [1, 2]}, {}),
     ],
     ids=lambda value: str(value)[:60],

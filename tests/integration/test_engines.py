@@ -1,0 +1,213 @@
+"""One recipe under all engines, in one and two processes on a CPU: the same numbers, and one checkpoint for all."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import make_llama
+from forked import Processes
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.train.output import read_metrics
+
+ENGINES = {
+    "one": (1, {}),
+    "ddp": (2, {"ACCELERATE_USE_CPU": "true"}),
+    "fsdp2": (2, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
+    "zero2": (2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
+    "zero3": (2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
+}
+SEVERAL = [name for name, (processes, _) in ENGINES.items() if processes > 1]
+LOSS = {"rtol": 1e-5, "atol": 0.0}
+"""float32 sums over a batch in another order: 1e-7 a step, which a handful of steps multiplies."""
+WEIGHTS = {"rtol": 1e-4, "atol": 1e-5}
+"""AdamW divides by the root of a moment, so that a small gradient's rounding moves its weight by more."""
+
+
+@dataclass
+class Runs:
+    place: Path
+    processes: Processes
+
+    def start(self, name: str, engine: str, *overrides: str) -> list[int]:
+        count, environment = ENGINES[engine]
+        arguments = [str(self.place / "recipe.yaml"), f"output={self.place / name}", *overrides]
+        return self.processes.start(arguments, self.log(name), count, environment)
+
+    def run(self, name: str, engine: str, *overrides: str, code: int = 0) -> None:
+        assert self.processes.wait(self.start(name, engine, *overrides)) == [code] * ENGINES[engine][0], self.said(name)
+
+    def copied(self, name: str, copy: str) -> str:
+        """A run, as if killed behind the checkpoint before the last."""
+        shutil.copytree(self.place / name, self.place / copy)
+        (self.place / copy / "finished.json").unlink()
+        shutil.rmtree(self.place / copy / "checkpoints" / "step-000006")
+        return copy
+
+    def log(self, name: str) -> Path:
+        return self.place / f"{name}.log"
+
+    def said(self, name: str) -> str:
+        return self.log(name).read_text()[-4000:]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        clock = ("seconds", "tokens_per_second")
+        return [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(self.place / name)]
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.place / name / "checkpoints" / "step-000006" / "model.safetensors")
+
+    def require_same(self, name: str, reference: str) -> None:
+        """Losses, norms and final weights, up to rounding; and what was decoded on the way."""
+        ours, theirs = self.rows(name), self.rows(reference)
+        assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+        for key in ("loss", "gradient_norm"):
+            values = [torch.tensor([row[key] for row in rows if key in row]) for rows in (ours, theirs)]
+            torch.testing.assert_close(*values, **LOSS)
+        ends = [[row["evaluation"] for row in rows if "evaluation" in row] for rows in (ours, theirs)]
+        assert len(ends[0]) == 3
+        for mine, other in zip(*ends, strict=True):
+            assert mine["tau"] == other["tau"]
+        wanted = self.weights(reference)
+        torch.testing.assert_close(self.weights(name), wanted, **WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="module")
+def processes(place: Path) -> Iterator[Processes]:
+    served = Processes({"DRAFTSMITH_CACHE": str(place / "cache")})
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def runs(place: Path, processes: Processes, tiny_tokenizer: PreTrainedTokenizerFast) -> Runs:
+    """All tests share one folder: the target is sampled once, and each engine's run is done once."""
+    made = Runs(place, processes)
+    if (place / "recipe.yaml").exists():
+        return made
+    make_llama(num_hidden_layers=4).save_pretrained(place / "target")
+    tiny_tokenizer.save_pretrained(place / "target")
+    prompts = [{"prompt": "abcdefghijklmnop"[i % 9 :][:5]} for i in range(40)]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    train = {"steps": 6, "batch_size": 8, "gradient_accumulation": 2, "learning_rate": 3e-3, "mixed_precision": "no"}
+    recipe = {
+        "name": "tiny",
+        "output": "replaced",
+        "target": {"model": str(place / "target")},
+        # A head of its own, over a draft vocabulary: weights that the objective reads outside of any module.
+        "drafter": {"type": "eagle3", "layers": [1, 2], "draft_vocab_size": 40},
+        "data": {"prompts": str(place / "prompts.jsonl"), "prompt_tokens": 16, "response_tokens": 16, "count": 24},
+        "train": {**train, "evaluate_every": 3, "checkpoint_every": 3, "draft_length": 3},
+        "evaluation": {"count": 2, "max_new_tokens": 8},
+    }
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    for engine in ENGINES:
+        made.run(engine, engine)
+    return made
+
+
+@pytest.mark.parametrize("engine", SEVERAL)
+def test_all_engines_train_the_same_drafter(engine: str, runs: Runs) -> None:
+    runs.require_same(engine, "one")
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+def test_an_engine_goes_on_bit_by_bit(engine: str, runs: Runs) -> None:
+    again = runs.copied(engine, f"{engine}-again")
+    runs.run(again, engine)
+    assert runs.rows(again) == runs.rows(engine)
+    for name, weight in runs.weights(engine).items():
+        assert torch.equal(runs.weights(again)[name], weight), name
+    drafters = [(runs.place / name / "drafter" / "model.safetensors").read_bytes() for name in (again, engine)]
+    assert drafters[0] == drafters[1]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("fsdp2", "one"), ("one", "fsdp2"), ("zero3", "ddp"), ("ddp", "zero3"), ("zero2", "zero3"), ("one", "zero2")],
+)
+def test_another_engine_and_world_size_may_go_on(first: str, then: str, runs: Runs) -> None:
+    changed = runs.copied(first, f"{first}-{then}")
+    runs.run(changed, then)
+    assert "resuming behind step 3" in runs.said(changed)
+    runs.require_same(changed, "one")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_a_sharded_target_gives_the_same_numbers(engine: str, runs: Runs) -> None:
+    """Its answers are sampled and its states cached with it in shards, by processes with unequal shares."""
+    own = [f"data.count={21 if engine == 'ddp' else 24}", "data.batch_size=5"]
+    cached = ["teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=5"] if engine == "ddp" else []
+    if engine == "ddp":
+        runs.run("whole-target", "one", *own, *cached, "train.seed=3")
+        shutil.rmtree(runs.place / "cache")
+        own.append("train.seed=3")
+    sharded = f"{engine}-sharded"
+    runs.run(sharded, engine, *own, *cached, "target.sharded=true")
+    runs.require_same(sharded, "whole-target" if engine == "ddp" else "one")
+
+
+def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
+    muon = ("train.optimizer=muon",)
+    runs.run("muon", "one", *muon)
+    runs.run("muon-fsdp2", "fsdp2", *muon)
+    runs.require_same("muon-fsdp2", "muon")
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_a_signal_to_one_process_stops_all_behind_one_step(engine: str, runs: Runs) -> None:
+    name = f"{engine}-signal"
+    started = runs.start(name, engine, "train.steps=2000", "train.evaluate_every=2000")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(read_metrics(runs.place / name)) < 3:
+        time.sleep(0.01)
+    os.kill(started[1], signal.SIGTERM)
+    assert runs.processes.wait(started) == [143, 143], runs.said(name)
+    last = runs.rows(name)[-1]["step"]
+    assert (runs.place / name / "checkpoints" / f"step-{last:06d}").is_dir()
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+def test_a_loss_that_is_no_number_changes_no_weight(engine: str, runs: Runs) -> None:
+    """Steps of 1e30 blow the weights up, and the next loss is none; what is kept is the state before that step."""
+    name = f"{engine}-none"
+    runs.run(name, engine, "train.learning_rate=1e30", "train.weight_decay=0.5", "evaluation.count=1", code=2)
+    assert "DraftsmithError: loss=" in runs.said(name)
+    assert json.loads((runs.place / name / "failed_batch.json").read_text())["rows"]
+    losses = [row["loss"] for row in runs.rows(name) if "loss" in row]
+    assert all(torch.tensor(losses).isfinite())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["cpu_2", "fsdp2_2cpu", "zero2_8gpu", "zero3_8gpu"])
+def test_shipped_launch_configs_start_a_run(config: str, runs: Runs) -> None:
+    """Through `accelerate launch` itself; those for GPUs on two processes of this CPU."""
+    file = Path(__file__).parents[2] / "recipes" / "accelerate" / f"{config}.yaml"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    name = f"launched-{config}"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
+    launch += ["--main_process_port", port, "-m", "draftsmith.train", str(runs.place / "recipe.yaml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DRAFTSMITH_CACHE": str(runs.place / "cache")}
+    result = subprocess.run([*launch, f"output={runs.place / name}"], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    runs.require_same(name, "one")
