@@ -59,7 +59,7 @@ class Processes:
 
 def serve() -> None:
     """Read a run a line and fork it; print its process id, and its exit code once asked to wait."""
-    import deepspeed  # noqa: F401
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (compiles on import, which DeepSpeed does on its way)
     import torch
 
     from draftsmith.train import loop, zero  # noqa: F401

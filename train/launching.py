@@ -46,6 +46,7 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         project_dir=str(folder / TRACKER_FOLDER),
         **options,
     )
+    require_divisible(recipe, accelerator.num_processes)  # other launchers than torchrun say it in other variables
     if _asked(DEEPSPEED):
         unset_hf_deepspeed_config()  # or under ZeRO-3 transformers would cut the target up while it is loaded
     if _asked(FSDP) and accelerator.distributed_type == DistributedType.MULTI_CPU:

@@ -80,7 +80,7 @@ class Placement:
         device = self._accelerator.device
         mesh = init_device_mesh(device.type, (self._accelerator.num_processes,))
         for layer in layers:
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # by default the outermost module is not
         model.to(device)
         self._layers = list(layers)
         self._gather_all()  # outside of inference mode, or what is gathered into could not be used outside of it

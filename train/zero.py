@@ -65,6 +65,7 @@ def make_plugin(recipe: Recipe, precision: str) -> DeepSpeedPlugin:
         raise ConfigError(f"deepspeed zero_optimization.stage={zero.get('stage')}; expected 2 or 3, or another engine")
     for key in [key for key, value in zero.items() if value == "auto"]:
         del zero[key]  # sizes that accelerate would derive from a hidden size; DeepSpeed has its own
+    zero["memory_efficient_linear"] = False  # it would put a linear layer of its own into the target, too
     config |= {
         "train_batch_size": recipe.train.batch_size,
         "train_micro_batch_size_per_gpu": micro,

@@ -142,7 +142,7 @@ def test_an_engine_goes_on_bit_by_bit(engine: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [("fsdp2", "one"), ("one", "fsdp2"), ("zero3", "ddp"), ("ddp", "zero3"), ("zero2", "zero3"), ("one", "zero2")],
+    [("fsdp2", "one"), ("zero3", "fsdp2"), ("one", "zero3"), ("ddp", "zero2")],
 )
 def test_another_engine_and_world_size_may_go_on(first: str, then: str, runs: Runs) -> None:
     changed = runs.copied(first, f"{first}-{then}")
@@ -151,18 +151,19 @@ def test_another_engine_and_world_size_may_go_on(first: str, then: str, runs: Ru
     runs.require_same(changed, "one")
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
-def test_a_sharded_target_gives_the_same_numbers(engine: str, runs: Runs) -> None:
-    """Its answers are sampled and its states cached with it in shards, by processes with unequal shares."""
-    own = [f"data.count={21 if engine == 'ddp' else 24}", "data.batch_size=5"]
-    cached = ["teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=5"] if engine == "ddp" else []
-    if engine == "ddp":
-        runs.run("whole-target", "one", *own, *cached, "train.seed=3")
-        shutil.rmtree(runs.place / "cache")
-        own.append("train.seed=3")
-    sharded = f"{engine}-sharded"
-    runs.run(sharded, engine, *own, *cached, "target.sharded=true")
-    runs.require_same(sharded, "whole-target" if engine == "ddp" else "one")
+def test_a_sharded_target_gives_the_same_numbers(runs: Runs) -> None:
+    runs.run("zero3-sharded", "zero3", "target.sharded=true")
+    runs.require_same("zero3-sharded", "one")
+
+
+def test_a_sharded_target_answers_and_fills_caches(runs: Runs) -> None:
+    """Processes with unequal shares: 21 questions in batches of 5, and shards of 5 rows."""
+    data = ("data.count=21", "data.batch_size=5", "train.seed=3")
+    cached = (*data, "teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=5")
+    runs.run("whole-target", "one", *cached)
+    shutil.rmtree(runs.place / "cache")
+    runs.run("sharded-target", "ddp", *cached, "target.sharded=true")
+    runs.require_same("sharded-target", "whole-target")
 
 
 def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
@@ -185,7 +186,7 @@ def test_a_signal_to_one_process_stops_all_behind_one_step(engine: str, runs: Ru
     assert (runs.place / name / "checkpoints" / f"step-{last:06d}").is_dir()
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_a_loss_that_is_no_number_changes_no_weight(engine: str, runs: Runs) -> None:
     """Steps of 1e30 blow the weights up, and the next loss is none; what is kept is the state before that step."""
     name = f"{engine}-none"

@@ -83,7 +83,7 @@ def test_a_deepspeed_config_gets_the_recipes_values(
     assert config["gradient_clipping"] == 0.7
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert not config["bf16"]["enabled"]
-    assert config["zero_optimization"] == {"stage": 3}
+    assert config["zero_optimization"] == {"stage": 3, "memory_efficient_linear": False}
 
 
 @pytest.mark.parametrize(
