@@ -57,7 +57,7 @@ def train(recipe: Recipe) -> Path:
     accelerator.wait_for_everyone()  # every process has looked at the folder before the first one writes
     if accelerator.is_main_process:
         claim_output(recipe)
-    run = _Run(recipe, accelerator, folder)
+    run = Run(recipe, accelerator, folder)
     with run.stopping:
         try:
             run.train()
@@ -88,7 +88,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return settings.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-class _Run:
+class Run:
     """One run's models, data and progress; `train` is the loop."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
@@ -136,7 +136,7 @@ class _Run:
         with self.console.bar(name, settings.steps, step) as advance:
             while step < settings.steps and stopping.agreed is None:
                 self._refresh(step)
-                row = self._step(step)
+                row = self.step(step)
                 step += 1
                 self.record.log({"step": step, **row})
                 advance(row)
@@ -153,7 +153,7 @@ class _Run:
         peak = in_units(self.memory.peak())
         self.console.say(f"{name}: best tau {best.tau:.2f} at step {best.step}; memory {peak} at its fullest")
 
-    def _step(self, step: int) -> dict[str, Any]:
+    def step(self, step: int) -> dict[str, Any]:
         """One optimizer step over one global batch; its metrics."""
         started = time.perf_counter()
         settings, accelerator = self.recipe.train, self.accelerator

@@ -48,16 +48,16 @@ def test_rounds_ask_anew_and_resume_bit_by_bit(
     assert losses(once)[:5] == losses(whole)[:5]
     assert losses(once)[5] != losses(whole)[5], "from the second round on it is other text"
 
-    original, steps = loop._Run._step, []
+    original, steps = loop.Run.step, []
 
-    def killed(self: loop._Run, step: int) -> dict[str, Any]:
+    def killed(self: loop.Run, step: int) -> dict[str, Any]:
         steps.append(step)
         if step == 9:
             raise KeyboardInterrupt
         return original(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_step", killed)
+        patch.setattr(loop.Run, "_step", killed)
         with pytest.raises(KeyboardInterrupt):
             run(recipe_file, *rounds)
     resumed = run(recipe_file, *rounds)
@@ -203,15 +203,15 @@ def test_a_loss_that_is_no_number_keeps_the_batch_and_the_state(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(recipe_file, f"output={tmp_path}/whole")
-    original, broken = loop._Run._accumulate, [True]
+    original, broken = loop.Run._accumulate, [True]
 
-    def infinite(self: loop._Run, indices: list[int], tokens: int, done: float) -> list[torch.Tensor]:
+    def infinite(self: loop.Run, indices: list[int], tokens: int, done: float) -> list[torch.Tensor]:
         sums = original(self, indices, tokens, done)
         if done > 0.5 and broken[0]:
             sums[0] = sums[0] * float("inf")
         return sums
 
-    monkeypatch.setattr(loop._Run, "_accumulate", infinite)
+    monkeypatch.setattr(loop.Run, "_accumulate", infinite)
     with pytest.raises(DraftsmithError, match=r"loss=inf .* at step 8 \(rows \[.*failed_batch\.json"):
         run(recipe_file)
     failed = json.loads((tmp_path / "run" / "failed_batch.json").read_text())

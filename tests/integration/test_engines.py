@@ -64,7 +64,7 @@ class Runs:
         return self.log(name).read_text()[-4000:]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        clock = ("seconds", "tokens_per_second")
+        clock = ("seconds", "tokens_per_second", "memory_bytes")
         return [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(self.place / name)]
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ import draftsmith.heads.checkpoint
 import draftsmith.train.checkpoint
 from draftsmith import storage
 from draftsmith.train.__main__ import main
-from draftsmith.train.loop import _Run
+from draftsmith.train.loop import Run
 from draftsmith.train.output import read_metrics
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -70,9 +70,9 @@ class Traps:
     @staticmethod
     def signal_at_step(step: int, number: int, rank: int, again_after: float | None = None) -> None:
         """As if sent in the middle of this step; `again_after`: seconds to a second one, in the same step."""
-        original = _Run._accumulate
+        original = Run._accumulate
 
-        def accumulate(run: _Run, indices: list[int], tokens: int, done: float) -> Any:
+        def accumulate(run: Run, indices: list[int], tokens: int, done: float) -> Any:
             if round(done * run.recipe.train.steps) + 1 == step and run.accelerator.process_index == rank:
                 os.kill(os.getpid(), number)
                 if again_after is not None:
@@ -80,7 +80,7 @@ class Traps:
                     os.kill(os.getpid(), number)
             return original(run, indices, tokens, done)
 
-        _Run._accumulate = accumulate
+        Run._accumulate = accumulate
 
     @staticmethod
     def kill_at_step(step: int) -> None:
@@ -90,14 +90,14 @@ class Traps:
     @staticmethod
     def no_space(step: int, room: int) -> None:
         """From this step on, files larger than `room` bytes end there, as on a full disk."""
-        original = _Run._step
+        original = Run.step
 
-        def run_step(run: _Run, number: int) -> dict[str, Any]:
+        def run_step(run: Run, number: int) -> dict[str, Any]:
             if number + 1 == step:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
             return original(run, number)
 
-        _Run._step = run_step
+        Run.step = run_step
 
     @staticmethod
     def tracker_fails(at: str) -> None:
@@ -114,14 +114,14 @@ class Traps:
         """Training must draw from torch alone, whose seed is a function of the step and the process."""
         import numpy
 
-        original = _Run.train
+        original = Run.train
 
-        def train(run: _Run) -> None:
+        def train(run: Run) -> None:
             before = random.getstate(), str(numpy.random.get_state())
             original(run)
             assert before == (random.getstate(), str(numpy.random.get_state()))
 
-        _Run.train = train
+        Run.train = train
 
 
 def serve() -> None:
