@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import make_llama
+from conftest import LETTERS, make_llama
 from forked import Processes
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
@@ -105,7 +105,7 @@ def runs(place: Path, processes: Processes, tiny_tokenizer: PreTrainedTokenizerF
         return made
     make_llama(num_hidden_layers=4).save_pretrained(place / "target")
     tiny_tokenizer.save_pretrained(place / "target")
-    prompts = [{"prompt": "abcdefghijklmnop"[i % 9 :][:5]} for i in range(40)]
+    prompts = [{"prompt": LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26]} for i in range(40)]
     (place / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     train = {"steps": 6, "batch_size": 8, "gradient_accumulation": 2, "learning_rate": 3e-3, "mixed_precision": "no"}
     recipe = {
