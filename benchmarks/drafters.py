@@ -25,8 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from draftsmith import load_drafter
 from draftsmith.decode.timing import measure_costs
 from draftsmith.distill.targets import load_target
-from draftsmith.eval.harness import Settings, evaluate
+from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.prompts import load_prompts
+from draftsmith.eval.settings import Settings
 from draftsmith.storage import write_json
 from draftsmith.train.loop import train
 from draftsmith.train.output import DRAFTER, RECIPE, TARGET, read_metrics

@@ -9,7 +9,8 @@ import typer
 from draftsmith import __version__
 from draftsmith.data_cli import data_app
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.options import DtypeOption, TargetOption, TrustOption
+from draftsmith.eval_cli import eval_app
+from draftsmith.options import DRAFTER_HELP, POLICY_HELP, DtypeOption, RuleOption, TargetOption, TrustOption
 
 app = typer.Typer(
     help="Train drafters for speculative decoding on a frozen target, and measure what they are worth.",
@@ -18,13 +19,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(data_app, name="data")
-
-DRAFTER_HELP = "Folder or Hub id; or untrained: prompt-lookup, suffix, early-exit:layers=N, hybrid:drafter=FOLDER."
-POLICY_HELP = (
-    "How drafts grow: chain, confidence, adaptive, tree, measured-tree, sampled-tree, dynamic-tree, best-first or "
-    "optimal-tree, with settings as in best-first:size=16,depth=8."
-)
-RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; by default the best lossless one.")]
+app.add_typer(eval_app, name="eval")
 
 
 def _show_version(value: bool) -> None:
@@ -104,48 +99,6 @@ def adapt(
     typer.echo(f"drafter: {run(checked)}")
 
 
-@app.command(name="eval")
-def evaluate(
-    target: TargetOption,
-    drafter: Annotated[list[str], typer.Option("--drafter", help=DRAFTER_HELP + " Or name=any of these; repeatable.")],
-    prompts: Annotated[str, typer.Option("--prompts", help="'embedded' or a JSONL file.")] = "embedded",
-    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Repeatable; 0 and 1.")] = None,
-    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; by default each drafter's own.")] = None,
-    policy: Annotated[list[str] | None, typer.Option("--policy", help=POLICY_HELP + " Repeatable.")] = None,
-    rule: RuleOption = None,
-    count: Annotated[int | None, typer.Option("--count", help="At most this many prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens a prompt.")] = 96,
-    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Times that everything is measured.")] = 3,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
-    dtype: DtypeOption = "float32",
-    trust_remote_code: TrustOption = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the report.")] = Path("runs/eval"),
-) -> None:
-    """Measure acceptance and wall-clock speedup of drafters against the target alone."""
-    from draftsmith.measure import MeasureRequest, measure, show
-
-    request = MeasureRequest(
-        target=target,
-        drafters=_named(drafter),
-        prompts=prompts,
-        temperatures=tuple(temperature or (0.0, 1.0)),
-        draft_length=gamma,
-        policies=tuple(policy or ()),
-        rule=rule,
-        count=count,
-        max_new_tokens=max_new_tokens,
-        top_k=top_k,
-        top_p=top_p,
-        repeats=repeats,
-        seed=seed,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    show(measure(request, out, title=f"Drafters for {target}"), out)
-
-
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
@@ -185,22 +138,6 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe."
     if name not in shipped:
         raise ConfigError(f"recipe={name}; expected one of {', '.join(shipped)}")
     typer.echo(shipped[name], nl=False)
-
-
-def _named(drafters: list[str]) -> dict[str, str]:
-    """`name=folder` or `folder` (named after its last parts) as a dict; two of one name are refused."""
-    from draftsmith.heads.named import is_named
-
-    named: dict[str, str] = {}
-    for entry in drafters:
-        name, equals, folder = entry.partition("=")
-        if not equals or ":" in name:  # suffix:min_match=3 is a drafter with a setting, not a name for one
-            parts = [part for part in Path(entry).parts if part not in ("drafter", "/")]
-            name, folder = (entry.partition(":")[0] if is_named(entry) else parts[-1] if parts else entry), entry
-        if name in named:
-            raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
-        named[name] = folder
-    return named
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from draftsmith.errors import ConfigError
-from draftsmith.options import DtypeOption, TargetOption, TrustOption
+from draftsmith.options import DtypeOption, SplitOption, SubsetOption, TargetOption, TrustOption
 
 data_app = typer.Typer(
     help="Look at data, have a target answer prompts, prepare a recipe's data.", no_args_is_help=True
@@ -14,8 +14,6 @@ data_app = typer.Typer(
 SourceArgument = Annotated[
     str, typer.Argument(help="A file or folder (JSONL, JSON, Parquet, text), or a Hub data set.")
 ]
-SubsetOption = Annotated[str | None, typer.Option("--subset", help="Configuration of a Hub data set.")]
-SplitOption = Annotated[str, typer.Option("--split", help="Of a Hub data set.")]
 TemplateOption = Annotated[str | None, typer.Option("--chat-template", help="A file, instead of the tokenizer's.")]
 OptionsOption = Annotated[
     list[str] | None, typer.Option("--template-option", help="key=value for the chat template; repeatable.")

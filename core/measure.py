@@ -5,15 +5,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from draftsmith.decode.cache import context_limit
+from draftsmith.decode.cache import config_limit
 from draftsmith.decode.policies import check_policy
 from draftsmith.decode.processors import Sampling
 from draftsmith.decode.verify import rule_named
-from draftsmith.distill.targets import DTYPES, check_target_name, load_target
+from draftsmith.distill.targets import DTYPES, check_target_name, load_target, load_tokenizer
 from draftsmith.errors import ConfigError
-from draftsmith.eval.harness import Evaluation, Settings, evaluate
+from draftsmith.eval.cells import JOURNAL
+from draftsmith.eval.evaluation import Evaluation, evaluate
 from draftsmith.eval.prompts import check_prompts, load_prompts
 from draftsmith.eval.report import check_report_folder, summary_table, write_report
+from draftsmith.eval.settings import Settings
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.named import is_named, parse_named
 from draftsmith.train.output import read_metrics
@@ -32,13 +34,22 @@ class MeasureRequest(Settings):
 
 
 def measure(request: MeasureRequest, out: Path, *, title: str) -> Evaluation:
-    """Check everything that can be checked cheaply, then load, measure and write the report to `out`."""
+    """Check everything that can be checked cheaply, then load, measure and write the report to `out`.
+
+    What an earlier call of the same request has measured into `out` is not measured again.
+    """
     _check(request, out)
-    loaded = load_target(request.target, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
-    limit = context_limit(loaded.model)
-    prompts = load_prompts(request.prompts, loaded.tokenizer, count=request.count, context=limit)
+    where = {"subset": request.subset, "split": request.split, "count": request.count}
+    trust = {"trust_remote_code": request.trust_remote_code}
+    tokenizer, config = load_tokenizer(request.target, **trust)
+    load_prompts(request.prompts, tokenizer, context=config_limit(config), **where)  # refused before weights are read
+    loaded = load_target(request.target, dtype=request.dtype, **trust)
     drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in request.drafters.items()}
-    evaluation = evaluate(loaded.model, drafters, prompts, request.settings)
+    limits = [config_limit(config), *(drafter.context_limit for drafter in drafters.values())]
+    shortest = min((limit for limit in limits if limit is not None), default=None)
+    prompts = load_prompts(request.prompts, loaded.tokenizer, context=shortest, **where)
+    options = {"tokenizer": loaded.tokenizer, "journal": out / JOURNAL}
+    evaluation = evaluate(loaded.model, drafters, prompts, request.settings, **options)
     runs = {name: read_metrics(Path(path).parent) for name, path in request.drafters.items() if not is_named(path)}
     write_report(evaluation, out, title=title, runs={name: metrics for name, metrics in runs.items() if metrics})
     return evaluation
@@ -49,13 +60,16 @@ def _check(request: MeasureRequest, out: Path) -> None:
         raise ConfigError("drafter is missing; expected at least one")
     for temperature in request.temperatures:
         Sampling(temperature, request.top_k, request.top_p)
-    positive = {"gamma": request.draft_length, "count": request.count}
-    positive |= {"max_new_tokens": request.max_new_tokens, "repeats": request.repeats}
-    for key, value in positive.items():
-        if value is not None and value < 1:
-            raise ConfigError.of(key, value, ">= 1")
-    if request.draft_length is not None and request.policies:
-        raise ConfigError(f"gamma={request.draft_length} and policy={request.policies[0]}; expected one of the two")
+    positive = {"gamma": request.draft_lengths, "batch_size": request.batch_sizes, "count": [request.count]}
+    positive |= {"max_new_tokens": [request.max_new_tokens], "repeats": [request.repeats]}
+    for key, values in positive.items():
+        for value in values:
+            if value is not None and value < 1:
+                raise ConfigError.of(key, value, ">= 1")
+    repeatable = {"gamma": request.draft_lengths, "batch_size": request.batch_sizes, "policy": request.policies}
+    for key, values in {"temperature": request.temperatures, **repeatable}.items():
+        if len(set(values)) < len(values):
+            raise ConfigError.of(key, list(values), "each only once")
     for policy in request.policies:
         check_policy(policy)
     if request.rule is not None:
@@ -63,19 +77,19 @@ def _check(request: MeasureRequest, out: Path) -> None:
     for drafter in request.drafters.values():
         if is_named(drafter):
             parse_named(drafter)
-    if len(set(request.temperatures)) < len(request.temperatures):
-        raise ConfigError.of("temperature", list(request.temperatures), "each only once")
     if request.dtype not in DTYPES:
         raise ConfigError.of("dtype", request.dtype, f"one of {', '.join(DTYPES)}")
     check_report_folder(out, request.settings)
-    check_prompts(request.prompts)
+    check_prompts(request.prompts, request.subset, request.split)
     check_target_name(request.target)
 
 
 def show(evaluation: Evaluation, out: Path) -> None:
-    """The table, the notes and where the files are."""
+    """The table, the guards, the notes and where the files are."""
     console = Console(width=None if Console().is_terminal else 110, highlight=False)
     console.print(summary_table(evaluation))
+    for guard in evaluation.guards:
+        console.print(f"WRONG ({guard['guard']}): {guard['message']}", markup=False, style="bold red")
     for note in evaluation.notes:
         console.print(f"note: {note}", markup=False)
-    console.print(f"report: {out / 'report.md'}", markup=False)
+    console.print(f"report: {out / 'report.html'} and report.md beside it", markup=False)

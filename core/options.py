@@ -1,11 +1,39 @@
 """Options that several commands have in common."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-TargetOption = Annotated[str, typer.Option("--target", help="'embedded', a local folder or a Hub id.")]
+from draftsmith.errors import ConfigError
+
+TARGET_HELP = "'embedded', a local folder or a Hub id."
+TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP)]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+SubsetOption = Annotated[str | None, typer.Option("--subset", help="Configuration of a Hub data set.")]
+SplitOption = Annotated[str, typer.Option("--split", help="Of a Hub data set.")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the target's repository carries.")
 ]
+DRAFTER_HELP = "Folder or Hub id; or untrained: prompt-lookup, suffix, early-exit:layers=N, hybrid:drafter=FOLDER."
+POLICY_HELP = (
+    "How drafts grow: chain, confidence, adaptive, tree, measured-tree, sampled-tree, dynamic-tree, best-first or "
+    "optimal-tree, with settings as in best-first:size=16,depth=8."
+)
+RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; by default the best lossless one.")]
+
+
+def named_drafters(drafters: list[str]) -> dict[str, str]:
+    """`name=folder` or `folder` (named after its last parts) as a dict; two of one name are refused."""
+    from draftsmith.heads.named import is_named
+
+    named: dict[str, str] = {}
+    for entry in drafters:
+        name, equals, folder = entry.partition("=")
+        if not equals or ":" in name:  # suffix:min_match=3 is a drafter with a setting, not a name for one
+            parts = [part for part in Path(entry).parts if part not in ("drafter", "/")]
+            name, folder = (entry.partition(":")[0] if is_named(entry) else parts[-1] if parts else entry), entry
+        if name in named:
+            raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
+        named[name] = folder
+    return named

@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.eval.harness import Evaluation
+from draftsmith.eval.cells import JOURNAL
+from draftsmith.eval.evaluation import Evaluation
 from draftsmith.measure import MeasureRequest, measure, show
 
 RECIPES = {"draft_model": "quickstart/draft_model", "medusa": "quickstart/medusa"}
@@ -42,6 +43,7 @@ def quickstart(out: Path) -> None:
         with _stage(console, f"{number}/4 Drafter {name}: accelerate launch -m draftsmith.train {recipe}"):
             _launch(recipe, out / name)
     with _stage(console, "4/4 Measuring both against the target alone, on held-out prompts"):
+        (out / JOURNAL).unlink(missing_ok=True)  # of an earlier call, whose drafters may have been others
         evaluation = measure(request, out, title="Quickstart: two drafters for the embedded target")
     _write_cards(evaluation, request)
     show(evaluation, out)

@@ -1,230 +1,246 @@
 """The measurement: every drafter and the target alone on the same prompts, interleaved, in one process and engine."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
+from draftsmith.decode.cache import context_limit
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.output import DecodeOutput
 from draftsmith.decode.timing import measure_costs
+from draftsmith.distill.chat import Chat
 from draftsmith.errors import ConfigError
-from draftsmith.eval.metrics import Measured, greedy_identity, row_numbers
-from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.batches import Batch, batches
+from draftsmith.eval.cells import Cell, Journal, Key
+from draftsmith.eval.plain import compare_with_generate
+from draftsmith.eval.prompts import Prompt, prompts_fingerprint
+from draftsmith.eval.settings import BASELINE, Arm, Settings
 from draftsmith.eval.threads import fastest_threads, threads
 from draftsmith.heads.drafter import Drafter
-from draftsmith.provenance import environment
+from draftsmith.provenance import environment, model_fingerprint
 
-SCHEMA = 1
-Arm = tuple[str, str]
-"""A drafter's name and its policy."""
-BASELINE: Arm = ("target alone", "")
 WARM_UP_TOKENS = 16
 CALIBRATION = 4
-REPETITIVE = 0.3
-"""Share of repeated 4-grams above which a report warns; source code itself has about 0.05."""
+REPEAT_APART, TURN_APART = 10_007, 1_000_003
+"""Between the seeds of two repeats and of two turns."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a run measures; two runs with equal settings are the same measurement made again."""
+class Place(NamedTuple):
+    """One question to one batch, which every arm answers in turn."""
 
-    target: str
-    drafters: dict[str, str]
-    """Name in the table: folder or Hub id."""
-    prompts: str
-    count: int | None = None
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    max_new_tokens: int = 96
-    draft_length: int | None = None
-    policies: tuple[str, ...] = ()
-    """How drafts grow, each measured with each drafter; without any, every drafter's own chain."""
-    rule: str | None = None
-    """The verification rule of sampled decoding; without one, the best lossless for each draft."""
-    top_k: int | None = None
-    top_p: float | None = None
-    repeats: int = 3
-    seed: int = 0
-    dtype: str = "float32"
+    repeat: int
+    temperature: float
+    batch_size: int
+    group: int
+    turn: int
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Rows of `eval.json`, what they were measured on, and a few words on how far to trust them."""
+@dataclass
+class Run:
+    """What is measured, and every cell so far.
 
+    Raises:
+        ConfigError: for what does not fit together, before anything is measured.
+    """
+
+    target: nn.Module
+    drafters: dict[str, Drafter]
+    prompts: list[Prompt]
     settings: Settings
-    rows: list[dict[str, Any]]
-    environment: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
+    tokenizer: Any = None
+    """Only needed for prompts of several turns."""
+    journal: Journal = field(default_factory=Journal)
 
-    def as_json(self) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("prompts=0; expected at least 1")
+        if len({prompt.id for prompt in self.prompts}) < len(self.prompts):
+            raise ConfigError.of("prompts", [prompt.id for prompt in self.prompts], "each id only once")
+        if self.tokenizer is None and any(prompt.turns > 1 for prompt in self.prompts):
+            raise ConfigError("tokenizer=None; expected the target's, for prompts of several turns")
+        self.chat = None if self.tokenizer is None else Chat(self.tokenizer)
+        limits = [context_limit(self.target), *(drafter.context_limit for drafter in self.drafters.values())]
+        self.context = min((limit for limit in limits if limit is not None), default=None)
+        self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}
+        self._numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}
+        self.left_out: list[str] = []
+        """What was asked for and cannot be measured."""
+        self.plans = {name: self._plans(name, drafter) for name, drafter in self.drafters.items()}
+        for drafter in self.drafters.values():
+            SpeculativeDecoder(self.target, drafter)  # refuses pairs that do not fit
+        self.arms: dict[Arm, SpeculativeDecoder] = {}
+
+    def measure(self, progress: bool = True) -> None:
+        """Put every cell into the journal that is not there yet."""
+        self.journal.begin(self.identity(), environment())
+        if "threads" not in self.journal.facts:
+            self.journal.fact("threads", fastest_threads(self.target, self.prompts[0].input_ids))
+        with threads(self.journal.facts["threads"]):  # decoders too: policies plan with costs that depend on threads
+            self.arms = {BASELINE: SpeculativeDecoder(self.target)}
+            for name, drafter in self.drafters.items():
+                self.arms |= self._arms(name, drafter)
+            if any(self._pending(place) for place in self._places()):
+                self._calibrate()
+                self._warm_up()
+                self._decode_all(progress)
+            if "plain" not in self.journal.facts:
+                prompts = [prompt.input_ids for prompt in self.prompts]
+                self.journal.fact("plain", compare_with_generate(self.target, prompts))
+
+    def identity(self) -> dict[str, Any]:
+        """Two runs of one identity are the same measurement."""
         return {
-            "schema": SCHEMA,
-            "rows": self.rows,
-            "environment": self.environment,
             "settings": asdict(self.settings),
-            "notes": self.notes,
+            "target": model_fingerprint(self.target),
+            "drafters": {name: model_fingerprint(drafter) for name, drafter in self.drafters.items()},
+            "prompts": prompts_fingerprint(self.prompts),
         }
 
+    @property
+    def learners(self) -> list[str]:
+        """Policies that change with what is accepted."""
+        return sorted({arm[1] for arm, decoder in self.arms.items() if decoder.learns})
 
-def evaluate(
-    target: nn.Module, drafters: dict[str, Drafter], prompts: list[Prompt], settings: Settings, *, progress: bool = True
-) -> Evaluation:
-    """Measure every drafter against the target alone.
+    def cells(self, arm: Arm, temperature: float, batch_size: int, category: str | None = None) -> list[Cell]:
+        """Of all batches, or of those that hold one category only."""
+        groups = self.batches[batch_size]
+        return [
+            cell
+            for cell in self.journal.cells.values()
+            if (cell.arm, cell.temperature, cell.batch_size) == (arm, temperature, batch_size)
+            and (category is None or groups[cell.group].category == category)
+        ]
 
-    For each repeat, temperature and prompt all arms decode one after the other, and the arm that begins
-    changes from prompt to prompt, so that a slow second of the machine hits all alike. Decode time only; the prefill is
-    reported apart.
-    """
-    if not prompts:
-        raise ConfigError("prompts=0; expected at least 1")
-    count = fastest_threads(target, prompts[0].input_ids)
-    with threads(count):  # decoders are built here, because policies plan with costs that depend on threads
-        arms = _arms(target, drafters, settings)
-        learned = _calibrate(arms, prompts, settings)
-        measured = _measure(arms, prompts, settings, progress)
-        where = environment()
-    rows = []
-    for arm, decoder in arms.items():
-        if arm == BASELINE:
-            continue
-        for temperature in settings.temperatures:
-            head = {
-                "drafter": arm[0],
-                "drafter_type": decoder.drafter.type,
-                "policy": arm[1],
-                "rule": settings.rule or "best lossless",
-                "lossless": decoder.lossless or temperature == 0,
-                "temperature": temperature,
-            }
-            rows += _rows(head, measured[(BASELINE, temperature)], measured[(arm, temperature)])
-    notes = _notes(rows, len(prompts)) + _quality_notes(drafters)
-    if learned:
-        notes.append(
-            f"Policies that learn ({', '.join(learned)}) began with what {CALIBRATION} of the prompts taught them."
-        )
-    return Evaluation(settings, rows, where, notes)
+    def asked(self, place: Place) -> list[tuple[Prompt, list[int]]] | None:
+        """The prompts of a batch that have a question at this turn, each with the tokens behind which it is answered.
 
+        Behind earlier turns stand the target's own answers, those of the baseline in this repeat and batch size, so
+        that all arms read the same text. A question that has no room left in the context is not asked. None while the
+        earlier turns have not been answered.
+        """
+        answers: dict[str, list[list[int]]] = {}
+        for turn in range(place.turn):
+            cell = self.journal.cells.get(_key(BASELINE, place._replace(turn=turn)))
+            if cell is None:
+                return None
+            for text in cell.texts:
+                answers.setdefault(text.prompt, []).append(text.tokens)
+        found = []
+        for prompt in self._batch(place).prompts:
+            before = answers.get(prompt.id, [])
+            if prompt.turns <= place.turn or len(before) < place.turn:
+                continue
+            ids = prompt.behind(before, self.chat)
+            if place.turn == 0 or self.context is None or len(ids) < self.context:
+                found.append((prompt, ids))
+        return found
 
-def _arms(target: nn.Module, drafters: dict[str, Drafter], settings: Settings) -> dict[Arm, SpeculativeDecoder]:
-    """The target alone, and every drafter with every policy."""
-    arms = {BASELINE: SpeculativeDecoder(target)}
-    for name, drafter in drafters.items():
-        costs = measure_costs(target, drafter)
-        for policy in settings.policies or (None,):
-            plan = {"draft_length": settings.draft_length} if policy is None else {"policy": policy}
-            decoder = SpeculativeDecoder(target, drafter, rule=settings.rule, costs=costs, **plan)
-            plan = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
-            arms[(name, plan)] = decoder  # a drafter that only retrieves is the same under every policy
-    return arms
+    def _plans(self, name: str, drafter: Drafter) -> list[dict[str, Any]]:
+        """How this drafter's drafts are to grow, as arguments of the decoder."""
+        most = drafter.max_draft_length
+        long = [length for length in self.settings.draft_lengths if most is not None and length > most]
+        lengths = [length for length in self.settings.draft_lengths if length not in long]
+        if long and not lengths and not self.settings.policies:
+            raise ConfigError.of(
+                "draft_length", long[0], f"at most {most}, which is what this {drafter.type} drafter proposes"
+            )
+        self.left_out += [f"{name} at gamma={length}: it proposes at most {most} tokens." for length in long]
+        plans = [{"draft_length": length} for length in lengths]
+        plans += [{"policy": policy} for policy in self.settings.policies]
+        return plans or [{}]
 
+    def _arms(self, name: str, drafter: Drafter) -> dict[Arm, SpeculativeDecoder]:
+        """The drafter with each of its plans."""
+        fact = f"costs of {name}"
+        if fact not in self.journal.facts:
+            self.journal.fact(fact, asdict(measure_costs(self.target, drafter)))
+        costs = _costs(self.journal.facts[fact])
+        arms = {}
+        for plan in self.plans[name]:
+            decoder = SpeculativeDecoder(self.target, drafter, rule=self.settings.rule, costs=costs, **plan)
+            label = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
+            arms[(name, label)] = decoder  # a drafter that only retrieves is the same under every policy
+        return arms
 
-def _calibrate(arms: dict[Arm, SpeculativeDecoder], prompts: list[Prompt], settings: Settings) -> list[str]:
-    """Let policies that learn see a few texts at each temperature, untimed; the names of those policies."""
-    learners = {arm: decoder for arm, decoder in arms.items() if decoder.learns}
-    for decoder in learners.values():
-        for temperature in settings.temperatures:
-            cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
-            rows = [prompt.input_ids for prompt in prompts[:CALIBRATION]]
-            decoder.calibrate(rows, max_new_tokens=settings.max_new_tokens, temperature=temperature, **cuts)
-    return sorted({arm[1] for arm in learners})
-
-
-def _measure(
-    arms: dict[Arm, SpeculativeDecoder], prompts: list[Prompt], settings: Settings, progress: bool
-) -> dict[tuple[Arm, float], list[Measured]]:
-    """Every arm at every temperature on every prompt, `repeats` times."""
-
-    def decode(arm: Arm, prompt: Prompt, temperature: float, seed: int, tokens: int) -> DecodeOutput:
-        return arms[arm].generate(
-            prompt.input_ids,
-            max_new_tokens=tokens,
-            temperature=temperature,
-            top_k=settings.top_k if temperature > 0 else None,
-            top_p=settings.top_p if temperature > 0 else None,
-            seed=seed,
-        )
-
-    for arm in arms:  # first calls allocate and choose kernels; they are not measured
-        for temperature in settings.temperatures:
-            decode(arm, prompts[0], temperature, 0, WARM_UP_TOKENS)
-    measured: dict[tuple[Arm, float], list[Measured]] = {(a, t): [] for a in arms for t in settings.temperatures}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("measuring", total=settings.repeats * len(settings.temperatures) * len(prompts) * len(arms))
+    def _places(self) -> Iterator[Place]:
+        """Everything that is asked, in order."""
+        settings = self.settings
         for repeat in range(settings.repeats):
             for temperature in settings.temperatures:
-                for number, prompt in enumerate(prompts):
-                    first = (number + repeat) % len(arms)
-                    for arm in [*arms][first:] + [*arms][:first]:
-                        # Another seed each time: one lucky text must not decide a sampled row.
-                        seed = settings.seed + 10_007 * repeat + number
-                        output = decode(arm, prompt, temperature, seed, settings.max_new_tokens)
-                        measured[(arm, temperature)].append(Measured(prompt, repeat, output))
-                        bar.advance(task)
-    return measured
+                for size in settings.batch_sizes:
+                    for group, batch in enumerate(self.batches[size]):
+                        for turn in range(batch.turns):
+                            yield Place(repeat, temperature, size, group, turn)
+
+    def _batch(self, place: Place) -> Batch:
+        return self.batches[place.batch_size][place.group]
+
+    def _pending(self, place: Place) -> list[Arm]:
+        """The arms that have not answered here yet, the one that begins changing from place to place."""
+        if self.asked(place) == []:
+            return []
+        first = (place.group + place.repeat + place.turn) % len(self.arms)
+        order = [*self.arms][first:] + [*self.arms][:first]
+        return [arm for arm in order if _key(arm, place) not in self.journal.cells]
+
+    def _calibrate(self) -> None:
+        """Let policies that learn see a few texts at each temperature, untimed."""
+        for decoder in self.arms.values():
+            for temperature in self.settings.temperatures if decoder.learns else ():
+                rows = [prompt.input_ids for prompt in self.prompts[:CALIBRATION]]
+                options = {"max_new_tokens": self.settings.max_new_tokens, **self._sampling(temperature)}
+                decoder.calibrate(rows, **options)
+
+    def _warm_up(self) -> None:
+        """First calls allocate and choose kernels; they are not measured."""
+        for arm in self.arms:
+            for temperature in self.settings.temperatures:
+                for size in self.settings.batch_sizes:
+                    place = Place(0, temperature, size, 0, 0)
+                    self._answer(arm, place, self.asked(place), WARM_UP_TOKENS)
+
+    def _decode_all(self, progress: bool) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns += (TextColumn("left:"), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+            done = len(self.journal.cells)
+            total = sum(len(self.arms) for _ in self._places())
+            task = bar.add_task("measuring", total=total, completed=done)
+            for place in self._places():
+                asked = self.asked(place)
+                for arm in self._pending(place):
+                    self.journal.add(self._answer(arm, place, asked, self.settings.max_new_tokens))
+                    bar.advance(task)
+                if not asked:
+                    total -= len(self.arms)
+                    bar.update(task, total=total)
+
+    def _answer(self, arm: Arm, place: Place, asked: list[tuple[Prompt, list[int]]], tokens: int) -> Cell:
+        """Decode one batch. Each text has a seed of its own, another one in each repeat and turn."""
+        first = self.settings.seed + REPEAT_APART * place.repeat + TURN_APART * place.turn
+        outputs = self.arms[arm].generate_batch(
+            [ids for _, ids in asked],
+            max_new_tokens=tokens,
+            seeds=[first + self._numbers[prompt.id] for prompt, _ in asked],
+            **self._sampling(place.temperature),
+        )
+        where = {"drafter": arm[0], "policy": arm[1], **place._asdict()}
+        return Cell.of(where, [prompt.id for prompt, _ in asked], outputs)
+
+    def _sampling(self, temperature: float) -> dict[str, Any]:
+        cuts = {"top_k": self.settings.top_k, "top_p": self.settings.top_p} if temperature > 0 else {}
+        return {"temperature": temperature, **cuts}
 
 
-def _rows(head: dict[str, Any], baseline: list[Measured], speculative: list[Measured]) -> list[dict[str, Any]]:
-    """The row over all prompts and, where there are several categories, one for each."""
-    categories = sorted({run.prompt.category for run in speculative})
-    groups = {"all": (baseline, speculative)}
-    if len(categories) > 1:
-        for category in categories:
-            groups[category] = tuple(
-                [run for run in runs if run.prompt.category == category] for runs in (baseline, speculative)
-            )
-    rows = []
-    for category, (base, spec) in groups.items():
-        row = {**head, "category": category, **row_numbers(base, spec)}
-        if head["temperature"] == 0:
-            row |= greedy_identity(base, spec)
-        rows.append(row)
-    return rows
+def _costs(stored: dict[str, Any]) -> Costs:
+    """As JSON gives them back, whose keys are strings."""
+    curves = {key: {int(width): seconds for width, seconds in stored[key].items()} for key in ("verify", "draft")}
+    return Costs(**curves, round=stored["round"])
 
 
-def _quality_notes(drafters: dict[str, Drafter]) -> list[str]:
-    """A drafter that was trained with its target drafts for another p than the original's."""
-    return [
-        f"{name}: its target was trained with it and is not the original: KL {quality['kl']:.4f} nats a token, loss on "
-        f"held-out text {quality['nll_original']:.3f} -> {quality['nll_adapted']:.3f} nats, same favourite token at "
-        f"{quality['top1_agreement']:.1%} of positions. Texts are lossless relative to this target."
-        for name, drafter in drafters.items()
-        if (quality := drafter.target_quality) is not None
-    ]
-
-
-def _notes(rows: list[dict[str, Any]], prompts: int) -> list[str]:
-    """What a reader should know before quoting a number."""
-    notes = []
-    if prompts < 20:
-        notes.append(f"Measured on {prompts} prompts: differences of a few percent mean little.")
-    for row in rows:
-        if row["category"] != "all":
-            continue
-        name = f"{row['drafter']} ({row['policy']}) at T={row['temperature']:g}"
-        if not row["lossless"]:
-            notes.append(
-                f"{name}: rule {row['rule']!r} is LOSSY: this is not the target's text, only something near it."
-            )
-        if row["speedup"] < 1:
-            notes.append(f"{name} is slower than the target alone ({row['speedup']:.2f}x).")
-        if row["speedup"] > row["tau"]:
-            notes.append(f"{name}: a speedup above tau is impossible but for noise; measure again on a quiet machine.")
-        spread = max(row["speedup_repeats"], default=0) - min(row["speedup_repeats"], default=0)
-        if row["speedup"] and spread > 0.2 * row["speedup"]:
-            notes.append(f"{name}: repeats differ by {spread:.2f}x; the machine was not quiet.")
-        if row["repeated_4grams"] > REPETITIVE:
-            notes.append(
-                f"{name}: {row['repeated_4grams']:.0%} of the 4-grams stood in the same text before. The target goes "
-                "in circles there, which is easy to draft: a less repetitive text gains less."
-            )
-        equal, total = row.get("greedy_identical", (0, 0))
-        if equal < total:
-            notes.append(
-                f"{name}: {total - equal} of {total} greedy texts part from the target's own, first at "
-                f"{row['first_divergence']}; a near tie in its logits does that, and so would a bug."
-            )
-    return notes
+def _key(arm: Arm, place: Place) -> Key:
+    return (*arm, place.temperature, place.batch_size, place.group, place.repeat, place.turn)

@@ -1,63 +1,61 @@
-"""From decoded texts to the numbers of a report's row."""
+"""From cells to the numbers of a report's row."""
 
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from draftsmith.decode.output import DecodeOutput, acceptance_at
-from draftsmith.eval.prompts import Prompt
+import numpy as np
+
+from draftsmith.eval.bootstrap import Series, alpha, intervals, ratio, speeds, speedups, tau
+from draftsmith.eval.cells import Cell, TextRecord
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One prompt decoded by one arm at one temperature, in one repeat."""
+def row_numbers(baseline: list[Cell], speculative: list[Cell], seed: int = 0) -> dict[str, Any]:
+    """The measured part of an `eval.json` row. Speeds and the speedup are medians over repeats.
 
-    prompt: Prompt
-    repeat: int
-    output: DecodeOutput
-
-
-def tokens_per_second(runs: list[Measured]) -> float:
-    """All decode tokens over all decode seconds; the prefill, which both arms share, is left out."""
-    seconds = sum(run.output.decode_seconds for run in runs)
-    return sum(run.output.decode_tokens for run in runs) / seconds if seconds else 0.0
-
-
-def by_repeat(runs: list[Measured]) -> dict[int, list[Measured]]:
-    groups: dict[int, list[Measured]] = {}
-    for run in runs:
-        groups.setdefault(run.repeat, []).append(run)
-    return groups
-
-
-def row_numbers(baseline: list[Measured], speculative: list[Measured]) -> dict[str, Any]:
-    """The measured part of an `eval.json` row. Speeds and the speedup are medians over repeats."""
-    rounds = [record for run in speculative for record in run.output.rounds]
-    overlaps = [value for record in rounds for value in record.overlap]
-    seconds = sum(record.seconds for record in rounds) or 1.0
-    draft = sum(record.draft_seconds for record in rounds) / seconds
-    verify = sum(record.verify_seconds for record in rounds) / seconds
-    base, spec = by_repeat(baseline), by_repeat(speculative)
-    base_speed = {repeat: tokens_per_second(runs) for repeat, runs in base.items()}
-    spec_speed = {repeat: tokens_per_second(runs) for repeat, runs in spec.items()}
-    ratios = [spec_speed[repeat] / base_speed[repeat] for repeat in spec_speed if base_speed.get(repeat)]
+    Both lists hold the cells of one arm at one temperature and batch size, over the same batches of prompts.
+    `seed`: of the bootstrap.
+    """
+    base, spec = Series.of(baseline), Series.of(speculative)
+    ratios = speedups(base, spec)
+    seconds = sum(cell.seconds for cell in speculative) or 1.0
+    draft = sum(cell.draft_seconds for cell in speculative) / seconds
+    verify = sum(cell.verify_seconds for cell in speculative) / seconds
+    texts = [text for cell in speculative for text in cell.texts]
     return {
-        "prompts": len({run.prompt.id for run in speculative}),
-        "alpha": sum(overlaps) / len(overlaps) if overlaps else 0.0,
-        "tau": sum(run.output.decode_tokens for run in speculative) / max(1, len(rounds)),
-        "acceptance_at": acceptance_at(rounds),
-        "baseline_tokens_per_second": median(base_speed.values()),
-        "tokens_per_second": median(spec_speed.values()),
-        "speedup": median(ratios) if ratios else 0.0,
+        "prompts": sum(map(len, spec.units)),
+        "alpha": alpha(spec),
+        "tau": tau(spec),
+        "speedup": float(np.median(ratios)),
+        **intervals(base, spec, seed),
+        "acceptance_at": acceptance_at(texts),
+        "baseline_tokens_per_second": float(np.median(speeds(base))),
+        "tokens_per_second": float(np.median(speeds(spec))),
         "draft_share": draft,
         "verify_share": verify,
         "overhead_share": 1 - draft - verify,
-        "speedup_repeats": ratios,
-        "prefill_seconds": median(run.output.prefill_seconds for run in speculative),
-        "baseline_prefill_seconds": median(run.output.prefill_seconds for run in baseline),
-        "decode_tokens": sum(run.output.decode_tokens for run in speculative),
-        "repeated_4grams": repeated_4grams([run.output.tokens for run in speculative]),
+        "speedup_repeats": [float(value) for value in ratios if value > 0],
+        "prefill_seconds": median(cell.prefill_seconds for cell in speculative),
+        "baseline_prefill_seconds": median(cell.prefill_seconds for cell in baseline),
+        "decode_tokens": sum(text.decode_tokens for text in texts),
+        "repeated_4grams": repeated_4grams([text.tokens for text in texts]),
     }
+
+
+def acceptance_at(texts: list[TextRecord]) -> list[float]:
+    """Measured acceptance by draft position, given that the positions before it were accepted."""
+    deepest = max((len(text.tested) for text in texts), default=0)
+    sums = np.zeros((2, deepest))
+    for text in texts:
+        sums[:, : len(text.tested)] += [text.accepted, text.tested]
+    return [float(share) for share in ratio(*sums)[sums[1] > 0]]
+
+
+def expected_tau(alpha: float, draft_length: int) -> float:
+    """Tokens per target pass if every draft token were accepted with probability alpha, whatever came before it.
+
+    E[tau] = (1 - alpha^(gamma + 1)) / (1 - alpha)   (Leviathan et al. 2023, arXiv:2211.17192, equation 1)
+    """
+    return draft_length + 1.0 if alpha >= 1 else (1 - alpha ** (draft_length + 1)) / (1 - alpha)
 
 
 def repeated_4grams(texts: list[list[int]]) -> float:
@@ -70,15 +68,21 @@ def repeated_4grams(texts: list[list[int]]) -> float:
     return repeated / total if total else 0.0
 
 
-def greedy_identity(baseline: list[Measured], speculative: list[Measured]) -> dict[str, Any]:
+def greedy_identity(baseline: list[Cell], speculative: list[Cell]) -> dict[str, Any]:
     """How many greedy texts equal the target's own, token by token, and where the first one parts."""
-    own = {(run.prompt.id, run.repeat): run.output.tokens for run in baseline}
-    first, equal = None, 0
-    for run in speculative:
-        a, b = own[(run.prompt.id, run.repeat)], run.output.tokens
-        if a == b:
-            equal += 1
-        elif first is None:
-            place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            first = {"prompt": run.prompt.id, "position": place}
-    return {"greedy_identical": [equal, len(speculative)], "first_divergence": first}
+    own = {place: text.tokens for cell in baseline for place, text in _texts(cell)}
+    first, equal, total = None, 0, 0
+    for cell in speculative:
+        for place, text in _texts(cell):
+            total += 1
+            a, b = own[place], text.tokens
+            if a == b:
+                equal += 1
+            elif first is None:
+                where = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                first = {"prompt": text.prompt, "position": where}
+    return {"greedy_identical": [equal, total], "first_divergence": first}
+
+
+def _texts(cell: Cell) -> list[tuple[tuple[str, int, int], TextRecord]]:
+    return [((text.prompt, cell.repeat, cell.turn), text) for text in cell.texts]

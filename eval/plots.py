@@ -1,114 +1,228 @@
-"""Plots of a report, each titled with what it shows. Colours are Okabe and Ito's, distinguishable by everybody."""
+"""Plots of a report, each titled with what it shows."""
 
-from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
 import matplotlib.pyplot as plt
-from matplotlib.ticker import PercentFormatter
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "font.size": 11}
+from draftsmith.eval.drawing import LINES, MARKERS, STYLE, Plot, arm_name, colour_of, cut, distinct, short_policy
+from draftsmith.eval.prompts import OVERALL
 
-
-def _overall(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if row["category"] == "all"]
-
-
-def _colour(rows: list[dict[str, Any]], drafter: str) -> str:
-    names = list(dict.fromkeys(row["drafter"] for row in rows))
-    return COLOURS[names.index(drafter) % len(COLOURS)]
-
-
-def _save(figure: plt.Figure, path: Path, title: str) -> dict[str, str]:
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
-    return {"file": path.name, "title": title}
+Rows = list[dict[str, Any]]
+BAR = 0.36
+"""Inches a horizontal bar."""
+MOST_ARMS = 24
+"""In a plot with a line or bar for each; tables have all of them."""
 
 
-def plot_speedup(rows: list[dict[str, Any]], path: Path) -> dict[str, str]:
-    """A bar a drafter and temperature, a stroke from its slowest to its fastest repeat, a line at the target alone."""
-    overall = _overall(rows)
-    best = max(overall, key=lambda row: row["speedup"])
+def evaluation_plots(rows: Rows) -> list[Plot]:
+    """Every plot that these rows have something to show in."""
+    overall = [row for row in rows if row["category"] == OVERALL]
+    with plt.rc_context(STYLE):
+        shown = sorted(overall, key=lambda row: row["speedup"], reverse=True)[:MOST_ARMS]
+        shown = [row for row in overall if row in shown]
+        part = "" if len(shown) == len(overall) else f" (the {len(shown)} fastest of {len(overall)} arms)"
+        plots = [plot_speedup(shown, part), plot_acceptance(overall), plot_time(shown, part)]
+        if len(rows) > len(overall):
+            arms = [_arm(row) for row in shown]
+            plots.append(plot_categories([row for row in rows if _arm(row) in arms], part))
+        for key, label in (("draft_length", "γ"), ("temperature", "temperature"), ("batch_size", "batch size")):
+            if len({row[key] for row in overall if row[key] is not None}) > 1:
+                plots.append(plot_over(overall, key, label))
+        if any("expected_tau" in row for row in overall):
+            plots.append(plot_theory(overall))
+    return plots
+
+
+def plot_speedup(rows: Rows, part: str) -> Plot:
+    """A bar an arm with its 95 % interval, a line at the target alone."""
+    best = max(rows, key=lambda row: row["speedup"])
     title = f"{best['drafter']} decodes {best['speedup']:.2f}x as fast as the target alone at T={best['temperature']:g}"
-    with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(1.6 + 1.5 * len(overall), 4))
-        for place, row in enumerate(overall):
-            bar = axis.bar(place, row["speedup"], width=0.65, color=_colour(rows, row["drafter"]))
-            axis.bar_label(bar, [f"{row['speedup']:.2f}x"], label_type="center", color="white", fontweight="bold")
-            if row["speedup_repeats"]:
-                low, high = min(row["speedup_repeats"]), max(row["speedup_repeats"])
-                axis.vlines(place, low, high, color="black", linewidth=1.2)
-        axis.axhline(1, color="black", linewidth=1, linestyle="--", label="target alone")
-        axis.legend(fontsize=9, loc="upper right")
-        labels = [f"{row['drafter']}\n{_short(row['policy'])}\nT={row['temperature']:g}" for row in overall]
-        axis.set_xticks(range(len(overall)), labels, fontsize=9)
-        axis.set_ylabel("speedup (ratio of tokens/s)")
-        tallest = max(max(row["speedup_repeats"], default=row["speedup"]) for row in overall)
-        axis.set_ylim(0, 1.2 * max(1, tallest))
-        axis.grid(axis="x", visible=False)
-        axis.set_title(title, fontsize=11, wrap=True)
-    return _save(figure, path, title)
+    names = distinct(rows, "drafter")
+    figure, axis = plt.subplots(figsize=(8, 1.4 + BAR * len(rows)))
+    for place, row in enumerate(rows):
+        low, high = row["speedup_interval"] or (row["speedup"], row["speedup"])
+        axis.barh(place, row["speedup"], height=0.7, color=colour_of(row["drafter"], names))
+        axis.hlines(place, low, high, color="black", linewidth=1.4)
+        axis.annotate(f"{row['speedup']:.2f}x", (max(high, row["speedup"]), place), (5, 0), va="center", **OFFSET)
+    axis.axvline(1, color="black", linewidth=1, linestyle="--", label="target alone")
+    axis.set_yticks(range(len(rows)), [arm_name(row, rows) for row in rows])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.15 * max(1, *((row["speedup_interval"] or [0, row["speedup"]])[1] for row in rows)))
+    axis.set_xlabel("speedup (ratio of tokens/s), 95 % interval")
+    axis.grid(axis="y", visible=False)
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1))
+    return _done(figure, "speedup", title + part)
 
 
-def _short(policy: str) -> str:
-    """The policy without its settings, but for a chain's length."""
-    name, _, settings = policy.partition(":")
-    return f"gamma={settings.removeprefix('draft_length=')}" if name == "chain" else name
+OFFSET = {"textcoords": "offset points", "fontsize": 8}
 
 
-def plot_acceptance(rows: list[dict[str, Any]], path: Path) -> dict[str, str]:
-    """Acceptance at each draft position, given that all before it were accepted."""
-    title = "Acceptance by draft position, given that all before it were accepted"
-    overall = _overall(rows)
-    with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(7, 4))
-        for row in overall:
+def plot_acceptance(rows: Rows) -> Plot:
+    """A panel a drafter: acceptance at each draft position, given that all before it were accepted."""
+    rows = [row for row in rows if row["acceptance_at"]]
+    names = distinct(rows, "drafter") or ["nothing was drafted"]
+    figure, axes = _panels(len(names), width=4.3, height=3.4)
+    for name, axis in zip(names, axes, strict=True):
+        own = [row for row in rows if row["drafter"] == name and row["batch_size"] == rows[0]["batch_size"]]
+        policies, temperatures = distinct(own, "policy"), distinct(own, "temperature")
+        for row in own:
+            style = {
+                "color": colour_of(row["policy"], policies),
+                "linestyle": LINES[temperatures.index(row["temperature"]) % len(LINES)],
+                "marker": MARKERS[policies.index(row["policy"]) % len(MARKERS)],
+            }
+            label = f"{short_policy(row['policy'])}, T={row['temperature']:g}"
             positions = range(1, len(row["acceptance_at"]) + 1)
-            line = "-o" if row["temperature"] == 0 else "--s"
-            label = f"{row['drafter']}, {_short(row['policy'])}, T={row['temperature']:g} (tau {row['tau']:.2f})"
-            axis.plot(positions, row["acceptance_at"], line, color=_colour(rows, row["drafter"]), label=label)
-        longest = max(len(row["acceptance_at"]) for row in overall)
-        axis.set_xticks(range(1, longest + 1))
-        axis.set_xlabel("draft position")
-        axis.set_ylabel("accepted")
-        axis.set_ylim(0, 1.02)
+            axis.plot(positions, row["acceptance_at"], markersize=4, label=label, **style)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_ylim(0, 1.03)
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axis.legend(fontsize=9)
-        axis.set_title(title, fontsize=11)
-    return _save(figure, path, title)
+        axis.set_title(cut(name), fontsize=10)
+        axis.set_xlabel("draft position")
+        if own:
+            axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), ncols=1 + len(own) // 13)
+    axes[0].set_ylabel("accepted")
+    return _done(figure, "acceptance", "Acceptance by draft position, given that all before it were accepted")
 
 
-def plot_training(runs: dict[str, list[dict[str, Any]]], path: Path) -> dict[str, str]:
-    """Loss and teacher-forced alpha a step on the left, measured tau on held-out prompts on the right."""
-    title = "Training: agreement with the target, and what it is worth when decoding"
-    with plt.rc_context(STYLE):
-        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
-        for number, (name, metrics) in enumerate(runs.items()):
-            colour = COLOURS[number % len(COLOURS)]
-            steps = [row for row in metrics if "loss" in row]
-            evaluations = [row for row in metrics if "evaluation" in row]
-            left.plot([row["step"] for row in steps], [row["loss"] for row in steps], color=colour, label=name)
-            for k in range(len(steps[0]["alpha"]) if steps else 0):
-                label = name if k == 0 else None
-                alphas = [row["alpha"][k] for row in steps]
-                middle.plot([row["step"] for row in steps], alphas, color=colour, alpha=1 / (1 + 0.7 * k), label=label)
-            taus = [row["evaluation"]["tau"] for row in evaluations]
-            right.plot([row["step"] for row in evaluations], taus, "-o", color=colour, label=name)
-        for axis, label in (
-            (left, "loss (nats per token)"),
-            (middle, "alpha on target samples"),
-            (right, "measured tau"),
-        ):
-            axis.set_xlabel("step")
-            axis.set_ylabel(label)
-            axis.legend(fontsize=8)
-        left.set_yscale("log")
-        middle.set_title("fainter: later draft positions", fontsize=9)
-        right.set_title("held-out prompts, decoded", fontsize=9)
-        figure.suptitle(title, fontsize=11)
-        figure.tight_layout()
-    return _save(figure, path, title)
+def plot_time(rows: Rows, part: str) -> Plot:
+    """A stacked bar an arm: milliseconds a committed token in drafting, verifying and everything else."""
+    figure, axis = plt.subplots(figsize=(8, 1.4 + BAR * len(rows)))
+    shares = (("draft_share", "draft", "#E69F00"), ("verify_share", "verify", "#0072B2"))
+    shares += (("overhead_share", "overhead (bookkeeping)", "#7F7F7F"),)
+    for place, row in enumerate(rows):
+        start, whole = 0.0, _milliseconds(row["tokens_per_second"])
+        for key, label, colour in shares:
+            width = whole * max(0.0, row[key])
+            axis.barh(place, width, left=start, height=0.7, color=colour, label=label if place == 0 else None)
+            start += width
+        alone = _milliseconds(row["baseline_tokens_per_second"])
+        label = "target alone" if place == 0 else None
+        axis.vlines(alone, place - 0.42, place + 0.42, color="black", linewidth=2, label=label)
+    axis.set_yticks(range(len(rows)), [arm_name(row, rows) for row in rows])
+    axis.invert_yaxis()
+    axis.set_xlabel("milliseconds a token")
+    axis.grid(axis="y", visible=False)
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
+    return _done(figure, "time", "Where the time of a token goes" + part)
+
+
+def _milliseconds(tokens_per_second: float) -> float:
+    return 1000 / tokens_per_second if tokens_per_second else 0.0
+
+
+def plot_categories(rows: Rows, part: str) -> Plot:
+    """A table in colours: arms down, categories across, the speedup in each field."""
+    overall = [row for row in rows if row["category"] == OVERALL]
+    categories = sorted({row["category"] for row in rows} - {OVERALL})
+    columns = [OVERALL, *categories]
+    found = {(_arm(row), row["category"]): row["speedup"] for row in rows}
+    grid = np.array([[found.get((_arm(row), column), np.nan) for column in columns] for row in overall])
+    reach = max(0.2, float(np.nanmax(np.abs(np.log2(np.maximum(grid, 0.05))))))
+    figure, axis = plt.subplots(figsize=(2.8 + 0.85 * len(columns), 1.6 + BAR * len(overall)))
+    axis.imshow(np.log2(np.maximum(grid, 0.05)), cmap="RdBu", vmin=-reach * 1.6, vmax=reach * 1.6, aspect="auto")
+    for (y, x), value in np.ndenumerate(grid):
+        if not np.isnan(value):
+            weight = "bold" if x == 0 else "normal"
+            axis.text(x, y, f"{value:.2f}x", ha="center", va="center", fontsize=8, fontweight=weight)
+    axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", rotation_mode="anchor")
+    axis.set_yticks(range(len(overall)), [arm_name(row, overall) for row in overall])
+    axis.grid(visible=False)
+    return _done(figure, "categories", "Speedup by category, blue: faster than the target alone" + part)
+
+
+def _arm(row: dict[str, Any]) -> tuple:
+    return tuple(row[key] for key in ("drafter", "policy", "temperature", "batch_size"))
+
+
+def plot_over(rows: Rows, key: str, label: str) -> Plot:
+    """Speedup over gamma, temperature or batch size; bands are intervals.
+
+    A line for each drafter at each temperature, at the first batch size. What is no chain appears, where gamma does not
+    matter, as the drafter's fastest policy.
+    """
+    others = [other for other in ("drafter", "temperature") if other != key]
+    if key != "batch_size":
+        rows = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
+    if key != "draft_length":
+        rows = _fastest_policies(rows)
+    lines: dict[tuple, Rows] = {}
+    for row in rows:
+        if row[key] is not None:
+            lines.setdefault(tuple(row[other] for other in others), []).append(row)
+    names, temperatures = distinct(rows, "drafter"), distinct(rows, "temperature")
+    figure, axis = plt.subplots(figsize=(6.2, 3.8))
+    for line, found in lines.items():
+        found.sort(key=lambda row: row[key])
+        kind = 0 if key == "temperature" else temperatures.index(line[1])
+        style = {"color": colour_of(line[0], names), "linestyle": LINES[kind % 4], "marker": MARKERS[kind % 10]}
+        values = [row[key] for row in found]
+        name = cut(line[0]) if key == "draft_length" else f"{cut(line[0])}, {short_policy(found[0]['policy'])}"
+        name += "" if key == "temperature" else f", T={line[1]:g}"
+        axis.plot(values, [row["speedup"] for row in found], markersize=4, label=name, **style)
+        if len(lines) <= 6 and all(row["speedup_interval"] for row in found):
+            bounds = np.array([row["speedup_interval"] for row in found])
+            axis.fill_between(values, bounds[:, 0], bounds[:, 1], color=style["color"], alpha=0.12, linewidth=0)
+    axis.axhline(1, color="black", linewidth=1, linestyle="--")
+    axis.set_xticks(sorted({row[key] for row in rows if row[key] is not None}))
+    axis.set_xlabel(label)
+    axis.set_ylabel("speedup")
+    axis.set_ylim(bottom=0)
+    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), ncols=1 + len(lines) // 17)
+    return _done(figure, f"over_{key}", f"Speedup over {label}")
+
+
+def _fastest_policies(rows: Rows) -> Rows:
+    """The rows of each drafter's policy with the highest speedup of all."""
+    best = {name: max(own, key=lambda row: row["speedup"]) for name, own in _by_drafter(rows).items()}
+    return [row for row in rows if row["policy"] == best[row["drafter"]]["policy"]]
+
+
+def _by_drafter(rows: Rows) -> dict[str, Rows]:
+    return {name: [row for row in rows if row["drafter"] == name] for name in distinct(rows, "drafter")}
+
+
+def plot_theory(rows: Rows) -> Plot:
+    """Measured tau of chains over what independent acceptances of the measured alpha would give."""
+    rows = [row for row in rows if "expected_tau" in row]
+    names, temperatures = distinct(rows, "drafter"), distinct(rows, "temperature")
+    figure, axis = plt.subplots(figsize=(5.6, 4))
+    reach = 1.08 * max(max(row["tau"], row["expected_tau"], (row["tau_interval"] or [0, 0])[1]) for row in rows)
+    axis.plot([1, reach], [1, reach], color="black", linewidth=1, linestyle="--", label="as expected")
+    for row in rows:
+        shape = MARKERS[temperatures.index(row["temperature"]) % len(MARKERS)]
+        colour = colour_of(row["drafter"], names)
+        axis.plot(row["expected_tau"], row["tau"], shape, color=colour, markersize=6, alpha=0.8)
+        if row["tau_interval"]:
+            axis.vlines(row["expected_tau"], *row["tau_interval"], color=colour, linewidth=1.2, alpha=0.8)
+    for name in names:
+        axis.plot([], [], "s", color=colour_of(name, names), label=cut(name))
+    for number, temperature in enumerate(temperatures):
+        axis.plot([], [], MARKERS[number % 10], color="grey", label=f"T={temperature:g}")
+    axis.set_xlim(0.95, reach)
+    axis.set_ylim(0.95, reach)
+    axis.set_xlabel("(1 − α^(γ+1)) / (1 − α), with the measured α")
+    axis.set_ylabel("measured tau, 95 % interval")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
+    return _done(figure, "theory", "tau against independent acceptances (chains)")
+
+
+def _panels(count: int, *, width: float, height: float, most: int = 3) -> tuple[plt.Figure, list[Axes]]:
+    """`count` axes, at most three in a row, with room for a legend beside each."""
+    columns = min(count, most)
+    down = -(-count // columns)
+    figure, grid = plt.subplots(down, columns, figsize=(width * columns, height * down), squeeze=False)
+    axes = list(grid.flat)
+    for spare in axes[count:]:
+        spare.set_visible(False)
+    return figure, axes[:count]
+
+
+def _done(figure: plt.Figure, name: str, title: str) -> Plot:
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    plt.close(figure)  # it is drawn from the object; pyplot would keep it alive
+    return Plot(name, title, figure)

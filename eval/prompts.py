@@ -1,58 +1,152 @@
-"""Prompt sets: the embedded held-out text, or JSON lines."""
+"""Prompt sets: the embedded held-out text, or the rows of a file or a Hub data set in the layouts that people use."""
 
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.distill.chat import Chat
-from draftsmith.distill.conversations import conversation
+from draftsmith.distill.conversations import ASSISTANT, Conversation, conversation
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.sources import read_source
 from draftsmith.distill.targets import EMBEDDED
 from draftsmith.errors import ConfigError
+from draftsmith.provenance import fingerprint
 
 EMBEDDED_PROMPT_TOKENS = 48
 UNCATEGORISED = "uncategorised"
+OVERALL = "all"
+"""The category of the row that sums up a run."""
+MT_BENCH = frozenset(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"))
+SPEC_BENCH = frozenset(("translation", "summarization", "qa", "math_reasoning", "rag"))
+"""Spec-Bench's other five categories (Xia et al. 2024, arXiv:2401.07851)."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as token ids, and the category that its numbers count towards."""
+    """One prompt as token ids, the category that its numbers count towards, and what is asked after the answer."""
 
     id: str
     category: str
     input_ids: list[int]
+    conversation: Conversation | None = None
+    """Where there is more than one turn."""
+
+    @property
+    def turns(self) -> int:
+        return 1 if self.conversation is None else len(self.conversation.turns)
+
+    def behind(self, answers: list[list[int]], chat: Chat | None) -> list[int]:
+        """Tokens behind which the turn after these answers (token ids each) is to be answered."""
+        if not answers:
+            return self.input_ids
+        return _later(
+            self.conversation, [chat.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers], chat
+        )
 
 
-def check_prompts(source: str) -> None:
-    """ConfigError for a prompt file that is missing, empty or malformed; needs no tokenizer."""
-    if source == EMBEDDED:
-        return
-    for place, row in read_source(source):
-        conversation(place, row)
+def _later(asked: Conversation, answers: list[str], chat: Chat) -> list[int]:
+    turns = asked.turns
+    messages = list(turns[0])
+    for answer, turn in zip(answers, turns[1:], strict=False):
+        messages += [{"role": ASSISTANT, "content": answer}, *turn]
+    return chat.behind(messages, asked)
 
 
-def load_prompts(source: str, tokenizer: Any, *, count: int | None = None, context: int | None = None) -> list[Prompt]:
+def check_prompts(source: str, subset: str | None = None, split: str = "train") -> None:
+    """ConfigError for rows that are missing, malformed or of one id; needs no tokenizer."""
+    if source != EMBEDDED:
+        _read(source, subset, split)
+
+
+def load_prompts(
+    source: str,
+    tokenizer: Any,
+    *,
+    count: int | None = None,
+    context: int | None = None,
+    subset: str | None = None,
+    split: str = "train",
+) -> list[Prompt]:
     """At most `count` prompts (all of a file by default, 12 of the embedded text).
 
-    A file has rows with `prompt`, or Spec-Bench's and MT-Bench's `turns` (of which the first is asked), and optionally
-    `category` and an id.
+    Rows with `turns` (Spec-Bench, MT-Bench) or messages go through the chat template, every turn is asked; those with
+    `prompt` (HumanEval), `question` (GSM8K), `instruction` or `text` are continued as they are. `category` and an id
+    (`question_id`, `task_id` or `id`) are read where there are any. Fewer than all are taken in turn from the
+    categories, in order of the file.
 
     Raises:
-        ConfigError: naming the line of a bad row, or of a prompt that leaves no room in a context of `context` tokens.
+        ConfigError: naming the line of a bad row, of an id that was there before, or of a prompt whose questions alone
+            leave no room in a context of `context` tokens.
     """
     if source == EMBEDDED:
         rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
         return [Prompt(str(row["id"]), row["category"], row["input_ids"]) for row in rows]
-    chat, prompts = Chat(tokenizer), []
-    for number, (place, row) in enumerate(islice(read_source(source), count), 1):
-        ids = chat.prompt(conversation(place, row))
-        if context is not None and len(ids) >= context:
-            raise ConfigError(f"{place}: prompt={len(ids)} tokens; expected fewer than the context of {context}")
-        if not ids:
-            raise ConfigError(f"{place}: prompt=0 tokens; expected at least 1")
-        name = row.get("question_id", row.get("task_id", row.get("id", number)))
+    chat = Chat(tokenizer)
+    return [_tokens(row, chat, context) for row in _spread(_read(source, subset, split), count)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    id: str
+    category: str
+    asked: Conversation
+
+
+def _read(source: str, subset: str | None, split: str) -> list[_Row]:
+    rows, places = [], {}
+    for number, (place, row) in enumerate(read_source(source, subset, split), 1):
+        asked = conversation(place, row)
+        _require_questions(asked)
+        name = next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), f"#{number}")
+        name = str(name)
+        if name in places:
+            raise ConfigError(f"{place}: id={name!r} is that of {places[name]} too; expected each only once")
+        places[name] = place
         category = str(row.get("category") or UNCATEGORISED)
-        # `all` is the row that sums up a run.
-        prompts.append(Prompt(str(name), UNCATEGORISED if category == "all" else category, ids))
-    return prompts
+        rows.append(_Row(name, UNCATEGORISED if category == OVERALL else category, asked))
+    return _as_spec_bench(rows)
+
+
+def _require_questions(asked: Conversation) -> None:
+    for number, turn in enumerate(asked.turns, 1):
+        if not any(str(message.get("content") or "").strip() for message in turn):
+            raise ConfigError(f"{asked.place}: turn {number} is empty; expected a question in each")
+
+
+def _as_spec_bench(rows: list[_Row]) -> list[_Row]:
+    """Spec-Bench's authors count MT-Bench's eight categories as one; MT-Bench by itself keeps them."""
+    found = {row.category for row in rows}
+    if not found & SPEC_BENCH or found - SPEC_BENCH - MT_BENCH:
+        return rows
+    return [replace(row, category="mt_bench") if row.category in MT_BENCH else row for row in rows]
+
+
+def _spread(rows: list[_Row], count: int | None) -> list[_Row]:
+    """`count` of the rows: the first of each category, then the second of each, and so on; in their old order."""
+    if count is None or count >= len(rows):
+        return rows
+    seen: dict[str, int] = {}
+    ranks = []
+    for place, row in enumerate(rows):
+        seen[row.category] = seen.get(row.category, 0) + 1
+        ranks.append((seen[row.category], place))
+    return [rows[place] for place in sorted(place for _, place in sorted(ranks)[:count])]
+
+
+def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
+    asked = row.asked
+    ids = chat.prompt(asked)
+    turns = len(asked.turns)
+    longest = len(_later(asked, [""] * (turns - 1), chat)) if turns > 1 else len(ids)
+    if context is not None and longest >= context:
+        raise ConfigError(f"{asked.place}: prompt={longest} tokens; expected fewer than the context of {context}")
+    if not ids:
+        raise ConfigError(f"{asked.place}: prompt=0 tokens; expected at least 1")
+    return Prompt(row.id, row.category, ids, asked if turns > 1 else None)
+
+
+def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
+    """Changes with whatever the texts depend on."""
+    return fingerprint(
+        [[p.id, p.category, p.input_ids, None if p.conversation is None else p.conversation.turns] for p in prompts]
+    )

@@ -1,6 +1,5 @@
-"""What a measurement leaves behind: a table, `report.md`, plots and `eval.json`."""
+"""What a measurement leaves behind: a table, `report.md`, `report.html`, plots and `eval.json`."""
 
-import json
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -10,68 +9,124 @@ import jinja2
 from rich.table import Table
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.harness import Evaluation, Settings
-from draftsmith.eval.plots import plot_acceptance, plot_speedup, plot_training
+from draftsmith.eval.cells import JOURNAL, SCHEMA, require_same, whole_lines
+from draftsmith.eval.evaluation import EVALUATION, Evaluation, read_evaluation
+from draftsmith.eval.plots import evaluation_plots
+from draftsmith.eval.prompts import OVERALL
+from draftsmith.eval.settings import Settings
+from draftsmith.eval.training_plot import plot_training
 from draftsmith.storage import write_json, write_text
+
+DIAGNOSTICS = {
+    "tokens": "tokens",
+    "forward_kl": "KL(p‖q)",
+    "reverse_kl": "KL(q‖p)",
+    "tv": "TV",
+    "top1_agreement": "same favourite",
+    "entropy_overlap": "entropy overlap",
+    "ece": "ECE",
+    "cosine": "cosine",
+}
+"""Keys of a position's diagnostics, and what a table calls them."""
+
+MARKS = {"\n": "⏎", "\t": "→"}
 
 
 def summary_table(evaluation: Evaluation) -> Table:
-    """One line a drafter and temperature; fits 100 columns."""
-    table = Table(title="Drafters against the target alone", pad_edge=False)
-    table.add_column("drafter", no_wrap=True)
-    for name in ("T", "alpha", "tau", "alone tok/s", "spec. tok/s", "speedup", "draft", "verify", "overhead"):
-        table.add_column(name, justify="right")
+    """Two lines an arm, temperature and batch size; fits 110 columns."""
+    table = Table(title="Drafters against the target alone (95 % intervals below)", pad_edge=False)
+    table.add_column("drafter", overflow="fold")
+    batches = evaluation.settings.batch_sizes != (1,)
+    columns = ("T", "batch", "alpha", "tau", "alone tok/s", "spec. tok/s", "speedup", "draft", "verify", "overhead")
+    for name in columns:
+        if name != "batch" or batches:
+            table.add_column(name.replace(" tok", "\ntok"), justify="right", no_wrap=True)
     for row in evaluation.rows:
-        if row["category"] != "all":
+        if row["category"] != OVERALL:
             continue
         table.add_row(
             f"{row['drafter']}{'' if row['lossless'] else ' (LOSSY)'}\n  {row['policy']}",
             f"{row['temperature']:g}",
+            *([str(row["batch_size"])] if batches else []),
             f"{row['alpha']:.3f}",
-            f"{row['tau']:.2f}",
+            f"{row['tau']:.2f}\n{interval(row['tau_interval'], 2)}",
             f"{row['baseline_tokens_per_second']:.0f}",
             f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}x",
+            f"{row['speedup']:.2f}x\n{interval(row['speedup_interval'], 2)}",
             *(f"{100 * row[key]:.0f} %" for key in ("draft_share", "verify_share", "overhead_share")),
         )
     return table
+
+
+def interval(values: list[float] | None, digits: int) -> str:
+    """`[1.70, 1.86]`, nothing where there is none."""
+    return "" if values is None else f"[{values[0]:.{digits}f}, {values[1]:.{digits}f}]"
 
 
 def check_report_folder(out: Path, settings: Settings) -> None:
     """ConfigError when `out` already holds a measurement with other settings, or is no folder."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file; expected a folder")
-    file = out / "eval.json"
-    if not file.exists():
-        return
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))["settings"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"out={out} holds an eval.json that is not ours; expected another folder") from error
-    now = json.loads(json.dumps(asdict(settings)))
-    for key, value in now.items():
-        if before.get(key) != value:
+    if (out / JOURNAL).exists():
+        lines = whole_lines(out / JOURNAL)
+        if lines:
+            require_same(lines[0]["run"], {"schema": SCHEMA, "settings": asdict(settings)}, out)
+    elif (out / EVALUATION).exists():
+        try:
+            before = read_evaluation(out)
+        except ConfigError as error:
             raise ConfigError(
-                f"out={out} holds another run: {key}={before.get(key)!r} there, {value!r} here; expected another folder"
-            )
+                f"out={out} holds an eval.json that is not ours ({error}); expected another folder"
+            ) from error
+        require_same(before, {"settings": asdict(settings)}, out)
 
 
 def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[str, list[dict]] | None = None) -> None:
     """Write everything into `out`. `runs`: the training metrics of each drafter, for its curves."""
     out.mkdir(parents=True, exist_ok=True)
-    plots = [
-        plot_speedup(evaluation.rows, out / "speedup.png"),
-        plot_acceptance(evaluation.rows, out / "acceptance.png"),
-    ]
+    plots = evaluation_plots(evaluation.rows)
     if runs:
-        plots.append(plot_training(runs, out / "training.png"))
-    write_text(out / "report.md", _markdown(evaluation, title, plots))
-    write_json(out / "eval.json", evaluation.as_json())
+        plots.append(plot_training(runs))
+    for plot in plots:
+        (out / plot.file).write_bytes(plot.png)
+    values = {**_values(evaluation), "title": title, "plots": plots}
+    write_text(out / "report.md", _render("report.md.j2", values, escaped=False))
+    write_text(out / "report.html", _render("report.html.j2", values, escaped=True))
+    write_json(out / EVALUATION, evaluation.as_json())
+
+
+def _render(template: str, values: dict[str, Any], *, escaped: bool) -> str:
+    """`escaped`: everything that is filled in is text, whatever it looks like."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        autoescape=escaped,
+        keep_trailing_newline=True,
+        trim_blocks=escaped,
+    )
+    environment.filters |= {"interval": interval, "visible": visible}
+    headline = values["headline"].replace("**", "") if escaped else values["headline"]
+    text = files("draftsmith.eval").joinpath(template).read_text(encoding="utf-8")
+    return environment.from_string(text).render({**values, "headline": headline})
+
+
+def visible(piece: str) -> list[tuple[str, str]]:
+    """A token's text in parts: what is seen by itself, and marks for what is not, with the character behind them."""
+    parts: list[tuple[str, str]] = []
+    for character in piece:
+        if character in MARKS:
+            parts.append((MARKS[character], character))
+        elif not character.isprintable():
+            parts.append((f"\\u{ord(character):04x}", ""))
+        elif parts and not parts[-1][0]:
+            parts[-1] = ("", parts[-1][1] + character)
+        else:
+            parts.append(("", character))
+    return parts
 
 
 def headline(rows: list[dict[str, Any]]) -> str:
     """The finding in one sentence."""
-    overall = [row for row in rows if row["category"] == "all"]
+    overall = [row for row in rows if row["category"] == OVERALL]
     best = max(overall, key=lambda row: row["speedup"])
     return (
         f"Fastest: **{best['drafter']}** ({best['policy']}) at T={best['temperature']:g} makes the target "
@@ -81,26 +136,73 @@ def headline(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _markdown(evaluation: Evaluation, title: str, plots: list[dict[str, str]]) -> str:
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True)
-    text = files("draftsmith.eval").joinpath("report.md.j2").read_text(encoding="utf-8")
-    overall = [row for row in evaluation.rows if row["category"] == "all"]
+def _values(evaluation: Evaluation) -> dict[str, Any]:
+    """What both reports are filled with."""
+    overall = [row for row in evaluation.rows if row["category"] == OVERALL]
     greedy = [
         f"{row['drafter']} ({row['policy']}): {row['greedy_identical'][0]} of {row['greedy_identical'][1]} greedy "
         "texts are the target's own, token by token."
         for row in overall
         if "greedy_identical" in row
     ]
-    return template.from_string(text).render(
-        title=title,
-        headline=headline(evaluation.rows),
-        rows=evaluation.rows,
-        settings=asdict(evaluation.settings),
-        environment=evaluation.environment,
-        notes=evaluation.notes,
-        greedy=greedy,
-        positions=max(len(row["acceptance_at"]) for row in overall),
-        categories=len(evaluation.rows) > len(overall),
-        prompts=overall[0]["prompts"],
-        plots=plots,
-    )
+    return {
+        "headline": headline(evaluation.rows),
+        "overall": overall,
+        "by_category": [row for row in evaluation.rows if row["category"] != OVERALL],
+        "chains": [row for row in overall if "expected_tau" in row],
+        "diagnostics": _diagnostics(evaluation.rows),
+        "settings": asdict(evaluation.settings),
+        "conditions": _conditions(evaluation, overall[0]["prompts"]),
+        "guards": evaluation.guards,
+        "notes": evaluation.notes,
+        "greedy": greedy,
+        "positions": max(len(row["acceptance_at"]) for row in overall),
+        "samples": evaluation.samples,
+    }
+
+
+def _diagnostics(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One table a drafter, temperature and category that was diagnosed."""
+    tables: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found = row.get("diagnostics")
+        name = f"{row['drafter']} at T={row['temperature']:g}, {row['category']}"
+        if not found or name in tables:
+            continue
+        keys = [key for key in DIAGNOSTICS if any(key in line for line in found["positions"])]
+        lines = [
+            {"position": line["position"], "values": [_number(line.get(key)) for key in keys]}
+            for line in found["positions"]
+        ]
+        columns = [DIAGNOSTICS[key] for key in keys]
+        correlation = found.get("cosine_correlation")
+        tables[name] = {"name": name, "columns": columns, "lines": lines, "correlation": correlation}
+    return list(tables.values())
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.3f}"
+
+
+def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:
+    settings, where = evaluation.settings, evaluation.environment
+    machine = f"{where['cpu']}, {where['cpu_count']} cores, {where['torch_threads']} thread(s)"
+    versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    conditions = [
+        ("target", f"{settings.target} ({settings.dtype})"),
+        ("prompts", f"{settings.prompts}, {prompts} of them, at most {settings.max_new_tokens} new tokens a turn"),
+        ("machine", f"{machine}, accelerator: {where['accelerator'] or 'none'}"),
+        ("versions", f"{versions}, Python {where['python']}"),
+        ("date, command", f"{where['date']}, `{where['command']}`"),
+    ]
+    if evaluation.plain is not None:
+        plain = evaluation.plain
+        speeds = [plain[key] for key in ("baseline_tokens_per_second", "generate_tokens_per_second")]
+        text = "alone {:.0f} tokens/s here, {:.0f} with transformers' generate (greedy, prefill included, ".format(
+            *speeds
+        )
+        text += f"{plain['prompts']} prompts, {plain['identical']} of them with the same tokens)"
+        conditions.insert(2, ("the baseline", text))
+    return conditions

@@ -54,4 +54,5 @@ def write_card(folder: Path, evaluation: dict[str, Any], drafter: str) -> None:
         recipe=yaml.safe_dump(section["recipe"] or {}, sort_keys=False),
     )
     write_text(folder / "README.md", card)
-    write_json(folder / "eval.json", {**evaluation, "rows": rows})
+    # What single prompts and samples gave stays in the report: a card is read, not compared.
+    write_json(folder / "eval.json", {**evaluation, "rows": rows, "measurements": [], "samples": []})

@@ -2,6 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from transformers import (
 )
 
 from draftsmith.cli import main
+from draftsmith.eval.cells import Cell
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.card import write_card
@@ -53,7 +58,9 @@ def _main(*arguments: str) -> int:
     return 0
 
 
-def test_a_whole_evaluation(tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, prompts: Path) -> None:
+def test_a_whole_evaluation(
+    tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
+) -> None:
     out = tmp_path / "out"
     call = [
         "eval",
@@ -67,7 +74,7 @@ def test_a_whole_evaluation(tmp_path: Path, tiny_target_folder: Path, medusa_fol
     call += ["--prompts", prompts, "--max-new-tokens", 20, "--repeats", 2, "--out", out]
     assert _main(*call) == 0
     written = json.loads((out / "eval.json").read_text())
-    assert written["schema"] == 1
+    assert written["schema"] == 2
     assert set(written["environment"]) >= {"cpu", "torch_threads", "versions", "command"}
     rows = written["rows"]
     assert {(row["drafter"], row["temperature"], row["category"]) for row in rows} == set(
@@ -84,16 +91,86 @@ def test_a_whole_evaluation(tmp_path: Path, tiny_target_folder: Path, medusa_fol
     own = next(row for row in rows if row["drafter"] == "self" and row["temperature"] == 0)
     assert own["alpha"] == 1.0, "a target that drafts for itself is always accepted"
     report = (out / "report.md").read_text()
-    assert "| medusa | chain:draft_length=2 | greedy | 0 |" in report
+    assert "| medusa | chain:draft_length=2 | greedy | 0 | 1 |" in report
     for plot in ("speedup.png", "acceptance.png"):
         assert f"({plot})" in report
         assert (out / plot).read_bytes().startswith(b"\x89PNG")
 
+    assert "Who wrote what" in (out / "report.html").read_text()
+
     write_card(medusa_folder, written, "medusa")
+    assert json.loads((medusa_folder / "eval.json").read_text())["measurements"] == []
     card = (medusa_folder / "README.md").read_text()
     assert card.startswith("---\nlicense:")
     assert "load_drafter" in card
-    assert _main(*call) == 0, "the same measurement may be made again"
+    cells = (out / "cells.jsonl").read_bytes()
+    assert _main(*call) == 0, "the same command goes on, here with nothing left to do"
+    assert (out / "cells.jsonl").read_bytes().startswith(cells)
+    assert b'"cell"' not in (out / "cells.jsonl").read_bytes()[len(cells) :]
+    assert json.loads((out / "eval.json").read_text())["rows"] == rows
+
+    capsys.readouterr()
+    assert _main("eval", "compare", out) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "medusa (γ=2) and self (γ=4)" in shown or "faster than" in shown
+    assert "a real difference" in shown, "tau near 5 beside tau near 1"
+    assert _main("eval", "compare", out, out / "eval.json") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no difference in speed between A's self (γ=4) and B's self (γ=4)" in shown
+    assert _main("eval", "compare", out, tmp_path / "nothing") == 2
+    assert "expected an eval.json" in capsys.readouterr().err
+    assert _main("eval", "compare", medusa_folder) == 2
+    assert "without measurements (a model card's)" in capsys.readouterr().err
+
+
+def _texts(file: Path) -> dict[tuple, list[list[int]]]:
+    """The tokens of every cell; each may be there only once."""
+    found: dict[tuple, list[list[int]]] = {}
+    for line in map(json.loads, file.read_text().splitlines()):
+        if "cell" in line:
+            cell = Cell.from_json(line["cell"])
+            assert cell.key not in found
+            found[cell.key] = [text.tokens for text in cell.texts]
+    return found
+
+
+def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(
+    tmp_path: Path, tiny_target_folder: Path, prompts: Path
+) -> None:
+    """SIGKILL while cells are being written, and a torn line on top of it."""
+    call = ["eval", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--prompts", prompts]
+    call += ["--max-new-tokens", 12, "--repeats", 2, "--batch-size", 2, "--gamma", 2]
+    out, whole = tmp_path / "killed", tmp_path / "whole"
+    journal = out / "cells.jsonl"
+    command = [sys.executable, "-m", "draftsmith", *map(str, call), "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 300
+        while not (journal.exists() and journal.read_bytes().count(b'{"cell"') >= 3):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert not (out / "eval.json").exists()
+    data = journal.read_bytes()
+    kept = data[: data.rfind(b"\n") + 1]
+    before = _texts(journal) if kept == data else {}
+    with journal.open("ab") as file:
+        file.write(b'{"cell": {"drafter": "early')
+    assert _main(*call, "--seed", 5, "--out", out) == 2, "other settings are another run"
+    assert _main(*call, "--out", out) == 0
+    assert journal.read_bytes().startswith(kept)
+    assert _main(*call, "--out", whole) == 0
+    resumed, expected = _texts(journal), _texts(whole / "cells.jsonl")
+    assert resumed == expected
+    assert before.items() <= resumed.items()
+    assert len(before) < len(resumed)
+    rows = [json.loads((folder / "eval.json").read_text())["rows"] for folder in (out, whole)]
+    for key in ("tau", "tau_interval", "acceptance_at", "decode_tokens"):
+        assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]]
+    # Passes are padded to widths that were measured anew, so that overlaps differ by the rounding of float32.
+    assert [row["alpha"] for row in rows[0]] == pytest.approx([row["alpha"] for row in rows[1]], abs=1e-6)
+    assert any("2 sittings" in note for note in json.loads((out / "eval.json").read_text())["notes"])
 
 
 def test_another_run_in_the_folder_is_refused(
@@ -106,6 +183,9 @@ def test_another_run_in_the_folder_is_refused(
     before = {file: file.read_bytes() for file in out.iterdir()}
     assert _main(*call, "--seed", 2) == 2
     assert "holds another run: seed=1 there, 2 here" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "other"}\n')
+    assert _main(*call, "--seed", 1) == 2
+    assert "holds another run: prompts=" in capsys.readouterr().err
     assert before == {file: file.read_bytes() for file in out.iterdir()}
 
 
@@ -213,7 +293,9 @@ def test_a_lossy_rule_says_so_everywhere(
     ("arguments", "message"),
     [
         (["--policy", "chains"], "policy='chains'; expected one of"),
-        (["--gamma", "3", "--policy", "adaptive"], "gamma=3 and policy=adaptive; expected one of the two"),
+        (["--gamma", "0"], "gamma=0; expected >= 1"),
+        (["--gamma", "2", "--gamma", "2"], "gamma=[2, 2]; expected each only once"),
+        (["--batch-size", "0"], "batch_size=0; expected >= 1"),
         (["--rule", "best"], "rule='best'; expected one of token"),
         (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
     ],

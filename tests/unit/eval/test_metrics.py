@@ -1,35 +1,30 @@
 """The numbers of a row, worked out by hand."""
 
+import numpy as np
 import pytest
+from unit.eval.made import cell, output
 
-from draftsmith.decode.output import DecodeOutput, Round
-from draftsmith.eval.metrics import Measured, greedy_identity, repeated_4grams, row_numbers
-from draftsmith.eval.prompts import Prompt
-
-PROMPT = Prompt("a", "all", [1])
-
-
-def _output(rounds: list[Round], tokens: list[int] | None = None) -> DecodeOutput:
-    count = 1 + sum(record.committed for record in rounds)
-    return DecodeOutput([1], tokens or list(range(count)), rounds, 0.5, "length")
+from draftsmith.decode.output import Round
+from draftsmith.eval.cells import Cell
+from draftsmith.eval.metrics import expected_tau, greedy_identity, repeated_4grams, row_numbers
 
 
 def test_row_numbers() -> None:
-    alone = [Round(0, 0, 0, 1, (), 0.0, 1.0, 1.0)] * 4
-    drafted = [Round(2, 2, 2, 3, (0.9, 0.7), 0.25, 0.5, 1.0), Round(2, 2, 0, 1, (0.4,), 0.25, 0.5, 1.0)]
-    baseline = [Measured(PROMPT, repeat, _output(alone)) for repeat in range(2)]
-    row = row_numbers(baseline, [Measured(PROMPT, repeat, _output(drafted)) for repeat in range(2)])
+    alone = output([Round(0, 0, 0, 1, (), 0.0, 1.0, 1.0)] * 4)
+    drafted = output([Round(2, 2, 2, 3, (0.9, 0.7), 0.25, 0.5, 1.0), Round(2, 2, 0, 1, (0.4,), 0.25, 0.5, 1.0)])
+    row = row_numbers(*([cell(text, repeat=repeat) for repeat in range(2)] for text in (alone, drafted)))
     assert row["alpha"] == pytest.approx(2 / 3)
     assert row["tau"] == 2.0
     assert row["acceptance_at"] == [0.5, 1.0]
     assert (row["baseline_tokens_per_second"], row["tokens_per_second"], row["speedup"]) == (1.0, 2.0, 2.0)
     assert (row["draft_share"], row["verify_share"], row["overhead_share"]) == (0.25, 0.5, 0.25)
-    assert row["prompts"] == 1
+    assert (row["prompts"], row["prefill_seconds"]) == (1, 0.5)
+    assert row["speedup_interval"] is row["tau_interval"] is None, "one prompt says nothing of others"
 
 
 def test_the_speedup_is_the_median_ratio_over_repeats() -> None:
-    def run(repeat: int, seconds: float) -> Measured:
-        return Measured(PROMPT, repeat, _output([Round(1, 1, 1, 2, (1.0,), 0.0, seconds, seconds)]))
+    def run(repeat: int, seconds: float) -> Cell:
+        return cell(output([Round(1, 1, 1, 2, (1.0,), 0.0, seconds, seconds)]), repeat=repeat)
 
     # The machine is ten times slower in the last repeat, for both arms: the ratio does not notice.
     row = row_numbers([run(0, 2), run(1, 2), run(2, 20)], [run(0, 1), run(1, 1), run(2, 10)])
@@ -37,16 +32,36 @@ def test_the_speedup_is_the_median_ratio_over_repeats() -> None:
     assert row["speedup_repeats"] == [2.0, 2.0, 2.0]
 
 
+def test_a_batch_takes_as_long_as_its_longest_text() -> None:
+    step = Round(1, 1, 1, 2, (1.0,), 0.5, 1.0, 2.0)
+    base = cell(output([Round(0, 0, 0, 1, (), 0.0, 2.0, 2.0)] * 6), output([Round(0, 0, 0, 1, (), 0.0, 2.0, 2.0)] * 2))
+    spec = cell(output([step] * 3), output([step]))
+    assert (spec.seconds, spec.draft_seconds, spec.verify_seconds) == (6.0, 1.5, 3.0)
+    row = row_numbers([base], [spec])
+    assert row["tokens_per_second"] == 8 / 6
+    assert row["speedup"] == pytest.approx(2.0)
+    assert (row["tau"], row["prompts"]) == (2.0, 2)
+
+
 def test_a_text_without_rounds_divides_by_nothing() -> None:
-    row = row_numbers([Measured(PROMPT, 0, _output([]))], [Measured(PROMPT, 0, _output([]))])
+    row = row_numbers([cell(output([]))], [cell(output([]))])
     assert (row["tau"], row["alpha"], row["speedup"], row["acceptance_at"]) == (0.0, 0.0, 0.0, [])
 
 
 def test_greedy_identity_names_the_first_divergence() -> None:
-    own = [Measured(PROMPT, 0, _output([], [1, 2, 3])), Measured(PROMPT, 1, _output([], [1, 2, 3]))]
-    ours = [Measured(PROMPT, 0, _output([], [1, 2, 3])), Measured(PROMPT, 1, _output([], [1, 9, 3]))]
+    own = [cell(output([], [1, 2, 3]), repeat=repeat) for repeat in range(2)]
+    ours = [cell(output([], [1, 2, 3])), cell(output([], [1, 9, 3]), repeat=1)]
     found = greedy_identity(own, ours)
-    assert found == {"greedy_identical": [1, 2], "first_divergence": {"prompt": "a", "position": 1}}
+    assert found == {"greedy_identical": [1, 2], "first_divergence": {"prompt": "0.0", "position": 1}}
+
+
+def test_expected_tau_is_the_mean_of_independent_acceptances() -> None:
+    """By enumeration: k tokens and one more with probability alpha^k (1 - alpha), all gamma and a bonus otherwise."""
+    for alpha, gamma in ((0.8, 4), (0.3, 1), (0.0, 5)):
+        lengths = sum((k + 1) * alpha**k * (1 - alpha) for k in range(gamma)) + (gamma + 1) * alpha**gamma
+        assert expected_tau(alpha, gamma) == pytest.approx(lengths)
+    assert expected_tau(1.0, 4) == 5
+    assert np.isfinite(expected_tau(1 + 1e-9, 4))
 
 
 def test_repetition() -> None:

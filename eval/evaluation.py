@@ -1,0 +1,183 @@
+"""From a finished run to what `eval.json` holds: rows, what they rest on, samples, and how far to trust them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.errors import ConfigError
+from draftsmith.eval.bootstrap import Series
+from draftsmith.eval.cells import SCHEMA, Journal
+from draftsmith.eval.guards import dtype_of, guards, notes
+from draftsmith.eval.harness import Place, Run
+from draftsmith.eval.metrics import expected_tau, greedy_identity, row_numbers
+from draftsmith.eval.prompts import OVERALL, Prompt
+from draftsmith.eval.samples import samples
+from draftsmith.eval.settings import BASELINE, Arm, Settings
+from draftsmith.heads.drafter import Drafter
+from draftsmith.provenance import environment
+
+EVALUATION = "eval.json"
+Diagnose = Callable[..., dict[str, Any]]
+"""`diagnose(target, drafter, texts, *, temperature, draft_length)`: plain values by draft position, of texts given as
+(token ids, how many of them are the prompt's)."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The content of `eval.json`; docs/evaluation.md has its schema."""
+
+    settings: Settings
+    rows: list[dict[str, Any]]
+    environment: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    guards: list[dict[str, str]] = field(default_factory=list)
+    measurements: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    identity: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, Any] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "settings"}
+        return {"schema": SCHEMA, "settings": asdict(self.settings), **values}
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """The content of an `eval.json`, or of the one in a folder.
+
+    Raises:
+        ConfigError: for a file that is missing, not ours, or of another schema.
+    """
+    file = path / EVALUATION if path.is_dir() else path
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}; expected an eval.json or the folder of one, and there is none") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); expected what `draftsmith eval` wrote") from error
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(f"{file}: schema={schema!r}; expected {SCHEMA}: measure again with this version")
+    return value
+
+
+def evaluate(
+    target: nn.Module,
+    drafters: dict[str, Drafter],
+    prompts: list[Prompt],
+    settings: Settings,
+    *,
+    tokenizer: Any = None,
+    journal: Path | None = None,
+    diagnose: Diagnose | None = None,
+    progress: bool = True,
+) -> Evaluation:
+    """Measure every drafter against the target alone.
+
+    For each repeat, temperature, batch size and batch of prompts all arms decode one after the other, and the arm that
+    begins changes from batch to batch, so that a slow second of the machine hits all alike. Decode time only; the
+    prefill is reported apart.
+
+    Args:
+        tokenizer: the target's: for prompts of several turns, and for samples in the report.
+        journal: a file that every finished cell is appended to; with one that is there already, the run goes on.
+        diagnose: what to find out about each drafter beside what decoding shows.
+
+    Raises:
+        ConfigError: for models or prompts that do not fit together, or a journal of another run.
+    """
+    run = Run(target, drafters, prompts, settings, tokenizer, Journal(journal))
+    run.measure(progress)
+    rows = [row for arm, decoder in run.arms.items() if arm != BASELINE for row in _rows(run, arm, decoder)]
+    if diagnose is not None:
+        _diagnose(run, rows, diagnose)
+    dtypes = {"target": dtype_of(target), **{name: dtype_of(drafter) for name, drafter in drafters.items()}}
+    where = {**environment(), "torch_threads": run.journal.facts["threads"]}
+    return Evaluation(
+        settings=settings,
+        rows=rows,
+        environment=where,
+        notes=notes(run, rows),
+        guards=guards(rows, run.journal.facts["plain"], dtypes),
+        measurements=_measurements(run),
+        samples=[] if tokenizer is None else samples(run, tokenizer),
+        identity={key: value for key, value in run.identity().items() if key != "settings"},
+        plain=run.journal.facts["plain"],
+    )
+
+
+def _rows(run: Run, arm: Arm, decoder: SpeculativeDecoder) -> list[dict[str, Any]]:
+    """For each temperature and batch size the row over all prompts and, of several categories, one for each."""
+    settings = run.settings
+    categories = sorted({prompt.category for prompt in run.prompts})
+    rows = []
+    for temperature in settings.temperatures:
+        for size in settings.batch_sizes:
+            head = {
+                "drafter": arm[0],
+                "drafter_type": decoder.drafter.type,
+                "policy": arm[1],
+                "draft_length": getattr(decoder.policy, "draft_length", None) if is_chain(arm[1]) else None,
+                "rule": settings.rule or "best lossless",
+                "lossless": decoder.lossless or temperature == 0,
+                "temperature": temperature,
+                "batch_size": size,
+            }
+            for category in (None, *(categories if len(categories) > 1 else ())):
+                base, spec = (run.cells(which, temperature, size, category) for which in (BASELINE, arm))
+                if not spec:
+                    continue  # batches of this size never hold this category alone
+                row = {**head, "category": category or OVERALL, **row_numbers(base, spec, settings.seed)}
+                if head["draft_length"] is not None:
+                    row["expected_tau"] = expected_tau(row["alpha"], head["draft_length"])
+                if temperature == 0:
+                    row |= greedy_identity(base, spec)
+                rows.append(row)
+    return rows
+
+
+def is_chain(policy: str) -> bool:
+    """Whether a policy's name is that of a chain of fixed length."""
+    return policy.partition(":")[0] == "chain"
+
+
+def _measurements(run: Run) -> list[dict[str, Any]]:
+    """The numbers that rows were made from, for comparisons prompt by prompt: [unit][repeat] each."""
+    found = []
+    for arm in run.arms:
+        for temperature in run.settings.temperatures:
+            for size in run.settings.batch_sizes:
+                head = {"drafter": arm[0], "policy": arm[1], "temperature": temperature, "batch_size": size}
+                found.append({**head, **Series.of(run.cells(arm, temperature, size)).as_json()})
+    return found
+
+
+def _diagnose(run: Run, rows: list[dict[str, Any]], diagnose: Diagnose) -> None:
+    """Add `diagnostics` to the rows: of a drafter, temperature and category, which all its policies share."""
+    known: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        name, temperature = row["drafter"], row["temperature"]
+        if run.drafters[name].only_retrieves:
+            continue
+        place = (name, temperature, row["category"])
+        if place not in known:
+            deepest = max(len(other["acceptance_at"]) for other in rows if other["drafter"] == name)
+            texts = _texts(run, temperature, None if row["category"] == OVERALL else row["category"])
+            options = {"temperature": temperature, "draft_length": max(1, deepest)}
+            known[place] = diagnose(run.target, run.drafters[name], texts, **options)
+        row["diagnostics"] = known[place]
+
+
+def _texts(run: Run, temperature: float, category: str | None) -> list[tuple[list[int], int]]:
+    """What the target alone wrote in the first repeat, behind its prompts, and how long those are."""
+    found = []
+    for cell in run.cells(BASELINE, temperature, run.settings.batch_sizes[0], category):
+        if cell.repeat == 0:
+            place = Place(0, temperature, cell.batch_size, cell.group, cell.turn)
+            asked = {prompt.id: ids for prompt, ids in run.asked(place)}
+            found += [(asked[text.prompt] + text.tokens, len(asked[text.prompt])) for text in cell.texts]
+    return found

@@ -1,0 +1,88 @@
+"""The baseline's own baseline: transformers' `generate`, so that no speedup stands on a slow loop of ours."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+
+PROMPTS, TOKENS, TRIALS = 4, 32, 3
+
+
+def compare_with_generate(target: nn.Module, prompts: list[list[int]]) -> dict[str, Any]:
+    """Greedy tokens per second, prefill included, of `target.generate` and of our target alone, turn by turn.
+
+    Returns plain values: `generate_tokens_per_second` and `baseline_tokens_per_second` over a few prompts, each the
+    best of some trials, `ratio` and `best_ratio` (ours / theirs, median and highest over prompts), and `identical`, the
+    prompts with equal tokens.
+    """
+    decoder = SpeculativeDecoder(target)
+
+    def ours(prompt: list[int], tokens: int) -> list[int]:
+        return decoder.generate(prompt, max_new_tokens=tokens, eos_token_id=None).tokens
+
+    def theirs(prompt: list[int], tokens: int) -> list[int]:
+        return _generate(target, prompt, tokens)
+
+    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    speeds: dict[str, list[float]] = {"generate": [], "baseline": []}
+    identical = 0
+    chosen = prompts[:PROMPTS]
+    for number, prompt in enumerate(chosen):
+        tokens = TOKENS if limit is None or target.config.is_encoder_decoder else min(TOKENS, limit - len(prompt))
+        if number == 0:  # first calls allocate and choose kernels
+            ours(prompt, tokens), theirs(prompt, tokens)
+        trials: dict[str, list[float]] = {"generate": [], "baseline": []}
+        for _ in range(TRIALS):
+            own, own_seconds = _timed(ours, prompt, tokens)
+            plain, plain_seconds = _timed(theirs, prompt, tokens)
+            trials["baseline"].append(len(own) / own_seconds)
+            trials["generate"].append(len(plain) / plain_seconds)
+        identical += own == plain
+        for name, found in trials.items():
+            speeds[name].append(max(found))
+    ratios = [a / b for a, b in zip(speeds["baseline"], speeds["generate"], strict=True)]
+    return {
+        "prompts": len(chosen),
+        "identical": identical,
+        "generate_tokens_per_second": median(speeds["generate"]),
+        "baseline_tokens_per_second": median(speeds["baseline"]),
+        "ratio": median(ratios),
+        "best_ratio": max(ratios),
+    }
+
+
+def _timed(decode: Callable[[list[int], int], list[int]], prompt: list[int], tokens: int) -> tuple[list[int], float]:
+    started = time.perf_counter()
+    out = decode(prompt, tokens)
+    return out, time.perf_counter() - started
+
+
+@torch.inference_mode()
+def _generate(target: nn.Module, prompt: list[int], tokens: int) -> list[int]:
+    """The same number of tokens, whatever they are: an EOS ends neither arm."""
+    ids = torch.tensor([prompt], device=next(target.parameters()).device)
+    own = target.generation_config
+    config = GenerationConfig(
+        max_new_tokens=tokens,
+        min_new_tokens=None,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        eos_token_id=None,
+        pad_token_id=0,
+        bos_token_id=own.bos_token_id,
+        decoder_start_token_id=own.decoder_start_token_id,
+    )
+    before, target.generation_config = own, config  # unset values would be taken from the model's own
+    try:
+        out = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    finally:
+        target.generation_config = before
+    start = 1 if target.config.is_encoder_decoder else len(prompt)
+    return out[0, start:].tolist()

@@ -1,0 +1,44 @@
+"""Each guard fires where it should, and none where all is well."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from unit.eval.made import PLAIN, row
+
+from draftsmith.eval.guards import dtype_of, guards
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.drafter import Drafter
+
+SAME = {"target": torch.float32, "d": torch.float32, "suffix": None}
+
+
+def test_none_fires_where_all_is_well() -> None:
+    assert guards([row(), row(alpha=1.0), row(alpha=0.0), row(alpha=1 + 1e-7)], PLAIN, SAME) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "plain", "dtypes", "guard", "says"),
+    [
+        ([row(speedup=2.5, tau=2.4)], PLAIN, SAME, "speedup-above-tau", "speedup 2.50 above tau 2.40"),
+        ([row(), row(category="qa", alpha=1.01)], PLAIN, SAME, "alpha-range", "T=0, qa: alpha=1.0100 is no share"),
+        ([row(alpha=-0.1)], PLAIN, SAME, "alpha-range", "alpha=-0.1000"),
+        ([row()], {**PLAIN, "ratio": 0.8, "best_ratio": 0.97}, SAME, "slow-baseline", "slower here than with"),
+        ([row()], PLAIN, {**SAME, "d": torch.float16}, "dtype", "d is in float16, the target in float32"),
+    ],
+)
+def test_each_fires(rows: list, plain: dict[str, Any], dtypes: dict, guard: str, says: str) -> None:
+    (found,) = guards(rows, plain, dtypes)
+    assert found["guard"] == guard
+    assert says in found["message"]
+
+
+def test_a_baseline_that_is_slower_on_some_prompts_only_is_noise() -> None:
+    assert guards([row()], {**PLAIN, "ratio": 0.94, "best_ratio": 1.02}, SAME) == []
+
+
+def test_dtypes_are_those_of_the_weights() -> None:
+    assert dtype_of(make_llama().half()) == torch.float16
+    assert dtype_of(DraftModel(make_llama().to(torch.bfloat16))) == torch.bfloat16
+    assert dtype_of(Drafter()) is None

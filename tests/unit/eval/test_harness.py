@@ -1,0 +1,206 @@
+"""The run itself on tiny models: what is asked, in which order, and what is kept."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.decode.costs import Costs
+from draftsmith.distill.conversations import Conversation
+from draftsmith.errors import ConfigError
+from draftsmith.eval.cells import Journal
+from draftsmith.eval.evaluation import evaluate
+from draftsmith.eval.harness import Place, Run
+from draftsmith.eval.plain import compare_with_generate
+from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.samples import token_texts
+from draftsmith.eval.settings import BASELINE, Settings
+from draftsmith.heads import Medusa
+from draftsmith.heads.draft_model import DraftModel
+
+SETTINGS = Settings("t", {"d": "x"}, "p", max_new_tokens=6, draft_lengths=(2,), repeats=2, temperatures=(0.0, 1.0))
+
+
+def _prompt(name: str, tokenizer: PreTrainedTokenizerFast, *turns: str, category: str = "c") -> Prompt:
+    asked = Conversation(name, [{"role": "user", "content": turn} for turn in turns])
+    return Prompt(name, category, tokenizer(turns[0])["input_ids"], asked if len(turns) > 1 else None)
+
+
+@pytest.fixture(autouse=True)
+def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs only decide paddings here, and speeds nothing: seconds for each test."""
+    monkeypatch.setattr("draftsmith.eval.harness.measure_costs", lambda *_: Costs({1: 1.0}, {1: 0.1}))
+    monkeypatch.setattr("draftsmith.eval.plain.TOKENS", 8)
+    monkeypatch.setattr("draftsmith.eval.plain.TRIALS", 1)
+
+
+@pytest.fixture
+def prompts(tiny_tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
+    return [_prompt("a", tiny_tokenizer, "abc", "de", "f"), _prompt("b", tiny_tokenizer, "hello", category="k")]
+
+
+@pytest.fixture
+def run(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]) -> Run:
+    found = Run(tiny_target, {"d": DraftModel(make_llama(seed=1))}, prompts, SETTINGS, tiny_tokenizer)
+    found.measure(progress=False)
+    return found
+
+
+def test_later_turns_stand_behind_the_baselines_answers(run: Run, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """In every arm, at each temperature and in each repeat: the drafter's own sampled answer is never read."""
+    for temperature in (0.0, 1.0):
+        for repeat in range(2):
+            asked = []
+            for turn in range(3):
+                place = Place(repeat, temperature, 1, 0, turn)
+                ((prompt, ids),) = run.asked(place)
+                asked.append(tiny_tokenizer.decode(ids))
+                own = run.journal.cells[(*BASELINE, temperature, 1, 0, repeat, turn)].texts[0].tokens
+                again = run.arms[BASELINE].generate(
+                    ids, max_new_tokens=6, temperature=temperature, seed=10_007 * repeat + 1_000_003 * turn
+                )
+                assert again.tokens == own, "the text that is read is the one that was asked"
+                asked.append(tiny_tokenizer.decode(own, skip_special_tokens=True))
+            unknown = tiny_tokenizer.decode(tiny_tokenizer("\n")["input_ids"])
+            assert asked[2] == unknown.join(["abc", asked[1], "de"])
+            assert asked[4] == unknown.join(["abc", asked[1], "de", asked[3], "f"])
+            assert prompt.id == "a"
+
+
+def test_every_cell_is_there_once_and_greedy_texts_are_the_targets(run: Run) -> None:
+    keys = set(run.journal.cells)
+    arms = [BASELINE, ("d", "chain:draft_length=2")]
+    expected = {(*arm, t, 1, 0, r, turn) for arm in arms for t in (0.0, 1.0) for r in range(2) for turn in range(3)}
+    expected |= {(*arm, t, 1, 1, r, 0) for arm in arms for t in (0.0, 1.0) for r in range(2)}
+    assert keys == expected
+    for key, cell in run.journal.cells.items():
+        if key[2] == 0.0:
+            own = run.journal.cells[(*BASELINE, *key[2:])]
+            assert [text.tokens for text in cell.texts] == [text.tokens for text in own.texts]
+
+
+def test_turns_without_room_are_left_out_in_all_arms(
+    tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
+) -> None:
+    """Questions alone take 8 tokens; behind the first answer of 6 the second has 12 and fits, the third does not."""
+    target = make_llama(max_position_embeddings=14)
+    settings = replace(SETTINGS, repeats=1, temperatures=(0.0,))
+    drafters = {"d": DraftModel(make_llama(seed=1))}
+    found = evaluate(target, drafters, prompts, settings, tokenizer=tiny_tokenizer, progress=False)
+    assert any("1 of 4 questions had no room in the context of 14 tokens" in note for note in found.notes)
+
+
+def test_batches_decode_what_each_prompt_gives_alone(
+    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompts = [_prompt(name, tiny_tokenizer, name * 3, category="x" if name > "c" else "y") for name in "abcde"]
+    settings = replace(SETTINGS, batch_sizes=(1, 2), repeats=1)
+    run = Run(tiny_target, {"d": DraftModel(make_llama(seed=1))}, prompts, settings, tiny_tokenizer)
+    run.measure(progress=False)
+    for temperature in (0.0, 1.0):
+        texts = [
+            {text.prompt: text.tokens for cell in run.cells(arm, temperature, size) for text in cell.texts}
+            for arm in (BASELINE, ("d", "chain:draft_length=2"))
+            for size in (1, 2)
+        ]
+        assert all(set(found) == set("abcde") for found in texts)
+        assert texts[0] == texts[1]
+        assert texts[2] == texts[3]
+    assert {cell.group for cell in run.cells(BASELINE, 0.0, 2, "y")} == {1, 2}
+    assert len(run.cells(BASELINE, 0.0, 2)) == 3
+
+
+def test_diagnoses_reach_the_rows_they_belong_to(
+    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
+) -> None:
+    asked = []
+
+    def diagnose(target: object, drafter: object, texts: list, *, temperature: float, draft_length: int) -> dict:
+        asked.append((temperature, draft_length, len(texts)))
+        assert all(0 < start < len(ids) for ids, start in texts)
+        return {"positions": [{"position": 1, "tokens": len(texts)}], "cosine_correlation": None}
+
+    settings = replace(SETTINGS, draft_lengths=(1, 2))
+    drafters = {"d": DraftModel(make_llama(seed=1))}
+    options = {"tokenizer": tiny_tokenizer, "progress": False}
+    found = evaluate(tiny_target, drafters, prompts, settings, diagnose=diagnose, **options)
+    assert sorted(asked) == [(t, 2, n) for t in (0.0, 1.0) for n in (1, 3, 4)], "once for all policies"
+    counts = {(row["category"], row["diagnostics"]["positions"][0]["tokens"]) for row in found.rows}
+    assert counts == {("all", 4), ("c", 3), ("k", 1)}
+
+
+def test_a_run_goes_on_without_measuring_anything_twice(
+    tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
+) -> None:
+    file = tmp_path / "cells.jsonl"
+    drafters = {"d": DraftModel(make_llama(seed=1))}
+    Run(tiny_target, drafters, prompts, SETTINGS, tiny_tokenizer, Journal(file)).measure(progress=False)
+    lines = file.read_bytes().splitlines(keepends=True)
+    again = Run(tiny_target, drafters, prompts, SETTINGS, tiny_tokenizer, Journal(file))
+    again.measure(progress=False)
+    assert file.read_bytes().splitlines(keepends=True)[:-1] == lines, "only the new sitting was noted"
+    other = Run(tiny_target, {"d": DraftModel(make_llama(seed=2))}, prompts, SETTINGS, tiny_tokenizer, Journal(file))
+    with pytest.raises(ConfigError, match="holds another run: drafters="):
+        other.measure(progress=False)
+
+
+def test_draft_lengths_that_a_drafter_does_not_reach(tiny_target: LlamaForCausalLM, prompts: list[Prompt]) -> None:
+    drafters = {"d": Medusa.from_target(tiny_target, num_heads=2)}
+    with pytest.raises(ConfigError, match="draft_length=3; expected at most 2"):
+        Run(tiny_target, drafters, prompts[1:], replace(SETTINGS, draft_lengths=(3,)))
+    run = Run(tiny_target, drafters, prompts[1:], replace(SETTINGS, draft_lengths=(1, 3)))
+    assert run.plans == {"d": [{"draft_length": 1}]}
+    assert run.left_out == ["d at gamma=3: it proposes at most 2 tokens."]
+    with pytest.raises(ConfigError, match="each id only once"):
+        Run(tiny_target, drafters, [prompts[1], prompts[1]], SETTINGS)
+    with pytest.raises(ConfigError, match="tokenizer=None"):
+        Run(tiny_target, drafters, prompts, SETTINGS)
+
+
+def test_the_baseline_is_compared_with_generate_on_the_same_tokens(tiny_target: LlamaForCausalLM) -> None:
+    tiny_target.generation_config.update(do_sample=True, repetition_penalty=3.0, max_length=9)  # must not matter
+    before = tiny_target.generation_config
+    found = compare_with_generate(tiny_target, [[5, 6, 7], [9]])
+    assert (found["prompts"], found["identical"]) == (2, 2)
+    assert found["generate_tokens_per_second"] > 0
+    assert found["best_ratio"] >= found["ratio"] > 0
+    assert tiny_target.generation_config is before
+
+
+def test_token_texts_add_up(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    class Bytes:
+        """One byte a token: characters of several bytes are whole only at their last one."""
+
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    text = "aé🙂\n"
+    pieces = token_texts(list(text.encode()), Bytes())
+    assert "".join(pieces) == text
+    assert pieces == ["a", "", "é", "", "", "", "🙂", "\n"]
+    torn = token_texts(list(text.encode())[:4], Bytes())
+    assert "".join(torn) == "aé\ufffd"
+
+
+def test_samples_show_every_token_and_its_kind(
+    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
+) -> None:
+    drafters = {"d": DraftModel(make_llama(seed=1)), "self": DraftModel(tiny_target)}
+    settings = replace(SETTINGS, repeats=1, temperatures=(0.0,))
+    found = evaluate(tiny_target, drafters, prompts, settings, tokenizer=tiny_tokenizer, progress=False).samples
+    assert [(sample["prompt"], sample["drafter"]) for sample in found] == [
+        (prompt, drafter) for prompt in "ab" for drafter in ("d", "self")
+    ]
+    texts = {}
+    for sample in found:
+        pieces = [piece for round_ in sample["rounds"] for piece, _ in round_]
+        texts.setdefault(sample["prompt"], set()).add("".join(pieces))
+        kinds = [kind for round_ in sample["rounds"] for _, kind in round_]
+        assert kinds[0] == "target"
+        if sample["drafter"] == "self":
+            assert "corrected" not in kinds, "a target that drafts for itself is never corrected"
+    assert all(len(found) == 1 for found in texts.values()), "greedy texts are the same whoever drafts"
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,105 @@
+"""Prompt sets in the layouts that people use, and what is refused before any work."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.errors import ConfigError
+from draftsmith.eval.batches import batches
+from draftsmith.eval.prompts import Prompt, check_prompts, load_prompts, prompts_fingerprint
+
+ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[4] / "shared" / "assets") / "prompts"
+SUBS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+OTHERS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+
+
+def _write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_spec_bench_counts_mt_bench_as_one(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"question_id": 81 + n, "category": name, "turns": ["ab", "cd"] if name in SUBS else ["ab"], "reference": []}
+        for n, name in enumerate((*SUBS, *OTHERS))
+    ]
+    whole = load_prompts(_write(tmp_path / "question.jsonl", rows), tiny_tokenizer)
+    assert [prompt.category for prompt in whole] == ["mt_bench"] * 8 + list(OTHERS)
+    assert [prompt.turns for prompt in whole] == [2] * 8 + [1] * 5
+    assert whole[0].id == "81"
+    spread = load_prompts(str(tmp_path / "question.jsonl"), tiny_tokenizer, count=7)
+    assert [prompt.category for prompt in spread] == ["mt_bench", "mt_bench", *OTHERS], "no category is left out"
+    alone = load_prompts(_write(tmp_path / "mt.jsonl", rows[:8]), tiny_tokenizer)
+    assert [prompt.category for prompt in alone] == list(SUBS), "MT-Bench by itself keeps its categories"
+    odd = _write(tmp_path / "odd.jsonl", [*rows, {"prompt": "x", "category": "mine"}])
+    assert load_prompts(odd, tiny_tokenizer)[0].category == "writing", "not Spec-Bench"
+
+
+def test_layouts(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    code = {"task_id": "HumanEval/0", "prompt": "def f", "canonical_solution": "x", "test": "y", "entry_point": "f"}
+    packed = tmp_path / "HumanEval.jsonl.gz"
+    packed.write_bytes(gzip.compress((json.dumps(code) + "\n").encode()))
+    (human,) = load_prompts(str(packed), tiny_tokenizer)
+    assert (human.id, human.turns, tiny_tokenizer.decode(human.input_ids)) == (
+        "HumanEval/0",
+        1,
+        tiny_tokenizer.decode(tiny_tokenizer("def f")["input_ids"]),
+    )
+    (math,) = load_prompts(_write(tmp_path / "gsm.jsonl", [{"question": "abc", "answer": "42"}]), tiny_tokenizer)
+    assert math.input_ids == tiny_tokenizer("abc")["input_ids"], "the answer is not shown"
+    assert (math.id, math.category) == ("#1", "uncategorised")
+
+
+@pytest.mark.skipif(not ASSETS.is_dir(), reason="no prompt files: set DRAFTSMITH_ASSETS")
+def test_the_real_files(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    sizes = {"HumanEval.jsonl.gz": (164, 1), "gsm8k_test.jsonl": (1319, 1), "mt_bench.jsonl": (80, 2)}
+    for name, (count, turns) in sizes.items():
+        prompts = load_prompts(str(ASSETS / name), tiny_tokenizer)
+        assert (len(prompts), {prompt.turns for prompt in prompts}) == (count, {turns})
+    assert {prompt.category for prompt in prompts} == set(SUBS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "a"}, {"category": "b"}], r"p\.jsonl:2: keys \['category'\]; expected a non-empty"),
+        (
+            [{"id": 1, "prompt": "a"}, {"prompt": "b"}, {"id": 1, "prompt": "c"}],
+            r"p\.jsonl:3: id='1' is that of .*:1 too",
+        ),
+        ([{"turns": ["a", " "]}], r"p\.jsonl:1: turn 2 is empty"),
+    ],
+)
+def test_bad_rows_are_refused_with_their_line(tmp_path: Path, rows: list[dict], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_prompts(_write(tmp_path / "p.jsonl", rows))
+
+
+def test_questions_that_leave_no_room_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": "ab"}, {"turns": ["abcd", "abcd"]}]
+    source = _write(tmp_path / "p.jsonl", rows)
+    assert len(load_prompts(source, tiny_tokenizer, context=11)) == 2
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2: prompt=10 tokens; expected fewer than the context of 10"):
+        load_prompts(source, tiny_tokenizer, context=10)
+
+
+def test_the_fingerprint_knows_later_turns(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    found = [
+        prompts_fingerprint(load_prompts(_write(tmp_path / "p.jsonl", [row]), tiny_tokenizer))
+        for row in ({"turns": ["a", "b"]}, {"turns": ["a", "c"]}, {"turns": ["a"]}, {"turns": ["a", "b"]})
+    ]
+    assert len(set(found)) == 3
+    assert found[0] == found[3]
+
+
+def test_batches_hold_one_category_until_only_rests_are_left() -> None:
+    prompts = [Prompt(str(n), category, [1]) for n, category in enumerate("aabababbcaa")]
+    found = [("".join(p.category for p in batch.prompts), batch.category) for batch in batches(prompts, 3)]
+    assert found == [("aaa", "a"), ("aaa", "a"), ("bbb", "b"), ("bc", None)]
+    ids = [prompt.id for batch in batches(prompts, 3) for prompt in batch.prompts]
+    assert sorted(ids) == sorted(prompt.id for prompt in prompts)
+    assert [batch.category for batch in batches(prompts, 1)] == list("aaaaaabbbbc")

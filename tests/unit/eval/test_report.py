@@ -1,0 +1,133 @@
+"""The two reports: complete, escaped, and without anything from outside."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from unit.eval.made import evaluation, row
+
+from draftsmith.errors import ConfigError
+from draftsmith.eval.evaluation import read_evaluation
+from draftsmith.eval.plots import evaluation_plots
+from draftsmith.eval.report import visible, write_report
+
+VOID = {"meta", "img", "br", "link"}
+NASTY = "<script>alert('x')</script> & \"q\""
+
+
+class Page(HTMLParser):
+    """Checks nesting; collects what refers to something, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.references += [value for key, value in attributes if key in ("src", "href", "action", "srcset", "data")]
+        assert not any(key.startswith("on") for key, _ in attributes)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+
+SAMPLE = {
+    "prompt": "81",
+    "category": "qa",
+    "question": NASTY,
+    "drafter": "d",
+    "policy": "chain:draft_length=2",
+    "temperature": 0.0,
+    "tau": 2.0,
+    "cut": True,
+    "rounds": [[["a", "target"]], [["b\n", "accepted"], [NASTY, "corrected"]], [["\tc\x00", "bonus"]]],
+}
+
+
+def test_html_stands_by_itself_and_shows_text_as_text(tmp_path: Path) -> None:
+    rows = [row(drafter=NASTY), row(drafter=NASTY, category="qa"), row(drafter="e", temperature=1.0, lossless=False)]
+    rows[0]["diagnostics"] = {
+        "positions": [{"position": 1, "tokens": 12, "forward_kl": 0.25, "ece": 0.125, "cosine": None}],
+        "cosine_correlation": 0.5,
+    }
+    found = evaluation(rows, samples=[SAMPLE], guards=[{"guard": "dtype", "message": NASTY}], notes=[NASTY])
+    write_report(found, tmp_path, title=NASTY)
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    assert page.references
+    assert all(value.startswith("data:image/png;base64,") for value in page.references)
+    assert "http" not in re.sub(r"base64,[^\"]*", "", text)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert page.text.count(NASTY) >= 6, "title, drafter, guard, note, prompt and token"
+    assert "prefers-color-scheme: dark" in text
+    assert '<span class="corrected"' in text
+    assert '<span class="bonus"' in text
+    assert "b⏎\n" in page.text
+    assert "→\tc\\u0000" in page.text
+    for report in (text, (tmp_path / "report.md").read_text()):
+        assert "0.250" in report
+        assert "KL(p‖q)" in report
+        assert "Something is wrong" in report
+        assert "(LOSSY)" in report
+        assert "[1.40, 1.60]" in report
+
+
+def test_a_report_without_the_rest(tmp_path: Path) -> None:
+    lone = row(speedup_interval=None, tau_interval=None, alpha_interval=None, draft_length=None, acceptance_at=[])
+    del lone["expected_tau"], lone["greedy_identical"]
+    write_report(evaluation([lone], plain=None), tmp_path, title="t")
+    assert "Something is wrong" not in Page((tmp_path / "report.html").read_text()).text
+    assert "tau beside theory" not in (tmp_path / "report.md").read_text()
+    assert read_evaluation(tmp_path)["rows"][0]["speedup_interval"] is None
+
+
+def test_each_axis_of_the_measurement_has_its_plot() -> None:
+    def names(*rows: dict) -> list[str]:
+        return [plot.name for plot in evaluation_plots(list(rows))]
+
+    base = ["speedup", "acceptance", "time"]
+    assert names(row()) == [*base, "theory"]
+    assert names(row(), row(category="qa")) == [*base, "categories", "theory"]
+    longer = row(draft_length=4, policy="chain:draft_length=4")
+    assert names(row(), longer, row(temperature=1.0)) == [*base, "over_draft_length", "over_temperature", "theory"]
+    assert names(row(), row(batch_size=4)) == [*base, "over_batch_size", "theory"]
+    many = [row(drafter=f"d{n}", policy=f"best-first:size={n}", draft_length=None) for n in range(30)]
+    assert "24 fastest of 30" in evaluation_plots(many)[0].title
+
+
+def test_invisible_characters_are_shown() -> None:
+    assert visible(" a\n\tb\x1b") == [("", " a"), ("⏎", "\n"), ("→", "\t"), ("", "b"), ("\\u001b", "")]
+
+
+@pytest.mark.parametrize("schema", [1, 3, None])
+def test_other_schemas_are_refused(tmp_path: Path, schema: int | None) -> None:
+    (tmp_path / "eval.json").write_text(json.dumps({**evaluation().as_json(), "schema": schema}))
+    with pytest.raises(ConfigError, match=rf"eval\.json: schema={schema}; expected 2"):
+        read_evaluation(tmp_path / "eval.json")
+
+
+def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected an eval\.json or the folder of one, and there is none"):
+        read_evaluation(tmp_path)
+    (tmp_path / "eval.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_evaluation(tmp_path)
+    (tmp_path / "eval.json").write_text("[]")
+    with pytest.raises(ConfigError, match="schema=None; expected 2"):
+        read_evaluation(tmp_path)
