@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith import __version__
+from draftsmith.check_cli import check
 from draftsmith.data_cli import data_app
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval_cli import eval_app
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
+app.command()(check)
 
 
 def _show_version(value: bool) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.cli import _named, main
+from draftsmith.cli import main
 from draftsmith.errors import ConfigError
+from draftsmith.options import named_drafters
 from draftsmith.stream import IncrementalText
 from draftsmith.train.recipe import shipped_recipes
 
@@ -68,10 +69,10 @@ def test_help_does_not_load_torch() -> None:
 
 
 def test_names_of_drafters() -> None:
-    named = _named(["runs/a/drafter", "best=runs/b/drafter", "org/model"])
+    named = named_drafters(["runs/a/drafter", "best=runs/b/drafter", "org/model"])
     assert named == {"a": "runs/a/drafter", "best": "runs/b/drafter", "model": "org/model"}
     with pytest.raises(ConfigError, match="'a' is taken"):
-        _named(["x/a", "y/a"])
+        named_drafters(["x/a", "y/a"])
 
 
 def test_streamed_text_adds_up(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,0 +1,150 @@
+"""`draftsmith check`: losslessness of a pair on this machine, as evidence and an exit code."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftsmith.errors import ConfigError
+from draftsmith.options import DtypeOption, TargetOption, TrustOption, named_drafters
+
+if TYPE_CHECKING:
+    from draftsmith.eval.check import Check, CheckSettings
+
+EXIT_CODES = {"lossless": 0, "lossy": 1, "inconclusive": 3}
+"""2 is bad input, as everywhere."""
+LEAST_TOKENS = 500
+
+
+def check(
+    target: TargetOption,
+    drafter: Annotated[list[str], typer.Option("--drafter", help="As of `draftsmith eval`; repeatable.")],
+    prompts: Annotated[str, typer.Option("--prompts", help="'embedded' or a JSONL file.")] = "embedded",
+    count: Annotated[int, typer.Option("--count", help="At most this many prompts.")] = 12,
+    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Repeatable; 0 and 1.")] = None,
+    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; by default each drafter's own.")] = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="As of `draftsmith eval`; repeatable.")] = None,
+    rule: Annotated[str | None, typer.Option("--rule", help="Verification rule; by default the best lossless.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Sampled tokens, and as many for the control.")] = 10_000,
+    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    dtype: DtypeOption = "float32",
+    trust_remote_code: TrustOption = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for check.json.")] = None,
+) -> None:
+    """Test whether drafters leave the target's text as it is: exit 0 lossless, 1 lossy, 3 inconclusive."""
+    from draftsmith.eval.check import CheckSettings
+
+    settings = CheckSettings(
+        target=target,
+        drafters=named_drafters(drafter),
+        prompts=prompts,
+        count=count,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        draft_length=gamma,
+        policies=tuple(policy or ()),
+        rule=rule,
+        top_k=top_k,
+        top_p=top_p,
+        tokens=tokens,
+        seed=seed,
+        dtype=dtype,
+    )
+    _require_valid(settings, out)
+    checked = _run(settings, out, trust_remote_code)
+    _show(checked, out)
+    raise typer.Exit(EXIT_CODES[checked.verdict])
+
+
+def _require_valid(settings: "CheckSettings", out: Path | None) -> None:
+    """ConfigError for whatever can be seen to be wrong before a model is loaded."""
+    from draftsmith.decode.policies import check_policy
+    from draftsmith.decode.processors import Sampling
+    from draftsmith.decode.verify import rule_named
+    from draftsmith.distill.targets import DTYPES, check_target_name
+    from draftsmith.eval.prompts import check_prompts
+    from draftsmith.heads.named import is_named, parse_named
+
+    for temperature in settings.temperatures:
+        Sampling(temperature, settings.top_k, settings.top_p)
+    if len(set(settings.temperatures)) < len(settings.temperatures):
+        raise ConfigError.of("temperature", list(settings.temperatures), "each only once")
+    least = {"gamma": (settings.draft_length, 1), "count": (settings.count, 1), "seed": (settings.seed, 0)}
+    least["tokens"] = (settings.tokens, LEAST_TOKENS)
+    for key, (value, lowest) in least.items():
+        if value is not None and value < lowest:
+            raise ConfigError.of(key, value, f">= {lowest}")
+    if settings.draft_length is not None and settings.policies:
+        raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
+    for policy in settings.policies:
+        check_policy(policy)
+    if settings.rule is not None:
+        rule_named(settings.rule)
+    for drafter in settings.drafters.values():
+        if is_named(drafter):
+            parse_named(drafter)
+    if settings.dtype not in DTYPES:
+        raise ConfigError.of("dtype", settings.dtype, f"one of {', '.join(DTYPES)}")
+    _require_folder(settings, out)
+    check_prompts(settings.prompts)
+    check_target_name(settings.target)
+
+
+def _require_folder(settings: "CheckSettings", out: Path | None) -> None:
+    """ConfigError when `out` is no folder, or holds the evidence of another check."""
+    if out is None:
+        return
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file; expected a folder")
+    file = out / "check.json"
+    if not file.exists():
+        return
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))["settings"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"out={out} holds a check.json that is not ours; expected another folder") from error
+    for key, value in json.loads(json.dumps(asdict(settings))).items():
+        if before.get(key) != value:
+            raise ConfigError(
+                f"out={out} holds another check: {key}={before.get(key)!r} there, {value!r} here; "
+                "expected another folder"
+            )
+
+
+def _run(settings: "CheckSettings", out: Path | None, trust_remote_code: bool) -> "Check":
+    """Load everything and check it; what is known is written to `out` after each drafter and temperature."""
+    from draftsmith.decode.cache import context_limit
+    from draftsmith.distill.targets import load_target
+    from draftsmith.eval.check import check
+    from draftsmith.eval.prompts import load_prompts
+    from draftsmith.heads.checkpoint import load_drafter
+    from draftsmith.storage import write_json
+
+    loaded = load_target(settings.target, dtype=settings.dtype, trust_remote_code=trust_remote_code)
+    limit = context_limit(loaded.model)
+    prompts = load_prompts(settings.prompts, loaded.tokenizer, count=settings.count, context=limit)
+    drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()}
+
+    def keep(so_far: "Check") -> None:
+        if out is not None:
+            write_json(out / "check.json", so_far.as_json())
+
+    return check(loaded.model, drafters, prompts, settings, keep=keep)
+
+
+def _show(checked: "Check", out: Path | None) -> None:
+    from rich.console import Console
+
+    from draftsmith.eval.check_report import sampling_table, sentences
+
+    console = Console(width=None if Console().is_terminal else 110, highlight=False)
+    for arm in checked.arms:
+        if arm.sampling is not None:
+            console.print(sampling_table(arm))
+    for sentence in sentences(checked):
+        console.print(sentence, markup=False)
+    if out is not None:
+        console.print(f"evidence: {out / 'check.json'}", markup=False)

@@ -1,0 +1,148 @@
+"""`draftsmith check` on tiny models: exit codes, what it writes, and what it refuses.
+
+A lossless pair fails a check once in a thousand seeds; the seeds here are fixed.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+from draftsmith.cli import main
+from draftsmith.eval import check as check_module
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcd", "hello", "xyz")))
+    return file
+
+
+@pytest.fixture
+def draft_folder(tmp_path: Path) -> Path:
+    """Right often, wrong often."""
+    noisy = make_llama()
+    with torch.no_grad():
+        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
+            parameter.add_(noise, alpha=0.3)
+    noisy.save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def _main(*arguments: object) -> int:
+    try:
+        main(["check", *(str(argument) for argument in arguments)])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_a_lossless_pair(
+    tmp_path: Path, tiny_target_folder: Path, draft_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    call = ["--target", tiny_target_folder, "--drafter", f"d={draft_folder}", "--prompts", prompts, "--gamma", 3]
+    call += ["--tokens", 800, "--out", out]
+    assert _main(*call) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "rule best lossless, T=1: LOSSLESS" in shown
+    assert "3 of 3 greedy texts are the target's own" in shown
+    assert "fails once in 1,000" in shown
+    written = json.loads((out / "check.json").read_text())
+    assert (written["schema"], written["verdict"], written["finished"]) == (1, "lossless", True)
+    assert set(written["environment"]) >= {"cpu", "versions", "command"}
+    assert written["settings"]["draft_length"] == 3
+    greedy, sampled = written["arms"]
+    assert greedy["greedy"]["identical"] == 3
+    tests = sampled["sampling"]["rule"]["tests"]
+    assert len(tests) == len(sampled["sampling"]["control"]["tests"]) == 10
+    for test in tests:
+        assert 0 <= test["p_value"] <= test["adjusted"] <= 1
+        assert 0 < test["detects"] <= 1
+    assert min(test["adjusted"] for test in sampled["sampling"]["control"]["tests"]) < 1e-3
+    assert _main(*call, "--seed", 5) == 2
+    assert "holds another check: seed=0 there, 5 here" in capsys.readouterr().err
+
+
+def test_a_lossy_rule(
+    tiny_target_folder: Path, draft_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
+) -> None:
+    call = ["--target", tiny_target_folder, "--drafter", draft_folder, "--prompts", prompts, "--gamma", 3]
+    assert _main(*call, "--tokens", 500, "--temperature", 1, "--rule", "typical") == 1
+    assert "LOSSY: " in capsys.readouterr().out
+
+
+def test_too_little_evidence(tiny_target_folder: Path, prompts: Path, capsys: pytest.CaptureFixture) -> None:
+    """Nothing is ever drafted."""
+    call = ["--target", tiny_target_folder, "--drafter", "suffix:min_match=200", "--prompts", prompts]
+    assert _main(*call, "--tokens", 500, "--temperature", 1) == 3
+    assert "INCONCLUSIVE: nothing was drafted" in capsys.readouterr().out
+
+
+def test_what_is_done_is_kept(
+    tmp_path: Path,
+    tiny_target_folder: Path,
+    draft_folder: Path,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check_module, "check_sampling", interrupted)
+    out = tmp_path / "out"
+    call = ["--target", tiny_target_folder, "--drafter", draft_folder, "--prompts", prompts, "--out", out]
+    assert _main(*call) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    written = json.loads((out / "check.json").read_text())
+    assert (written["finished"], written["verdict"], len(written["arms"])) == (False, "inconclusive", 1)
+
+
+def test_an_encoder_decoder_pair(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, prompts: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
+    for name, layers in {"target": 2, "draft": 1}.items():
+        torch.manual_seed(layers)
+        T5ForConditionalGeneration(T5Config(num_layers=layers, **sizes)).save_pretrained(tmp_path / name)
+        tiny_tokenizer.save_pretrained(tmp_path / name)
+    call = ["--target", tmp_path / "target", "--drafter", tmp_path / "draft", "--prompts", prompts]
+    assert _main(*call, "--tokens", 500) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "10"], "tokens=10; expected >= 500"),
+        (["--policy", "chains"], "policy='chains'; expected one of"),
+        (["--gamma", "3", "--policy", "adaptive"], "gamma=3 and policy=adaptive; expected one of the two"),
+        (["--rule", "best"], "rule='best'; expected one of token"),
+        (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
+        (["--temperature", "-1"], "temperature=-1.0; expected >= 0"),
+        (["--dtype", "float8"], "dtype='float8'; expected one of float32"),
+        (["--seed", "-1"], "seed=-1; expected >= 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_loaded(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert _main("--target", "embedded", "--drafter", "prompt-lookup", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ASSETS / "models").is_dir(), reason="no pretrained models: set DRAFTSMITH_ASSETS")
+@pytest.mark.parametrize(("rule", "code"), [("block", 0), ("token", 0), ("typical", 1)])
+def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path, rule: str, code: int) -> None:
+    prompts, models = tmp_path / "stories.jsonl", ASSETS / "models"
+    texts = ["Once upon a time, there was a", "Lily went to the park", "The dog was very", "One day, a boy named Tim"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    call = ["--target", models / "stories260K", "--drafter", models / "stories260K-qat-polish256"]
+    assert _main(*call, "--prompts", prompts, "--tokens", 4000, "--rule", rule) == code
