@@ -12,6 +12,7 @@ from draftsmith.decode.verify import rule_named
 from draftsmith.distill.targets import DTYPES, check_target_name, load_target, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.eval.cells import JOURNAL
+from draftsmith.eval.diagnostics import diagnose
 from draftsmith.eval.evaluation import Evaluation, evaluate
 from draftsmith.eval.prompts import check_prompts, load_prompts
 from draftsmith.eval.report import check_report_folder, summary_table, write_report
@@ -48,7 +49,7 @@ def measure(request: MeasureRequest, out: Path, *, title: str) -> Evaluation:
     limits = [config_limit(config), *(drafter.context_limit for drafter in drafters.values())]
     shortest = min((limit for limit in limits if limit is not None), default=None)
     prompts = load_prompts(request.prompts, loaded.tokenizer, context=shortest, **where)
-    options = {"tokenizer": loaded.tokenizer, "journal": out / JOURNAL}
+    options = {"tokenizer": loaded.tokenizer, "journal": out / JOURNAL, "diagnose": diagnose}
     evaluation = evaluate(loaded.model, drafters, prompts, request.settings, **options)
     runs = {name: read_metrics(Path(path).parent) for name, path in request.drafters.items() if not is_named(path)}
     write_report(evaluation, out, title=title, runs={name: metrics for name, metrics in runs.items() if metrics})

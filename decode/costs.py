@@ -29,11 +29,11 @@ class Costs:
 
     def verify_seconds(self, tokens: int) -> float:
         """Of a pass over that many tokens, padded where that is cheaper."""
-        return _interpolated(self._cheapest[0], tokens)
+        return interpolated(self._cheapest[0], tokens)
 
     def draft_seconds(self, nodes: int) -> float:
         """The same for the drafter."""
-        return _interpolated(self._cheapest[1], nodes)
+        return interpolated(self._cheapest[1], nodes)
 
     @cached_property
     def verify_widths(self) -> dict[int, int]:
@@ -83,12 +83,12 @@ def _padding(curve: dict[int, float]) -> dict[int, int]:
     padded = {}
     for tokens in range(1, widths[-1]):
         best = min((width for width in widths if width >= tokens), key=curve.__getitem__)
-        if curve[best] < WORTH_PADDING * _interpolated(curve, tokens):
+        if curve[best] < WORTH_PADDING * interpolated(curve, tokens):
             padded[tokens] = best
     return padded
 
 
-def _interpolated(curve: dict[int, float], width: int) -> float:
+def interpolated(curve: dict[int, float], width: float) -> float:
     """Linear between measured widths, and beyond the last with the slope of the last two."""
     widths = sorted(curve)
     if width in curve or len(widths) == 1:

@@ -213,7 +213,7 @@ class SpeculativeDecoder:
             raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
         source: list[int] = []
         if self._model.config.is_encoder_decoder:
-            source, prompt = prompt, [self._start_token()]
+            source, prompt = prompt, [start_token(self._model)]
         limit = self._target.context_limit
         reach = [limit, None if self.drafter is None else self.drafter.context_limit]
         shortest = min((value for value in reach if value is not None), default=None)
@@ -225,13 +225,6 @@ class SpeculativeDecoder:
         length = length if limit is None else min(length, limit)
         return Text(list(prompt), length, SeededChance(seed), stops, source, number=number)
 
-    def _start_token(self) -> int:
-        for config in (getattr(self._model, "generation_config", None), self._model.config):
-            start = getattr(config, "decoder_start_token_id", None)
-            if start is not None:
-                return start
-        raise ConfigError("decoder_start_token_id=None; expected the encoder-decoder target's config to name one")
-
     def _eos(self, eos_token_id: EosTokens) -> frozenset[int]:
         if eos_token_id == "model":
             generation = getattr(self._model, "generation_config", None)
@@ -241,6 +234,15 @@ class SpeculativeDecoder:
         if eos_token_id is None:
             return frozenset()
         return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+
+
+def start_token(model: nn.Module) -> int:
+    """What an encoder-decoder target's decoder begins with; ConfigError where its config names none."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        start = getattr(config, "decoder_start_token_id", None)
+        if start is not None:
+            return start
+    raise ConfigError("decoder_start_token_id=None; expected the encoder-decoder target's config to name one")
 
 
 def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[StoppingCriteria]:

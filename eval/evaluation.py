@@ -93,15 +93,14 @@ def evaluate(
     run = Run(target, drafters, prompts, settings, tokenizer, Journal(journal))
     run.measure(progress)
     rows = [row for arm, decoder in run.arms.items() if arm != BASELINE for row in _rows(run, arm, decoder)]
-    if diagnose is not None:
-        _diagnose(run, rows, diagnose)
+    undiagnosed = [] if diagnose is None else _diagnose(run, rows, diagnose)
     dtypes = {"target": dtype_of(target), **{name: dtype_of(drafter) for name, drafter in drafters.items()}}
     where = {**environment(), "torch_threads": run.journal.facts["threads"]}
     return Evaluation(
         settings=settings,
         rows=rows,
         environment=where,
-        notes=notes(run, rows),
+        notes=notes(run, rows) + undiagnosed,
         guards=guards(rows, run.journal.facts["plain"], dtypes),
         measurements=_measurements(run),
         samples=[] if tokenizer is None else samples(run, tokenizer),
@@ -156,9 +155,13 @@ def _measurements(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def _diagnose(run: Run, rows: list[dict[str, Any]], diagnose: Diagnose) -> None:
-    """Add `diagnostics` to the rows: of a drafter, temperature and category, which all its policies share."""
-    known: dict[tuple, dict[str, Any]] = {}
+def _diagnose(run: Run, rows: list[dict[str, Any]], diagnose: Diagnose) -> list[str]:
+    """Add `diagnostics` to the rows: of a drafter, temperature and category, which all its policies share.
+
+    Returns a note for each drafter that it cannot be done for; what was measured stands all the same.
+    """
+    known: dict[tuple, dict[str, Any] | None] = {}
+    refused: dict[str, str] = {}
     for row in rows:
         name, temperature = row["drafter"], row["temperature"]
         if run.drafters[name].only_retrieves:
@@ -168,8 +171,13 @@ def _diagnose(run: Run, rows: list[dict[str, Any]], diagnose: Diagnose) -> None:
             deepest = max(len(other["acceptance_at"]) for other in rows if other["drafter"] == name)
             texts = _texts(run, temperature, None if row["category"] == OVERALL else row["category"])
             options = {"temperature": temperature, "draft_length": max(1, deepest)}
-            known[place] = diagnose(run.target, run.drafters[name], texts, **options)
-        row["diagnostics"] = known[place]
+            try:
+                known[place] = diagnose(run.target, run.drafters[name], texts, **options)
+            except ConfigError as error:
+                known[place], refused[name] = None, f"{name}: no diagnostics by draft position ({error})."
+        if known[place] is not None:
+            row["diagnostics"] = known[place]
+    return list(refused.values())
 
 
 def _texts(run: Run, temperature: float, category: str | None) -> list[tuple[list[int], int]]:

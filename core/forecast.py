@@ -1,0 +1,196 @@
+"""From names to a forecast: `draftsmith forecast`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.decode.cache import context_limit
+from draftsmith.decode.policies import check_policy
+from draftsmith.decode.processors import Sampling
+from draftsmith.decode.verify import rule_named
+from draftsmith.distill.targets import DTYPES, check_target_name, load_target
+from draftsmith.errors import ConfigError
+from draftsmith.eval.evaluation import evaluate
+from draftsmith.eval.forecast import PLAIN, Forecast, ForecastSettings, forecast
+from draftsmith.eval.hardware import Hardware
+from draftsmith.eval.prompts import Prompt, check_prompts, load_prompts
+from draftsmith.eval.settings import Settings
+from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.named import is_named, parse_named
+from draftsmith.storage import write_json
+
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class ForecastRequest(ForecastSettings):
+    """The forecast's settings, and what is done with it."""
+
+    profile: Path | None = None
+    save_profile: Path | None = None
+    measures: bool = False
+    """Whether the best policy of each drafter is decoded and timed too."""
+    trust_remote_code: bool = False
+
+    @property
+    def settings(self) -> ForecastSettings:
+        return ForecastSettings(**{key: getattr(self, key) for key in ForecastSettings.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A forecast and, where asked for, what was measured of it."""
+
+    forecast: Forecast
+    measured: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.forecast.as_json(), "measured": self.measured}
+
+
+def run(request: ForecastRequest, out: Path) -> Outcome:
+    """Check everything that can be checked cheaply, then load, forecast, and write `forecast.json` to `out`."""
+    _check(request, out)
+    hardware = None if request.profile is None else Hardware.load(request.profile)
+    loaded = load_target(request.target, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
+    prompts = load_prompts(request.prompts, loaded.tokenizer, count=request.count, context=context_limit(loaded.model))
+    drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in request.drafters.items()}
+    found = forecast(loaded.model, drafters, [prompt.input_ids for prompt in prompts], request.settings, hardware)
+    if request.save_profile is not None:
+        found.hardware[request.temperatures[0]].save(request.save_profile)
+    write_json(out / "forecast.json", Outcome(found).as_json())  # nothing is lost if measuring fails
+    if not request.measures:
+        return Outcome(found)
+    measured = [
+        measured_row(loaded.model, name, drafter, prompts, temperature, found)
+        for name, drafter in drafters.items()
+        for temperature in request.temperatures
+    ]
+    outcome = Outcome(found, [row for row in measured if row is not None])
+    write_json(out / "forecast.json", outcome.as_json())
+    return outcome
+
+
+def measured_row(
+    target: Any, name: str, drafter: Drafter, prompts: list[Prompt], temperature: float, found: Forecast
+) -> dict[str, Any] | None:
+    """The drafter's best policy as forecast for one text at a time, decoded and timed; None where it has none."""
+    rows = [row for row in found.rows if (row["drafter"], row["temperature"]) == (name, temperature)]
+    if not rows:
+        return None
+    best = max(rows, key=lambda row: row["speed"][0]["speedup"])
+    settings, policies = found.settings, () if best["policy"] == PLAIN else (best["policy"],)
+    evaluation = evaluate(
+        target,
+        {name: drafter},
+        prompts,
+        Settings(
+            target=settings.target,
+            drafters={name: settings.drafters[name]},
+            prompts=settings.prompts,
+            temperatures=(temperature,),
+            max_new_tokens=settings.max_new_tokens,
+            policies=policies,
+            rule=settings.rule,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            repeats=REPEATS,
+            seed=settings.seed + 1_000_003,  # other texts than the forecast's, where they are drawn
+            dtype=settings.dtype,
+        ),
+    )
+    row = next(row for row in evaluation.rows if row["category"] == "all")
+    kept = {"drafter": name, "temperature": temperature, "policy": best["policy"]}
+    return {**kept, "tau": row["tau"], "speedup": row["speedup"], "speedup_repeats": row["speedup_repeats"]}
+
+
+def _check(request: ForecastRequest, out: Path) -> None:
+    if not request.drafters:
+        raise ConfigError("drafter is missing; expected at least one")
+    for temperature in request.temperatures:
+        Sampling(temperature, request.top_k, request.top_p)
+    positive = {"max-draft-length": request.max_draft_length, "count": request.count}
+    positive |= {"max-new-tokens": request.max_new_tokens}
+    positive |= {"batch-size": min(request.batch_sizes)}
+    for key, value in positive.items():
+        if value is not None and value < 1:
+            raise ConfigError.of(key, value, ">= 1")
+    for key, values in {"temperature": request.temperatures, "batch-size": request.batch_sizes}.items():
+        if len(set(values)) < len(values):
+            raise ConfigError.of(key, list(values), "each only once")
+    for policy in request.policies:
+        check_policy(policy)
+    if request.rule is not None:
+        rule_named(request.rule)
+    for drafter in request.drafters.values():
+        if is_named(drafter):
+            parse_named(drafter)
+    if request.dtype not in DTYPES:
+        raise ConfigError.of("dtype", request.dtype, f"one of {', '.join(DTYPES)}")
+    _check_files(request, out)
+    check_prompts(request.prompts)
+    check_target_name(request.target)
+
+
+def _check_files(request: ForecastRequest, out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file; expected a folder")
+    if request.profile is not None:
+        Hardware.load(request.profile)
+    if request.profile is not None and request.save_profile is not None:
+        raise ConfigError(f"profile={request.profile} and save-profile={request.save_profile}; expected one of the two")
+    if request.save_profile is not None and len(request.temperatures) > 1:
+        raise ConfigError.of(
+            "save-profile", str(request.save_profile), "one --temperature: rounds cost more when tokens are drawn"
+        )
+
+
+def show(outcome: Outcome, out: Path) -> None:
+    """The table, the best policies, the notes and where the file is."""
+    console = Console(width=None if Console().is_terminal else 110, highlight=False)
+    for batch in outcome.forecast.settings.batch_sizes:
+        console.print(forecast_table(outcome, batch))
+    for best in outcome.forecast.best:
+        console.print(best_line(best), markup=False)
+    for note in outcome.forecast.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(f"forecast: {out / 'forecast.json'}", markup=False)
+
+
+def forecast_table(outcome: Outcome, batch: int) -> Table:
+    """One line a drafter, temperature and policy; what was measured stands beside."""
+    table = Table(title=f"Forecast at batch size {batch}, intervals over texts", pad_edge=False)
+    table.add_column("drafter", no_wrap=True)
+    columns = ["T", "tau", "95 %", "speedup", "95 %", "tok/s", *["tau meas.", "speedup meas."] * bool(outcome.measured)]
+    for name in dict.fromkeys(columns) if len(set(columns)) == len(columns) else columns:
+        table.add_column(name, justify="right")
+    measured = {(row["drafter"], row["temperature"], row["policy"]): row for row in outcome.measured}
+    for row in outcome.forecast.rows:
+        speed = next(entry for entry in row["speed"] if entry["batch_size"] == batch)
+        beside = measured.get((row["drafter"], row["temperature"], row["policy"]))
+        shown = [f"{beside['tau']:.2f}", f"{beside['speedup']:.2f}x"] if beside and batch == 1 else ["", ""]
+        table.add_row(
+            f"{row['drafter']} {row['policy']}",
+            f"{row['temperature']:g}",
+            f"{row['tau']:.2f}",
+            "{:.2f}-{:.2f}".format(*row["tau_interval"]),
+            f"{speed['speedup']:.2f}x",
+            "{:.2f}-{:.2f}".format(*speed["speedup_interval"]),
+            f"{speed['tokens_per_second']:.0f}",
+            *(shown if outcome.measured else ()),
+        )
+    return table
+
+
+def best_line(best: dict[str, Any]) -> str:
+    """The recommendation in one sentence."""
+    where = f"best at T={best['temperature']:g}, batch size {best['batch_size']}:"
+    if best["drafter"] is None:
+        return f"{where} the target alone; no drafter is forecast to pay"
+    low, high = best["speedup_interval"]
+    policy = "" if best["policy"] == PLAIN else f" with {best['policy']}"
+    return f"{where} {best['drafter']}{policy}, {best['speedup']:.2f}x ({low:.2f} to {high:.2f}), tau {best['tau']:.2f}"

@@ -1,0 +1,225 @@
+"""What rounds cost on a machine, by batch: measured here, or read from a file that describes another machine.
+
+    name: one A10, bf16                  # optional
+    alone: {1: 0.0241, 8: 0.0252}        # batch: seconds of a token (a row each) of the target alone
+    verify:                              # batch: tokens read by a row: seconds of the target's pass
+      1: {1: 0.0238, 5: 0.0241, 9: 0.0249}
+      8: {1: 0.0247, 5: 0.0262, 9: 0.0291}
+    drafters:
+      my-drafter:                        # as the command names it; `*` stands for all that are not named
+        draft: {1: {1: 0.0011, 8: 0.0086}, 8: {1: 0.0013, 8: 0.0101}}   # batch: draft tokens: seconds of drafting
+        round: {1: 0.0003, 8: 0.0006}    # batch: seconds of a round beside both; 0 where it is left out
+
+YAML or JSON. Between two numbers the curve is linear, beyond the last it goes on with the slope of the last two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
+
+from draftsmith.decode.chance import SeededChance
+from draftsmith.decode.costs import Costs, interpolated
+from draftsmith.decode.decoding import Decoding
+from draftsmith.decode.output import Round
+from draftsmith.decode.policies import Chain
+from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.decode.target import TransformersTarget
+from draftsmith.decode.text import Text
+from draftsmith.decode.timing import measure_costs
+from draftsmith.errors import ConfigError
+from draftsmith.eval.target_texts import TargetText
+from draftsmith.heads.draft import Draft
+from draftsmith.heads.drafter import Drafter
+from draftsmith.storage import write_json
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+ANY = "*"
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Draft lengths of which rounds are timed; the curve is linear between them."""
+ROUNDS, TURNS = 5, 4
+"""Rounds that are timed in a row, and turns of all lengths."""
+
+
+class DrafterSeconds(BaseModel):
+    """Seconds of one drafter's share of a round."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    draft: dict[Count, Annotated[dict[Count, NotNegative], Field(min_length=1)]] = Field(min_length=1)
+    round: dict[Count, NotNegative] = {1: 0.0}
+
+
+class Hardware(BaseModel):
+    """The file above."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = ""
+    alone: Annotated[dict[Count, Seconds], Field(min_length=1)]
+    verify: Annotated[dict[Count, Annotated[dict[Count, Seconds], Field(min_length=1)]], Field(min_length=1)]
+    drafters: dict[str, DrafterSeconds] = {}
+
+    def token_seconds(self, batch: int) -> float:
+        """Seconds in which the target alone adds a token to each of `batch` texts."""
+        return interpolated(self.alone, batch)
+
+    def round_seconds(self, drafter: str, nodes: float, passes: float, batch: int) -> float:
+        """Of a round that verifies `nodes` draft tokens a text, for which the drafter was asked `passes` times."""
+        own = self.of(drafter)
+        seconds = _at(self.verify, batch, nodes + 1)
+        if own is None:
+            return seconds
+        return seconds + interpolated(own.round, batch) + (_at(own.draft, batch, passes) if passes else 0.0)
+
+    def of(self, drafter: str) -> DrafterSeconds | None:
+        """What is known of a drafter; None where nothing is."""
+        return self.drafters.get(drafter, self.drafters.get(ANY))
+
+    def require(self, drafters: dict[str, Drafter]) -> None:
+        """ConfigError unless every drafter that drafts by passes has its seconds here."""
+        for name, drafter in drafters.items():
+            if not drafter.only_retrieves and self.of(name) is None:
+                known = ", ".join(self.drafters) or "none"
+                raise ConfigError(f"profile has no drafters.{name}; expected its seconds, or `*` (there are: {known})")
+
+    def save(self, path: Path) -> None:
+        write_json(path, self.model_dump(mode="json"))
+
+    @classmethod
+    def load(cls, path: Path) -> "Hardware":
+        """ConfigError with the first key that does not fit."""
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"profile={path} cannot be read ({reason}); expected YAML or JSON") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"profile={path} holds {type(values).__name__}; expected keys alone, verify and drafters")
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"{_problem(error)} (profile {path})") from error
+
+
+def _problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+    if problem["type"] == "missing":
+        return f"{key} is missing; expected seconds"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key}; expected name, alone, verify or drafters, with draft and round in a drafter"
+    expected = problem["msg"].removeprefix("Input should be ")
+    return f"{key}={problem['input']!r}; expected {expected}"
+
+
+def _at(curves: dict[int, dict[int, float]], batch: int, width: float) -> float:
+    """Interpolated in the width at every batch, then in the batch."""
+    return interpolated({size: interpolated(curve, width) for size, curve in curves.items()}, batch)
+
+
+class _Fixed(Drafter):
+    """Proposes the same token over and over, at no cost: its rounds cost what the target's passes cost."""
+
+    type = "fixed"
+    only_retrieves = True
+
+    def __init__(self, draft_length: int) -> None:
+        super().__init__()
+        self.max_draft_length = draft_length
+
+    def retrieve(self, row: int, room: int) -> Draft | None:
+        return Draft.chain([0] * min(self.max_draft_length, room))
+
+
+def measure_hardware(
+    target: nn.Module,
+    drafters: dict[str, Drafter],
+    texts: Sequence[TargetText],
+    *,
+    draft_length: int,
+    temperature: float,
+    batches: Sequence[int] = (1,),
+) -> Hardware:
+    """Median seconds of real rounds behind real texts, on the present machine and threads.
+
+    Draft lengths take turns, so that a slow second hits all alike. A round's parts are those that `Round` records: the
+    pass with its rule is `verify`, and what is left beside drafting is `round`.
+    """
+    lengths = [length for length in LENGTHS if length <= draft_length] or [1]
+    alone, verify = {}, {}
+    seconds: dict[str, dict[str, dict]] = {name: {"draft": {}, "round": {}} for name in drafters}
+    arms = {("", 0): Arm(target)}
+    arms |= {("", length): Arm(target, _Fixed(length)) for length in lengths}
+    for name, drafter in drafters.items():
+        if drafter.only_retrieves:
+            continue
+        costs = measure_costs(target, drafter)
+        reached = [length for length in lengths if length <= (drafter.max_draft_length or length)]
+        arms |= {(name, length): Arm(target, drafter, length, costs) for length in reached}
+    for batch in batches:
+        timed = _timed(arms, [texts[number % len(texts)] for number in range(batch)], temperature)
+        alone[batch] = median(record.seconds for record in timed[("", 0)])
+        verify[batch] = {length + 1: median(r.verify_seconds for r in timed[("", length)]) for length in lengths}
+        verify[batch][1] = median(record.verify_seconds for record in timed[("", 0)])
+        for name, entry in seconds.items():
+            mine = {length: records for (owner, length), records in timed.items() if owner == name}
+            if mine:
+                entry["draft"][batch] = {n: median(r.draft_seconds for r in records) for n, records in mine.items()}
+                rests = [r.seconds - r.draft_seconds - verify[batch][n + 1] for n, rs in mine.items() for r in rs]
+                entry["round"][batch] = max(median(rests), 0.0)
+    known = {name: DrafterSeconds(**entry) for name, entry in seconds.items() if entry["draft"]}
+    return Hardware(name="measured", alone=alone, verify=verify, drafters=known)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way of decoding that is timed: the target alone, or a drafter with chains of one length."""
+
+    target: nn.Module
+    drafter: Drafter | None = None
+    draft_length: int = 0
+    costs: Costs | None = None
+    """For the widths that passes are padded to, as the decoder pads them."""
+
+    @torch.inference_mode()
+    def rounds(self, texts: Sequence[TargetText], temperature: float, seed: int) -> list[Round]:
+        """A few rounds behind half of each text, where they cost what they cost on average; the first warms up."""
+        target = TransformersTarget(self.target)
+        target.widths = {} if self.costs is None else self.costs.verify_widths
+        widths = None if self.costs is None else self.costs.draft_widths
+        rows = []
+        for number, text in enumerate(texts):
+            half = text.tokens[: (text.prompt_length + len(text.tokens) + 1) // 2]
+            most = len(half) + (ROUNDS + 2) * (self.draft_length + 2)
+            longest = most if target.context_limit is None else min(most, target.context_limit)
+            rows.append(Text(half, longest, SeededChance(seed + number), source=text.source, number=number))
+        processors, policy = Processors(Sampling(temperature), texts=len(rows)), Chain(max(self.draft_length, 1))
+        decoding = Decoding(target, self.drafter, policy, rows, processors, None, widths)
+        decoding.prefill()
+        records = []
+        while len(records) <= ROUNDS and len(decoding.texts) == len(rows):
+            records.append(decoding.round()[0][2])
+        whole = [record for record in records[1:] if record.drafted == self.draft_length]
+        return whole or records
+
+
+def _timed(
+    arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], temperature: float
+) -> dict[tuple[str, int], list[Round]]:
+    """Rounds of every arm, in turns; the first turn allocates and chooses kernels."""
+    timed: dict[tuple[str, int], list[Round]] = {key: [] for key in arms}
+    for turn in range(TURNS + 1):
+        for key, arm in arms.items():
+            records = arm.rounds(texts, temperature, turn)
+            if turn > 0:
+                timed[key] += records
+    return timed

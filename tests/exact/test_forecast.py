@@ -1,0 +1,204 @@
+"""Proof by enumeration: the forecast's rounds are the decoder's expected rounds, on every single text of the target."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from exact.enumeration import State, Tokens, outcomes, played
+from exact.one_round import DRAFTER_SEEDS, EXACT
+from exact.toys import ToyDrafter, ToyModel, ToyTarget
+
+from draftsmith.decode.chance import SeededChance
+from draftsmith.decode.decoding import Decoding
+from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, StaticTree, widths_shape
+from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.decode.text import Stops, Text
+from draftsmith.decode.verify import RULES
+from draftsmith.eval.accepted import NotPredicted, accepted
+from draftsmith.eval.agreement import Agreement, Rows, acceptance_measure
+from draftsmith.eval.target_texts import TargetText
+
+PROMPT = (0, 3)
+PAIRS = 2
+SAMPLING = {"top-k": Sampling(1.3, top_k=3), "cold": Sampling(0.6, top_k=2), "greedy": Sampling(0.0)}
+BANNED = {"plain": frozenset(), "truncated draft vocabulary": frozenset({0, 4})}
+
+
+class Pair:
+    """Two toy models under one sampling; the drafter may be independent of its own tokens, as Medusa is."""
+
+    def __init__(self, seed: int, sampling: Sampling, *, banned: frozenset[int], independent: bool) -> None:
+        self.target = ToyModel(seed)
+        self.drafter = ToyDrafter(ToyModel(DRAFTER_SEEDS + seed, banned), independent=independent)
+        self.sampling, self.processors = sampling, Processors(sampling)
+
+    def rounds_by_text(
+        self, policy: Policy, rule: str | None, count: int, eos: frozenset[int]
+    ) -> dict[Tokens, tuple[float, float]]:
+        """Of the real decoder, every outcome: text -> (probability, expected rounds given that text)."""
+
+        def make() -> Decoding:
+            text = Text(list(PROMPT), len(PROMPT) + count, SeededChance(0), Stops(eos))
+            return Decoding(ToyTarget(self.target), self.drafter, policy, [text], self.processors, rule and RULES[rule])
+
+        # One round at a time, histories of equal tokens merged: what follows depends on the tokens alone, which
+        # test_lossless.py asserts of every drafter. With the mass goes the mean number of rounds so far.
+        waiting: dict[Tokens, tuple[float, float, State]] = {}
+        finished: dict[Tokens, tuple[float, float]] = {}
+
+        def arrive(mass: float, rounds: float, state: State) -> None:
+            (tokens,) = state.tokens
+            into = waiting if state.decoding.texts else finished
+            before = into.get(tokens, (0.0, 0.0, state))
+            into[tokens] = (before[0] + mass, before[1] + rounds, *before[2:])
+
+        for weight, state in outcomes(lambda chance: played(make, chance, 0)):
+            arrive(weight, 0.0, state)
+        while waiting:
+            mass, rounds, before = waiting.pop(min(waiting, key=len))
+            after = partial(played, make, rounds=before.rounds + 1)
+            for weight, state in outcomes(after, start=before.chance.taken):
+                share = weight / before.chance.weight
+                arrive(mass * share, (rounds + mass) * share, state)
+        return {tokens: (entry[0], entry[1] / entry[0]) for tokens, entry in finished.items()}
+
+    def agreement(self, text: TargetText, positions: int) -> Agreement:
+        """What the teacher-forced pass gives for real models, from the toys' tables."""
+        tokens, measure = tuple(text.tokens), acceptance_measure(self.processors)
+        tables = {name: np.zeros((text.anchors, positions)) for name in ("log_p", "log_q", "rank", "sure")}
+        for anchor in range(text.anchors):
+            root = text.prompt_length + anchor
+            for k in range(min(positions, text.anchors - anchor)):
+                seen = tokens[: root + 1 + k]
+                if self.drafter.independent and k > 0:
+                    seen = (*tokens[: root + 1], 5 + k)  # as ToyDrafter tells depths apart
+                label = tokens[root + 1 + k]
+                p_1V, q_1V = self.target.logits(tokens[: root + 1 + k])[None], self.drafter.model.logits(seen)[None]
+                rows = Rows(p_1V, q_1V, torch.tensor([label]), p_1V, q_1V, None)
+                for name, value in measure(rows).items():
+                    tables[name][anchor, k] = float(value)
+        return tables
+
+
+def assert_exact(pair: Pair, policy: Policy, rule: str | None, count: int, eos: frozenset[int] = frozenset()) -> int:
+    """Every text's rounds, and with them their expectation; the number of texts on which drafts mattered."""
+    moved = 0
+    enumerated = pair.rounds_by_text(policy, rule, count, eos)
+    assert sum(mass for mass, _ in enumerated.values()) == pytest.approx(1, abs=EXACT)
+    for tokens, (_, rounds) in enumerated.items():
+        text = TargetText(list(tokens), len(PROMPT), len(PROMPT) + count)
+        if text.anchors == 0:
+            assert rounds == 0
+            continue
+        found = accepted(policy, pair.agreement(text, count), text, pair.sampling, rule)
+        assert found.rounds == pytest.approx(rounds, abs=EXACT), f"text {tokens}"
+        moved += rounds < text.anchors - 1e-6
+    return moved
+
+
+CHAIN_RULES = ("token", "block", "point-mass", "traversal", "siblings-iid", None)
+
+
+@pytest.mark.parametrize("rule", CHAIN_RULES)
+@pytest.mark.parametrize(
+    ("gamma", "count", "sampling"), [(1, 4, "top-k"), (2, 4, "top-k"), (3, 4, "top-k"), (6, 4, "cold")]
+)
+def test_chains(rule: str | None, gamma: int, count: int, sampling: str) -> None:
+    for seed in range(PAIRS):
+        pair = Pair(seed, SAMPLING[sampling], banned=frozenset(), independent=seed % 2 == 1)
+        assert assert_exact(pair, Chain(gamma), rule, count) > 0
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("eos", [frozenset({2}), frozenset({0, 1})], ids=str)
+def test_an_eos_and_a_truncated_draft_vocabulary(rule: str, eos: frozenset[int]) -> None:
+    for seed in range(PAIRS):
+        pair = Pair(seed, SAMPLING["top-k"], banned=BANNED["truncated draft vocabulary"], independent=False)
+        assert_exact(pair, Chain(2), rule, 4, eos)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_chains_that_stop_when_unsure(rule: str) -> None:
+    """Whether a chain goes on is decided by the tokens above, so that the same chances hold up to its end."""
+    for seed in range(PAIRS):
+        pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
+        rounds = [pair.rounds_by_text(policy, rule, 4, frozenset()) for policy in (ConfidenceChain(0.7, 3), Chain(3))]
+        assert rounds[0] != rounds[1], "the chain never stopped"
+        assert assert_exact(pair, ConfidenceChain(0.7, 3), rule, 4) > 0
+
+
+TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("tree", [TREE, StaticTree(widths_shape([2, 2]))], ids=["narrow", "wide"])
+def test_static_trees_of_the_best_candidates(tree: StaticTree, sampling: str) -> None:
+    for seed in range(PAIRS):
+        pair = Pair(seed, SAMPLING[sampling], banned=frozenset({1}), independent=seed % 2 == 1)
+        assert_exact(pair, tree, None, 4)
+
+
+@pytest.mark.parametrize("policy", [Chain(3), ConfidenceChain(0.5, 3), StaticTree(TREE.shape, "iid")], ids=str)
+def test_greedy(policy: Policy) -> None:
+    moved = 0
+    for seed in range(20):
+        pair = Pair(seed, SAMPLING["greedy"], banned=frozenset(), independent=seed % 2 == 1)
+        moved += assert_exact(pair, policy, None, 9)
+    assert moved > 0
+
+
+def test_the_block_rule_saves_rounds() -> None:
+    """Otherwise the two rules might be one under two names."""
+    gains = []
+    for seed in range(PAIRS):
+        pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
+        by_rule = [
+            sum(mass * rounds for mass, rounds in pair.rounds_by_text(Chain(2), rule, 4, frozenset()).values())
+            for rule in ("token", "block")
+        ]
+        gains.append(by_rule[0] - by_rule[1])
+    assert min(gains) > -EXACT
+    assert max(gains) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule", "name"),
+    [
+        (StaticTree(TREE.shape, "without-replacement"), None, "draws siblings"),
+        (BestFirst(size=3, depth=2), None, "candidates beside the text"),
+        (Chain(2), "typical", "lossy"),
+    ],
+)
+def test_what_is_not_exact_is_refused(policy: Policy, rule: str | None, name: str) -> None:
+    pair = Pair(0, SAMPLING["top-k"], banned=frozenset(), independent=False)
+    text = TargetText([0, 3, 1, 2, 0], 2, 5)
+    with pytest.raises(NotPredicted, match=name):
+        accepted(policy, pair.agreement(text, 2), text, pair.sampling, rule)
+
+
+def naive_rounds(chance: Callable[[int, int], float], anchors: int, gamma: int) -> float:
+    """R(t) = 1 + sum_j P(len = j) R(t + j), written down once more, from the end of the text."""
+    rounds = [0.0] * (anchors + 1)
+    for t in range(anchors - 1, -1, -1):
+        left, total = anchors - t, 1.0
+        for j in range(1, min(gamma + 1, left) + 1):
+            last = j == min(gamma + 1, left)
+            total += (chance(t, j - 1) - (0.0 if last else chance(t, j))) * rounds[t + j]
+        rounds[t] = total
+    return rounds[0]
+
+
+def test_a_recursion_from_the_end_gives_the_same() -> None:
+    rng = np.random.default_rng(0)
+    log_p, log_q = np.log(rng.random((30, 5))), np.log(rng.random((30, 5)))
+    text = TargetText([0] * 33, 2, 33)
+    table = {"log_p": log_p, "log_q": log_q, "rank": np.zeros((30, 5)), "sure": np.ones((30, 5))}
+    for gamma in range(1, 6):
+        found = accepted(Chain(gamma), table, text, Sampling(1.0), "token")
+
+        def chance(t: int, k: int) -> float:
+            return float(np.prod([min(1.0, np.exp(log_q[t, i] - log_p[t, i])) for i in range(k)]))
+
+        assert found.rounds == pytest.approx(naive_rounds(chance, 30, gamma), abs=1e-12)

@@ -1,0 +1,230 @@
+"""`draftsmith forecast` on tiny models: what it writes, profiles of other machines, and every refusal."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import make_llama
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.cli import main
+from draftsmith.errors import ConfigError
+from draftsmith.eval.hardware import Hardware
+from draftsmith.heads import Medusa
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+
+PROFILE = {
+    "name": "a machine on paper",
+    "alone": {1: 1.0, 8: 1.0},
+    "verify": {1: {1: 1.0, 9: 1.0}, 8: {1: 1.0, 9: 17.0}},
+    "drafters": {"self": {"draft": {1: {1: 0.1, 2: 0.2}}}, "*": {"draft": {1: {1: 0.5}}, "round": {1: 0.25}}},
+}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcd", "hello", "xyz", "abab")))
+    return file
+
+
+@pytest.fixture
+def medusa_folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    made_for = describe_target(tiny_target, tiny_tokenizer, "tiny")
+    drafter = Medusa.from_target(tiny_target, num_heads=2)
+    save_drafter(drafter, tmp_path / "medusa", target=made_for, recipe={"name": "x"}, draft_length=2)
+    return tmp_path / "medusa"
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    file = tmp_path / "profile.yaml"
+    file.write_text(yaml.safe_dump(PROFILE))
+    return file
+
+
+def _main(*arguments: object) -> int:
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_a_whole_forecast(
+    tmp_path: Path,
+    tiny_target_folder: Path,
+    medusa_folder: Path,
+    prompts: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for place, value in {"eval.hardware.TURNS": 1, "eval.hardware.ROUNDS": 1, "forecast.REPEATS": 1}.items():
+        monkeypatch.setattr(f"draftsmith.{place}", value)
+    monkeypatch.setattr("draftsmith.decode.timing.WIDTHS", (1, 4))
+    monkeypatch.setattr("draftsmith.decode.timing.TURNS", 1)
+    out, saved = tmp_path / "out", tmp_path / "profile.json"
+    call = ["forecast", "--target", tiny_target_folder, "--drafter", medusa_folder, "--drafter", "prompt-lookup"]
+    call += ["--drafter", f"self={tiny_target_folder}", "--prompts", prompts, "--max-new-tokens", 16, "--out", out]
+    call += ["--temperature", 0, "--max-draft-length", 3, "--batch-size", 1, "--batch-size", 2, "--measure"]
+    assert _main(*call, "--policy", "best-first:size=4,depth=2", "--policy", "adaptive", "--save-profile", saved) == 0
+    written = json.loads((out / "forecast.json").read_text())
+    assert written["schema"] == 1
+    policies = {(row["drafter"], row["policy"]) for row in written["rows"]}
+    chains = {f"chain:draft_length={n}" for n in (1, 2, 3)}
+    assert {policy for drafter, policy in policies if drafter == "self"} == {
+        *chains,
+        "best-first:size=4,depth=2",
+        "chain:draft_length=4",
+    }
+    assert {policy for drafter, policy in policies if drafter == "medusa"} == {
+        "chain:draft_length=1",
+        "chain:draft_length=2",
+        "best-first:size=4,depth=2",
+    }
+    assert ("prompt-lookup", "copies") in policies
+    for row in written["rows"]:
+        assert row["tau_interval"][0] <= row["tau"] <= row["tau_interval"][1]
+        assert [entry["batch_size"] for entry in row["speed"]] == [1, 2]
+    own = next(r for r in written["rows"] if (r["drafter"], r["policy"]) == ("self", "chain:draft_length=3"))
+    assert own["acceptance_at"] == [1.0, 1.0, 1.0], "a target that drafts for itself is always accepted"
+    assert {row["drafter"] for row in written["measured"]} == {"self", "medusa", "prompt-lookup"}
+    forecasts = {(row["drafter"], row["policy"]): row["tau"] for row in written["rows"]}
+    for row in written["measured"]:
+        assert row["tau"] == pytest.approx(forecasts[row["drafter"], row["policy"]], abs=1e-9), "greedy texts are known"
+    assert {entry["drafter"] for entry in written["diagnostics"]} == {"self", "medusa"}
+    assert any("adaptive" in note and "learns" in note for note in written["notes"])
+    assert [best["batch_size"] for best in written["best"]] == [1, 2]
+    shown = capsys.readouterr().out
+    assert "best at T=0, batch size 1:" in shown
+    assert "tau meas." in shown
+
+    again = tmp_path / "again"
+    call = [*call[:-1], "--profile", saved, "--out", again]
+    assert _main(*call, "--policy", "best-first:size=4,depth=2") == 0
+    rows = json.loads((again / "forecast.json").read_text())["rows"]
+    assert rows == written["rows"], "the same texts on the same machine"
+
+
+def test_a_profile_decides_what_is_best(
+    tmp_path: Path, tiny_target_folder: Path, prompts: Path, profile: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The target drafts for itself: gamma + 1 tokens a round, which costs gamma tenths beside a pass at batch 1."""
+    out = tmp_path / "out"
+    call = ["forecast", "--target", tiny_target_folder, "--drafter", f"self={tiny_target_folder}", "--prompts", prompts]
+    call += ["--max-new-tokens", 17, "--temperature", 0, "--max-draft-length", 3, "--policy", "chain:draft_length=3"]
+    assert _main(*call, "--batch-size", 1, "--batch-size", 8, "--profile", profile, "--out", out) == 0
+    written = json.loads((out / "forecast.json").read_text())
+    row = next(row for row in written["rows"] if row["policy"] == "chain:draft_length=3")
+    by_batch = {entry["batch_size"]: entry["speedup"] for entry in row["speed"]}
+    assert row["tau"] == 4.0, "16 tokens behind the prefill's, in rounds of four"
+    assert by_batch[1] == pytest.approx(4 / 1.3)
+    assert by_batch[8] == pytest.approx(4 / (7.0 + 0.3))
+    assert by_batch[8] < 1 < by_batch[1]
+    assert written["best"][0]["policy"] == "chain:draft_length=3", "with four the last round drafts in vain"
+    assert written["best"][1]["drafter"] is None
+    assert "At T=0 speculation stops paying at batch size 8." in written["notes"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "batch size 8: the target alone; no drafter is forecast to pay" in shown
+
+
+def test_seconds_between_and_beyond_what_a_profile_knows(profile: Path) -> None:
+    hardware = Hardware.load(profile)
+    assert hardware.round_seconds("self", 3, 3, 1) == pytest.approx(1.0 + 0.3)
+    assert hardware.round_seconds("self", 4, 1, 8) == pytest.approx(9.0 + 0.1)
+    assert hardware.round_seconds("another", 2, 1, 1) == pytest.approx(1.0 + 0.5 + 0.25)
+    assert hardware.round_seconds("another", 2, 0, 1) == pytest.approx(1.0 + 0.25), "a copy costs no pass"
+    between = (hardware.round_seconds("self", 4, 1, 1) + hardware.round_seconds("self", 4, 1, 8)) / 2
+    assert hardware.round_seconds("self", 4, 1, 4.5) == pytest.approx(between)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alone": {1: 0}}, "alone.1=0; expected greater than 0"),
+        ({"alone": {0: 1.0}}, "expected greater than or equal to 1"),
+        ({"verify": {1: {1: float("inf")}}}, "verify.1.1=inf; expected a finite number"),
+        ({"verify": {1: {}}}, "verify.1={}; expected"),
+        ({"verify": None}, "verify=None; expected"),
+        ({"speed": 3}, "unknown key speed; expected name, alone, verify or drafters"),
+        ({"drafters": {"self": {"round": {1: 0.1}}}}, "drafters.self.draft is missing; expected seconds"),
+        (
+            {"drafters": {"self": {"draft": {1: {1: "fast"}}}}},
+            "drafters.self.draft.1.1='fast'; expected a valid number",
+        ),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.yaml"
+    file.write_text(yaml.safe_dump({**PROFILE, **changes}))
+    with pytest.raises(ConfigError) as refusal:
+        Hardware.load(file)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["alone: [", "- 1", ""], ids=["not YAML", "a list", "empty"])
+def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"profile=.*expected"):
+        Hardware.load(file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-draft-length", "0"], "max-draft-length=0; expected >= 1"),
+        (["--batch-size", "0"], "batch-size=0; expected >= 1"),
+        (["--batch-size", "2", "--batch-size", "2"], "batch-size=[2, 2]; expected each only once"),
+        (["--policy", "chains"], "policy='chains'; expected one of"),
+        (["--rule", "best"], "rule='best'; expected one of token"),
+        (["--temperature", "-1"], "temperature=-1.0; expected >= 0"),
+        (["--profile", "nowhere.yaml"], "profile=nowhere.yaml cannot be read"),
+        (["--save-profile", "x.json"], "save-profile='x.json'; expected one --temperature"),
+        (["--dtype", "int4"], "dtype='int4'; expected one of"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_loaded(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert _main("forecast", "--target", "embedded", "--drafter", "prompt-lookup", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_refusals_that_need_the_models(
+    tmp_path: Path, tiny_target_folder: Path, prompts: Path, profile: Path, capsys: pytest.CaptureFixture
+) -> None:
+    short, out = tmp_path / "short", tmp_path / "out"
+    make_llama(max_position_embeddings=16).save_pretrained(short)
+    call = ["forecast", "--target", tiny_target_folder, "--prompts", prompts, "--out", out, "--temperature", 0]
+    assert _main(*call, "--drafter", short, "--max-new-tokens", 32, "--profile", profile) == 2
+    assert "expected at most the draft_model drafter's context of 16" in capsys.readouterr().err
+    profile.write_text(yaml.safe_dump({**PROFILE, "drafters": {"other": PROFILE["drafters"]["self"]}}))
+    assert _main(*call, "--drafter", f"mine={tiny_target_folder}", "--profile", profile) == 2
+    assert "profile has no drafters.mine; expected its seconds, or `*` (there are: other)" in capsys.readouterr().err
+    assert not out.exists()
+
+
+ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
+
+
+@pytest.mark.skipif(not (ASSETS / "models").is_dir(), reason="no pretrained models: set DRAFTSMITH_ASSETS")
+def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path, profile: Path) -> None:
+    """Greedily the forecast is of the very texts that are decoded: tau agrees to the last digit."""
+    prompts = tmp_path / "stories.jsonl"
+    texts = ["Once upon a time, there was a", "Lily went to the park", "The dog was very", "One day, a boy named Tim"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    models, common = ASSETS / "models", ["--prompts", prompts, "--max-new-tokens", 48, "--temperature", 0]
+    pair = ["--target", models / "stories260K", "--drafter", f"qat={models / 'stories260K-qat-polish256'}"]
+    plan = ["--policy", "chain:draft_length=4", "--policy", "tree:widths=3x2x1"]
+    assert _main("forecast", *pair, *common, *plan, "--profile", profile, "--out", tmp_path / "forecast") == 0
+    assert _main("eval", *pair, *common, *plan, "--repeats", 1, "--out", tmp_path / "eval") == 0
+    predicted = json.loads((tmp_path / "forecast" / "forecast.json").read_text())["rows"]
+    measured = json.loads((tmp_path / "eval" / "eval.json").read_text())["rows"]
+    taus = {row["policy"]: row["tau"] for row in predicted}
+    assert {row["policy"]: row["tau"] for row in measured if row["category"] == "all"} == pytest.approx(
+        {policy: taus[policy] for policy in ("chain:draft_length=4", "tree:widths=3x2x1")}
+    )
