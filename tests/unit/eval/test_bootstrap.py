@@ -67,6 +67,16 @@ def test_draws_by_hand() -> None:
     assert resampled_taus(spec, draws).tolist() == [3.0, 3.0]
 
 
+def test_a_resample_takes_the_median_over_repeats_as_the_speedup_does() -> None:
+    """Three repeats of one unit, whose ratios are 1, 2 and 9."""
+    draws = Draws(np.array([[0]]), np.array([[[0, 1, 2]]]))
+    ones = np.ones((1, 3))
+    base = Series([], ones, ones, ones, ones, ones)
+    spec = Series([], np.array([[1.0, 2.0, 9.0]]), ones, ones, ones, ones)
+    assert resampled_speedups(base, spec, draws).tolist() == [2.0]
+    assert speedup(base, spec) == 2.0
+
+
 def test_both_levels_are_resampled() -> None:
     rng = np.random.default_rng(0)
     draws = Draws.of(5, 3, rng, 4000)
