@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from draftsmith.distill.positions import at_least_float32
 from draftsmith.errors import ConfigError
 from draftsmith.eval.agreement import Agreement, Measure, Rows, agreement
-from draftsmith.eval.target_texts import TargetText
+from draftsmith.eval.target_texts import target_text
 from draftsmith.heads.drafter import Drafter
 
 # Shapes: N tokens, V vocabulary, A anchors, K draft positions.
@@ -56,7 +56,7 @@ def diagnose(
         raise ConfigError.of("draft_length", draft_length, ">= 1")
     if not temperature >= 0:
         raise ConfigError.of("temperature", temperature, ">= 0 (0 is greedy)")
-    known = [TargetText(list(tokens), length, len(tokens)) for tokens, length in texts]
+    known = [target_text(target, list(t[:length]), list(t[length:]), len(t) - length) for t, length in texts]
     known = [text for text in known if text.anchors > 0]
     if not known:
         raise ConfigError(f"texts={len(texts)} without two new tokens in any; expected longer ones")
