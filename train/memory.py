@@ -99,7 +99,8 @@ def estimate_memory(
         for _ in range(2):
             live.peak = live.now
             _one_step(step, optimizers, _batch(recipe, config, width, processes), device, bf16)
-        moments = live.now - weights - drafted
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+        moments = sum(value.numel() * value.element_size() for value in states)
         copies = 2 if processes > 1 and not sharded else 1  # DDP keeps gradients in buckets of its own, too
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = _cache_bytes(recipe, config) if data.response == "target" and recipe.teacher.kind != "logprobs" else 0
