@@ -39,7 +39,7 @@ def guards(
     found = []
     for row in rows:
         where = name_of(row) + ("" if row["category"] == OVERALL else f", {row['category']}")
-        if row["speedup"] > row["tau"]:
+        if row["category"] == OVERALL and row["speedup"] > row["tau"]:  # few prompts are noisier than that
             text = f"speedup {row['speedup']:.2f} above tau {row['tau']:.2f}: impossible but for noise; measure again"
             found.append({"guard": "speedup-above-tau", "message": f"{where}: {text} on a quiet machine."})
         if not -ROUNDING <= row["alpha"] <= 1 + ROUNDING:
@@ -83,7 +83,7 @@ def notes(run: Run, rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row["category"] == OVERALL:
             found += _row_notes(row)
-    return found + _quality_notes(run)
+    return found + _repetition(rows) + _quality_notes(run)
 
 
 def _row_notes(row: dict[str, Any]) -> list[str]:
@@ -95,11 +95,6 @@ def _row_notes(row: dict[str, Any]) -> list[str]:
     spread = max(row["speedup_repeats"], default=0) - min(row["speedup_repeats"], default=0)
     if row["speedup"] and spread > 0.2 * row["speedup"]:
         found.append(f"{name}: repeats differ by {spread:.2f}x; the machine was not quiet.")
-    if row["repeated_4grams"] > REPETITIVE:
-        found.append(
-            f"{name}: {row['repeated_4grams']:.0%} of the 4-grams stood in the same text before. The target goes "
-            "in circles there, which is easy to draft: a less repetitive text gains less."
-        )
     equal, total = row.get("greedy_identical", (0, 0))
     if equal < total:
         found.append(
@@ -107,6 +102,20 @@ def _row_notes(row: dict[str, Any]) -> list[str]:
             f"{row['first_divergence']}; a near tie in its logits does that, and so would a bug."
         )
     return found
+
+
+def _repetition(rows: list[dict[str, Any]]) -> list[str]:
+    """One note a temperature: all arms write much the same text."""
+    most: dict[float, float] = {}
+    for row in rows:
+        if row["category"] == OVERALL:
+            most[row["temperature"]] = max(row["repeated_4grams"], most.get(row["temperature"], 0.0))
+    return [
+        f"At T={temperature:g} {share:.0%} of the 4-grams stood in the same text before. The target goes in circles, "
+        "which is easy to draft: a less repetitive text gains less."
+        for temperature, share in most.items()
+        if share > REPETITIVE
+    ]
 
 
 def _turns_left_out(run: Run) -> list[str]:

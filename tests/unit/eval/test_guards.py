@@ -7,7 +7,7 @@ import torch
 from conftest import make_llama
 from unit.eval.made import PLAIN, row
 
-from draftsmith.eval.guards import dtype_of, guards
+from draftsmith.eval.guards import _repetition, dtype_of, guards
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter
 
@@ -36,6 +36,16 @@ def test_each_fires(rows: list, plain: dict[str, Any], dtypes: dict, guard: str,
 
 def test_a_baseline_that_is_slower_on_some_prompts_only_is_noise() -> None:
     assert guards([row()], {**PLAIN, "ratio": 0.94, "best_ratio": 1.02}, SAME) == []
+
+
+def test_a_category_of_a_few_prompts_may_be_faster_than_its_tau() -> None:
+    assert guards([row(category="qa", speedup=1.03, tau=1.0)], PLAIN, SAME) == []
+
+
+def test_repetitive_text_is_noted_once_a_temperature() -> None:
+    rows = [row(repeated_4grams=0.4), row(repeated_4grams=0.5), row(temperature=1.0, repeated_4grams=0.1)]
+    (note,) = _repetition([*rows, row(category="qa", temperature=1.0, repeated_4grams=0.9)])
+    assert note.startswith("At T=0 50% of the 4-grams")
 
 
 def test_dtypes_are_those_of_the_weights() -> None:
