@@ -166,7 +166,7 @@ def forecast_table(outcome: Outcome, batch: int) -> Table:
     table = Table(title=f"Forecast at batch size {batch}, intervals over texts", pad_edge=False)
     table.add_column("drafter", no_wrap=True)
     columns = ["T", "tau", "95 %", "speedup", "95 %", "tok/s", *["tau meas.", "speedup meas."] * bool(outcome.measured)]
-    for name in dict.fromkeys(columns) if len(set(columns)) == len(columns) else columns:
+    for name in columns:
         table.add_column(name, justify="right")
     measured = {(row["drafter"], row["temperature"], row["policy"]): row for row in outcome.measured}
     for row in outcome.forecast.rows:

@@ -6,7 +6,7 @@ seconds by width and batch (eval/hardware.py) ──▶ E[tokens] / E[seconds] b
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -111,35 +111,65 @@ def forecast(
         raise ConfigError("prompts=0; expected at least 1")
     if hardware is not None:
         hardware.require(drafters)
-    rows, best, diagnostics, notes, seconds = [], [], [], [], {}
     with threads(fastest_threads(target, list(prompts[0]))):
-        for temperature in settings.temperatures:
-            sampling = settings.sampling(temperature)
-            options = {"max_new_tokens": settings.max_new_tokens, "seed": settings.seed}
-            texts = [text for text in sample_texts(target, prompts, sampling, **options) if text.anchors > 0]
-            if not texts:
-                raise ConfigError(f"texts of one token at T={temperature:g}; expected prompts that are answered longer")
-            found: dict[str, list[tuple[str, list[Accepted]]]] = {}
-            for name, drafter in drafters.items():
-                predicted = predict(target, drafter, texts, settings, sampling)
-                found[name] = predicted.plans
-                notes += [f"{name} at T={temperature:g}: {reason}" for reason in predicted.refused]
-                if predicted.tables:
-                    found_here = {"drafter": name, "temperature": temperature, **summary(predicted.tables)}
-                    diagnostics.append(found_here)
-            measured = {"draft_length": settings.max_draft_length, "temperature": temperature}
-            known = hardware or measure_hardware(target, drafters, texts, batches=settings.batch_sizes, **measured)
-            seconds[temperature] = known
-            new = [
-                {"drafter": name, "temperature": temperature, "policy": policy}
-                | numbers(per_text, name, known, settings.batch_sizes, settings.seed)
-                for name, plans in found.items()
-                for policy, per_text in plans
-            ]
-            rows += new
-            best += [best_of(new, temperature, batch) for batch in settings.batch_sizes]
+        parts = [_at(target, drafters, prompts, settings, hardware, heat) for heat in settings.temperatures]
         where = environment()
-    return Forecast(settings, rows, best, diagnostics, seconds, where, notes + _notes(best, len(prompts)))
+    best = [entry for part in parts for entry in part.best]
+    return Forecast(
+        settings,
+        [row for part in parts for row in part.rows],
+        best,
+        [entry for part in parts for entry in part.diagnostics],
+        dict(zip(settings.temperatures, (part.hardware for part in parts), strict=True)),
+        where,
+        [note for part in parts for note in part.notes] + _notes(best, len(prompts)),
+    )
+
+
+class _Part(NamedTuple):
+    """A forecast at one temperature."""
+
+    rows: list[dict[str, Any]]
+    best: list[dict[str, Any]]
+    diagnostics: list[dict[str, Any]]
+    hardware: Hardware
+    notes: list[str]
+
+
+def _at(
+    target: nn.Module,
+    drafters: dict[str, Drafter],
+    prompts: Sequence[list[int]],
+    settings: ForecastSettings,
+    hardware: Hardware | None,
+    temperature: float,
+) -> _Part:
+    sampling = settings.sampling(temperature)
+    options = {"max_new_tokens": settings.max_new_tokens, "seed": settings.seed}
+    texts = [text for text in sample_texts(target, prompts, sampling, **options) if text.anchors > 0]
+    if not texts:
+        raise ConfigError(f"texts of one token at T={temperature:g}; expected prompts that are answered longer")
+    found = {name: predict(target, drafter, texts, settings, sampling) for name, drafter in drafters.items()}
+    if hardware is None:
+        lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes}
+        hardware = measure_hardware(target, drafters, texts, temperature=temperature, **lengths)
+    rows = [
+        {"drafter": name, "temperature": temperature, "policy": policy}
+        | numbers(per_text, name, hardware, settings.batch_sizes, settings.seed)
+        for name, predicted in found.items()
+        for policy, per_text in predicted.plans
+    ]
+    return _Part(
+        rows,
+        [best_of(rows, temperature, batch) for batch in settings.batch_sizes],
+        [
+            {"drafter": name, "temperature": temperature, **summary(predicted.tables)}
+            for name, predicted in found.items()
+            if predicted.tables
+        ],
+        hardware,
+        [f"{name} at T={temperature:g}: {reason}" for name, predicted in found.items() for reason in predicted.refused],
+    )
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,7 @@ def assert_exact(pair: Pair, policy: Policy, rule: str | None, count: int, eos: 
     return moved
 
 
-CHAIN_RULES = ("token", "block", "point-mass", "traversal", "siblings-iid", None)
-
-
-@pytest.mark.parametrize("rule", CHAIN_RULES)
+@pytest.mark.parametrize("rule", ["token", "block", "point-mass"])
 @pytest.mark.parametrize(
     ("gamma", "count", "sampling"), [(1, 4, "top-k"), (2, 4, "top-k"), (3, 4, "top-k"), (6, 4, "cold")]
 )
@@ -109,6 +106,12 @@ def test_chains(rule: str | None, gamma: int, count: int, sampling: str) -> None
     for seed in range(PAIRS):
         pair = Pair(seed, SAMPLING[sampling], banned=frozenset(), independent=seed % 2 == 1)
         assert assert_exact(pair, Chain(gamma), rule, count) > 0
+
+
+@pytest.mark.parametrize("rule", [None, "traversal", "siblings-iid", "siblings-without-replacement"])
+def test_rules_that_are_one_of_these_on_chains(rule: str | None) -> None:
+    pair = Pair(1, SAMPLING["top-k"], banned=frozenset(), independent=False)
+    assert assert_exact(pair, Chain(2), rule, 4) > 0
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
