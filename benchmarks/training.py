@@ -12,6 +12,7 @@ what counts is the peak over what Python and its libraries had taken before; the
 
 import argparse
 import json
+import os
 import statistics
 import string
 import subprocess
@@ -29,7 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.distill.objectives import Objective
@@ -164,6 +166,19 @@ class Clock:
         return call
 
 
+class Flops(TorchDispatchMode):
+    """Counts products of matrices; torch's FlopCounterMode cannot follow gradients that are taken in a forward pass."""
+
+    total = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        result = operation(*arguments, **(options or {}))
+        count = flop_registry.get(operation._overloadpacket)
+        if count is not None:
+            self.total += count(*arguments, **(options or {}), out_val=result)
+        return result
+
+
 def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -204,14 +219,14 @@ def measure_speed(kind: str, options: argparse.Namespace, folder: Path) -> dict[
         if step == 0:  # first calls allocate and choose kernels
             clock.seconds.clear()
             seconds = {side: [] for side in seconds}
-    with FlopCounterMode(display=False) as flops:
-        run.step(options.steps + 1)
     shares = {part: clock.seconds[part] / sum(seconds["ours"]) for part in PARTS}
+    with Flops() as flops:
+        run.step(options.steps + 1)
     tokens = options.batch * options.length
     return {
         **{side: tokens / statistics.median(values) for side, values in seconds.items()},
         "shares": shares,
-        "tflops": flops.get_total_flops() / statistics.median(seconds["ours"]) / 1e12,
+        "tflops": flops.total / statistics.median(seconds["ours"]) / 1e12,
     }
 
 
@@ -239,7 +254,9 @@ def measure_memory(kind: str, options: argparse.Namespace, folder: Path) -> dict
 
 def memory_of(side: str, kind: str) -> dict[str, float]:
     command = [sys.executable, __file__, *sys.argv[1:], "--drafters", kind, "--measure", side]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    # So that the C library gives memory back when it is freed; by default it keeps a few hundred MiB for later.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 

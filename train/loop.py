@@ -110,7 +110,7 @@ class Run:
         self.draft_length, self.data, self.drafter = data_and_drafter(
             recipe, self.target, accelerator, self.placement, self.console
         )
-        self.round = 0
+        self.round, self.last = 0, Last()
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
         self.record = Record(recipe, accelerator, self.console, best)
         self.stopping = self.record.stopping
@@ -127,7 +127,7 @@ class Run:
 
     def train(self) -> None:
         progress, stopping = self.record.resume(self.engine), self.stopping
-        step, self.last = (0, Last()) if progress is None else (progress.step, progress.last)
+        step, self.last = (0, self.last) if progress is None else (progress.step, progress.last)
         self.evaluated = progress is not None and progress.evaluated
         name, settings = self.recipe.name, self.recipe.train
         self.module.train()

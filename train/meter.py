@@ -1,6 +1,7 @@
 """The memory that a process has really taken."""
 
 import sys
+from pathlib import Path
 
 import psutil
 import torch
@@ -35,7 +36,10 @@ def in_units(count: float) -> str:
 
 
 def _most_resident() -> int:
+    """The most memory that the process has had at once, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the process that started this one had at that moment
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
