@@ -61,36 +61,17 @@ def check(
 
 def _require_valid(settings: "CheckSettings", out: Path | None) -> None:
     """ConfigError for whatever can be seen to be wrong before a model is loaded."""
-    from draftsmith.decode.policies import check_policy
-    from draftsmith.decode.processors import Sampling
-    from draftsmith.decode.verify import rule_named
-    from draftsmith.distill.targets import DTYPES, check_target_name
     from draftsmith.eval.prompts import check_prompts
-    from draftsmith.heads.named import is_named, parse_named
+    from draftsmith.requests import require_valid
 
-    for temperature in settings.temperatures:
-        Sampling(temperature, settings.top_k, settings.top_p)
-    if len(set(settings.temperatures)) < len(settings.temperatures):
-        raise ConfigError.of("temperature", list(settings.temperatures), "each only once")
-    least = {"gamma": (settings.draft_length, 1), "count": (settings.count, 1), "seed": (settings.seed, 0)}
-    least["tokens"] = (settings.tokens, LEAST_TOKENS)
-    for key, (value, lowest) in least.items():
-        if value is not None and value < lowest:
+    require_valid(settings, {"gamma": [settings.draft_length], "count": [settings.count]}, {})
+    for key, value, lowest in (("seed", settings.seed, 0), ("tokens", settings.tokens, LEAST_TOKENS)):
+        if value < lowest:
             raise ConfigError.of(key, value, f">= {lowest}")
     if settings.draft_length is not None and settings.policies:
         raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
-    for policy in settings.policies:
-        check_policy(policy)
-    if settings.rule is not None:
-        rule_named(settings.rule)
-    for drafter in settings.drafters.values():
-        if is_named(drafter):
-            parse_named(drafter)
-    if settings.dtype not in DTYPES:
-        raise ConfigError.of("dtype", settings.dtype, f"one of {', '.join(DTYPES)}")
     _require_folder(settings, out)
     check_prompts(settings.prompts)
-    check_target_name(settings.target)
 
 
 def _require_folder(settings: "CheckSettings", out: Path | None) -> None:

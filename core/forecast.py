@@ -8,10 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.decode.cache import context_limit
-from draftsmith.decode.policies import check_policy
-from draftsmith.decode.processors import Sampling
-from draftsmith.decode.verify import rule_named
-from draftsmith.distill.targets import DTYPES, check_target_name, load_target
+from draftsmith.distill.targets import load_target
 from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast import PLAIN, Forecast, ForecastSettings, forecast
@@ -20,7 +17,7 @@ from draftsmith.eval.prompts import Prompt, check_prompts, load_prompts
 from draftsmith.eval.settings import Settings
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.drafter import Drafter
-from draftsmith.heads.named import is_named, parse_named
+from draftsmith.requests import require_valid
 from draftsmith.storage import write_json
 
 REPEATS = 3
@@ -109,31 +106,12 @@ def measured_row(
 
 
 def _check(request: ForecastRequest, out: Path) -> None:
-    if not request.drafters:
-        raise ConfigError("drafter is missing; expected at least one")
-    for temperature in request.temperatures:
-        Sampling(temperature, request.top_k, request.top_p)
-    positive = {"max-draft-length": request.max_draft_length, "count": request.count}
-    positive |= {"max-new-tokens": request.max_new_tokens}
-    positive |= {"batch-size": min(request.batch_sizes)}
-    for key, value in positive.items():
-        if value is not None and value < 1:
-            raise ConfigError.of(key, value, ">= 1")
-    for key, values in {"temperature": request.temperatures, "batch-size": request.batch_sizes}.items():
-        if len(set(values)) < len(values):
-            raise ConfigError.of(key, list(values), "each only once")
-    for policy in request.policies:
-        check_policy(policy)
-    if request.rule is not None:
-        rule_named(request.rule)
-    for drafter in request.drafters.values():
-        if is_named(drafter):
-            parse_named(drafter)
-    if request.dtype not in DTYPES:
-        raise ConfigError.of("dtype", request.dtype, f"one of {', '.join(DTYPES)}")
+    several = {"batch-size": request.batch_sizes}
+    counts = {"max-draft-length": [request.max_draft_length], "count": [request.count]}
+    counts["max-new-tokens"] = [request.max_new_tokens]
+    require_valid(request, {**several, **counts}, several)
     _check_files(request, out)
     check_prompts(request.prompts)
-    check_target_name(request.target)
 
 
 def _check_files(request: ForecastRequest, out: Path) -> None:

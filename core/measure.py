@@ -6,11 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from draftsmith.decode.cache import config_limit
-from draftsmith.decode.policies import check_policy
-from draftsmith.decode.processors import Sampling
-from draftsmith.decode.verify import rule_named
-from draftsmith.distill.targets import DTYPES, check_target_name, load_target, load_tokenizer
-from draftsmith.errors import ConfigError
+from draftsmith.distill.targets import load_target, load_tokenizer
 from draftsmith.eval.cells import JOURNAL
 from draftsmith.eval.diagnostics import diagnose
 from draftsmith.eval.evaluation import Evaluation, evaluate
@@ -18,7 +14,8 @@ from draftsmith.eval.prompts import check_prompts, load_prompts
 from draftsmith.eval.report import check_report_folder, summary_table, write_report
 from draftsmith.eval.settings import Settings
 from draftsmith.heads.checkpoint import load_drafter
-from draftsmith.heads.named import is_named, parse_named
+from draftsmith.heads.named import is_named
+from draftsmith.requests import require_valid
 from draftsmith.train.output import read_metrics
 
 
@@ -57,32 +54,11 @@ def measure(request: MeasureRequest, out: Path, *, title: str) -> Evaluation:
 
 
 def _check(request: MeasureRequest, out: Path) -> None:
-    if not request.drafters:
-        raise ConfigError("drafter is missing; expected at least one")
-    for temperature in request.temperatures:
-        Sampling(temperature, request.top_k, request.top_p)
-    positive = {"gamma": request.draft_lengths, "batch_size": request.batch_sizes, "count": [request.count]}
-    positive |= {"max_new_tokens": [request.max_new_tokens], "repeats": [request.repeats]}
-    for key, values in positive.items():
-        for value in values:
-            if value is not None and value < 1:
-                raise ConfigError.of(key, value, ">= 1")
-    repeatable = {"gamma": request.draft_lengths, "batch_size": request.batch_sizes, "policy": request.policies}
-    for key, values in {"temperature": request.temperatures, **repeatable}.items():
-        if len(set(values)) < len(values):
-            raise ConfigError.of(key, list(values), "each only once")
-    for policy in request.policies:
-        check_policy(policy)
-    if request.rule is not None:
-        rule_named(request.rule)
-    for drafter in request.drafters.values():
-        if is_named(drafter):
-            parse_named(drafter)
-    if request.dtype not in DTYPES:
-        raise ConfigError.of("dtype", request.dtype, f"one of {', '.join(DTYPES)}")
+    several = {"gamma": request.draft_lengths, "batch_size": request.batch_sizes}
+    counts = {"count": [request.count], "max_new_tokens": [request.max_new_tokens], "repeats": [request.repeats]}
+    require_valid(request, {**several, **counts}, {**several, "policy": request.policies})
     check_report_folder(out, request.settings)
     check_prompts(request.prompts, request.subset, request.split)
-    check_target_name(request.target)
 
 
 def show(evaluation: Evaluation, out: Path) -> None:
