@@ -25,11 +25,13 @@ from transformers import (
 )
 
 from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.decode.output import DecodeOutput, Round
 from draftsmith.distill.targets import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.train import drafters, loop
 from draftsmith.train.output import read_metrics
 from draftsmith.train.recipe import load_recipe
+from draftsmith.train.shown import LEGEND, Sample, acceptance_chart
 
 
 def _run(recipe: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess:
@@ -352,6 +354,34 @@ def test_a_loss_that_is_no_number_stops_the_run(
     assert (tmp_path / "run" / "checkpoints" / "step-000004").is_dir()
 
 
+def test_a_sample_says_who_wrote_what(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    rounds = [
+        Round(drafted=3, depth=3, accepted=2, committed=3, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
+        Round(drafted=3, depth=3, accepted=0, committed=1, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
+        # The text ends within what was accepted.
+        Round(drafted=3, depth=3, accepted=3, committed=1, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
+    ]
+    tokens = tiny_tokenizer("abcdef")["input_ids"]
+    output = DecodeOutput(tiny_tokenizer("xy")["input_ids"], tokens, rounds, 0.0, "length")
+    assert output.drafted == [False, True, True, False, False, True]
+    sample = Sample.of(output, tiny_tokenizer)
+    assert sample == Sample("xy", [("a", False), ("bc", True), ("de", False), ("f", True)])
+    assert "a<b>bc</b>de<b>f</b>" in sample.markdown()
+    assert "&lt;" in Sample("<", []).html()
+    image = acceptance_chart([0.5, 0.25], "step 3")
+    assert image.shape == (300, 450, 3)
+    assert image.std() > 10, "something is drawn"
+
+
+@pytest.mark.slow  # it builds kernels
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on a CPU")
+def test_compiled_blocks_train_the_same(recipe_file: Path, tmp_path: Path) -> None:
+    for name, value in (("plain", "false"), ("compiled", "true")):
+        overrides = [f"train.compile={value}", "train.steps=3", "evaluation.count=1", f"output={tmp_path / name}"]
+        loop.train(load_recipe(str(recipe_file), overrides))
+    assert _losses(tmp_path / "compiled") == pytest.approx(_losses(tmp_path / "plain"), rel=1e-4)
+
+
 DRAFTERS = {"draft_model": ["drafter.num_hidden_layers=2"], "eagle": ["drafter.train_steps=2"], "hydra": []}
 
 
@@ -388,3 +418,15 @@ def test_trackers_write_without_a_network(
     assert result.returncode == 0, result.stderr[-2000:]
     written = [file for file in (tmp_path / "run" / "tracker").rglob("*") if file.is_file()]
     assert any("tfevents" in file.name if tracker == "tensorboard" else file.suffix == ".wandb" for file in written)
+    if tracker == "wandb":
+        (page, *_) = sorted(file for file in written if file.suffix == ".html")
+        assert LEGEND in page.read_text()
+        assert any(file.suffix == ".png" for file in written), "acceptance by position"
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tracker" / "draftsmith")).Reload()
+    (image, *_) = events.Images("evaluation/acceptance")
+    assert (image.width, image.height) == (450, 300)
+    (text, *_) = events.Tensors("evaluation/sample_1/text_summary")
+    assert LEGEND in text.tensor_proto.string_val[0].decode()
