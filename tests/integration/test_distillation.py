@@ -57,7 +57,7 @@ def test_rounds_ask_anew_and_resume_bit_by_bit(
         return original(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "_step", killed)
+        patch.setattr(loop.Run, "step", killed)
         with pytest.raises(KeyboardInterrupt):
             run(recipe_file, *rounds)
     resumed = run(recipe_file, *rounds)
