@@ -203,8 +203,8 @@ def speed_cell(
         ids = tuple(tuple(prompt.input_ids) for prompt in read)
         texts = target_alone(target, ids, sampling, options.max_new_tokens)
         found, _ = predicted(target, drafter, policies, texts, sampling)
-        length = max([depth(policy) for policy in policies if policy is not None] or [8])
-        measures = {"draft_length": max(length, 16 if drafter.only_retrieves else 1), "temperature": temperature}
+        length = max([depth(policy) for policy in policies if policy is not None] or [1])
+        measures = {"draft_length": length, "temperature": temperature}
         hardware = measure_hardware(target.model, {name: drafter}, texts, **measures)
         settings = Settings(
             target=options.target,

@@ -37,14 +37,17 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.target_texts import TargetText
 from draftsmith.heads.draft import Draft
 from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.retrieval import Hybrid
 from draftsmith.storage import write_json
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 ANY = "*"
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Draft lengths of which rounds are timed; the curve is linear between them."""
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Draft tokens with which rounds are timed: all of them for the target, which also reads trees and copies, and for
+drafters those that they may draft in a row."""
+ALONE = ("", 0)
 ROUNDS, TURNS = 5, 4
 """Rounds that are timed in a row, and turns of all lengths."""
 
@@ -154,30 +157,33 @@ def measure_hardware(
     Draft lengths take turns, so that a slow second hits all alike. A round's parts are those that `Round` records: the
     pass with its rule is `verify`, and what is left beside drafting is `round`.
     """
-    lengths = [length for length in LENGTHS if length <= draft_length] or [1]
     alone, verify = {}, {}
     seconds: dict[str, dict[str, dict]] = {name: {"draft": {}, "round": {}} for name in drafters}
-    arms = {("", 0): Arm(target)}
-    arms |= {("", length): Arm(target, _Fixed(length)) for length in lengths}
+    arms = {ALONE: Arm(target)}
+    arms |= {("", length): Arm(target, _Fixed(length), length) for length in LENGTHS}
     for name, drafter in drafters.items():
         if drafter.only_retrieves:
             continue
+        drafter = drafter.drafter if isinstance(drafter, Hybrid) else drafter  # copies are measured apart
         costs = measure_costs(target, drafter)
-        reached = [length for length in lengths if length <= (drafter.max_draft_length or length)]
+        longest = min(draft_length, drafter.max_draft_length or draft_length)
+        reached = [length for length in LENGTHS if length <= longest]
         arms |= {(name, length): Arm(target, drafter, length, costs) for length in reached}
     for batch in batches:
         timed = _timed(arms, [texts[number % len(texts)] for number in range(batch)], temperature)
-        alone[batch] = median(record.seconds for record in timed[("", 0)])
-        verify[batch] = {length + 1: median(r.verify_seconds for r in timed[("", length)]) for length in lengths}
-        verify[batch][1] = median(record.verify_seconds for record in timed[("", 0)])
+        alone[batch] = median(record.seconds for record in timed[ALONE])
+        verify[batch] = {n + 1: median(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
+        verify[batch][1] = median(record.verify_seconds for record in timed[ALONE])
         for name, entry in seconds.items():
-            mine = {length: records for (owner, length), records in timed.items() if owner == name}
+            mine = {length: records for (owner, length), records in timed.items() if owner == name and records}
             if mine:
                 entry["draft"][batch] = {n: median(r.draft_seconds for r in records) for n, records in mine.items()}
                 rests = [r.seconds - r.draft_seconds - verify[batch][n + 1] for n, rs in mine.items() for r in rs]
                 entry["round"][batch] = max(median(rests), 0.0)
     known = {name: DrafterSeconds(**entry) for name, entry in seconds.items() if entry["draft"]}
-    return Hardware(name="measured", alone=alone, verify=verify, drafters=known)
+    hardware = Hardware(name="measured", alone=alone, verify=verify, drafters=known)
+    hardware.require(drafters)
+    return hardware
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,10 @@ class Arm:
 
     @torch.inference_mode()
     def rounds(self, texts: Sequence[TargetText], temperature: float, seed: int) -> list[Round]:
-        """A few rounds behind half of each text, where they cost what they cost on average; the first warms up."""
+        """A few rounds behind half of each text, where they cost what they cost on average; the first warms up.
+
+        Only those of full length: there are none where the context holds no such draft.
+        """
         target = TransformersTarget(self.target)
         target.widths = {} if self.costs is None else self.costs.verify_widths
         widths = None if self.costs is None else self.costs.draft_widths
@@ -208,18 +217,22 @@ class Arm:
         records = []
         while len(records) <= ROUNDS and len(decoding.texts) == len(rows):
             records.append(decoding.round()[0][2])
-        whole = [record for record in records[1:] if record.drafted == self.draft_length]
-        return whole or records
+        return [record for record in records[1:] or records if record.drafted == self.draft_length]
 
 
 def _timed(
     arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], temperature: float
 ) -> dict[tuple[str, int], list[Round]]:
-    """Rounds of every arm, in turns; the first turn allocates and chooses kernels."""
+    """Rounds of every arm, in turns; the first turn allocates and chooses kernels.
+
+    The target alone comes up again and again, since every speedup is relative to it.
+    """
     timed: dict[tuple[str, int], list[Round]] = {key: [] for key in arms}
+    others = [key for key in arms if key != ALONE]
     for turn in range(TURNS + 1):
-        for key, arm in arms.items():
-            records = arm.rounds(texts, temperature, turn)
-            if turn > 0:
-                timed[key] += records
+        for place, key in enumerate(others):
+            for some in (ALONE, key) if place % 2 == 0 else (key,):
+                records = arms[some].rounds(texts, temperature, turn)
+                if turn > 0:
+                    timed[some] += records
     return timed
