@@ -15,6 +15,7 @@ from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.draft_model import layer_lists
 from draftsmith.heads.drafter import TeacherSignals
+from draftsmith.heads.vocabulary import checked_size
 from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import Batch
 from draftsmith.train.console import Console
@@ -156,8 +157,9 @@ def _drafter(recipe: Recipe, target: nn.Module) -> TrainableDrafter:
     options = recipe.drafter_options()
     if options.get("model") is not None:  # its shapes are enough
         options |= {"model": None, "config": AutoConfig.from_pretrained(options["model"]).to_dict()}
-    if recipe.draft_vocab_size is not None:
-        options["draft_vocabulary"] = list(range(recipe.draft_vocab_size))
+    size = checked_size(recipe.draft_vocab_size, target.get_output_embeddings().weight.shape[0])
+    if size is not None:
+        options["draft_vocabulary"] = list(range(size))
     drafter = HEADS[recipe.drafter.type].from_target(target, **options)
     drafter.attach(target)
     return drafter
