@@ -35,16 +35,24 @@ class Processes:
         self._server.stdin.close()
         self._server.wait()
 
-    def start(self, arguments: list[str], log: Path, processes: int, environment: dict[str, str]) -> list[int]:
-        """Process ids, by rank."""
+    def start(
+        self,
+        arguments: list[str],
+        log: Path,
+        processes: int,
+        environment: dict[str, str],
+        traps: dict[str, dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """Process ids, by rank. `traps`: what is to go wrong, see traps.py."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes), **environment}
+        asked = {"arguments": arguments, "log": str(log), "traps": traps or {}}
         started = []
         for rank in range(processes):
             ranks = {} if processes == 1 and not environment else {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(self._ask({"arguments": arguments, "environment": ranks, "log": str(log)}))
+            started.append(self._ask({**asked, "environment": ranks}))
         return started
 
     def wait(self, started: list[int]) -> list[int]:
@@ -61,6 +69,8 @@ def serve() -> None:
     """Read a run a line and fork it; print its process id, and its exit code once asked to wait."""
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (compiles on import, which DeepSpeed does on its way)
     import torch
+    from transformers.models.llama import modeling_llama  # noqa: F401 (so that forked runs have it)
+    from traps import Traps
 
     from draftsmith.train import loop, zero  # noqa: F401
     from draftsmith.train.__main__ import main
@@ -77,6 +87,8 @@ def serve() -> None:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.environ.update(asked["environment"])
+            for name, options in asked["traps"].items():
+                getattr(Traps, name)(**options)
             faulthandler.enable()
             try:
                 code = main(asked["arguments"])

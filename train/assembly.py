@@ -8,7 +8,7 @@ from torch import nn
 from draftsmith.distill.cotraining import Adapters
 from draftsmith.distill.objectives import Objective
 from draftsmith.heads import TrainableDrafter
-from draftsmith.heads.blocks import compile_blocks, recompute_activations
+from draftsmith.heads.blocks import recompute_activations
 from draftsmith.train.optimizers import optimizers
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Teacher
@@ -22,8 +22,6 @@ def step_and_optimizers(recipe: Recipe, target: nn.Module, drafter: TrainableDra
     objective = Objective(**recipe.objective_options(recipe.draft_length(drafter.max_draft_length)))
     if settings.activation_checkpointing:
         recompute_activations(drafter)
-    if settings.compile:
-        compile_blocks(drafter)
     if together is None:
         step = AgreementStep(drafter, objective, teacher)
         return step, optimizers(drafter, settings.optimizer, settings.weight_decay), None

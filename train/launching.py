@@ -1,6 +1,7 @@
 """What depends on how a run is launched: which engine on how many processes, on what machine, in what precision."""
 
 import os
+import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,15 @@ def require_divisible(recipe: Recipe, processes: int) -> None:
         raise ConfigError(
             f"train.batch_size={recipe.train.batch_size}; expected a multiple of {parts} = {processes} processes x "
             f"gradient_accumulation={recipe.train.gradient_accumulation}"
+        )
+
+
+def require_compiler(recipe: Recipe) -> None:
+    """ConfigError where torch.compile would find out in the first step that it has nothing to compile with."""
+    found = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++", "cl") if name and shutil.which(name)]
+    if recipe.train.compile and not found:
+        raise ConfigError(
+            "train.compile=True without a C++ compiler; expected one (g++ or CXX), or train.compile=false"
         )
 
 

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads.blocks import compile_blocks
 from draftsmith.storage import write_json
 from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import batch_indices, collate, response_tokens
@@ -20,7 +21,7 @@ from draftsmith.train.data import check_sources, resample
 from draftsmith.train.drafters import data_and_drafter
 from draftsmith.train.engines import make_engine
 from draftsmith.train.evaluate import evaluate_drafter
-from draftsmith.train.launching import make_accelerator
+from draftsmith.train.launching import make_accelerator, require_compiler
 from draftsmith.train.memory import announce_memory
 from draftsmith.train.meter import MemoryMeter, in_units
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FAILED, FINISHED, check_output, claim_output
@@ -46,6 +47,7 @@ def train(recipe: Recipe) -> Path:
     """
     check_output(recipe)
     require_tracker(recipe.tracker)
+    require_compiler(recipe)
     check_sources(recipe)
     if recipe.cotrain is not None and recipe.teacher.kind == "cached":
         raise ConfigError("teacher.kind='cached' with cotrain; expected 'online': the target changes")
@@ -120,6 +122,8 @@ class Run:
         )
         step, made, self.adapters = step_and_optimizers(recipe, target, self.drafter, self.teacher)
         best.adapters = self.adapters
+        if recipe.train.compile:
+            compile_blocks(self.drafter)
         self.engine = make_engine(recipe, accelerator, step, made)
         self.module, self.optimizers = self.engine.module, self.engine.optimizers
         config = self.target.model.config

@@ -18,7 +18,6 @@ from draftsmith.train.engines import Engine
 from draftsmith.train.memory import MemoryEstimate
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, METRICS, Metrics, comparable, finish
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.shown import Sample
 from draftsmith.train.signals import Stopping
 from draftsmith.train.step import Last
 from draftsmith.train.trackers import Tracker
@@ -66,9 +65,7 @@ class Record:
 
     def show(self, step: int, result: dict[str, Any], outputs: list[DecodeOutput], tokenizer: Any) -> None:
         """What a tracker can show of an evaluation beside its numbers."""
-        self._tracker.show(
-            step, result["acceptance_at"], [Sample.of(output, tokenizer) for output in outputs[:SAMPLES]]
-        )
+        self._tracker.show(step, result["acceptance_at"], outputs[:SAMPLES], tokenizer)
 
     def offer(self, step: int, result: dict[str, Any]) -> None:
         """Keep the drafter if this evaluation says that it is the best."""

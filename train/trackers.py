@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from draftsmith.decode.output import DecodeOutput
 from draftsmith.errors import ConfigError
 from draftsmith.storage import write_text
 from draftsmith.train.console import Console
@@ -44,9 +45,9 @@ class Tracker:
         """A row as `metrics.jsonl` holds it."""
         self._try("log", lambda: self._accelerator.log(tracker_row(row), step=row["step"]))
 
-    def show(self, step: int, acceptance_at: list[float], samples: list[Sample]) -> None:
+    def show(self, step: int, acceptance_at: list[float], outputs: list[DecodeOutput], tokenizer: Any) -> None:
         """A chart of acceptance by draft position, and texts in which accepted draft tokens are marked."""
-        self._try("log", lambda: self._show(step, acceptance_at, samples))
+        self._try("log", lambda: self._show(step, acceptance_at, [Sample.of(out, tokenizer) for out in outputs]))
 
     def close(self) -> None:
         self._try("close", self._finish)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import LETTERS, make_llama
 from transformers import (
     AutoModelForCausalLM,
@@ -30,6 +31,7 @@ from draftsmith.distill.targets import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.train import drafters, loop
 from draftsmith.train.output import read_metrics
+from draftsmith.train.placement import Placement
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.shown import LEGEND, Sample, acceptance_chart
 
@@ -396,6 +398,36 @@ def test_what_saves_memory_changes_no_number(kind: str, recipe_file: Path, tmp_p
         curves.append(_losses(tmp_path / name))
     # Chunks are summed in another order; nothing else differs, bit by bit.
     assert curves[1] == pytest.approx(curves[0], rel=1e-5, abs=1e-6)
+
+
+def test_an_offloaded_layer_is_on_the_device_while_it_computes(tiny_target_folder: Path, recipe_file: Path) -> None:
+    recipe = load_recipe(str(recipe_file), ["target.offload=true"])
+    target, whole = (load_target(str(tiny_target_folder), device="cpu") for _ in range(2))
+    Placement(recipe, Accelerator(cpu=True)).place(target)
+    for layer in target.model.base_model.layers:
+        assert all(weight.device.type == "meta" for weight in layer.parameters())
+    rest = (target.model.get_input_embeddings(), target.model.base_model.norm, target.model.get_output_embeddings())
+    assert all(weight.device.type == "cpu" for module in rest for weight in module.parameters())
+    ids = torch.arange(3, 9)[None]
+    assert torch.equal(target.model(ids).logits, whole.model(ids).logits)
+
+
+def test_where_things_lie_may_change_when_a_run_goes_on(recipe_file: Path, tmp_path: Path) -> None:
+    short = ["train.steps=8", "evaluation.count=1"]
+    loop.train(load_recipe(str(recipe_file), [*short, f"output={tmp_path / 'whole'}"]))
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    (tmp_path / "run" / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000008")
+    loop.train(load_recipe(str(recipe_file), [*short, "target.offload=true", "train.activation_checkpointing=true"]))
+    assert _comparable(tmp_path / "run") == _comparable(tmp_path / "whole")
+
+
+def test_compiling_needs_a_compiler(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"train\.compile=True without a C\+\+ compiler"):
+        loop.train(load_recipe(str(recipe_file), ["train.compile=true"]))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_says_what_memory_it_will_take_and_took(

@@ -1,0 +1,99 @@
+"""What goes wrong inside a forked run, for tests of faults."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from typing import Any
+
+import draftsmith.heads.checkpoint
+import draftsmith.train.checkpoint
+from draftsmith import storage
+from draftsmith.train.loop import Run
+
+
+class Traps:
+    """Each is named by what a test asks of `Processes.start`."""
+
+    @staticmethod
+    def kill_at_call(number: int) -> None:
+        """SIGKILL at the n-th call of anything that makes a write visible or lasting; files are half written then."""
+        calls = 0
+
+        def trapped(original: Any, torn: bool = False) -> Any:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == number:
+                    if torn:
+                        original(*arguments, **options)
+                        os.truncate(arguments[1], os.path.getsize(arguments[1]) // 2)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*arguments, **options)
+
+            return call
+
+        for name in ("fsync", "rename", "replace"):
+            setattr(os, name, trapped(getattr(os, name)))
+        shutil.rmtree = trapped(shutil.rmtree)
+        storage._exchange = trapped(storage._exchange)
+        for module in (draftsmith.train.checkpoint, draftsmith.heads.checkpoint):
+            module.save_file = trapped(module.save_file, torn=True)
+
+    @staticmethod
+    def signal_at_step(step: int, number: int, rank: int, again_after: float | None = None) -> None:
+        """As if sent in the middle of this step; `again_after`: seconds to a second one, in the same step."""
+        original = Run._accumulate
+
+        def accumulate(run: Run, indices: list[int], tokens: int, done: float) -> Any:
+            if round(done * run.recipe.train.steps) + 1 == step and run.accelerator.process_index == rank:
+                os.kill(os.getpid(), number)
+                if again_after is not None:
+                    time.sleep(again_after)
+                    os.kill(os.getpid(), number)
+            return original(run, indices, tokens, done)
+
+        Run._accumulate = accumulate
+
+    @staticmethod
+    def kill_at_step(step: int) -> None:
+        Traps.signal_at_step(step, signal.SIGKILL, 0)
+        Traps.signal_at_step(step, signal.SIGKILL, 1)
+
+    @staticmethod
+    def no_space(step: int, room: int) -> None:
+        """From this step on, files larger than `room` bytes end there, as on a full disk."""
+        original = Run.step
+
+        def run_step(run: Run, number: int) -> dict[str, Any]:
+            if number + 1 == step:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+            return original(run, number)
+
+        Run.step = run_step
+
+    @staticmethod
+    def tracker_fails(at: str) -> None:
+        """tensorboard's `start`, `log` or `finish` raises."""
+        from accelerate.tracking import TensorBoardTracker
+
+        def fail(*arguments: Any, **options: Any) -> None:
+            raise RuntimeError("server is\naway")
+
+        setattr(TensorBoardTracker, at, fail)
+
+    @staticmethod
+    def no_other_randomness() -> None:
+        """Training must draw from torch alone, whose seed is a function of the step and the process."""
+        import numpy
+
+        original = Run.train
+
+        def train(run: Run) -> None:
+            before = random.getstate(), str(numpy.random.get_state())
+            original(run)
+            assert before == (random.getstate(), str(numpy.random.get_state()))
+
+        Run.train = train
