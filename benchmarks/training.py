@@ -30,8 +30,6 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.distill.objectives import Objective
@@ -42,6 +40,7 @@ from draftsmith.train import loop
 from draftsmith.train.batches import Batch, collate
 from draftsmith.train.launching import autocast, make_accelerator
 from draftsmith.train.meter import MemoryMeter
+from draftsmith.train.operations import Operations
 from draftsmith.train.recipe import Recipe, load_recipe
 
 ROWS = 64
@@ -166,19 +165,6 @@ class Clock:
         return call
 
 
-class Flops(TorchDispatchMode):
-    """Counts products of matrices; torch's FlopCounterMode cannot follow gradients that are taken in a forward pass."""
-
-    total = 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
-        result = operation(*arguments, **(options or {}))
-        count = flop_registry.get(operation._overloadpacket)
-        if count is not None:
-            self.total += count(*arguments, **(options or {}), out_val=result)
-        return result
-
-
 def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -220,13 +206,13 @@ def measure_speed(kind: str, options: argparse.Namespace, folder: Path) -> dict[
             clock.seconds.clear()
             seconds = {side: [] for side in seconds}
     shares = {part: clock.seconds[part] / sum(seconds["ours"]) for part in PARTS}
-    with Flops() as flops:
+    with Operations() as operations:
         run.step(options.steps + 1)
     tokens = options.batch * options.length
     return {
         **{side: tokens / statistics.median(values) for side, values in seconds.items()},
         "shares": shares,
-        "tflops": flops.total / statistics.median(seconds["ours"]) / 1e12,
+        "tflops": operations.total / statistics.median(seconds["ours"]) / 1e12,
     }
 
 

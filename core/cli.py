@@ -69,19 +69,24 @@ def memory(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the file.")] = None,
     processes: Annotated[int, typer.Option("--processes", min=1, help="That share a batch.")] = 1,
     sharded: Annotated[bool, typer.Option("--sharded", help="Under FSDP2 or ZeRO.")] = False,
+    on: Annotated[str | None, typer.Option("--on", help="Also the time, on h100, a100, rtx4090, …: computed.")] = None,
 ) -> None:
-    """Tell what memory a recipe will take in each process, from the target's config alone: nothing is loaded."""
+    """Tell what memory (and time) a recipe will take in each process, from the target's config: nothing is loaded."""
     from draftsmith.distill.targets import load_tokenizer
+    from draftsmith.train.duration import estimate_work, require_machine
     from draftsmith.train.launching import precision, require_divisible
     from draftsmith.train.memory import estimate_memory
     from draftsmith.train.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides)
     require_divisible(checked, processes)
+    require_machine(on)
     target = checked.target
     _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     bf16 = precision(checked) == "bf16"
     typer.echo(f"about {estimate_memory(checked, config, processes=processes, sharded=sharded, bf16=bf16)}")
+    if on is not None:
+        typer.echo(estimate_work(checked, config, processes=processes, bf16=bf16).on(on))
 
 
 @app.command()

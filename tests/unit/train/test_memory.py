@@ -10,12 +10,14 @@ from conftest import make_llama
 from torch import nn
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
+from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS
 from draftsmith.train import memory
 from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import Batch
+from draftsmith.train.dry_run import DryStep
 from draftsmith.train.live_bytes import LiveBytes
 from draftsmith.train.recipe import Recipe, parse_recipe
 
@@ -60,7 +62,7 @@ def real_peak(recipe: Recipe, make_target: Callable[[], nn.Module]) -> int:
         step, optimizers, _ = step_and_optimizers(recipe, target, drafter.train(), teacher)
         for _ in range(2):
             live.peak = live.now
-            memory._one_step(step, optimizers, batch, "cpu", bf16=False)
+            DryStep(drafter, step, optimizers, lambda: batch, "cpu", bf16=False).run()
     return live.peak
 
 
@@ -81,7 +83,7 @@ def test_the_estimate_is_within_15_percent_of_what_tensors_take(
     target, recipe = wide_target(), recipe_of(drafter, **sections)
     estimate = memory.estimate_memory(recipe, target.config)
     assert estimate.target == sum(p.numel() * 4 for p in target.parameters()) + _buffers(target)
-    # Kernels' own buffers are in neither; a run's resident memory is compared in benchmarks/memory.py.
+    # Kernels' own buffers are in neither; a run's resident memory is compared in benchmarks/training.py.
     assert estimate.training == pytest.approx(real_peak(recipe, wide_target), rel=0.15)
 
 
@@ -126,13 +128,33 @@ def test_bf16_processes_vocabulary_and_quantisation_are_seen() -> None:
         memory.estimate_memory(recipe_of({"type": "medusa"}), config)
 
 
-def test_the_cache_of_sampling_is_the_decoders() -> None:
-    config = make_llama(**WIDE).config
-    estimate = memory.estimate_memory(recipe_of({"type": "medusa"}, data={"batch_size": 5}), config)
-    heads, size, layers, slots = 2, 32, 2, PROMPT + 256
-    assert estimate.cache == 2 * layers * 5 * heads * size * slots * 4
-    text = recipe_of({"type": "medusa"}, data={"response": "text"})
-    assert memory.estimate_memory(text, config).cache == 0
+@pytest.mark.parametrize(("prompt", "response"), [(40, 56), (100, 300)])  # the second one's storage has to grow
+def test_sampling_takes_what_is_foretold(prompt: int, response: int) -> None:
+    lengths = {"prompt_tokens": prompt, "response_tokens": response, "batch_size": 5}
+    longer = {**WIDE, "max_position_embeddings": 512, "eos_token_id": None}
+    estimate = memory.estimate_memory(recipe_of({"type": "medusa"}, data=lengths), make_llama(**longer).config)
+    with LiveBytes() as live:
+        target = make_llama(**longer).requires_grad_(False)
+        drafter = HEADS["medusa"].from_target(target)
+        live.peak = live.now
+        rows, limits = [[5] * prompt] * 5, {"max_new_tokens": response, "temperature": 1.0}
+        SpeculativeDecoder(target).generate_batch(rows, seeds=list(range(5)), **limits)
+    assert drafter.training, "alive until here"
+    assert estimate.sampling == pytest.approx(live.peak, rel=0.15)
+    text = recipe_of({"type": "medusa"}, data={**lengths, "response": "text"})
+    assert memory.estimate_memory(text, make_llama(**longer).config).cache == 0
+
+
+@pytest.mark.parametrize("kind", ["hydra", "medusa", "mlp_speculator", "eagle3", "dflash"])
+def test_activations_of_every_kind_of_block_are_computed_again(kind: str) -> None:
+    drafter = {"type": kind, "layers": [1, 2]} if kind in ("eagle3", "dflash") else {"type": kind}
+    config, few = make_llama(**WIDE).config, {"chunk_tokens": 8}
+
+    def activations(again: bool) -> int:
+        recipe = recipe_of(drafter, train={"activation_checkpointing": again}, objective=few)
+        return memory.estimate_memory(recipe, config).activations
+
+    assert activations(True) < 0.95 * activations(False)
 
 
 def test_a_pretrained_drafter_is_known_by_its_config(tmp_path: Path) -> None:
