@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftsmith.errors import ConfigError
-from draftsmith.options import DtypeOption, TargetOption, TrustOption, named_drafters
+from draftsmith.options import (
+    DtypeOption,
+    TargetOption,
+    TemplateOption,
+    TemplateOptionsOption,
+    TrustOption,
+    named_drafters,
+    template_options,
+)
 
 if TYPE_CHECKING:
     from draftsmith.eval.check import Check, CheckSettings
@@ -31,6 +39,8 @@ def check(
     top_k: Annotated[int | None, typer.Option("--top-k")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p")] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
+    chat_template: TemplateOption = None,
+    template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for check.json.")] = None,
@@ -51,6 +61,8 @@ def check(
         top_p=top_p,
         tokens=tokens,
         seed=seed,
+        chat_template=chat_template,
+        template_options=template_options(template_option),
         dtype=dtype,
     )
     _require_valid(settings, out)
@@ -106,7 +118,8 @@ def _run(settings: "CheckSettings", out: Path | None, trust_remote_code: bool) -
 
     loaded = load_target(settings.target, dtype=settings.dtype, trust_remote_code=trust_remote_code)
     limit = context_limit(loaded.model)
-    prompts = load_prompts(settings.prompts, loaded.tokenizer, count=settings.count, context=limit)
+    template = {"chat_template": settings.chat_template, "template_options": settings.template_options}
+    prompts = load_prompts(settings.prompts, loaded.tokenizer, count=settings.count, context=limit, **template)
     drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()}
 
     def keep(so_far: "Check") -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 from datasets import Dataset
 from rich.console import Console
@@ -53,17 +52,6 @@ class DataRequest:
     def examples(self, *, answered: bool) -> ExampleSettings:
         keys = ("source", "count", "prompt_tokens", "response_tokens", "every_turn", "subset", "split")
         return ExampleSettings(**{key: getattr(self, key) for key in keys}, answered=answered)
-
-
-def template_options(entries: list[str]) -> dict[str, Any]:
-    """`enable_thinking=false` and its like as a dict."""
-    options = {}
-    for entry in entries:
-        key, equals, value = entry.partition("=")
-        if not equals:
-            raise ConfigError(f"--template-option {entry}; expected key=value")
-        options[key] = yaml.safe_load(value)
-    return options
 
 
 def preview(request: DataRequest, *, answered: bool, show: int) -> None:

@@ -6,17 +6,22 @@ from typing import Annotated
 import typer
 
 from draftsmith.errors import ConfigError
-from draftsmith.options import DtypeOption, SplitOption, SubsetOption, TargetOption, TrustOption
+from draftsmith.options import (
+    DtypeOption,
+    SplitOption,
+    SubsetOption,
+    TargetOption,
+    TemplateOption,
+    TemplateOptionsOption,
+    TrustOption,
+    template_options,
+)
 
 data_app = typer.Typer(
     help="Look at data, have a target answer prompts, prepare a recipe's data.", no_args_is_help=True
 )
 SourceArgument = Annotated[
     str, typer.Argument(help="A file or folder (JSONL, JSON, Parquet, text), or a Hub data set.")
-]
-TemplateOption = Annotated[str | None, typer.Option("--chat-template", help="A file, instead of the tokenizer's.")]
-OptionsOption = Annotated[
-    list[str] | None, typer.Option("--template-option", help="key=value for the chat template; repeatable.")
 ]
 PromptTokensOption = Annotated[int, typer.Option("--prompt-tokens", help="Longer prompts are left out and counted.")]
 ResponseTokensOption = Annotated[int, typer.Option("--response-tokens", help="The longest response.")]
@@ -34,13 +39,13 @@ def data_preview(
     subset: SubsetOption = None,
     split: SplitOption = "train",
     chat_template: TemplateOption = None,
-    template_option: OptionsOption = None,
+    template_option: TemplateOptionsOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Show samples as the drafter would see them, the trained tokens highlighted, and how long all of them are."""
     if response not in ("text", "target"):
         raise ConfigError.of("--response", response, "'text' or 'target'")
-    from draftsmith.data import DataRequest, preview, template_options
+    from draftsmith.data import DataRequest, preview
 
     request = DataRequest(
         source=source,
@@ -51,7 +56,7 @@ def data_preview(
         subset=subset,
         split=split,
         chat_template=chat_template,
-        template_options=template_options(template_option or []),
+        template_options=template_options(template_option),
         trust_remote_code=trust_remote_code,
     )
     preview(request, answered=response == "text", show=show)
@@ -73,14 +78,14 @@ def data_regenerate(
     subset: SubsetOption = None,
     split: SplitOption = "train",
     chat_template: TemplateOption = None,
-    template_option: OptionsOption = None,
+    template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Have the target answer every prompt; interrupted, it goes on where it was."""
     if turns not in ("first", "all"):
         raise ConfigError.of("--turns", turns, "'first' or 'all'")
-    from draftsmith.data import DataRequest, regenerate, template_options
+    from draftsmith.data import DataRequest, regenerate
     from draftsmith.distill.samples import SampleSettings
 
     request = DataRequest(
@@ -93,7 +98,7 @@ def data_regenerate(
         subset=subset,
         split=split,
         chat_template=chat_template,
-        template_options=template_options(template_option or []),
+        template_options=template_options(template_option),
         trust_remote_code=trust_remote_code,
     )
     settings = SampleSettings(response_tokens, temperature, batch_size, seed)

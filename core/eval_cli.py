@@ -14,8 +14,11 @@ from draftsmith.options import (
     RuleOption,
     SplitOption,
     SubsetOption,
+    TemplateOption,
+    TemplateOptionsOption,
     TrustOption,
     named_drafters,
+    template_options,
 )
 
 eval_app = typer.Typer(
@@ -51,6 +54,8 @@ def evaluate(
     top_p: Annotated[float | None, typer.Option("--top-p")] = None,
     repeats: Annotated[int, typer.Option("--repeats", help="Times that everything is measured.")] = 3,
     seed: Annotated[int, typer.Option("--seed")] = 0,
+    chat_template: TemplateOption = None,
+    template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
     out: Annotated[Path, typer.Option("--out", help="Folder of the report; the same command goes on in it.")] = Path(
@@ -83,6 +88,8 @@ def evaluate(
         top_p=top_p,
         repeats=repeats,
         seed=seed,
+        chat_template=chat_template,
+        template_options=template_options(template_option),
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )

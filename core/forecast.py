@@ -54,7 +54,9 @@ def run(request: ForecastRequest, out: Path) -> Outcome:
     _check(request, out)
     hardware = None if request.profile is None else Hardware.load(request.profile)
     loaded = load_target(request.target, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
-    prompts = load_prompts(request.prompts, loaded.tokenizer, count=request.count, context=context_limit(loaded.model))
+    where = {"count": request.count, "context": context_limit(loaded.model)}
+    template = {"chat_template": request.chat_template, "template_options": request.template_options}
+    prompts = load_prompts(request.prompts, loaded.tokenizer, **where, **template)
     drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in request.drafters.items()}
     found = forecast(loaded.model, drafters, [prompt.input_ids for prompt in prompts], request.settings, hardware)
     if request.save_profile is not None:
@@ -97,6 +99,8 @@ def measured_row(
             top_p=settings.top_p,
             repeats=REPEATS,
             seed=settings.seed + 1_000_003,  # other texts than the forecast's, where they are drawn
+            chat_template=settings.chat_template,
+            template_options=settings.template_options,
             dtype=settings.dtype,
         ),
     )

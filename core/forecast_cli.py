@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.options import DtypeOption, TargetOption, TrustOption, named_drafters
+from draftsmith.options import (
+    DtypeOption,
+    TargetOption,
+    TemplateOption,
+    TemplateOptionsOption,
+    TrustOption,
+    named_drafters,
+    template_options,
+)
 
 
 def forecast(
@@ -35,6 +43,8 @@ def forecast(
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also decode with each drafter's best policy.")] = False,
     seed: Annotated[int, typer.Option("--seed")] = 0,
+    chat_template: TemplateOption = None,
+    template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
     out: Annotated[Path, typer.Option("--out", help="Folder of forecast.json.")] = Path("runs/forecast"),
@@ -56,6 +66,8 @@ def forecast(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        chat_template=chat_template,
+        template_options=template_options(template_option),
         dtype=dtype,
         profile=profile,
         save_profile=save_profile,

@@ -38,6 +38,7 @@ def measure(request: MeasureRequest, out: Path, *, title: str) -> Evaluation:
     """
     _check(request, out)
     where = {"subset": request.subset, "split": request.split, "count": request.count}
+    where |= {"chat_template": request.chat_template, "template_options": request.template_options}
     trust = {"trust_remote_code": request.trust_remote_code}
     tokenizer, config = load_tokenizer(request.target, **trust)
     load_prompts(request.prompts, tokenizer, context=config_limit(config), **where)  # refused before weights are read

@@ -1,9 +1,10 @@
 """Options that several commands have in common."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
 
 from draftsmith.errors import ConfigError
 
@@ -14,6 +15,12 @@ SubsetOption = Annotated[str | None, typer.Option("--subset", help="Configuratio
 SplitOption = Annotated[str, typer.Option("--split", help="Of a Hub data set.")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the target's repository carries.")
+]
+TemplateOption = Annotated[
+    str | None, typer.Option("--chat-template", help="A file, or 'vicuna', instead of the tokenizer's.")
+]
+TemplateOptionsOption = Annotated[
+    list[str] | None, typer.Option("--template-option", help="key=value for the chat template; repeatable.")
 ]
 DRAFTER_HELP = "Folder or Hub id; or untrained: prompt-lookup, suffix, early-exit:layers=N, hybrid:drafter=FOLDER."
 POLICY_HELP = (
@@ -37,3 +44,14 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
             raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
         named[name] = folder
     return named
+
+
+def template_options(entries: list[str] | None) -> dict[str, Any]:
+    """`enable_thinking=false` and its like as a dict."""
+    options = {}
+    for entry in entries or []:
+        key, equals, value = entry.partition("=")
+        if not equals:
+            raise ConfigError(f"--template-option {entry}; expected key=value")
+        options[key] = yaml.safe_load(value)
+    return options

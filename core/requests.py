@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from draftsmith.decode.policies import check_policy
 from draftsmith.decode.processors import Sampling
 from draftsmith.decode.verify import rule_named
+from draftsmith.distill.chat import template_text
 from draftsmith.distill.targets import DTYPES, check_target_name
 from draftsmith.errors import ConfigError
 from draftsmith.heads.named import is_named, parse_named
@@ -22,6 +23,7 @@ class Request(Protocol):
     top_k: int | None
     top_p: float | None
     dtype: str
+    chat_template: str | None
 
 
 def require_valid(
@@ -53,4 +55,6 @@ def require_valid(
             parse_named(drafter)
     if request.dtype not in DTYPES:
         raise ConfigError.of("dtype", request.dtype, f"one of {', '.join(DTYPES)}")
+    if request.chat_template is not None:
+        template_text(request.chat_template)
     check_target_name(request.target)

@@ -6,6 +6,7 @@ them, else from rendering each conversation up to a turn and behind it. Text is 
 
 import re
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from draftsmith.distill.conversations import ASSISTANT, Conversation, Message
 from draftsmith.errors import ConfigError
 from draftsmith.provenance import tokenizer_fingerprint
 
+SHIPPED = ("vicuna",)
+"""Templates in distill/templates, of models whose tokenizer brings none."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = list[int]
 """[start, end) of tokens that are trained; the token before `start` is read first."""
@@ -38,7 +41,7 @@ class Chat:
     """A tokenizer with the chat template that conversations go through.
 
     Args:
-        template: a file with another template than the tokenizer's.
+        template: another template than the tokenizer's: a file, or the name of one of `SHIPPED`.
         options: what the template is given beside the messages, such as `enable_thinking`.
     """
 
@@ -49,13 +52,7 @@ class Chat:
     def __post_init__(self) -> None:
         if self.template is None:
             return
-        try:
-            text = Path(self.template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"data.chat_template={self.template} cannot be read ({error}); expected a file"
-            ) from error
-        self.tokenizer.chat_template = text
+        self.tokenizer.chat_template = template_text(self.template)
 
     def prompt(self, asked: Conversation) -> list[int]:
         """Tokens behind which the target writes its first answer."""
@@ -195,3 +192,16 @@ def _checked(whole: Conversation) -> Encoded:
 
 def _whole_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, int) for value in values)
+
+
+def template_text(name: str) -> str:
+    """A chat template from a file or by its name; ConfigError for one that cannot be read."""
+    if name in SHIPPED:
+        return files("draftsmith.distill").joinpath("templates", f"{name}.jinja").read_text(encoding="utf-8")
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(SHIPPED)
+        raise ConfigError(
+            f"chat_template={name} cannot be read ({error}); expected a file, or one of {known}"
+        ) from error

@@ -46,6 +46,10 @@ class CheckSettings:
     """Sampled with the rule, and as many with the negative control, for each drafter, policy and temperature."""
     seed: int = 0
     dtype: str = "float32"
+    chat_template: str | None = None
+    """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside the messages."""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,10 @@ class ForecastSettings:
     top_p: float | None = None
     seed: int = 0
     dtype: str = "float32"
+    chat_template: str | None = None
+    """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside the messages."""
 
     def sampling(self, temperature: float) -> Sampling:
         """Temperature with the cuts that go with it."""

@@ -62,7 +62,8 @@ class Run:
             raise ConfigError.of("prompts", [prompt.id for prompt in self.prompts], "each id only once")
         if self.tokenizer is None and any(prompt.turns > 1 for prompt in self.prompts):
             raise ConfigError("tokenizer=None; expected the target's, for prompts of several turns")
-        self.chat = None if self.tokenizer is None else Chat(self.tokenizer)
+        template = (self.settings.chat_template, self.settings.template_options)
+        self.chat = None if self.tokenizer is None else Chat(self.tokenizer, *template)
         limits = [context_limit(self.target), *(drafter.context_limit for drafter in self.drafters.values())]
         self.context = min((limit for limit in limits if limit is not None), default=None)
         self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}

@@ -66,6 +66,8 @@ def load_prompts(
     context: int | None = None,
     subset: str | None = None,
     split: str = "train",
+    chat_template: str | None = None,
+    template_options: dict[str, Any] | None = None,
 ) -> list[Prompt]:
     """At most `count` prompts (all of a file by default, 12 of the embedded text).
 
@@ -81,7 +83,7 @@ def load_prompts(
     if source == EMBEDDED:
         rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
         return [Prompt(str(row["id"]), row["category"], row["input_ids"]) for row in rows]
-    chat = Chat(tokenizer)
+    chat = Chat(tokenizer, chat_template, template_options or {})
     return [_tokens(row, chat, context) for row in _spread(_read(source, subset, split), count)]
 
 

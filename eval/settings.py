@@ -1,6 +1,7 @@
 """What a run measures, and what its arms are called."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 Arm = tuple[str, str]
 """A drafter's name and how its drafts grow."""
@@ -35,3 +36,7 @@ class Settings:
     repeats: int = 3
     seed: int = 0
     dtype: str = "float32"
+    chat_template: str | None = None
+    """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside the messages."""

@@ -297,6 +297,8 @@ def test_a_lossy_rule_says_so_everywhere(
         (["--gamma", "2", "--gamma", "2"], "gamma=[2, 2]; expected each only once"),
         (["--batch-size", "0"], "batch_size=0; expected >= 1"),
         (["--rule", "best"], "rule='best'; expected one of token"),
+        (["--chat-template", "nowhere"], "chat_template=nowhere cannot be read"),
+        (["--template-option", "x"], "--template-option x; expected key=value"),
         (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
     ],
 )
@@ -305,3 +307,15 @@ def test_plans_that_do_not_fit_are_refused_before_anything_is_loaded(
 ) -> None:
     assert _main("eval", "--target", "embedded", "--drafter", "prompt-lookup", *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "check", "forecast"])
+def test_questions_go_through_the_template_that_is_named(
+    command: str, tmp_path: Path, tiny_target_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ raise_exception('asked in mode ' + mode) }}")
+    call = [command, "--target", tiny_target_folder, "--drafter", "suffix", "--prompts", prompts]
+    call += ["--chat-template", template, "--template-option", "mode=m"]
+    assert _main(*call, "--out", tmp_path / "out") == 2
+    assert "the chat template refuses it (asked in mode m)" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.chat import Chat, Encoded
+from draftsmith.distill.chat import Chat, Encoded, template_text
 from draftsmith.distill.conversations import conversation
 from draftsmith.distill.sources import looks_local, read_source
 from draftsmith.errors import ConfigError
@@ -214,12 +215,31 @@ def test_templates_from_which_answers_cannot_be_told_are_refused(
     tiny_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigError, match=r"f:1: the chat template refuses it \(roles must alternate\)"):
         encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
-    with pytest.raises(ConfigError, match=r"data\.chat_template=.*nowhere cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"chat_template=.*nowhere cannot be read .*expected a file, or one of vicuna"
+    ):
         Chat(tiny_tokenizer, str(tmp_path / "nowhere"))
     (tmp_path / "own.jinja").write_text(PLAIN)
     assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER]}, template=str(tmp_path / "own.jinja")) == [
         ("UabEAcdE", ["cdE"])
     ]
+
+
+def test_the_shipped_template_of_vicuna(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """A blank behind the question, the end token behind the answer, as in its authors' conversation format."""
+    system = template_text("vicuna").split('"')[1]
+    Chat(tiny_tokenizer, "vicuna")
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    turns.append({"role": "user", "content": "ef"})
+    render = partial(tiny_tokenizer.apply_chat_template, tokenize=False)
+    begin, end = tiny_tokenizer.bos_token or "", tiny_tokenizer.eos_token
+    first = f"{begin}{system} USER: ab ASSISTANT: cd{end}USER: ef"
+    assert render(turns, add_generation_prompt=True) == first + " ASSISTANT:"
+    assert render(turns) == first
+    assert render([{"role": "system", "content": "S"}, *turns[:1]]) == f"{begin}S USER: ab"
+    masks = tiny_tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    written = [token for token, mine in zip(masks["input_ids"], masks["assistant_masks"], strict=True) if mine]
+    assert written == tiny_tokenizer(f" cd{end}", add_special_tokens=False)["input_ids"]
 
 
 def test_tokens_as_they_were_sampled_are_taken_as_they_are(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

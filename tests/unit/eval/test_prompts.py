@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.distill.chat import Chat
 from draftsmith.errors import ConfigError
 from draftsmith.eval.batches import batches
 from draftsmith.eval.prompts import Prompt, check_prompts, load_prompts, prompts_fingerprint
@@ -52,6 +53,18 @@ def test_layouts(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Non
     (math,) = load_prompts(_write(tmp_path / "gsm.jsonl", [{"question": "abc", "answer": "42"}]), tiny_tokenizer)
     assert math.input_ids == tiny_tokenizer("abc")["input_ids"], "the answer is not shown"
     assert (math.id, math.category) == ("#1", "uncategorised")
+
+
+def test_another_template_and_its_options(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    file = _write(tmp_path / "chat.jsonl", [{"turns": ["ab", "ef"]}])
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ mode }}{{ m.content }}{% endfor %}x")
+    (plain,) = load_prompts(file, tiny_tokenizer, chat_template=str(template))
+    (other,) = load_prompts(file, tiny_tokenizer, chat_template=str(template), template_options={"mode": "m"})
+    assert [tiny_tokenizer.decode(row.input_ids) for row in (plain, other)] == ["abx", "mabx"]
+    chat = Chat(tiny_tokenizer, str(template), {"mode": "m"})
+    answers = [tiny_tokenizer("cd", add_special_tokens=False)["input_ids"]]
+    assert tiny_tokenizer.decode(other.behind(answers, chat)) == "mabmcdmefx", "later turns too"
 
 
 @pytest.mark.skipif(not ASSETS.is_dir(), reason="no prompt files: set DRAFTSMITH_ASSETS")
