@@ -53,7 +53,7 @@ class WorkEstimate:
         """In words."""
         sampling, training = self.sampling_seconds(machine), self.training_seconds(machine)
         parts = f"sampling {in_hours(sampling)}, training {in_hours(training)}"
-        return f"about {in_hours(sampling + training)} on {machine} ({parts})"
+        return f"about {in_hours(sampling + training)} on {machine}: {parts}"
 
 
 def require_machine(machine: str | None) -> None:

@@ -75,7 +75,7 @@ def test_seconds_are_operations_and_bytes_by_the_share_of_the_peak() -> None:
     assert work.sampling_seconds("h100") == pytest.approx(reading + work.prompt_operations / (0.4 * 989e12))
     assert in_hours(7300) == "2.0 h"
     assert in_hours(7100) == "119 min"
-    assert work.on("l4").startswith("about 1 min on l4 (sampling 1 min, training 1 min)")
+    assert work.on("l4").startswith("about 1 min on l4: sampling 1 min, training 1 min")
 
 
 def test_an_unknown_machine_is_refused() -> None:

@@ -1,0 +1,141 @@
+"""The documentation keeps its word: its code runs and does what it says, links lead somewhere, commands parse."""
+
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from exact.one_round import EXACT, Round, Setting, the_rule
+from transformers import LlamaForCausalLM
+from typer.main import get_command
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.cli import app
+from draftsmith.decode.policies import Chain
+from draftsmith.distill.divergences import DIVERGENCES, overlap
+from draftsmith.distill.objectives import Objective
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.train.batches import Batch
+from draftsmith.train.drafter_sections import DRAFTERS
+from draftsmith.train.section import Section
+from draftsmith.train.step import AgreementStep, Last
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture
+def extending() -> SimpleNamespace:
+    """What the code on docs/extending.md defines; what it registers is taken back."""
+    before, names = dict(DIVERGENCES), {"__name__": "extending"}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL):
+        exec(block, names)
+    yield SimpleNamespace(**names)
+    DIVERGENCES.clear()
+    DIVERGENCES.update(before)
+
+
+def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, tiny_target: LlamaForCausalLM) -> None:
+    assert issubclass(extending.BigramSection, Section)
+    assert set(extending.BigramSection.model_fields) == {"type", "rank"}
+    torch.manual_seed(0)
+    drafter = extending.Bigram.from_target(tiny_target, rank=16)
+    drafter.attach(tiny_target)
+    step = AgreementStep(
+        drafter, Objective(kind="kl", draft_length=1), OnlineTeacher(tiny_target, drafter.needs.layers)
+    )
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-2)
+    ids_BT = torch.randint(5, 60, (8, 24), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids_BT, torch.ones_like(ids_BT), torch.ones_like(ids_BT).bool())
+    losses = []
+    for _ in range(12):
+        loss = step(batch, 1.0, Last([0.5]))[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+    again = extending.Bigram.from_config(drafter.config())
+    again.load_state_dict(drafter.state_dict())
+    prompt, options = [5, 6, 7], {"max_new_tokens": 24, "eos_token_id": None}
+    alone = SpeculativeDecoder(tiny_target).generate(prompt, **options).tokens
+    for policy in ("chain:draft_length=3", "tree:widths=2x2", "dynamic-tree:size=6,depth=3,top_k=2"):
+        out = SpeculativeDecoder(tiny_target, again.eval(), policy=policy).generate(prompt, **options)
+        assert out.tokens == alone
+    signals = SimpleNamespace(input_ids_BT=ids_BT)
+    (unrolled,) = again.unroll(signals)
+    assert torch.equal(unrolled.head(unrolled.hidden_BTD[0]), again.behind(ids_BT[0].tolist())), "training = decoding"
+
+
+def test_the_objective_of_the_page_is_a_bound_of_alpha(extending: SimpleNamespace) -> None:
+    p_log, q_log = (torch.randn(200, 7, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    loss = extending.hellinger(p_log, q_log)
+    assert torch.allclose(extending.hellinger(p_log, p_log), torch.zeros(200, dtype=torch.float64))
+    assert ((1 - overlap(p_log, q_log)) <= (2 * loss).sqrt() + 1e-12).all()
+    assert DIVERGENCES["hellinger"] is extending.hellinger
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_policy_of_the_page_is_exact(extending: SimpleNamespace, seed: int) -> None:
+    one_round = Round(Setting(), seed)
+    drafts = one_round.drafts(extending.TwoLengths(short=1, long=2, sure=0.4))
+    assert {len(draft) for _, draft in drafts} <= {1, 2}
+    assert one_round.gap(the_rule("token"), drafts) < EXACT
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_the_two_rules_of_the_page_one_is_exact(extending: SimpleNamespace, seed: int) -> None:
+    one_round = Round(Setting(), seed)
+    drafts = one_round.drafts(Chain(2))
+    assert one_round.gap(partial(extending.rule, from_residual=True), drafts) < EXACT
+    assert one_round.gap(partial(extending.rule, from_residual=False), drafts) > 1e-3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if not link.startswith("http"):
+            assert (page.parent / link).exists(), link
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every `draftsmith …` line of a shell block, with the page it stands on."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```(?:sh|bash|console)?\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                call = line.strip().removeprefix("$ ")
+                if call.startswith("draftsmith "):
+                    found.append((page.name, call))
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_of_the_documentation_parse(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the command itself is kept from running: names of options and arguments are read as they would be."""
+    line = re.sub(r"[][…]|\.\.\.|<[^>]*>", " ", line)  # what a synopsis has beside the words themselves
+    words = shlex.split(line, comments=True)[1:]
+    ran = []
+    command = get_command(app)
+    _stop_before_running(command, ran, monkeypatch)
+    result = CliRunner().invoke(command, words, standalone_mode=False)
+    assert result.exception is None or isinstance(result.exception, SystemExit), f"{page}: {line}: {result.exception}"
+    assert ran or "--help" in words, f"{page}: {line}"
+
+
+def _stop_before_running(command: Any, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for inner in getattr(command, "commands", {}).values():
+        _stop_before_running(inner, ran, monkeypatch)
+    if not getattr(command, "commands", None) or getattr(command, "invoke_without_command", False):
+        monkeypatch.setattr(command, "callback", lambda *_, **__: ran.append(command.name))
+
+
+def test_every_drafter_is_on_the_page_of_drafters() -> None:
+    text = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+    assert all(f"`{kind}`" in text for kind in DRAFTERS)

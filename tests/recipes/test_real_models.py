@@ -1,0 +1,83 @@
+"""Recipes for real models: each trains on a small random model of the same kind, and its header says what it costs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+
+from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.distill.targets import load_target
+from draftsmith.train.__main__ import main
+from draftsmith.train.output import read_metrics
+from draftsmith.train.recipe import load_recipe, shipped_recipes
+
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "architectures.yaml").read_text())
+REAL = [name for name in shipped_recipes() if load_recipe(name).target.model != "embedded"]
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 64}
+SMALL |= {"n_embd": 32, "n_layer": 6, "n_head": 4, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2}
+SMALL |= {"max_position_embeddings": 256, "n_positions": 256, "num_heads": 4, "query_pre_attn_scalar": 8}
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def small_model(shapes: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Of the same kind: model type, ties, groups of heads, rope and windows, in a few thousand weights."""
+    values = {key: SMALL.get(key, value) for key, value in shapes.items()}
+    if "num_attention_heads" in shapes:
+        groups = shapes["num_attention_heads"] // shapes["num_key_value_heads"]
+        values |= {"num_attention_heads": 4, "num_key_value_heads": 1 if groups >= 4 else 4 // groups}
+    values |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    config = AutoConfig.for_model(**values)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_recipe_trains_on_a_small_model_of_the_kind(
+    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    recipe, out = load_recipe(name), tmp_path / "run"
+    tiny_tokenizer.chat_template = TEMPLATE
+    target = small_model(SHAPES[recipe.target.model], tmp_path / "target", tiny_tokenizer)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "abcdefgh"[i % 5 :] + "ab"[i % 2]}) + "\n" for i in range(24)))
+    small = [f"output={out}", f"target.model={target}", f"data.prompts={prompts}", "data.response_tokens=16"]
+    small += ["data.prompt_tokens=48", "train.steps=2", "train.evaluate_every=2", "train.batch_size=8"]
+    small += ["evaluation.count=2", "evaluation.max_new_tokens=8"]
+    if recipe.draft_vocab_size is not None:
+        small.append("drafter.draft_vocab_size=40")
+    if getattr(recipe.drafter, "model", None) is not None:
+        small.append(f"drafter.model={small_model(SHAPES[recipe.drafter.model], tmp_path / 'draft', tiny_tokenizer)}")
+    assert main([name, *small]) == 0
+    assert [row["step"] for row in read_metrics(out) if "loss" in row] == [1, 2]
+    loaded = load_target(str(target))
+    drafter = load_drafter(out / "drafter", loaded.model, loaded.tokenizer)
+    decoder = SpeculativeDecoder(loaded.model, drafter)
+    assert len(decoder.generate([5, 6, 7], max_new_tokens=12, eos_token_id=None).tokens) == 12
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_header_tells_hardware_time_and_what_to_approach(name: str) -> None:
+    header = shipped_recipes()[name].split("\nname:")[0]
+    for line in ("# Launch:   accelerate launch", "# Hardware: one GPU of", "# Time:     about", "# Approach: "):
+        assert header.count(f"\n{line}") == 1, line
+
+
+@pytest.mark.parametrize(
+    "name", ["smollm2-1.7b/smollm2-135m", pytest.param("llama3.1-8b/eagle3", marks=pytest.mark.slow)]
+)
+def test_a_header_is_what_is_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from recipe_costs import costs  # the script that writes the headers
+
+    hardware, time = costs(name, SHAPES, None)
+    header = shipped_recipes()[name]
+    assert f"# Hardware: {hardware}\n" in header
+    assert f"# Time:     {time}\n" in header
+    sys.modules.pop("recipe_costs")
