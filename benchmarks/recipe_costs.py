@@ -3,9 +3,9 @@
     python benchmarks/recipe_costs.py             # a table
     python benchmarks/recipe_costs.py --write     # also into the headers of recipes/, which is where users look
 
-The shapes are those of tests/recipes/architectures.yaml. Memory is what `draftsmith memory` says, under bf16 autocast on
-one process. Time is operations and bytes by 40 % and 50 % of what the machine can do at most, see train/duration.py: what
-Python and launching kernels cost comes on top of it, most of all in sampling.
+The shapes are those of tests/recipes/architectures.yaml. Memory is what `draftsmith memory` says, under bf16 autocast
+on one process. Time is operations and bytes by 40 % and 50 % of what the machine can do at most (train/duration.py);
+what Python and launching kernels cost comes on top of it, most of all in sampling.
 """
 
 import argparse
