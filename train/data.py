@@ -1,6 +1,7 @@
 """What a run trains on and is measured by: target samples, and prompts that are kept out of them."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from draftsmith.train.placement import Placement
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.sections import DataSection
 from draftsmith.train.teachers import check_teacher
+
+ROWS_COUNTED = 256
+"""Whose responses are counted together."""
 
 
 @dataclass(frozen=True)
@@ -190,16 +194,19 @@ def _ready(rows: Dataset, data: DataSection, console: Console) -> Dataset:
     return packed
 
 
-def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget) -> list[int]:
-    """The `size` tokens that responses hold most often, EOS among them."""
+def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Console) -> list[int]:
+    """The `size` tokens that responses hold most often, EOS among them; says how much of the responses they are."""
     vocab_size = target.model.get_output_embeddings().weight.shape[0]
     counts_V = torch.zeros(vocab_size, dtype=torch.long)
-    for row in rows:
-        ids = torch.tensor(row["input_ids"])
-        for start, end in row["spans"]:
-            counts_V += torch.bincount(ids[start:end], minlength=vocab_size)
+    for some in rows.iter(batch_size=ROWS_COUNTED):
+        texts = zip(some["input_ids"], some["spans"], strict=True)
+        responses = [ids[start:end] for ids, spans in texts for start, end in spans]
+        counts_V += torch.bincount(torch.tensor(list(chain.from_iterable(responses))), minlength=vocab_size)
     eos = target.tokenizer.eos_token_id
-    return most_frequent(counts_V, size, always=() if eos is None else (eos,))
+    tokens = most_frequent(counts_V, size, always=() if eos is None else (eos,))
+    covered = float(counts_V[tokens].sum() / counts_V.sum())
+    console.say(f"draft vocabulary: {size:,} of {vocab_size:,} tokens, {covered:.2%} of the responses")
+    return tokens
 
 
 def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[list[int]]:

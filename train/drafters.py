@@ -40,7 +40,7 @@ def data_and_drafter(
     data = prepare_data(recipe, target, drafter, accelerator, placement, console)
     if size is not None and recipe.start_from is None:
         torch.manual_seed(recipe.train.seed)
-        drafter = kind.from_target(model, **options, draft_vocabulary=frequent_tokens(data.rows, size, target))
+        drafter = kind.from_target(model, **options, draft_vocabulary=frequent_tokens(data.rows, size, target, console))
     return draft_length, data, drafter
 
 
