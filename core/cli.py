@@ -11,6 +11,7 @@ from draftsmith.check_cli import check
 from draftsmith.data_cli import data_app
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval_cli import eval_app
+from draftsmith.export_cli import export, import_
 from draftsmith.forecast_cli import forecast
 from draftsmith.options import DRAFTER_HELP, POLICY_HELP, DtypeOption, RuleOption, TargetOption, TrustOption
 
@@ -24,6 +25,8 @@ app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
 app.command()(check)
 app.command()(forecast)
+app.command()(export)
+app.command(name="import")(import_)
 
 
 def _show_version(value: bool) -> None:

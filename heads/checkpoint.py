@@ -94,7 +94,7 @@ def load_drafter(
     """
     if is_named(str(path_or_repo)) and not Path(path_or_repo).is_dir():
         return drafter_named(str(path_or_repo), target, lambda path: load_drafter(path, target, tokenizer))
-    folder = _local(str(path_or_repo))
+    folder = local_folder(str(path_or_repo))
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ConfigError(f"drafter={path_or_repo}; expected a folder with config.json, and there is none")
@@ -121,7 +121,7 @@ def load_drafter(
     return drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
 
 
-def _local(path_or_repo: str) -> Path:
+def local_folder(path_or_repo: str) -> Path:
     """The local folder of a checkpoint, downloaded first when it is a Hub id. Only data files are fetched."""
     if Path(path_or_repo).is_dir():
         return Path(path_or_repo)

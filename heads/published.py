@@ -108,6 +108,12 @@ class Published:
             found = f"tensor {name} {list(theirs.shape)} is not the target's {list(own.shape)}"
             raise self.refusal(found, f"the same: drafters of this kind with {what} of their own are not supported")
 
+    def drop_zero_biases(self) -> None:
+        """Leave out biases behind attention that add nothing: engines want them where the inputs have some."""
+        for name in [name for name in self.tensors if name.endswith("self_attn.o_proj.bias")]:
+            if not self.tensors[name].any():
+                del self.tensors[name]
+
     def take(self, name: str, wanted: str) -> Tensor:
         """Remove a tensor from those that are still to be read; ConfigError unless it is as `wanted`, see `_words`."""
         found = self.tensors.pop(name, None)
@@ -143,6 +149,8 @@ def read_published(folder: Path, config: dict[str, Any], target: nn.Module) -> T
         raise published.refusal("no *.safetensors in the folder", "weights in such files: pickled ones are not read")
     published.allow("logit_scale", config.get("logit_scale", 1.0), (1.0,))
     if read is not _medusa:
+        published.drop_zero_biases()
+    if read not in (_medusa, _dflash):
         published.drop_shared("embed_tokens.weight", target.get_input_embeddings())
     if read in (_eagle, _mtp, _dflash):
         published.drop_shared("lm_head.weight", target.get_output_embeddings())
@@ -228,15 +236,16 @@ def _eagle(published: Published) -> Eagle:
 
 
 def _mtp(published: Published) -> Mtp:
-    """Where input_proj reads [state; embedding]. The layers' config is the target's own."""
+    """Where input_proj reads [embedding; state], other than in `Mtp`. The layers' config is the target's own."""
     published.allow("num_nextn_predict_layers", published.config.get("num_nextn_predict_layers", 1), (1,))
     drafter = Mtp(published.body(published.part("transformer_layer_config"), "mtp_layers.0.", num_hidden_layers=1))
     published.fill(drafter.body, lambda name: f"mtp_layers.0.{name.removeprefix('layers.0.')}")
+    drafter.body.input_proj.weight.copy_(torch.cat(drafter.body.input_proj.weight.chunk(2, 1)[::-1], 1))
     return drafter
 
 
 def _dflash(published: Published) -> DFlash:
-    """DFlash and DSpark; masks have the embedding of `mask_token_id`."""
+    """DFlash and DSpark; masks have the embedding of `mask_token_id`, the target's or one of their own."""
     config, tensors = published.config, published.tensors
     body = published.body(published.part("transformer_layer_config"))
     # True: the anchor's place predicts as well, and each place its successor. DSpark's default.
@@ -257,9 +266,23 @@ def _dflash(published: Published) -> DFlash:
     # Anchors matter in training alone.
     drafter = DFlash(body, layers=layers, block_size=size, anchors=64, markov_rank=rank, confidence_head=sure)
     mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(body.vocab_size))
-    tensors["mask_embedding"] = published.target.get_input_embeddings().weight[mask_token].detach().cpu()
+    tensors["mask_embedding"] = _mask_embedding(published, mask_token)
     published.fill(drafter, lambda name: re.sub(r"^(body|markov)\.", "", name).replace("confidence.", "proj."))
     return drafter
+
+
+def _mask_embedding(published: Published, mask_token: int) -> Tensor:
+    """[H]: of embeddings beside the drafter, which have to be the target's in all other rows, or of the target."""
+    embeddings = published.target.get_input_embeddings()
+    own_VH = embeddings.weight.detach().cpu()
+    theirs_VH = published.tensors.get("embed_tokens.weight")
+    if theirs_VH is None or theirs_VH.shape != own_VH.shape:
+        published.drop_shared("embed_tokens.weight", embeddings)
+        return own_VH[mask_token]
+    mask_H = theirs_VH[mask_token].clone()
+    theirs_VH[mask_token] = own_VH[mask_token].to(theirs_VH.dtype)
+    published.drop_shared("embed_tokens.weight", embeddings)
+    return mask_H
 
 
 def _medusa(published: Published) -> Medusa:

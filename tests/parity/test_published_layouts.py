@@ -236,7 +236,7 @@ def test_mtp(tmp_path: Path, target: LlamaForCausalLM) -> None:
     drafter = load_drafter(written(tmp_path / "d", config, {f"mtp_layers.0.{n}": v for n, v in w.items()}), target)
 
     def step(embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        both = [rms(states, w["hidden_layernorm.weight"]), rms(embeds, w["token_layernorm.weight"])]
+        both = [rms(embeds, w["token_layernorm.weight"]), rms(states, w["hidden_layernorm.weight"])]
         h = torch.cat(both, -1) @ w["input_proj.weight"].T
         h = h + causal_attention(w, rms(h, w["input_layernorm.weight"]), "self_attn")
         h = h + mlp(w, rms(h, w["post_attention_layernorm.weight"]), "mlp")

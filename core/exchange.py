@@ -1,0 +1,141 @@
+"""From names to folders: `draftsmith export` and `draftsmith import`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.distill.embedded import embedded_target
+from draftsmith.distill.targets import EMBEDDED, check_target_name, load_target
+from draftsmith.errors import ConfigError
+from draftsmith.heads import TrainableDrafter
+from draftsmith.heads.checkpoint import describe_target, load_drafter, local_folder, save_drafter
+from draftsmith.heads.named import is_named
+from draftsmith.hub.export import (
+    USUAL_LENGTH,
+    Exported,
+    check_export,
+    drafter_section,
+    export_drafter,
+    require_empty,
+    stored_dtype,
+)
+from draftsmith.storage import atomic_folder
+
+SHOWN = 40
+"""Tensors that are listed one by one."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    drafter: str
+    target: str
+    format: str
+    out: Path
+    dtype: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class ImportRequest:
+    drafter: str
+    target: str
+    out: Path
+    draft_length: int | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def export_to(request: ExportRequest) -> Exported:
+    """Check what can be checked cheaply, then load target and drafter and write."""
+    check_export(request.format, None, request.dtype, request.out)
+    folder = _folder(request.drafter)
+    check_target_name(request.target)
+    section = drafter_section(folder)
+    check_export(request.format, None if section is None else section.get("type"), request.dtype, request.out)
+    # In the dtype of the drafter, which loading brings to the target's: so its weights stay as they are.
+    dtype = request.dtype or stored_dtype(folder) or "float32"
+    options = {"revision": request.revision, "trust_remote_code": request.trust_remote_code, "device": "cpu"}
+    loaded = load_target(request.target, dtype=dtype, **options)
+    return export_drafter(
+        load_drafter(folder, loaded.model, loaded.tokenizer),
+        loaded.model,
+        request.format,
+        request.out,
+        target_name=_servable(request.target),
+        revision=loaded.revision,
+        dtype=dtype,
+        tokenizer=loaded.tokenizer,
+    )
+
+
+def import_from(request: ImportRequest) -> TrainableDrafter:
+    """Load what was published for the target, and save it as a draftsmith checkpoint."""
+    require_empty(request.out)
+    if request.draft_length is not None and request.draft_length < 1:
+        raise ConfigError.of("gamma", request.draft_length, ">= 1")
+    folder = _folder(request.drafter)
+    check_target_name(request.target)
+    if drafter_section(folder) is not None:
+        raise ConfigError(f"drafter={request.drafter} is draftsmith's own already; expected another project's layout")
+    options = {"revision": request.revision, "trust_remote_code": request.trust_remote_code, "device": "cpu"}
+    loaded = load_target(request.target, dtype=stored_dtype(folder) or "float32", **options)
+    drafter = load_drafter(folder, loaded.model, loaded.tokenizer)
+    length = request.draft_length or drafter.draft_length_hint or USUAL_LENGTH
+    most = drafter.max_draft_length
+    if request.draft_length is not None and most is not None and length > most:
+        raise ConfigError.of("gamma", length, f"at most {most}, as far as this drafter reaches")
+    drafter.draft_length_hint = min(length, most or length)
+    with atomic_folder(request.out) as temporary:
+        save_drafter(
+            drafter,
+            temporary,
+            target=describe_target(loaded.model, loaded.tokenizer, request.target, loaded.revision),
+            recipe=None,
+            draft_length=drafter.draft_length_hint,
+            tokenizer=loaded.tokenizer,
+        )
+    return drafter
+
+
+def _folder(drafter: str) -> Path:
+    if is_named(drafter) and not Path(drafter).is_dir():
+        raise ConfigError(f"drafter={drafter} has no weights; expected a folder or a Hub id of a trained drafter")
+    return local_folder(drafter)
+
+
+def _servable(target: str) -> str:
+    """What another engine can load: a Hub id, or a folder with its whole path."""
+    if target == EMBEDDED:
+        return str(embedded_target())
+    folder = Path(target).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else target
+
+
+def show_export(exported: Exported) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    table = Table("tensor", "dtype", "shape")
+    for name, (dtype, shape) in list(exported.tensors.items())[:SHOWN]:
+        table.add_row(name, dtype, " × ".join(map(str, shape)))
+    console.print(table)
+    if len(exported.tensors) > SHOWN:
+        console.print(f"… and {len(exported.tensors) - SHOWN} more tensors")
+    files = sorted(str(file.relative_to(exported.folder)) for file in exported.folder.rglob("*") if file.is_file())
+    console.print(f"{exported.folder}: {', '.join(files)}")
+    console.print(f"{len(exported.tensors)} tensors, {exported.parameters:,} numbers, for {exported.serving.engine}")
+    if exported.adapted:
+        console.print("note: the target was trained with this drafter: merge its adapter and serve that, see README.md")
+    for note in exported.serving.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(f"\n{exported.usage}", markup=False)
+
+
+def show_import(request: ImportRequest, drafter: TrainableDrafter) -> None:
+    count = sum(parameter.numel() for parameter in drafter.parameters())
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{request.out}: a drafter of type {drafter.type}, {count:,} parameters, draft length", end=" ")
+    console.print(drafter.draft_length_hint)
+    console.print(f"\ndraftsmith eval --target {request.target} --drafter {request.out}", markup=False)
+    console.print(f"draftsmith check --target {request.target} --drafter {request.out}", markup=False)

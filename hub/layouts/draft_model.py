@@ -1,0 +1,64 @@
+"""Independent draft models: plain transformers folders, which every engine reads."""
+
+import json
+
+from draftsmith.heads.lora import merged_state
+from draftsmith.hub.layouts.layout import Serving, Source, name_of
+
+
+def write_for_transformers(source: Source) -> Serving:
+    _write(source)
+    auto = "AutoModelForSeq2SeqLM" if source.target.config.is_encoder_decoder else "AutoModelForCausalLM"
+    usage = (
+        f"from transformers import {auto}\n\n"
+        f'target = {auto}.from_pretrained("{source.target_name}")\n'
+        f'assistant = {auto}.from_pretrained("{{folder}}")\n'
+        f"assistant.generation_config.num_assistant_tokens = {source.draft_length}\n"
+        "target.generate(**inputs, assistant_model=assistant)"
+    )
+    return Serving("transformers", usage, "python")
+
+
+def write_for_vllm(source: Source) -> Serving:
+    _require_one_vocabulary(source)
+    _write(source)
+    plan = {"method": "draft_model", "model": "{folder}", "num_speculative_tokens": source.draft_length}
+    return Serving("vLLM", f"vllm serve {source.target_name} --speculative-config '{json.dumps(plan)}'")
+
+
+def write_for_sglang(source: Source) -> Serving:
+    _require_one_vocabulary(source)
+    _write(source)
+    return Serving("SGLang", sglang_command(source, "STANDALONE"))
+
+
+def sglang_command(source: Source, algorithm: str) -> str:
+    """A chain: SGLang counts the last committed token among the draft tokens."""
+    return (
+        f"python -m sglang.launch_server --model-path {source.target_name} --speculative-algorithm {algorithm} \\\n"
+        f"  --speculative-draft-model-path {{folder}} --speculative-num-steps {source.draft_length} \\\n"
+        f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {source.draft_length + 1} "
+        f"--dtype {name_of(source.dtype)}"
+    )
+
+
+def _require_one_vocabulary(source: Source) -> None:
+    source.require(not source.target.config.is_encoder_decoder, "an encoder-decoder model", "format=transformers")
+    sizes = source.drafter.vocab_size, source.text.vocab_size
+    found = f"a vocabulary of {sizes[0]} beside the target's {sizes[1]}"
+    source.require(sizes[0] == sizes[1], found, "the same size, or format=transformers")
+
+
+def _write(source: Source) -> None:
+    model = source.drafter.model
+    state = {name: source.stored(value) for name, value in merged_state(model).items()}
+    for name in model.all_tied_weights_keys:
+        state.pop(name, None)
+    before = model.config.dtype
+    model.config.dtype = source.dtype
+    try:
+        model.save_pretrained(source.folder, state_dict=state)
+    finally:
+        model.config.dtype = before
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(source.folder)
