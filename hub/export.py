@@ -149,6 +149,7 @@ def _readme(source: Source, serving: Serving, format: str, revision: str | None,
         "quality": source.drafter.target_quality,
         "notes": serving.notes,
         "folder": folder,
+        "own": drafter_section(source.folder) is not None,
     }
     return template.from_string(text).render(values)
 

@@ -4,6 +4,7 @@ import json
 
 from draftsmith.heads.lora import merged_state
 from draftsmith.hub.layouts.layout import Serving, Source, name_of
+from draftsmith.storage import write_json
 
 
 def write_for_transformers(source: Source) -> Serving:
@@ -54,11 +55,8 @@ def _write(source: Source) -> None:
     state = {name: source.stored(value) for name, value in merged_state(model).items()}
     for name in model.all_tied_weights_keys:
         state.pop(name, None)
-    before = model.config.dtype
-    model.config.dtype = source.dtype
-    try:
-        model.save_pretrained(source.folder, state_dict=state)
-    finally:
-        model.config.dtype = before
+    model.save_pretrained(source.folder, state_dict=state)
+    file = source.folder / "config.json"  # which tells the model's dtype, not that of the weights written
+    write_json(file, {**json.loads(file.read_text(encoding="utf-8")), "dtype": name_of(source.dtype)})
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(source.folder)

@@ -39,6 +39,7 @@ def write_eagle3(source: Source) -> Serving:
     """The repository reads the inputs of the target's layers 2, L/2 and L - 3, and nothing else."""
     depth = source.text.num_hidden_layers
     wanted, layers = (2, depth // 2, depth - 3), source.drafter.needs.layers
+    source.require(depth > 6, f"a target of {depth} layers", f"more than 6, or {OTHERS}")  # or the three are not three
     source.require(layers == wanted, f"features of layers {list(layers)}", f"{list(wanted)}, or {OTHERS}")
     for option in OPTIONS:
         source.require(not source.drafter.options().get(option), f"{option}=True", f"false, or {OTHERS}")

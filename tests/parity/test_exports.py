@@ -1,0 +1,471 @@
+"""Exports say what FORMATS say: names, shapes, dtypes, keys; read again they are the same drafter, bit by bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from parity.published_files import DRAFTED, HEAD, HEADS, HIDDEN, INNER, KEPT, KV_HEADS, PROMPT, VOCAB
+from recording import decoded_logits
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from draftsmith import ConfigError, load_drafter
+from draftsmith.heads import HEADS as TYPES
+from draftsmith.heads.drafter import TrainableDrafter
+from draftsmith.hub.export import Exported, export_drafter
+from draftsmith.hub.layouts import LAYOUTS
+
+A, K, H, V, M, D = HEADS * HEAD, KV_HEADS * HEAD, HIDDEN, VOCAB, INNER, len(KEPT)
+Shapes = dict[str, tuple[int, ...]]
+
+
+def eight_layers() -> LlamaForCausalLM:
+    sizes = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "intermediate_size": INNER}
+    return make_llama(num_hidden_layers=8, **sizes).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return eight_layers()
+
+
+@torch.no_grad()
+def made(kind: str, target: LlamaForCausalLM, **options: Any) -> TrainableDrafter:
+    torch.manual_seed(3)
+    drafter = TYPES[kind].from_target(target, **options).eval().requires_grad_(False)
+    for parameter in drafter.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    drafter.draft_length_hint = min(4, drafter.max_draft_length or 4)
+    return drafter
+
+
+def exported(
+    drafter: TrainableDrafter, target: LlamaForCausalLM, format: str, out: Path, dtype: str | None = None
+) -> Exported:
+    return export_drafter(drafter, target, format, out, target_name="org/target", dtype=dtype)
+
+
+# The table, from the layouts' descriptions.
+
+
+def layer(name: str, width: int, input_norm: bool = True) -> Shapes:
+    shapes: Shapes = {"self_attn.q_proj": (A, width), "self_attn.k_proj": (K, width), "self_attn.v_proj": (K, width)}
+    shapes |= {"self_attn.o_proj": (H, A), "mlp.gate_proj": (M, H), "mlp.up_proj": (M, H), "mlp.down_proj": (H, M)}
+    shapes |= {"post_attention_layernorm": (H,)} | ({"input_layernorm": (H,)} if input_norm else {})
+    return {f"{name}.{part}.weight": shape for part, shape in shapes.items()}
+
+
+def eagle3(name: str, rows: int, features: int = 3) -> Shapes:
+    shapes = layer(name, 2 * H) | {f"{name}.hidden_norm.weight": (H,), "norm.weight": (H,), "lm_head.weight": (rows, H)}
+    shapes |= {"fc.weight": (H, features * H)}
+    return shapes if rows == V else shapes | {"d2t": (rows,), "t2d": (V,)}
+
+
+def block(name: str) -> Shapes:
+    return layer(name, H) | {f"{name}.self_attn.{part}_norm.weight": (HEAD,) for part in "qk"}
+
+
+DFLASH = {"fc.weight": (H, 2 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)} | block("layers.0")
+EMBEDDINGS = {"embed_tokens.weight": (V, H)}
+MTP = {f"{norm}_layernorm.weight": (H,) for norm in ("token", "hidden", "final")} | {"input_proj.weight": (H, 2 * H)}
+MTP = {f"mtp_layers.0.{name}": shape for name, shape in MTP.items()} | layer("mtp_layers.0", H)
+EAGLE1 = layer("layers.0", H, input_norm=False) | {"fc.weight": (H, 2 * H), "fc.bias": (H,)}
+BLOCKS = {f"blocks.{k}.layers.{j}.{part}": (H, H)[: 2 if part == "weight" else 1] for k in range(3) for j in range(2)
+          for part in ("weight", "bias")}  # fmt: skip
+ORIGINAL = {f"{k}.{j}.linear.{part}": (H, H)[: 2 if part == "weight" else 1] for k in range(3) for j in range(2)
+            for part in ("weight", "bias")} | {f"{k}.2.weight": (V, H) for k in range(3)}  # fmt: skip
+NORMS = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+VERIFIER = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
+FLAT = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "vocab_size": V}
+FLAT |= {"tie_word_embeddings": False, "hidden_size": H, "head_dim": HEAD, "num_key_value_heads": KV_HEADS}
+LAYER = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": V, "hidden_size": H, "intermediate_size": M}
+LAYER |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "rms_norm_eps": 1e-6}
+LAYER |= {"rope_theta": 10_000.0, "attention_bias": False, "hidden_act": "silu", "max_position_embeddings": 128}
+
+
+def speculators(kind: str, architecture: str, tokens: int = 4, **changes: Any) -> dict[str, Any]:
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    own = {"algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [proposal], "verifier": VERIFIER}
+    config = {"speculators_model_type": kind, "architectures": [architecture], "speculators_config": own}
+    config |= {"tie_word_embeddings": False, "target_hidden_size": H, "dtype": "float32"}
+    return config | {"transformer_layer_config": LAYER} | changes
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+WRITTEN: dict[str, tuple[str, dict[str, Any], str, Shapes, dict[str, Any]]] = {
+    "eagle3, vllm": (
+        "eagle3",
+        {},
+        "vllm",
+        eagle3("layers.0", V),
+        speculators("eagle3", "Eagle3DraftModel", draft_vocab_size=V, **{IDS: [2, 4, 5]}, **NORMS),
+    ),
+    "eagle3 of 8 tokens, vllm": (
+        "eagle3",
+        {"draft_vocabulary": KEPT, "norm_before_residual": True},
+        "vllm",
+        eagle3("layers.0", D),
+        speculators("eagle3", "Eagle3DraftModel", draft_vocab_size=D, **NORMS | {"norm_before_residual": True}),
+    ),
+    "eagle3.1, vllm": (
+        "eagle3",
+        {"fc_norm": True, "norm_output": True, "layers": [1, 8]},
+        "vllm",
+        eagle3("layers.0", V, 2) | {f"fc_norm.{k}.weight": (H,) for k in range(2)},
+        speculators("eagle3", "Eagle3DraftModel", **{IDS: [1, 8]}, **NORMS | {"fc_norm": True, "norm_output": True}),
+    ),
+    "eagle3, norm before fc, two layers, vllm": (
+        "eagle3",
+        {"norm_before_fc": True, "num_hidden_layers": 2},
+        "vllm",
+        eagle3("layers.0", V) | layer("layers.1", H) | {"input_norm.weight": (3 * H,)},
+        speculators(
+            "eagle3",
+            "Eagle3DraftModel",
+            **NORMS | {"norm_before_fc": True},
+            transformer_layer_config={"num_hidden_layers": 2},
+        ),
+    ),
+    "eagle3, sglang": (
+        "eagle3",
+        {"layers": [1, 4, 7]},
+        "sglang",
+        eagle3("midlayer", V),
+        FLAT | {"draft_vocab_size": V, "eagle_config": {IDS: [0, 3, 6], "use_aux_hidden_state": True}},
+    ),
+    "eagle3 of 8 tokens, sglang": (
+        "eagle3",
+        {"draft_vocabulary": KEPT, "fc_norm": True},
+        "sglang",
+        eagle3("midlayer", D) | {f"fc_norm.{k}.weight": (H,) for k in range(3)},
+        FLAT | {"draft_vocab_size": D, "fc_norm": True, "norm_output": False, "target_hidden_size": H},
+    ),
+    "eagle3, eagle": (
+        "eagle3",
+        {"draft_vocabulary": KEPT},
+        "eagle",
+        eagle3("midlayer", D),
+        FLAT | {"draft_vocab_size": D, "eagle_config": {IDS: [1, 3, 4], "use_aux_hidden_state": True}},
+    ),
+    "eagle, eagle": (
+        "eagle",
+        {},
+        "eagle",
+        EAGLE1 | EMBEDDINGS,
+        FLAT | {"architectures": ["LlamaForCausalLM"], "bias": True},
+    ),
+    "hass, sglang": (
+        "hass",
+        {},
+        "sglang",
+        EAGLE1,
+        FLAT | {"architectures": ["LlamaForCausalLMEagle"], "bias": True},
+    ),
+    "peagle, vllm": (
+        "peagle",
+        {"num_tokens": 3, "mask_token": 17, "draft_vocabulary": KEPT},
+        "vllm",
+        eagle3("layers.0", D) | {"mask_hidden": (1, 1, 3 * H)},
+        speculators("peagle", "PEagleDraftModel", 3, mask_token_id=17, draft_vocab_size=D, **{IDS: [2, 4, 5]}),
+    ),
+    "dflash, vllm": (
+        "dflash",
+        {"block_size": 4, "layers": [2, 8], "num_hidden_layers": 1},
+        "vllm",
+        DFLASH | EMBEDDINGS,
+        speculators(
+            "dflash",
+            "DFlashDraftModel",
+            3,
+            block_size=4,
+            mask_token_id=V - 1,
+            aux_hidden_state_layer_ids=[2, 8],
+            sample_from_anchor=False,
+            transformer_layer_config=LAYER | {"model_type": "qwen3"},
+        ),
+    ),
+    "dspark, vllm": (
+        "dflash",
+        {"block_size": 4, "layers": [2, 8], "num_hidden_layers": 1, "markov_rank": 5, "confidence_head": True},
+        "vllm",
+        DFLASH
+        | EMBEDDINGS
+        | {"markov_head.markov_w1.weight": (V, 5), "markov_head.markov_w2.weight": (V, 5)}
+        | {"confidence_head.proj.weight": (1, H + 5), "confidence_head.proj.bias": (1,)},
+        speculators(
+            "dspark",
+            "DSparkDraftModel",
+            3,
+            markov_rank=5,
+            markov_head_type="vanilla",
+            enable_confidence_head=True,
+            confidence_head_with_markov=True,
+            sample_from_anchor=False,
+            transformer_layer_config=LAYER | {"model_type": "qwen3"},
+        ),
+    ),
+    "mtp, vllm": (
+        "mtp",
+        {},
+        "vllm",
+        MTP,
+        speculators(
+            "mtp",
+            "MTPDraftModel",
+            num_nextn_predict_layers=1,
+            transformer_layer_config=LAYER | {"num_hidden_layers": 8},
+        ),
+    ),
+    "medusa, vllm": (
+        "medusa",
+        {"num_layers": 2},
+        "vllm",
+        BLOCKS | {f"lm_heads.{k}.weight": (V, H) for k in range(3)},
+        {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": H, "vocab_size": V, "num_heads": 3}
+        | {"num_hidden_layers": 2, "truncated_vocab_size": V, "medusa_fc_bias": True, "original_lm_head": False},
+    ),
+    "medusa of 8 tokens and one lm_head, vllm": (
+        "medusa",
+        {"num_layers": 2, "draft_vocabulary": KEPT, "shared_lm_head": True},
+        "vllm",
+        BLOCKS | {"lm_heads.0.weight": (D, H), "token_map": (D,)},
+        {"truncated_vocab_size": D, "vocab_size": V, "original_lm_head": True},
+    ),
+    "medusa, medusa": (
+        "medusa",
+        {"num_layers": 2},
+        "medusa",
+        ORIGINAL,
+        {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "org/target"},
+    ),
+}
+
+
+def within(wanted: Any, found: Any) -> bool:
+    """Whether all that is wanted is there, in mappings of mappings too."""
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and all(key in found and within(wanted[key], found[key]) for key in wanted)
+    return wanted == found and isinstance(wanted, bool) == isinstance(found, bool)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Names, shapes, dtypes and keys; then, read again, the same weights and logits."""
+    kind, options, format, shapes, keys = WRITTEN[name]
+    drafter = made(kind, target, **options)
+    out = exported(drafter, target, format, tmp_path / "out").folder
+    (file,) = out.glob("*.safetensors")
+    assert file.name == ("medusa_lm_head.safetensors" if format == "medusa" else "model.safetensors")
+    tensors = load_file(file)
+    assert {part: tuple(value.shape) for part, value in tensors.items()} == shapes
+    kinds = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
+    assert all(value.dtype == kinds.get(part, torch.float32) for part, value in tensors.items())
+    config = json.loads((out / "config.json").read_text())
+    wrong = {key: config.get(key) for key in keys if not within(keys[key], config.get(key))}
+    assert not wrong, wrong
+    assert "draftsmith" not in config
+    again = load_drafter(out, target)
+    assert type(again) is (TYPES["eagle"] if kind == "hass" else type(drafter))
+    assert again.draft_length_hint in (None, drafter.draft_length_hint)
+    ours, theirs = drafter.state_dict(), again.state_dict()
+    assert set(ours) == set(theirs)
+    solved = {"mask_hidden"} if kind == "peagle" else set()
+    for part in set(ours) - solved:
+        assert torch.equal(ours[part], theirs[part]), part
+    with torch.no_grad():
+        one, other = (decoded_logits(each, target, PROMPT, DRAFTED) for each in (drafter, again))
+    # A state that is solved for comes back as near as fp32 tells it, all else is the same computation.
+    assert torch.equal(one, other) if not solved else torch.allclose(one, other, atol=1e-5)
+
+
+def test_offsets_masks_and_maps(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    tensors = load_file(
+        exported(made("eagle3", target, draft_vocabulary=KEPT), target, "vllm", tmp_path / "a").folder
+        / "model.safetensors"
+    )
+    assert [row + int(tensors["d2t"][row]) for row in range(D)] == KEPT
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == KEPT
+    medusa = exported(made("medusa", target, draft_vocabulary=KEPT), target, "vllm", tmp_path / "b").folder
+    assert load_file(medusa / "model.safetensors")["token_map"].tolist() == KEPT
+
+
+def test_every_layout_is_tested() -> None:
+    """A line in LAYOUTS is a line in the table; draft models and `custom_generate` have tests of their own."""
+    tested = {(format, kind) for kind, _, format, _, _ in WRITTEN.values()} | {("eagle", "hass"), ("sglang", "eagle")}
+    listed = {(format, kind) for format, layout in LAYOUTS.items() for kind in layout if kind != "draft_model"}
+    assert {pair for pair in listed if pair[0] != "transformers"} == tested
+    assert set(LAYOUTS["transformers"]) == set(TYPES)
+
+
+# In other dtypes.
+
+
+@pytest.mark.parametrize("name", ["eagle3 of 8 tokens, vllm", "peagle, vllm", "dspark, vllm", "medusa, vllm"])
+def test_in_half_precision(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """What is written is the drafter rounded, and d2t stays whole."""
+    kind, options, format, shapes, _ = WRITTEN[name]
+    drafter = made(kind, target, **options)
+    before = {part: value.clone() for part, value in drafter.state_dict().items()}
+    out = exported(drafter, target, format, tmp_path / "out", dtype="bfloat16").folder
+    assert all(torch.equal(value, drafter.state_dict()[part]) for part, value in before.items()), "left as it was"
+    tensors = load_file(out / "model.safetensors")
+    whole = {"d2t": torch.int64, "t2d": torch.bool, "mask_hidden": torch.float32}
+    assert {part: value.dtype for part, value in tensors.items()} == {
+        part: whole.get(part, torch.bfloat16) for part in shapes
+    }
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    again = load_drafter(out, target).state_dict()
+    for part, value in drafter.state_dict().items():
+        rounded = value.bfloat16().float() if value.is_floating_point() else value
+        # P-EAGLE's mask state is solved for with the rounded fc: it is not rounded itself.
+        assert torch.equal(again[part], rounded) or (
+            part == "mask_hidden" and torch.allclose(again[part], value, atol=1e-5)
+        )
+
+
+# What a layout has to say in another way.
+
+
+def test_a_mask_that_is_a_tokens_embedding_needs_no_embeddings(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = made("dflash", target, block_size=4)
+    with torch.no_grad():
+        drafter.body.mask_embedding.copy_(target.get_input_embeddings().weight[17])
+    out = exported(drafter, target, "vllm", tmp_path / "out").folder
+    assert json.loads((out / "config.json").read_text())["mask_token_id"] == 17
+    assert "embed_tokens.weight" not in load_file(out / "model.safetensors")
+    assert torch.equal(load_drafter(out, target).body.mask_embedding, drafter.body.mask_embedding)
+
+
+def test_embeddings_with_another_row_than_the_masks_are_refused(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    out = exported(made("dflash", target, block_size=4), target, "vllm", tmp_path / "out").folder
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"mask_token_id": 3}))
+    with pytest.raises(ConfigError, match="embeddings of their own are not supported"):
+        load_drafter(out, target)
+
+
+def test_biases_of_attention_have_one_behind_it_too(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Engines allocate it where `attention_bias` is true and leave what was in memory there."""
+    from draftsmith.heads.layers import layer_config
+    from draftsmith.heads.mtp import Mtp
+
+    drafter = Mtp(layer_config(target, 1, attention_bias=True)).eval().requires_grad_(False)
+    drafter.attach(target)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_()
+    out = exported(drafter, target, "vllm", tmp_path / "out").folder
+    tensors = load_file(out / "model.safetensors")
+    assert torch.equal(tensors["mtp_layers.0.self_attn.o_proj.bias"], torch.zeros(H))
+    assert json.loads((out / "config.json").read_text())["transformer_layer_config"]["attention_bias"] is True
+    again = load_drafter(out, target).state_dict()
+    assert all(torch.equal(value, again[part]) for part, value in drafter.state_dict().items())
+
+
+def test_one_lm_head_is_written_for_each_head(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """The original Medusa layout has no other way."""
+    drafter = made("medusa", target, shared_lm_head=True)
+    out = exported(drafter, target, "medusa", tmp_path / "out").folder
+    again = load_drafter(out, target)
+    ours, theirs = (decoded_logits(each, target, PROMPT, DRAFTED) for each in (drafter, again))
+    assert torch.equal(ours, theirs)
+
+
+def test_scaled_positions_are_told_in_both_ways(tmp_path: Path) -> None:
+    """`rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for what is older."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    scaled = make_llama(num_hidden_layers=8, rope_parameters=rope).requires_grad_(False)
+    out = exported(made("eagle3", scaled), scaled, "sglang", tmp_path / "out").folder
+    config = json.loads((out / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (500.0, {"rope_type": "linear", "factor": 2.0})
+    assert load_drafter(out, scaled).body.config.rope_parameters == rope
+
+
+# What is refused, before anything is written.
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "hydra": ("hydra", {}, "vllm", r"format='vllm'; expected transformers for a drafter of type hydra"),
+    "mlp": ("mlp_speculator", {}, "vllm", "expected transformers for a drafter of type mlp_speculator"),
+    "eagle in vllm": ("eagle", {}, "vllm", "expected sglang, eagle, transformers for a drafter of type eagle"),
+    "another format": ("eagle", {}, "gguf", "format='gguf'; expected one of vllm, sglang, eagle, medusa, transformers"),
+    "residual": ("eagle3", {"norm_before_residual": True}, "sglang", "norm_before_residual=True; expected false, or"),
+    "norm": ("eagle3", {"norm_before_fc": True}, "sglang", "norm_before_fc=True; expected false, or format=vllm"),
+    "two norms": ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "vllm", "norm_before_fc and fc_norm; expected"),
+    "layers": ("eagle3", {"num_hidden_layers": 2}, "sglang", "2 layers; expected one layer, or format=vllm"),
+    "features": ("eagle3", {"layers": [1, 4]}, "sglang", r"features of layers \[1, 4\]; expected three of them"),
+    "other features": ("eagle3", {"layers": [1, 4, 5]}, "eagle", r"\[1, 4, 5\]; expected \[2, 4, 5\], or format=vllm"),
+    "one feature twice": ("eagle3", {"layers": [1, 1, 5]}, "vllm", r"\[1, 1, 5\]; expected different layers"),
+    "eagle3.1": ("eagle3", {"fc_norm": True}, "eagle", "fc_norm=True; expected false, or format=vllm"),
+    "mtp of two layers": ("mtp", {"num_hidden_layers": 2}, "vllm", "2 layers; expected one layer"),
+    "draft vocabulary": ("medusa", {"draft_vocabulary": KEPT}, "medusa", "a draft vocabulary; expected format=vllm"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_layout_cannot_say_is_refused(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    kind, options, format, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message) as refusal:
+        exported(made(kind, target, **options), target, format, tmp_path / "out")
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mask_state_that_no_features_give_is_refused(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = made("peagle", target)
+    with torch.no_grad():
+        drafter.body.fc.weight[0] = 0
+    with pytest.raises(ConfigError, match=r"its mask state is no image of fc \(off by .*%\); expected an fc of full"):
+        exported(drafter, target, "vllm", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    (tmp_path / "out").mkdir()
+    exported(made("medusa", target), target, "vllm", tmp_path / "out")
+    before = (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(ConfigError, match="out is there already; expected a new or an empty folder"):
+        exported(made("medusa", target), target, "medusa", tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text() == before
+
+
+def test_draft_models_of_another_vocabulary_or_kind_go_to_transformers_alone(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    t5 = T5ForConditionalGeneration(T5Config(**sizes, d_kv=16, decoder_start_token_id=0)).eval()
+    drafter = made("draft_model", t5)
+    with pytest.raises(ConfigError, match="an encoder-decoder model; expected format=transformers"):
+        exported(drafter, t5, "vllm", tmp_path / "vllm")
+    out = exported(drafter, t5, "transformers", tmp_path / "out").folder
+    again = load_drafter(out, t5).state_dict()
+    assert all(torch.equal(value, again[part]) for part, value in drafter.state_dict().items())
+    drafter.vocab_size = 60
+    with pytest.raises(ConfigError, match="a vocabulary of 60 beside the target's 64; expected the same size"):
+        exported(drafter, eight_layers(), "sglang", tmp_path / "sglang")
+
+
+# What is told.
+
+
+def test_the_readme_says_how_to_start_it(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = made("peagle", target, num_tokens=3)
+    drafter.target_quality = {"kl": 0.01}
+    made_of = export_drafter(drafter, target, "vllm", tmp_path / "peagle", target_name="org/target", revision="abc")
+    text = (made_of.folder / "README.md").read_text()
+    plan = '{"method": "eagle3", "parallel_drafting": true, "model": "peagle", "num_speculative_tokens": 3}'
+    assert f"vllm serve org/target --speculative-config '{plan}'" in text
+    for words in ("at revision `abc`", "`norm_before_residual` is written", "Serve that target, not the original"):
+        assert words in text
+    assert made_of.adapted
+    assert str(made_of.folder) in made_of.usage
+    sglang = exported(made("eagle3", target), target, "sglang", tmp_path / "sglang")
+    for words in ("EAGLE3", "--speculative-num-steps 4", "--speculative-num-draft-tokens 5", "[1, 3, 4]"):
+        assert words in (sglang.folder / "README.md").read_text()
+    assert not sglang.adapted
