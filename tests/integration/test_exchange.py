@@ -1,0 +1,124 @@
+"""`draftsmith export` and `draftsmith import`: from a checkpoint to another engine's folder and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith import load_drafter
+from draftsmith.cli import main
+from draftsmith.heads import HEADS
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.hub.export import stored_dtype
+
+
+def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    printed = capsys.readouterr()
+    return int(stop.value.code or 0), printed.out, printed.err
+
+
+@pytest.fixture
+def pair(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> tuple[LlamaForCausalLM, str, str]:
+    """A target, its folder, and the folder of an EAGLE-3 drafter that was made for it."""
+    target = make_llama(num_hidden_layers=8).requires_grad_(False)
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    torch.manual_seed(1)
+    drafter = HEADS["eagle3"].from_target(target, draft_vocabulary=list(range(0, 64, 2)))
+    made_for = describe_target(target, tiny_tokenizer, str(tmp_path / "target"))
+    save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=4, tokenizer=tiny_tokenizer)
+    return target, str(tmp_path / "target"), str(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize("format", ["vllm", "sglang", "eagle"])
+def test_there_and_back(
+    format: str, pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target, target_folder, drafter = pair
+    out, back = tmp_path / "out", tmp_path / "back"
+    code, said, err = run(capsys, "export", drafter, "--format", format, "--target", target_folder, "--out", str(out))
+    assert (code, err) == (0, "")
+    tensors = load_file(out / "model.safetensors")
+    assert f"{len(tensors)} tensors, {sum(value.numel() for value in tensors.values()):,} numbers, for" in said
+    assert all(name in said for name in tensors)
+    assert "README.md, config.json, model.safetensors" in said
+    assert str(out) in said.splitlines()[-2] + said.splitlines()[-1]
+    code, said, err = run(capsys, "import", str(out), "--target", target_folder, "--out", str(back))
+    assert (code, err) == (0, "")
+    assert f"draftsmith eval --target {target_folder} --drafter {back}" in said
+    assert all(torch.equal(value, load_file(back / "model.safetensors")[name])
+               for name, value in load_file(Path(drafter) / "model.safetensors").items())  # fmt: skip
+    section = json.loads((back / "config.json").read_text())["draftsmith"]
+    # The other two layouts have no place for a draft length.
+    assert (section["draft_length"], section["recipe"]) == (4 if format == "vllm" else 3, None)
+    assert section["target"]["name"] == target_folder
+    assert load_drafter(back, target).draft_length_hint == section["draft_length"]
+
+
+def test_the_dtype_is_that_of_the_checkpoint_or_as_asked(
+    pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    _, target, drafter = pair
+    common = ["export", drafter, "--format", "sglang", "--target", target, "--out"]
+    assert run(capsys, *common, str(tmp_path / "as-is"))[0] == 0
+    assert run(capsys, *common, str(tmp_path / "half"), "--dtype", "bfloat16")[0] == 0
+    assert [stored_dtype(tmp_path / name) for name in ("as-is", "half")] == ["float32", "bfloat16"]
+    assert "--dtype bfloat16" in (tmp_path / "half" / "README.md").read_text()
+    # What is stored in half precision stays so.
+    half = str(tmp_path / "half")
+    code, _, err = run(capsys, "import", half, "--target", target, "--gamma", "6", "--out", str(tmp_path / "own"))
+    assert (code, err) == (0, "")
+    assert stored_dtype(tmp_path / "own") == "bfloat16"
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["draftsmith"]["draft_length"] == 6
+
+
+def test_mistakes_are_told_in_one_line_before_any_work(
+    pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    _, target, drafter = pair
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "empty").mkdir()
+    export = ["export", drafter, "--target", target, "--out", str(tmp_path / "new")]
+    wrong = {
+        "format='gguf'; expected one of": [*export, "--format", "gguf"],
+        "format='medusa'; expected vllm, sglang, eagle, transformers": [*export, "--format", "medusa"],
+        "dtype='int8'; expected one of": [*export, "--format", "vllm", "--dtype", "int8"],
+        "is there already; expected a new": [*export[:-1], str(tmp_path / "full"), "--format", "vllm"],
+        "target=./absent; expected": [*export[:2], "--target", "./absent", *export[4:], "--format", "vllm"],
+        "drafter=suffix has no weights": ["export", "suffix", *export[2:], "--format", "vllm"],
+        "expected a folder with a config.json": ["export", str(tmp_path / "empty"), *export[2:], "--format", "vllm"],
+        "is draftsmith's own already": ["import", drafter, *export[2:]],
+        "gamma=0; expected >= 1": ["import", drafter, *export[2:], "--gamma", "0"],
+    }
+    for message, arguments in wrong.items():
+        code, _, err = run(capsys, *arguments)
+        assert (code, len(err.strip().splitlines())) == (2, 1), err
+        assert message in err
+        assert not (tmp_path / "new").exists()
+
+
+def test_an_imported_draft_length_stays_within_reach(
+    tmp_path: Path, capsys: pytest.CaptureFixture, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Medusa heads in the original layout: no draft length, and no more tokens than heads."""
+    target = make_llama().requires_grad_(False)
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    drafter = HEADS["medusa"].from_target(target, num_heads=2)
+    made_for = describe_target(target, tiny_tokenizer, "target")
+    save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=2)
+    common = ["--target", str(tmp_path / "target"), "--out"]
+    arguments = [str(tmp_path / "drafter"), "--format", "medusa", *common, str(tmp_path / "out")]
+    assert run(capsys, "export", *arguments)[0] == 0
+    published = ["import", str(tmp_path / "out"), *common, str(tmp_path / "back")]
+    code, _, err = run(capsys, *published, "--gamma", "3")
+    assert (code, "gamma=3; expected at most 2" in err) == (2, True)
+    assert run(capsys, *published)[0] == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["draftsmith"]["draft_length"] == 2
