@@ -83,7 +83,7 @@ def write_dflash_speculator(source: Source) -> Serving:
         notes.append(
             f"The mask's embedding was trained. It is row {mask_token} of `embed_tokens`, which is the target's "
             "otherwise: an engine that takes the target's embeddings instead drafts worse (the speculators package "
-            "does), and a text that holds this token is read as a mask there."
+            "does; vLLM keeps a file's own), and where a text holds this token it is read as a mask."
         )
     return Serving("vLLM", _command(source, {"method": kind}), notes=notes)
 
