@@ -56,7 +56,9 @@ def _write(source: Source) -> None:
     for name in model.all_tied_weights_keys:
         state.pop(name, None)
     model.save_pretrained(source.folder, state_dict=state)
-    file = source.folder / "config.json"  # which tells the model's dtype, not that of the weights written
-    write_json(file, {**json.loads(file.read_text(encoding="utf-8")), "dtype": name_of(source.dtype)})
+    file = source.folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config.pop("draftsmith", None)  # which a config that was read from a checkpoint keeps
+    write_json(file, {**config, "dtype": name_of(source.dtype)})
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(source.folder)

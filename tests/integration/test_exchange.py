@@ -122,3 +122,25 @@ def test_an_imported_draft_length_stays_within_reach(
     assert (code, "gamma=3; expected at most 2" in err) == (2, True)
     assert run(capsys, *published)[0] == 0
     assert json.loads((tmp_path / "back" / "config.json").read_text())["draftsmith"]["draft_length"] == 2
+
+
+def test_a_draft_model_leaves_nothing_of_ours_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Its export is any transformers model: no section, but the tokenizer; and comes back as ours."""
+    target = make_llama().requires_grad_(False)
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    drafter = HEADS["draft_model"].from_target(target, num_hidden_layers=1)
+    made_for = describe_target(target, tiny_tokenizer, "/a/private/path")
+    save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=2)
+    common = ["--target", str(tmp_path / "target"), "--out"]
+    for format in ("transformers", "vllm", "sglang"):
+        out = tmp_path / format
+        arguments = ["export", str(tmp_path / "drafter"), "--format", format, *common, str(out)]
+        assert run(capsys, *arguments)[0] == 0
+        assert (out / "tokenizer.json").is_file()
+        assert not any("private" in file.read_text() for file in out.glob("*.json"))
+    assert run(capsys, "import", str(tmp_path / "vllm"), *common, str(tmp_path / "back"))[0] == 0
+    again = load_drafter(tmp_path / "back", target).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in drafter.state_dict().items())

@@ -20,6 +20,6 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     for folder, package in FOLDERS.items():
         for file in (ROOT / folder).rglob("*"):
-            if file.suffix in {".py", ".yaml", ".j2"}:
+            if file.suffix in {".py", ".yaml", ".j2", ".txt"}:
                 assert f"{package}/{file.relative_to(ROOT / folder)}" in names
     assert not any(name.split("/")[0] in FOLDERS for name in names), "a room lies at the top of site-packages"
