@@ -10,10 +10,10 @@ import pytest
 import torch
 from parity.test_exports import eight_layers, exported, made
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
-from draftsmith import load_drafter
+from draftsmith import ConfigError, load_drafter
 from draftsmith.decode import decoder as decoder_module
 
 PROMPT = torch.tensor([[5, 9, 33, 2, 5, 9]])
@@ -97,6 +97,26 @@ def test_each_repository_brings_its_own_drafter(
     assert heads == [2, 3, 3]
 
 
+def test_weights_of_a_repository_are_data_at_its_revision(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """No code is fetched with them."""
+    out = exported(made("medusa", target), target, "transformers", tmp_path / "out").folder
+    module = ModuleType("generate")
+    exec((out / "custom_generate" / "generate.py").read_text(), module.__dict__)
+    asked = []
+
+    def snapshot_download(place: str, **options: Any) -> str:
+        asked.append((place, options["revision"], "*.py" in options["allow_patterns"]))
+        return str(out)
+
+    module.snapshot_download = snapshot_download
+    options = {"input_ids": PROMPT, "do_sample": False, "max_new_tokens": LENGTH}
+    tokens = module.generate(target, drafter="user/drafter", revision="v1", streamer=None, **options)
+    assert torch.equal(tokens, written(target))
+    assert asked == [("user/drafter", "v1", False)]
+    with pytest.raises(ConfigError, match=r"drafter=None; expected the folder or Hub repository of this drafter"):
+        module.generate(target, **options)
+
+
 class Heard(BaseStreamer):
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -109,12 +129,18 @@ class Heard(BaseStreamer):
         self.ended = True
 
 
-def test_sampling_batches_and_streams_as_generate_does(tmp_path: Path, target: LlamaForCausalLM) -> None:
+def test_sampling_batches_stops_and_streams_as_generate_does(
+    tmp_path: Path, target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     out = exported(made("medusa", target), target, "transformers", tmp_path / "out").folder
     ours = {"custom_generate": str(out), "trust_remote_code": True, "policy": "chain:draft_length=2"}
     heard = Heard()
     assert torch.equal(written(target, streamer=heard, **ours), written(target))
     assert (heard.tokens, heard.ended) == (written(target)[0].tolist(), True)
+    letter = tiny_tokenizer.decode(written(target)[0, PROMPT.shape[1] + 4])
+    stops = {"stop_strings": [letter], "tokenizer": tiny_tokenizer}
+    assert torch.equal(written(target, **stops, **ours), written(target, **stops))
+    assert written(target, **stops, **ours).shape[1] <= PROMPT.shape[1] + 5
     texts = []
     for _ in range(2):
         torch.manual_seed(7)
