@@ -10,7 +10,8 @@ from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.targets import EMBEDDED, check_target_name, load_target
 from draftsmith.errors import ConfigError
 from draftsmith.heads import TrainableDrafter
-from draftsmith.heads.checkpoint import describe_target, load_drafter, local_folder, save_drafter
+from draftsmith.heads.checkpoint import describe_target, load_drafter, save_drafter
+from draftsmith.heads.downloads import local_folder
 from draftsmith.heads.named import is_named
 from draftsmith.hub.export import (
     USUAL_LENGTH,

@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -16,17 +15,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
+from draftsmith.heads.bounded import bounded, shapes_in
+from draftsmith.heads.downloads import local_folder
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter, TrainableDrafter
 from draftsmith.heads.lora import merged_state
 from draftsmith.heads.named import drafter_named, is_named
 from draftsmith.heads.published import read_published
+from draftsmith.heads.stored_config import LONGEST_DRAFT, StoredDrafter, read_config
 from draftsmith.heads.vocabulary import DraftVocabulary
 from draftsmith.provenance import model_fingerprint, tokenizer_fingerprint
 from draftsmith.storage import write_json
 
 WEIGHTS = "model.safetensors"
 FORMAT = 1
+UNREADABLE = (SafetensorError, StrictDataclassError, OSError, ImportError, MemoryError, RuntimeError, ValueError)
+UNREADABLE += (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
+"""What constructors and readers make of a damaged file, or of values that anyone may have written."""
 
 
 def describe_target(
@@ -78,9 +83,16 @@ def save_drafter(
 
 
 def load_drafter(
-    path_or_repo: str | Path, target: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None
+    path_or_repo: str | Path,
+    target: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    revision: str | None = None,
 ) -> Drafter:
     """Load a drafter and check that it fits `target`.
+
+    Nothing that it brings is run: of a repository only data is fetched, of weights only safetensors are read, and what
+    its config claims is compared with them before memory is taken.
 
     Args:
         path_or_repo: a local folder or a Hub id: a draftsmith checkpoint, a plain transformers causal LM or
@@ -88,26 +100,20 @@ def load_drafter(
             that needs none: `suffix`, see heads/named.py.
         target: the model it will draft for; the drafter takes its device and dtype.
         tokenizer: the target's, when at hand: its vocabulary is then compared with the drafter's.
+        revision: a branch, tag or commit of the Hub repository; `user/name@revision` says the same.
 
     Raises:
         ConfigError: for a missing folder, a damaged file, or a drafter of another target.
     """
     if is_named(str(path_or_repo)) and not Path(path_or_repo).is_dir():
         return drafter_named(str(path_or_repo), target, lambda path: load_drafter(path, target, tokenizer))
-    folder = local_folder(str(path_or_repo))
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ConfigError(f"drafter={path_or_repo}; expected a folder with config.json, and there is none")
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-        section = config.get("draftsmith")
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{config_file} is not JSON ({error}); expected a drafter's config") from error
-    if section is not None:
-        _require_fit(section, path_or_repo, target, tokenizer)
-    drafter = _read(folder, section, config, target)
+    folder = local_folder(str(path_or_repo), revision)
+    config, stored = read_config(folder, path_or_repo)
+    if stored is not None:
+        _require_fit(stored, path_or_repo, target, tokenizer)
+    drafter = _read(folder, stored, config, target)
     drafter.attach(target)
-    if section is None and isinstance(drafter, DraftModel) and tokenizer is not None:
+    if stored is None and isinstance(drafter, DraftModel) and tokenizer is not None:
         drafter.shared_vocabulary = shared_vocabulary(folder, path_or_repo, tokenizer)
     wanted = target.config.get_text_config(decoder=True).vocab_size
     if drafter.vocab_size != wanted and drafter.shared_vocabulary is None:
@@ -116,82 +122,77 @@ def load_drafter(
             "the target's tokenizer to show that only the padding differs"
         )
     parameter = next(target.parameters())
-    drafter.draft_length_hint = section["draft_length"] if section else drafter.draft_length_hint
-    drafter.target_quality = section["target"].get("quality") if section else None
+    drafter.draft_length_hint = stored.draft_length if stored else drafter.draft_length_hint
+    if (drafter.draft_length_hint or 1) > LONGEST_DRAFT:
+        asked = f"drafts of {drafter.draft_length_hint} tokens"
+        raise ConfigError(f"drafter={path_or_repo} asks for {asked}; expected at most {LONGEST_DRAFT}")
+    drafter.target_quality = stored.target.quality if stored else None
     return drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
 
 
-def local_folder(path_or_repo: str) -> Path:
-    """The local folder of a checkpoint, downloaded first when it is a Hub id. Only data files are fetched."""
-    if Path(path_or_repo).is_dir():
-        return Path(path_or_repo)
+def _read(folder: Path, stored: StoredDrafter | None, config: dict[str, Any], target: nn.Module) -> TrainableDrafter:
     try:
-        return Path(snapshot_download(path_or_repo, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"drafter={path_or_repo}; expected a local folder or a Hub id ({reason})") from error
-
-
-def _read(folder: Path, section: dict[str, Any] | None, config: dict[str, Any], target: nn.Module) -> TrainableDrafter:
-    try:
-        published = read_published(folder, config, target) if section is None else None
-        if published is not None:
-            return published
-        if section is None or section["type"] == DraftModel.type:
-            return DraftModel(_language_model(folder))
-        drafter = HEADS[section["type"]].from_config(section["drafter"])
+        packed = config.get("quantization_config") is not None
+        with bounded(folder, shapes_in(folder), packed=packed):
+            published = read_published(folder, config, target) if stored is None else None
+            if published is not None:
+                return published
+            if stored is None or stored.type == DraftModel.type:
+                return DraftModel(_language_model(folder))
+            drafter = HEADS[stored.type].from_config(stored.drafter)
         drafter.load_state_dict(load_file(folder / WEIGHTS))
-        _require_vocabulary(drafter.draft_vocabulary, section, folder)
+        _require_vocabulary(drafter.draft_vocabulary, stored, folder)
     except ConfigError:
         raise
-    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"drafter={folder} cannot be read ({reason}); expected whole safetensors weights") from error
     return drafter
 
 
-def _require_vocabulary(vocabulary: DraftVocabulary | None, section: dict[str, Any], folder: Path) -> None:
+def _require_vocabulary(vocabulary: DraftVocabulary | None, stored: StoredDrafter, folder: Path) -> None:
     """ConfigError for a map of draft tokens that is not the one that the drafter was trained with."""
     if vocabulary is None:
         return
     vocabulary.require_consistent(folder)
-    if section.get("draft_vocabulary") != vocabulary.fingerprint():
+    if stored.draft_vocabulary != vocabulary.fingerprint():
         raise ConfigError(
             f"drafter={folder} has a draft vocabulary with fingerprint {vocabulary.fingerprint()}; expected "
-            f"{section.get('draft_vocabulary')}, which it was trained with: the map is stale"
+            f"{stored.draft_vocabulary}, which it was trained with: the map is stale"
         )
 
 
 def _language_model(folder: Path) -> nn.Module:
-    """A causal LM or an encoder-decoder model, whichever the config describes."""
-    config = AutoConfig.from_pretrained(folder)
+    """A causal LM or an encoder-decoder model, whichever the config describes; all of its weights are in the folder."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return auto.from_pretrained(folder, use_safetensors=True)
+    options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    model, told = auto.from_pretrained(folder, **options)
+    for name in sorted(told["missing_keys"]):
+        raise ConfigError(f"drafter={folder} holds no tensor {name}; expected all of its weights")
+    return model
 
 
 def _require_fit(
-    section: dict[str, Any], name: str | Path, target: nn.Module, tokenizer: PreTrainedTokenizerBase | None
+    stored: StoredDrafter, name: str | Path, target: nn.Module, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """ConfigError unless the checkpoint was made by a known format, for a target of these shapes and this tokenizer."""
-    if section.get("type") not in HEADS:
-        raise ConfigError(f"drafter={name} is of type {section.get('type')!r}; expected one of {sorted(HEADS)}")
-    made_for = section["target"]
+    """ConfigError unless the checkpoint was made for a target of these shapes, this tokenizer and these weights."""
+    if stored.type not in HEADS:
+        raise ConfigError(f"drafter={name} is of type {stored.type!r}; expected one of {sorted(HEADS)}")
+    made_for, needs_hidden = stored.target, HEADS[stored.type].needs.hidden
     config = target.config.get_text_config(decoder=True)
-    keys = ("vocab_size", "hidden_size") if HEADS[section["type"]].needs.hidden else ("vocab_size",)
-    for key in keys:
-        if made_for[key] != getattr(config, key):
+    for key in ("vocab_size", "hidden_size") if needs_hidden else ("vocab_size",):
+        if getattr(made_for, key) != getattr(config, key):
             raise ConfigError(
-                f"drafter={name} was trained for {made_for['name']} with {key}={made_for[key]}; "
+                f"drafter={name} was trained for {made_for.name} with {key}={getattr(made_for, key)}; "
                 f"expected the target's {getattr(config, key)}"
             )
-    recorded = made_for.get("tokenizer_fingerprint")
+    recorded = made_for.tokenizer_fingerprint
     if tokenizer is not None and recorded is not None and recorded != tokenizer_fingerprint(tokenizer):
+        raise ConfigError(f"drafter={name} was trained for {made_for.name} with another tokenizer; expected the same")
+    if needs_hidden and made_for.model_fingerprint != model_fingerprint(target):
         raise ConfigError(
-            f"drafter={name} was trained for {made_for['name']} with another tokenizer; expected the same"
-        )
-    if HEADS[section["type"]].needs.hidden and made_for["model_fingerprint"] != model_fingerprint(target):
-        raise ConfigError(
-            f"drafter={name} reads the hidden states of {made_for['name']}, and the target's weights are others; "
+            f"drafter={name} reads the hidden states of {made_for.name}, and the target's weights are others; "
             "expected the target that it was trained on"
         )
 
@@ -203,7 +204,7 @@ def shared_vocabulary(folder: Path | str, name: str | Path, tokenizer: PreTraine
     without a tokenizer beside the checkpoint: the vocabulary size is then all that can be compared.
     """
     try:
-        own = AutoTokenizer.from_pretrained(folder)
+        own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):
         return None
     if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):

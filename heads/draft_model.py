@@ -119,7 +119,8 @@ def _pretrained(name: str, target: nn.Module) -> nn.Module:
     """A checkpoint; its padded vocabulary is cut or filled to the target's size."""
     auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        model = auto.from_pretrained(name, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa")
+        options = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
+        model = auto.from_pretrained(name, dtype=torch.float32, **options)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"drafter.model={name}; expected a language model's folder or Hub id ({reason})") from error

@@ -82,7 +82,10 @@ def sequence_length(recipe: Recipe) -> int:
 def _drafter(recipe: Recipe, target: nn.Module) -> TrainableDrafter:
     options = recipe.drafter_options()
     if options.get("model") is not None:  # its shapes are enough
-        options |= {"model": None, "config": AutoConfig.from_pretrained(options["model"]).to_dict()}
+        options |= {
+            "model": None,
+            "config": AutoConfig.from_pretrained(options["model"], trust_remote_code=False).to_dict(),
+        }
     size = checked_size(recipe.draft_vocab_size, target.get_output_embeddings().weight.shape[0])
     if size is not None:
         options["draft_vocabulary"] = list(range(size))
