@@ -14,6 +14,7 @@ from draftsmith.eval_cli import eval_app
 from draftsmith.export_cli import export, import_
 from draftsmith.forecast_cli import forecast
 from draftsmith.options import DRAFTER_HELP, POLICY_HELP, DtypeOption, RuleOption, TargetOption, TrustOption
+from draftsmith.push_cli import push
 
 app = typer.Typer(
     help="Train drafters for speculative decoding on a frozen target, and measure what they are worth.",
@@ -27,6 +28,7 @@ app.command()(check)
 app.command()(forecast)
 app.command()(export)
 app.command(name="import")(import_)
+app.command()(push)
 
 
 def _show_version(value: bool) -> None:

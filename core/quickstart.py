@@ -58,10 +58,12 @@ def quickstart(out: Path) -> None:
 
 
 def _write_cards(evaluation: Evaluation, request: MeasureRequest) -> None:
-    from draftsmith.hub.card import write_card
+    from draftsmith.hub.card import CardRequest, write_card
+    from draftsmith.train.output import read_metrics
 
     for name, path in request.drafters.items():
-        write_card(Path(path), evaluation.as_json(), name)
+        written = (evaluation.as_json(), name, CardRequest(licence="apache-2.0"), read_metrics(Path(path).parent))
+        write_card(Path(path), *written)
 
 
 def _launch(recipe: str, output: Path) -> None:

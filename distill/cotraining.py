@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,6 +26,13 @@ from draftsmith.heads.lora import add_lora, without_lora
 from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.storage import write_json
 
+LORA: dict[str, tuple] = {
+    "peft_type": ("LORA",),
+    "init_lora_weights": (True, False, None),
+    **dict.fromkeys(("megatron_config", "layer_replication", "modules_to_save", "trainable_token_indices"), (None,)),
+    **dict.fromkeys(("rank_pattern", "loftq_config"), ({}, None)),
+}
+"""Keys of an adapter's config, and what they may be: none that takes more than the adapters themselves."""
 CONFIG, WEIGHTS, QUALITY = "adapter_config.json", "adapter_model.safetensors", "quality.json"
 
 # Shapes: B texts, T positions, N tokens, H hidden size, V vocabulary.
@@ -90,12 +98,37 @@ def adapter_base(folder: Path) -> str:
 
 def with_adapter(model: nn.Module, folder: Path) -> nn.Module:
     """`model` with the adapter's weights added to its own: an ordinary model again, with a fingerprint of its own."""
+    _require_lora(folder)
     known = adapted_fingerprint(model_fingerprint(model), load_file(folder / WEIGHTS))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about what peft asks of transformers, not about us
         merged = PeftModel.from_pretrained(model, folder, use_safetensors=True).merge_and_unload()
     merged.draftsmith_fingerprint = known
     return merged
+
+
+def _require_lora(folder: Path) -> None:
+    """ConfigError unless the folder holds adapters like ours, in safetensors and of the rank that its config claims.
+
+    peft would read pickled weights, import a module that the config names, or take memory for any rank.
+    """
+    config, file = json.loads((folder / CONFIG).read_text(encoding="utf-8")), folder / WEIGHTS
+    for key, allowed in LORA.items():
+        if config.get(key) not in allowed:
+            expected = " or ".join(map(repr, allowed))
+            raise ConfigError(f"target={folder}: {key}={config.get(key)!r} in {CONFIG}; expected {expected}")
+    if not file.is_file():
+        raise ConfigError(f"target={folder} holds no {WEIGHTS}; expected adapters in safetensors: pickled are not read")
+    rank = config.get("r")
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            shapes = {name: tensors.get_slice(name).get_shape() for name in list(tensors.keys())}
+    except SafetensorError as error:
+        raise ConfigError(f"{file} cannot be read ({error}); expected whole safetensors weights") from error
+    for name, shape in shapes.items():
+        side = 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
+        if side is None or len(shape) != 2 or shape[side] != rank:
+            raise ConfigError(f"target={folder}: tensor {name} {shape}; expected a LoRA of rank r={rank} in {CONFIG}")
 
 
 def adapted_fingerprint(base: str, tensors: dict[str, Tensor]) -> str:

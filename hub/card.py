@@ -1,6 +1,8 @@
 """The model card of a drafter checkpoint: what it drafts for, what it was measured to be worth, how it was made."""
 
 import json
+import math
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,14 @@ import jinja2
 import yaml
 
 from draftsmith.errors import ConfigError
+from draftsmith.eval.drawing import Plot
+from draftsmith.eval.plots import evaluation_plots
+from draftsmith.eval.prompts import OVERALL
+from draftsmith.eval.report import interval
+from draftsmith.eval.training_plot import plot_training
+from draftsmith.heads.bounded import shapes_in
+from draftsmith.hub.card_data import card_data, require_readable
+from draftsmith.hub.private_values import is_local, last_part
 from draftsmith.storage import write_json, write_text
 
 KINDS = {
@@ -23,36 +33,125 @@ KINDS = {
     "peagle": "parallel drafter of the P-EAGLE kind",
     "dflash": "block drafter of the DFlash kind",
 }
+VLLM = {"draft_model": "draft_model", "medusa": "medusa", "eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp"}
+VLLM |= {"peagle": "eagle3"}
+"""Types that `draftsmith export --format vllm` writes, and what vLLM calls the method."""
+SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "hass": "EAGLE", "eagle3": "EAGLE3"}
+"""Types that `draftsmith export --format sglang` writes, and what SGLang calls the algorithm."""
+PLOTS = "plots"
 
 
-def write_card(folder: Path, evaluation: dict[str, Any], drafter: str) -> None:
-    """Write `README.md` and `eval.json` into a checkpoint.
+@dataclass(frozen=True)
+class CardRequest:
+    """What a card says beside what the checkpoint and its measurement know."""
+
+    repo: str | None = None
+    """Where it will be loaded from; None for the folder itself."""
+    licence: str | None = None
+    base_model: str | None = None
+    """The target on the Hub, where the checkpoint names it otherwise."""
+
+
+def write_card(
+    folder: Path,
+    evaluation: dict[str, Any] | None,
+    drafter: str | None,
+    request: CardRequest = CardRequest(),
+    metrics: list[dict[str, Any]] | None = None,
+) -> None:
+    """Write `README.md`, its plots and, of a measurement, `eval.json` into a checkpoint.
 
     Args:
         folder: a draftsmith checkpoint.
-        evaluation: the content of an `eval.json`, of which the rows of `drafter` are kept.
+        evaluation: the content of an `eval.json`, of which the rows of `drafter` are kept; None where nothing was
+            measured yet.
+        metrics: of the training run, for its curves.
 
     Raises:
-        ConfigError: for a folder that is not a checkpoint, or a drafter without rows.
+        ConfigError: for a folder that is not a checkpoint, a drafter without rows, or metadata that the Hub refuses.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if "draftsmith" not in config:
-        raise ConfigError(f"{folder} was not trained by draftsmith; expected a drafter checkpoint")
-    rows = [row for row in evaluation["rows"] if row["drafter"] == drafter]
-    if not rows:
+    section = checkpoint_section(folder)
+    rows = [] if evaluation is None else [row for row in evaluation["rows"] if row["drafter"] == drafter]
+    if evaluation is not None and not rows:
         raise ConfigError(f"drafter={drafter} has no rows in this evaluation; expected one that was measured")
-    section = config["draftsmith"]
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True)
-    text = files("draftsmith.hub").joinpath("card.md.j2").read_text(encoding="utf-8")
-    card = template.from_string(text).render(
-        name=drafter,
-        kind=KINDS.get(section["type"], section["type"]),
-        section=section,
-        rows=[row for row in rows if row["category"] == "all"],
-        settings=evaluation["settings"],
-        environment=evaluation["environment"],
-        recipe=yaml.safe_dump(section["recipe"] or {}, sort_keys=False),
+    overall = [row for row in rows if row["category"] == OVERALL]
+    name = request.repo or str(folder)
+    recipe = section["recipe"] or {}
+    source = _data_source(recipe)
+    data = card_data(
+        section,
+        name=name,
+        licence=request.licence,
+        base_model=request.base_model or hub_target(section),
+        datasets=[source] if source is not None and not is_local(source) else [],
+        rows=overall,
+        prompts="" if evaluation is None else last_part(evaluation["settings"]["prompts"]),
     )
+    plots = _plots(rows, drafter or last_part(name), metrics or [])
+    card = _render(
+        metadata=data.to_yaml(),
+        name=name,
+        title=last_part(request.repo) if request.repo else drafter or folder.name,
+        kind=KINDS[section["type"]],
+        section=section,
+        target=request.base_model or _target_name(section),
+        base_model=data.base_model,
+        numbers=sum(math.prod(shape) for shape in shapes_in(folder).values()),
+        rows=overall,
+        evaluation=evaluation,
+        plots=plots,
+        recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
+        recipe_text=yaml.safe_dump(recipe, sort_keys=False),
+        vllm=VLLM.get(section["type"]),
+        sglang=SGLANG.get(section["type"]),
+    )
+    require_readable(card, data)
+    for plot in plots:
+        (folder / PLOTS).mkdir(exist_ok=True)
+        (folder / PLOTS / plot.file).write_bytes(plot.png)
     write_text(folder / "README.md", card)
-    # What single prompts and samples gave stays in the report: a card is read, not compared.
-    write_json(folder / "eval.json", {**evaluation, "rows": rows, "measurements": [], "samples": []})
+    if evaluation is not None:
+        # What single prompts and samples gave stays in the report: a card is read, not compared.
+        write_json(folder / "eval.json", {**evaluation, "rows": rows, "measurements": [], "samples": []})
+
+
+def checkpoint_section(folder: Path) -> dict[str, Any]:
+    """What `draftsmith train` wrote into a checkpoint's config.json; ConfigError for another folder."""
+    try:
+        section = json.loads((folder / "config.json").read_text(encoding="utf-8"))["draftsmith"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder} was not trained by draftsmith; expected a drafter checkpoint") from error
+    if section["type"] not in KINDS:
+        raise ConfigError(f"{folder} is of type {section['type']!r}; expected one of {', '.join(KINDS)}")
+    section["target"].setdefault("quality", None)
+    return section
+
+
+def hub_target(section: dict[str, Any]) -> str | None:
+    """The repository of the target that a drafter was trained for; None where that was no repository."""
+    name = _target_name(section)
+    return None if is_local(name) else name
+
+
+def _target_name(section: dict[str, Any]) -> str:
+    """As the recipe names it: of a target that was trained too, the original."""
+    return ((section["recipe"] or {}).get("target") or {}).get("model") or section["target"]["name"]
+
+
+def _data_source(recipe: dict[str, Any]) -> str | None:
+    teacher = recipe.get("teacher") or {}
+    return teacher.get("file") or (recipe.get("data") or {}).get("prompts")
+
+
+def _plots(rows: list[dict[str, Any]], drafter: str, metrics: list[dict[str, Any]]) -> list[Plot]:
+    plots = evaluation_plots(rows) if rows else []
+    return [*plots, plot_training({drafter: metrics})] if any("loss" in row for row in metrics) else plots
+
+
+def _render(**values: Any) -> str:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True, trim_blocks=True
+    )
+    environment.filters |= {"interval": interval, "last_part": last_part}
+    text = files("draftsmith.hub").joinpath("card.md.j2").read_text(encoding="utf-8")
+    return environment.from_string(text).render(plots_folder=PLOTS, **values)

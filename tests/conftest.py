@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
+from hub_server import hub  # noqa: F401 - a fixture for all
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

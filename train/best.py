@@ -46,7 +46,7 @@ class BestDrafter:
                 self._drafter,
                 temporary,
                 target=self._described,
-                recipe=self._recipe.model_dump(mode="json"),
+                recipe=self._recipe.model_dump(mode="json", exclude={"publish"}),
                 draft_length=self._draft_length,
                 tokenizer=target.tokenizer,
             )

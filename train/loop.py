@@ -26,6 +26,7 @@ from draftsmith.train.memory import announce_memory
 from draftsmith.train.meter import MemoryMeter, in_units
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FAILED, FINISHED, check_output, claim_output
 from draftsmith.train.placement import Placement
+from draftsmith.train.publishing import Publisher, check_publish, is_first_process
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.record import Record
 from draftsmith.train.signals import leave
@@ -43,7 +44,8 @@ def train(recipe: Recipe) -> Path:
 
     Raises:
         ConfigError: before any work starts, for a recipe that cannot run here or an output folder of another run.
-        DraftsmithError: for a loss that is no number, or a folder that cannot be written; see train/record.py.
+        DraftsmithError: for a loss that is no number, a folder that cannot be written, see train/record.py, or behind
+            the end of a run whose drafter cannot be published.
     """
     check_output(recipe)
     require_tracker(recipe.tracker)
@@ -53,8 +55,11 @@ def train(recipe: Recipe) -> Path:
         raise ConfigError("teacher.kind='cached' with cotrain; expected 'online': the target changes")
     folder = Path(recipe.output)
     if (folder / FINISHED).exists():
-        Console(True).say(f"{recipe.name}: already finished in {folder}")
+        if is_first_process():
+            Console(True).say(f"{recipe.name}: already finished in {folder}")
+            Publisher(recipe, Console(True)).finish()
         return folder / DRAFTER
+    check_publish(recipe)
     accelerator = make_accelerator(recipe, folder)
     accelerator.wait_for_everyone()  # every process has looked at the folder before the first one writes
     if accelerator.is_main_process:
@@ -77,6 +82,8 @@ def train(recipe: Recipe) -> Path:
     accelerator.end_training()
     if run.stopping.agreed is not None:
         leave(run.stopping.agreed)
+    if run.console.visible:
+        run.record.publisher.finish()  # behind all that processes do together: an upload may take longer than they wait
     return folder / DRAFTER
 
 

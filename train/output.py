@@ -79,7 +79,9 @@ def _unknown(place: str, error: Exception) -> ConfigError:
 def comparable(recipe: Recipe) -> dict[str, Any]:
     """The recipe as plain values, without what may differ between two starts of one run."""
     placed, recomputed = {"sharded", "offload"}, {"activation_checkpointing"}  # where things lie, not what they are
-    return recipe.model_dump(mode="json", exclude={"output": True, "target": placed, "train": recomputed})
+    return recipe.model_dump(
+        mode="json", exclude={"output": True, "publish": True, "target": placed, "train": recomputed}
+    )
 
 
 def _first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, Any] | None:

@@ -16,6 +16,7 @@ from draftsmith.train.sections import (
     DataSection,
     EvaluationSection,
     ObjectiveSection,
+    PublishSection,
     TargetSection,
     TeacherSection,
     TrainSection,
@@ -24,6 +25,8 @@ from draftsmith.train.sections import (
 DEFAULT_DRAFT_LENGTH = 4
 LAUNCH_CONFIGS = "accelerate"
 """The folder beside the recipes with configs for `accelerate launch`."""
+OPTIONAL = {"cotrain": CotrainSection, "publish": PublishSection}
+"""Sections that a recipe may do without."""
 BOUNDS = (
     ("greater_than", ">", "gt"),
     ("greater_than_equal", ">=", "ge"),
@@ -50,6 +53,8 @@ class Recipe(Section):
     """Also train adapters on the target; with Medusa heads this is Medusa-2. What is decoded then is another target."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """wandb runs offline unless WANDB_API_KEY is set."""
+    publish: PublishSection | None = None
+    """Push the best drafter to the Hub; it may be added, changed or left out when a run goes on."""
 
     def drafter_options(self) -> dict[str, Any]:
         """What `from_target` of the drafter takes, but for its draft vocabulary."""
@@ -187,6 +192,6 @@ def _keys(sections: list[str], kind: str | None) -> list[str]:
         return list(Recipe.model_fields)
     if sections[0] == "drafter":
         return list(DRAFTERS[kind].model_fields)
-    if sections[0] == "cotrain":
-        return list(CotrainSection.model_fields)
+    if sections[0] in OPTIONAL:
+        return list(OPTIONAL[sections[0]].model_fields)
     return list(Recipe.model_fields[sections[0]].annotation.model_fields)

@@ -17,6 +17,7 @@ from draftsmith.train.console import Console
 from draftsmith.train.engines import Engine
 from draftsmith.train.memory import MemoryEstimate
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, METRICS, Metrics, comparable, finish
+from draftsmith.train.publishing import Publisher
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.signals import Stopping
 from draftsmith.train.step import Last
@@ -36,6 +37,7 @@ class Record:
         self._main = accelerator.is_main_process
         self._saved: int | None = None
         self._tracker: Tracker | None = None
+        self.publisher = Publisher(recipe, console)
 
     def resume(self, engine: Engine) -> Progress | None:
         """Put everything back to where the last checkpoint was written; None when there is none."""
@@ -71,6 +73,8 @@ class Record:
         """Keep the drafter if this evaluation says that it is the best."""
         with self._writing(DRAFTER):
             self.best.offer(step, result)
+        if self.best.tau and self.stopping.problem is None:
+            self.publisher.keep_up(self.best.step)
 
     def checkpoint(self, step: int, last: Last, evaluated: bool) -> None:
         """Unless the newest one is of this very step."""

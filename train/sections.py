@@ -169,6 +169,21 @@ class CotrainSection(Section):
     """Bound on that KL, in nats a token: on held-out text beyond it no drafter is kept."""
 
 
+class PublishSection(Section):
+    repo: str
+    """On the Hub: user/name; made when the run starts, where there is none."""
+    when: Literal["end", "best"] = "end"
+    """'best' also pushes each new best drafter while the run goes on."""
+    revision: str | None = None
+    """The branch that is pushed to; by default main."""
+    private: bool = False
+    """Of a repository that is made."""
+    licence: str | None = None
+    """The Hub's identifier of one, such as apache-2.0."""
+    base_model: str | None = None
+    """The target on the Hub, where target.model names it otherwise."""
+
+
 class EvaluationSection(Section):
     prompts: str | None = None
     """'embedded' or a JSONL file; by default the embedded held-out text, or the last prompts of the training file."""

@@ -25,7 +25,7 @@ from draftsmith.cli import main
 from draftsmith.eval.cells import Cell
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.hub.card import write_card
+from draftsmith.hub.card import CardRequest, write_card
 
 ROW_KEYS = [
     *("drafter", "drafter_type", "temperature", "policy", "rule", "lossless", "category", "prompts"),
@@ -98,10 +98,10 @@ def test_a_whole_evaluation(
 
     assert "Who wrote what" in (out / "report.html").read_text()
 
-    write_card(medusa_folder, written, "medusa")
+    write_card(medusa_folder, written, "medusa", CardRequest(licence="apache-2.0"))
     assert json.loads((medusa_folder / "eval.json").read_text())["measurements"] == []
     card = (medusa_folder / "README.md").read_text()
-    assert card.startswith("---\nlicense:")
+    assert "\nlicense: apache-2.0\n" in card.split("---")[1]
     assert "load_drafter" in card
     cells = (out / "cells.jsonl").read_bytes()
     assert _main(*call) == 0, "the same command goes on, here with nothing left to do"

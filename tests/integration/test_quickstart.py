@@ -30,5 +30,6 @@ def test_quickstart_writes_everything_and_reuses_it(
         assert (out / name).stat().st_size > 500
     for name in ("draft_model", "medusa"):
         card = (out / name / "drafter" / "README.md").read_text()
-        assert yaml.safe_load(card.split("---")[1])["library_name"] == "draftsmith"
+        library = {"draft_model": "transformers", "medusa": "draftsmith"}[name]
+        assert yaml.safe_load(card.split("---")[1])["library_name"] == library
     assert "already finished" in capfd.readouterr().err, "the second call trained again"

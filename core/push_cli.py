@@ -1,0 +1,49 @@
+"""`draftsmith push` on the command line."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+
+def push(
+    drafter: Annotated[Path, typer.Argument(help="A folder that `draftsmith train` wrote.")],
+    repo: Annotated[str, typer.Argument(help="On the Hub: user/name. Made where there is none.")],
+    evaluation: Annotated[
+        Path | None, typer.Option("--eval", help="What `draftsmith eval` wrote: a folder, or its eval.json.")
+    ] = None,
+    measured_as: Annotated[str | None, typer.Option("--as", help="The drafter's name in that measurement.")] = None,
+    licence: Annotated[str | None, typer.Option("--licence", help="The Hub's name of one: apache-2.0, mit.")] = None,
+    base_model: Annotated[str | None, typer.Option("--base-model", help="The target on the Hub: user/name.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make it private, where it is made.")] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="Push to this branch.")] = None,
+    message: Annotated[str | None, typer.Option("--message", help="Of the commit.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the folder, upload nothing.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Keep the published folder here; of a dry run runs/push/NAME.")
+    ] = None,
+) -> None:
+    """Publish a drafter on the Hub, with a model card made from its run and its measurement."""
+    from draftsmith.hub.publication import Publication, assemble, check_publication
+    from draftsmith.hub.push import Destination, prepare, upload
+    from draftsmith.train.output import read_metrics
+
+    options = {"evaluation": evaluation, "measured_as": measured_as, "licence": licence, "base_model": base_model}
+    publication = Publication(drafter, repo, metrics=read_metrics(drafter.parent), **options)
+    for note in check_publication(publication):
+        typer.echo(f"note: {note}", err=True)
+    if dry_run:
+        out = out or Path("runs/push") / repo.partition("/")[2]
+        files = assemble(publication, out)
+        typer.echo(f"nothing was uploaded; {out} holds what would be:")
+        for file in files:
+            typer.echo(f"  {file}  {(out / file).stat().st_size:,} bytes")
+        return
+    destination = Destination(repo, revision, private)
+    prepare(destination)
+    with TemporaryDirectory(prefix="draftsmith-push-") as temporary:
+        folder = out or Path(temporary) / "publication"
+        assemble(publication, folder)
+        commit = upload(folder, destination, message or f"{publication.title}, by draftsmith")
+    typer.echo(f"{destination.page} at {commit[:12]}")

@@ -1,0 +1,169 @@
+"""The folder that is published: a drafter's files by an allow-list, its card, plots and measurement; nothing else."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import ConfigError
+from draftsmith.eval.evaluation import EVALUATION, read_evaluation
+from draftsmith.hub.card import KINDS, PLOTS, CardRequest, checkpoint_section, hub_target, write_card
+from draftsmith.hub.card_data import check_licence, check_repo
+from draftsmith.hub.private_values import require_no_secret, without_local_paths
+from draftsmith.storage import atomic_folder, write_json
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER += ("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+PUBLISHED = ("config.json", "generation_config.json", "model.safetensors.index.json", "*.safetensors", *TOKENIZER)
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "quality.json", *TOKENIZER)
+TARGET = "target"
+"""Folder of the adapter of a target that was trained too: beside the drafter's in a run, inside it when published."""
+WRITTEN = ("config.json", "README.md", EVALUATION, f"{TARGET}/adapter_config.json", f"{TARGET}/quality.json")
+"""Files with texts of ours, in which a secret could stand."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What is published where, and what its card says."""
+
+    folder: Path
+    """A draftsmith checkpoint."""
+    repo: str
+    """`user/name`"""
+    evaluation: Path | None = None
+    """An `eval.json` or the folder of one; by default the checkpoint's own, if there is one."""
+    measured_as: str | None = None
+    """The drafter's name in it, where it has several and none with this folder."""
+    licence: str | None = None
+    base_model: str | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """Of the training run."""
+
+    @property
+    def title(self) -> str:
+        """In a commit's message."""
+        section = checkpoint_section(self.folder)
+        return f"{KINDS[section['type']].capitalize()} for {self.base_model or hub_target(section) or 'its target'}"
+
+
+def check_publication(publication: Publication) -> list[str]:
+    """ConfigError for what cannot be published; else notes on what the card will lack. Nothing is written."""
+    check_repo("repo", publication.repo)
+    section = checkpoint_section(publication.folder)
+    check_licence(publication.licence)
+    if publication.base_model is not None:
+        check_repo("base_model", publication.base_model)
+    if not any(publication.folder.glob("*.safetensors")):
+        raise ConfigError(f"{publication.folder} holds no *.safetensors; expected a drafter checkpoint")
+    _adapter(publication.folder, section)
+    evaluation, _ = _measured(publication)
+    notes = []
+    if publication.base_model is None and hub_target(section) is None:
+        notes.append(
+            "base_model is left out: the target is not on the Hub by that name; --base-model user/name says it"
+        )
+    if publication.licence is None:
+        notes.append(
+            "the licence is left out; --licence says it (a draft model cut from a target is under the target's)"
+        )
+    if evaluation is None:
+        notes.append("not measured: the card has no alpha, tau and speedup; --eval takes what `draftsmith eval` wrote")
+    return notes
+
+
+def assemble(publication: Publication, out: Path) -> list[Path]:
+    """Write the folder that is published to `out`, which is new, empty or an earlier one; its files, relative to it.
+
+    Raises:
+        ConfigError: for a folder that holds something else, or a text that holds what looks like a token.
+    """
+    check_out(out)
+    source, section = publication.folder, checkpoint_section(publication.folder)
+    evaluation, drafter = _measured(publication)
+    with atomic_folder(out) as temporary:
+        _copy(source, temporary, PUBLISHED)
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        write_json(temporary / "config.json", _public_config(config, publication.base_model))
+        adapter = _adapter(source, section)
+        if adapter is not None:
+            _copy(adapter, temporary / TARGET, ADAPTER)
+            _publish_base(temporary / TARGET / "adapter_config.json", publication.base_model)
+        if evaluation is not None:
+            evaluation = without_local_paths(evaluation)
+            evaluation["settings"]["drafters"][drafter] = publication.repo
+        request = CardRequest(publication.repo, publication.licence, publication.base_model)
+        write_card(temporary, evaluation, drafter, request, publication.metrics)
+        for name in WRITTEN:
+            if (temporary / name).is_file():
+                require_no_secret(name, (temporary / name).read_text(encoding="utf-8"))
+    return sorted(file.relative_to(out) for file in out.rglob("*") if file.is_file())
+
+
+def check_out(out: Path) -> None:
+    """ConfigError unless `out` may be replaced: it is no one's, or holds nothing but an earlier publication."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file; expected a folder")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    known = {PLOTS, TARGET, "README.md", EVALUATION}
+    for entry in out.iterdir():
+        if entry.name not in known and not any(entry.match(pattern) for pattern in PUBLISHED):
+            raise ConfigError(f"out={out} holds {entry.name}; expected a new folder, or one that push wrote")
+    checkpoint_section(out)
+
+
+def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> None:
+    out.mkdir(exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and any(file.match(pattern) for pattern in patterns):
+            shutil.copyfile(file, out / file.name)
+
+
+def _public_config(config: dict[str, Any], base_model: str | None) -> dict[str, Any]:
+    """config.json without what names a place on this machine; the target under its name on the Hub, where given."""
+    section = without_local_paths(config["draftsmith"])
+    if base_model is not None:
+        section["target"]["name"] = base_model
+        if "target" in (section["recipe"] or {}):
+            section["recipe"]["target"]["model"] = base_model
+    return {**config, **without_local_paths({"_name_or_path": config.get("_name_or_path", "")}), "draftsmith": section}
+
+
+def _publish_base(file: Path, base_model: str | None) -> None:
+    config = json.loads(file.read_text(encoding="utf-8"))
+    base = base_model or without_local_paths(config["base_model_name_or_path"])
+    write_json(file, {**config, "base_model_name_or_path": base})
+
+
+def _adapter(folder: Path, section: dict[str, Any]) -> Path | None:
+    """The adapter of a target that was trained together with the drafter; ConfigError where it is gone."""
+    if not section["target"].get("quality"):
+        return None
+    for place in (folder / TARGET, folder.parent / TARGET):
+        if (place / "adapter_config.json").is_file():
+            return place
+    raise ConfigError(
+        f"{folder} was trained together with its target, and the adapter is not beside it; expected the folder "
+        f"{folder.parent / TARGET}"
+    )
+
+
+def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | None]:
+    """The measurement and the drafter's name in it: as told, the one with this folder, or the only one."""
+    place = publication.evaluation
+    if place is None and (publication.folder / EVALUATION).is_file():
+        place = publication.folder / EVALUATION
+    if place is None:
+        return None, None
+    evaluation = read_evaluation(place)
+    named = evaluation["settings"]["drafters"]
+    measured = {row["drafter"] for row in evaluation["rows"]}
+    own = [name for name, folder in named.items() if Path(folder).resolve() == publication.folder.resolve()]
+    candidates = [publication.measured_as] if publication.measured_as else own or sorted(measured)
+    if len(candidates) != 1 or candidates[0] not in measured:
+        asked = f"measured_as={publication.measured_as!r}" if publication.measured_as else str(place)
+        raise ConfigError(
+            f"{asked}; expected --as with one of the drafters measured there: {', '.join(sorted(measured))}"
+        )
+    return evaluation, candidates[0]

@@ -1,0 +1,289 @@
+"""`draftsmith push` against a Hub on loopback: what arrives, what goes on, what is refused, what stays at home."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from hub_server import TOKEN, Hub
+from huggingface_hub import ModelCard, constants
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from unit.eval.made import evaluation, row
+
+from draftsmith import load_drafter
+from draftsmith.cli import main
+from draftsmith.errors import ConfigError
+from draftsmith.heads import DraftModel, Medusa
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.train.recipe import parse_recipe
+
+REPO = "user/tiny-drafter"
+WRONG = "hf_" + "NotTheRightOne" * 2
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """What a run leaves: two drafters, one in `drafter`, metrics, and things that are nobody's business."""
+    folder = tmp_path / "home" / "someone" / "run"
+    for kind, drafter in (("drafter", DraftModel(make_llama(1))), ("medusa", Medusa.from_target(tiny_target))):
+        for parameter in drafter.parameters():
+            parameter.data += torch.randn_like(parameter)
+        values = {"name": "tiny", "output": str(folder), "drafter": {"type": drafter.type}}
+        values |= {"target": {"model": str(tmp_path / "tiny")}, "data": {"prompts": str(tmp_path / "p.jsonl")}}
+        recipe = parse_recipe(values, "test").model_dump(mode="json")
+        made_for = describe_target(tiny_target, tiny_tokenizer, str(tmp_path / "tiny"))
+        options = {"target": made_for, "recipe": recipe, "draft_length": 3, "tokenizer": tiny_tokenizer}
+        save_drafter(drafter, folder / kind, **options)
+    for name in ("training.log", "pytorch_model.bin", "notes.txt", "checkpoints/step-4/state.json"):
+        file = folder / "drafter" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("private")
+    rows = [{"step": step, "loss": 2.0 / step, "alpha": [0.5]} for step in (1, 2, 3)]
+    metrics = [*rows, {"step": 3, "evaluation": {"tau": 1.5}}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(value) + "\n" for value in metrics))
+    made = evaluation(rows=[row(), row(temperature=1.0, batch_size=4, speedup=1.25)]).as_json()
+    made["settings"]["drafters"] = {"d": str(folder / "drafter")}
+    made["environment"]["command"] = f"draftsmith eval --target {tmp_path}/tiny --drafter d={folder}/drafter"
+    (folder / "eval.json").write_text(json.dumps(made))
+    return folder
+
+
+def push(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["push", *map(str, arguments)])
+    return int(stop.value.code or 0)
+
+
+PUSHED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+PLOTS = {"plots/training.png", "plots/speedup.png", "plots/acceptance.png", "plots/time.png", "plots/theory.png"}
+PLOTS |= {"plots/over_temperature.png", "plots/over_batch_size.png"}
+
+
+def test_pushed_and_loaded_by_name(
+    hub: Hub,
+    run: Path,
+    tmp_path: Path,
+    tiny_target: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    given = ("--eval", run / "eval.json", "--licence", "mit", "--base-model", "org/tiny", "--message", "first")
+    assert push(run / "drafter", REPO, *given) == 0
+    assert capsys.readouterr().out.startswith(f"{hub.url}/{REPO} at ")
+    repository = hub.repositories[REPO]
+    files = repository.files()
+    assert files.keys() - {".gitattributes"} == PUSHED | PLOTS | {"eval.json", "generation_config.json"}
+    assert repository.messages[-1] == "first"
+    assert not repository.private
+
+    assert not [name for name, held in files.items() if str(tmp_path).encode() in held], "paths of this machine"
+    assert not [name for name, held in files.items() if TOKEN.encode() in held]
+    config = json.loads(files["config.json"])
+    assert config["draftsmith"]["recipe"]["data"]["prompts"] == "p.jsonl"
+    assert config["draftsmith"]["target"]["name"] == config["draftsmith"]["recipe"]["target"]["model"] == "org/tiny"
+    measured = json.loads(files["eval.json"])
+    assert measured["environment"]["command"] == "draftsmith eval --target tiny --drafter d=drafter"
+    assert measured["settings"]["drafters"] == {"d": REPO}
+
+    data = ModelCard(files["README.md"].decode()).data
+    known = {"license": "mit", "base_model": "org/tiny", "base_model_relation": "finetune"}
+    known |= {"pipeline_tag": "text-generation", "library_name": "transformers"}
+    assert {key: data[key] for key in known} == known
+    assert [(result.metric_type, result.metric_value) for result in data.eval_results][:3] == [
+        ("speedup", 1.5),
+        ("tau", 2.4),
+        ("alpha", 0.8),
+    ]
+    assert "| 1 | chain:draft_length=2 | 4 | 0.800 [0.700, 0.900] |" in files["README.md"].decode()
+
+    drafter = load_drafter(REPO, tiny_target, tiny_tokenizer)
+    local = load_drafter(run / "drafter", tiny_target, tiny_tokenizer)
+    assert drafter.draft_length_hint == 3
+    ids = torch.arange(2, 40)[None]
+    assert torch.equal(drafter.model(ids).logits, local.model(ids).logits)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(REPO)(ids).logits, local.model(ids).logits)
+    assert AutoTokenizer.from_pretrained(REPO).get_vocab() == tiny_tokenizer.get_vocab()
+
+    commits, puts = len(repository.commits), hub.puts.copy()
+    assert push(run / "drafter", REPO, *given) == 0
+    assert (len(repository.commits), hub.puts) == (commits, puts), "the same again: nothing is sent, nothing committed"
+
+
+def test_heads_and_a_card_without_measurement(
+    hub: Hub, run: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert push(run / "medusa", REPO) == 0
+    files = hub.repositories[REPO].files()
+    assert files.keys() - {".gitattributes"} == PUSHED | {"plots/training.png"}
+    card = files["README.md"].decode()
+    assert "Not measured yet" in card
+    assert "custom_generate=as_custom_generate(drafter)" in card
+    data = ModelCard(card).data.to_dict()
+    assert data["library_name"] == "draftsmith"
+    assert not {"base_model", "base_model_relation", "license", "datasets", "model-index"} & data.keys()
+    drafter = load_drafter(REPO, tiny_target, tiny_tokenizer)
+    state, local = drafter.state_dict(), load_drafter(run / "medusa", tiny_target, tiny_tokenizer).state_dict()
+    assert state.keys() == local.keys()
+    assert all(torch.equal(value, local[name]) for name, value in state.items())
+
+
+def test_private_repositories_and_branches(
+    hub: Hub, run: Path, tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert push(run / "drafter", REPO, "--private", "--revision", "trial") == 0
+    repository = hub.repositories[REPO]
+    assert repository.private
+    assert "config.json" in repository.files("trial")
+    assert "config.json" not in repository.files("main")
+    assert f"/{REPO}/tree/trial at " in capsys.readouterr().out
+    for name, options in ((REPO, {"revision": "trial"}), (f"{REPO}@trial", {})):
+        assert isinstance(load_drafter(name, tiny_target, **options), DraftModel)
+    with pytest.raises(ConfigError, match=r"expected a folder with config\.json"):
+        load_drafter(REPO, tiny_target)
+    with pytest.raises(ConfigError, match="expected one of the two"):
+        load_drafter(f"{REPO}@trial", tiny_target, revision="trial")
+    with pytest.raises(ConfigError, match="of the local folder"):
+        load_drafter(run / "drafter", tiny_target, revision="trial")
+    with pytest.raises(ConfigError, match=f"drafter={REPO}@absent; expected a local folder or a Hub id"):
+        load_drafter(f"{REPO}@absent", tiny_target)
+    monkeypatch.setenv("HF_TOKEN", WRONG)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(run / "other-cache"))
+    with pytest.raises(ConfigError, match=f"drafter={REPO}@trial; expected a local folder or a Hub id"):
+        load_drafter(f"{REPO}@trial", tiny_target)
+
+
+def test_a_dry_run_asks_nobody(hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert push(run / "drafter", REPO, "--dry-run", "--out", out) == 0
+    shown = capsys.readouterr()
+    assert "nothing was uploaded" in shown.out
+    assert "note: not measured" in shown.err
+    assert not hub.asked
+    assert {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()} >= PUSHED
+    (out / "diary.txt").write_text("mine")
+    assert push(run / "drafter", REPO, "--dry-run", "--out", out) == 2
+    assert "holds diary.txt; expected a new folder" in capsys.readouterr().err
+    assert (out / "diary.txt").read_text() == "mine"
+
+
+def test_a_dropped_connection(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
+    """What has arrived before it is not sent again; one drop alone is not even seen."""
+    weights = (run / "drafter" / "model.safetensors").stat().st_size
+
+    def drop(size: int) -> bool:
+        while size == weights and not hub.puts:
+            time.sleep(0.01)  # until the plot is there
+        return size == weights
+
+    hub.drop = drop
+    assert push(run / "drafter", REPO) == 2
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    assert err.startswith(f"PushError: push={REPO}: the connection to {hub.url} failed (")
+    assert "what has arrived is not sent again" in err
+    assert len(hub.puts) == 1
+    assert hub.repositories[REPO].files().keys() == {".gitattributes"}, "no half of a drafter"
+    drops = []
+    hub.drop = lambda size: not drops and (drops.append(size) or True)
+    assert push(run / "drafter", REPO) == 0
+    assert drops == [weights]
+    assert sorted(hub.puts.values()) == [1, 1]
+    assert hub.repositories[REPO].files().keys() > PUSHED
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "fail", "message"),
+    [
+        (REPO, WRONG, {}, r"ConfigError: .*refused the token \(401\); expected `hf auth login`, or HF_TOKEN"),
+        (REPO, None, {}, "ConfigError: .*no token of the Hub; expected `hf auth login`"),
+        ("other/name", TOKEN, {}, r"ConfigError: push=other/name: the token may not write there \(403\)"),
+        ("no name", TOKEN, {}, "ConfigError: repo='no name'; expected user/name"),
+        ("name", TOKEN, {}, "ConfigError: repo='name'; expected user/name"),
+        (REPO, TOKEN, {"POST .*/commit/": 503}, "PushError: .*answered 503 .* the same command goes on"),
+        (REPO, TOKEN, {"POST .*/preupload/": 403}, r"ConfigError: .*may not write there \(403\)"),
+        (REPO, TOKEN, {"POST /api/validate-yaml": 400}, "ConfigError: .*refused it .*Invalid metadata"),
+        (REPO, TOKEN, {"POST /api/repos/create": 404}, r"ConfigError: .*no such repository or revision \(404"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(
+    repo: str,
+    token: str | None,
+    fail: dict[str, int],
+    message: str,
+    hub: Hub,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    hub.fail = fail
+    assert push(run / "drafter", repo) == 2
+    shown = capfd.readouterr()
+    lines = [line for line in shown.err.splitlines() if "Error: " in line]
+    assert len(lines) == 1
+    assert re.match(message, lines[0]), lines
+    for secret in (TOKEN, WRONG):
+        assert secret not in shown.out + shown.err
+        for file in run.rglob("*"):
+            assert not file.is_file() or secret.encode() not in file.read_bytes()
+    assert not any(repository.files().keys() & PUSHED for repository in hub.repositories.values())
+
+
+def test_no_way_to_the_hub(hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert push(run / "drafter", REPO) == 2
+    assert f"PushError: push={REPO}: the connection to http://127.0.0.1:9 failed (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--licence", "Apache 2.0"], "licence='Apache 2.0'; expected the Hub's identifier of one"),
+        (["--base-model", "a/b/c"], "base_model='a/b/c'; expected user/name"),
+        (["--eval", "absent"], "absent; expected an eval.json or the folder of one"),
+        (["--as", "x"], "expected --as with one of the drafters measured there: d"),
+    ],
+)
+def test_bad_requests_stop_before_any_work(
+    options: list[str], message: str, hub: Hub, run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = [] if "--eval" in options else ["--eval", run / "eval.json"]
+    assert push(run / "drafter", REPO, *given, *options) == 2
+    assert message in capsys.readouterr().err
+    assert push(run, REPO) == 2
+    assert "was not trained by draftsmith" in capsys.readouterr().err
+    assert not hub.asked
+
+
+def test_secrets_are_not_published(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
+    file = run / "drafter" / "config.json"
+    whole = file.read_text()
+    for secret in (f"user/data?token={TOKEN}", f"user/{WRONG}", "https://me:password@host/data.jsonl"):
+        config = json.loads(whole)
+        config["draftsmith"]["recipe"]["data"]["prompts"] = secret
+        file.write_text(json.dumps(config))
+        assert push(run / "drafter", REPO) == 2
+        shown = capsys.readouterr()
+        assert "holds what looks like a token or a password" in shown.err
+        assert secret not in shown.err
+    assert not hub.puts
+
+
+def test_in_a_process_of_its_own(hub: Hub, run: Path, tmp_path: Path) -> None:
+    """The address from HF_ENDPOINT, as users have it."""
+    program = "import sys; from draftsmith.cli import main; from transformers import AutoModelForCausalLM as Auto\n"
+    program += "try: main(sys.argv[1:])\nexcept SystemExit as stop: assert not stop.code\n"
+    program += "print(Auto.from_pretrained(sys.argv[3]).config.model_type)"
+    command = [sys.executable, "-c", program, "push", str(run / "drafter"), REPO]
+    done = subprocess.run(command, env=hub.environment(tmp_path / "hf"), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "llama"
+    assert TOKEN not in done.stdout + done.stderr
+    assert hub.repositories[REPO].files().keys() > PUSHED
