@@ -53,7 +53,7 @@ class Publisher:
         self._folder = Path(recipe.output)
         self._thread: threading.Thread | None = None
         self._problem: DraftsmithError | None = None
-        self._tried = self._record().get("best_step", 0)
+        self._tried = self._record().get("best_step", 0)  # at step 0 nothing was trained
 
     def keep_up(self, best_step: int) -> None:
         """To be called behind every evaluation: push the best drafter, if it is a new one and none is on its way."""
@@ -86,16 +86,18 @@ class Publisher:
             self._thread.join()
             self._tell()
         best_step = json.loads((self._folder / FINISHED).read_text(encoding="utf-8"))["best_step"]
-        if self._record() == self._entry(best_step, final=True) | {"commit": self._record().get("commit")}:
+        done = self._record()
+        if done and done["final"] and done["best_step"] == best_step:
             return
         where, drafter = _destination(self._recipe), self._folder / DRAFTER
         if not drafter.is_dir():
             raise DraftsmithError(f"publish={where.repo}: no drafter of this run was worth keeping; nothing was pushed")
         copy = self._folder / f".publication.tmp-{os.getpid()}"
         try:
+            prepare(where)  # again: the recipe may have changed since, or the repository
             assemble(self._publication(read_metrics(self._folder)), copy)
-        except OSError as error:
-            self._problem = DraftsmithError(f"{copy} cannot be written ({error})")
+        except (DraftsmithError, OSError) as error:
+            self._problem = DraftsmithError(str(error))
         else:
             self._push(copy, best_step, True)
         if self._problem is not None:
@@ -119,7 +121,7 @@ class Publisher:
     def _tell(self) -> None:
         """A push that failed while the run goes on is one line, said by the thread that has the console."""
         if self._problem is not None:
-            self._console.say(f"warning: not published ({self._problem}); training goes on")
+            self._console.say(f"warning: the best drafter, of step {self._tried}, was not published ({self._problem})")
             self._problem = None
 
     def _publication(self, metrics: list[dict[str, Any]]) -> Publication:
@@ -132,8 +134,10 @@ class Publisher:
         return {"repo": publish.repo, "revision": publish.revision, "best_step": best_step, "final": final}
 
     def _record(self) -> dict[str, Any]:
-        file = self._folder / PUBLISHED
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        """What was pushed last, if it went to where it would go now."""
+        file, publish = self._folder / PUBLISHED, self._recipe.publish
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and publish is not None else {}
+        return found if found and (found["repo"], found["revision"]) == (publish.repo, publish.revision) else {}
 
 
 def _destination(recipe: Recipe) -> Destination:

@@ -1,0 +1,144 @@
+"""The recipe's section `publish`: asked for at the start, kept up with, done at the end, and never in a run's way."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hub_server import TOKEN, Hub
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM
+
+from draftsmith import load_drafter
+from draftsmith.distill.targets import load_target
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.train import loop
+from draftsmith.train.output import read_metrics
+from draftsmith.train.recipe import load_recipe
+
+REPO = "user/tiny"
+
+
+def _train(recipe: Path, *overrides: str) -> Path:
+    return loop.train(load_recipe(str(recipe), list(overrides)))
+
+
+def _commits(hub: Hub) -> list[str]:
+    return hub.repositories[REPO].messages[1:]
+
+
+def test_at_the_end(hub: Hub, recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    given = (f"publish.repo={REPO}", "publish.private=true", "publish.licence=mit", "publish.base_model=org/tiny")
+    drafter = _train(recipe_file, *given)
+    assert hub.repositories[REPO].private
+    finished = json.loads((tmp_path / "run" / "finished.json").read_text())
+    assert _commits(hub) == [f"tiny: finished, best at step {finished['best_step']}"]
+    files = hub.repositories[REPO].files()
+    assert {"plots/training.png", "model.safetensors", "tokenizer.json"} < files.keys()
+    assert "\nlicense: mit\n" in files["README.md"].decode()
+    assert files["model.safetensors"] == (drafter / "model.safetensors").read_bytes()
+    assert "publish" not in files["config.json"].decode(), "who adapts it does not push to the same place"
+    assert f"published at {hub.url}/{REPO}" in capfd.readouterr().err
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target")
+    assert load_drafter(REPO, target).draft_length_hint == 3
+
+    asked = len(hub.asked)
+    assert _train(recipe_file, *given) == drafter
+    assert len(hub.asked) == asked, "published already"
+    assert _train(recipe_file) == drafter
+    assert _train(recipe_file, *given, "publish.revision=again") == drafter
+    assert "model.safetensors" in hub.repositories[REPO].files("again"), "the same run, published elsewhere too"
+    for file in (tmp_path / "run").rglob("*"):
+        assert not file.is_file() or TOKEN.encode() not in file.read_bytes()
+
+
+def test_every_new_best(
+    hub: Hub, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Here each evaluation finds a better one, and each push is waited for; that of step 6 fails."""
+    taus = iter([1.1, 1.2, 1.3])
+    found = loop.evaluate_drafter
+
+    def evaluate(*arguments: object, **options: object) -> object:
+        result, outputs = found(*arguments, **options)
+        return {**result, "tau": next(taus)}, outputs
+
+    keep_up = loop.Publisher.keep_up
+
+    def kept_up(publisher: loop.Publisher, best_step: int) -> None:
+        hub.fail = {"POST .*/commit/": 500} if best_step == 6 else {}
+        keep_up(publisher, best_step)
+        if best_step:
+            publisher._thread.join()
+
+    monkeypatch.setattr(loop, "evaluate_drafter", evaluate)
+    monkeypatch.setattr(loop.Publisher, "keep_up", kept_up)
+    best = ["publish.when=best"]
+    _train(recipe_file, f"publish.repo={REPO}", *best)
+    assert _commits(hub) == ["tiny: best at step 12", "tiny: finished, best at step 12"]
+    err = capfd.readouterr().err
+    assert err.count("was not published") == 1
+    assert "answered 500" in err
+    assert [row["step"] for row in read_metrics(tmp_path / "run") if "loss" in row] == list(range(1, 13))
+    weights = hub.repositories[REPO].files()["model.safetensors"]
+    assert weights == (tmp_path / "run" / "drafter" / "model.safetensors").read_bytes()
+    assert all(count == 1 for count in hub.puts.values()), "the last push sends no weights again"
+    assert not list((tmp_path / "run").glob(".publication*"))
+    for given, again in ((REPO, False), ("user/other", True)):
+        resumed = loop.Publisher(load_recipe(str(recipe_file), [f"publish.repo={given}", *best]), loop.Console(False))
+        keep_up(resumed, 12)
+        assert (resumed._thread is not None) == again, "what a run has pushed, it does not push again when it goes on"
+    resumed._thread.join()
+
+
+def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = "hf_" + "NotTheRightOne" * 2
+    for token, given, message in (
+        (wrong, REPO, r"refused the token \(401\)"),
+        (TOKEN, "other/name", r"may not write there \(403\)"),
+        (TOKEN, "a/b/c", r"publish\.repo='a/b/c'; expected user/name"),
+    ):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(ConfigError, match=message) as refused:
+            _train(recipe_file, f"publish.repo={given}")
+        assert token not in str(refused.value)
+        assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="licence='A B'; expected"):
+        _train(recipe_file, f"publish.repo={REPO}", "publish.licence=A B")
+    with pytest.raises(ConfigError, match=r"did you mean publish\.private\?"):
+        load_recipe(str(recipe_file), [f"publish.repo={REPO}", "publish.privat=true"])
+    with pytest.raises(ConfigError, match=r"publish\.repo is missing"):
+        load_recipe(str(recipe_file), ["publish.private=true"])
+
+
+def test_a_push_that_fails_at_the_end_loses_nothing(hub: Hub, recipe_file: Path, tmp_path: Path) -> None:
+    hub.drop = lambda size: True
+    with pytest.raises(DraftsmithError, match="the run is finished and its drafter is in") as failed:
+        _train(recipe_file, f"publish.repo={REPO}")
+    assert f"draftsmith push {tmp_path}/run/drafter {REPO}" in str(failed.value)
+    assert (tmp_path / "run" / "finished.json").is_file()
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target")
+    assert load_drafter(tmp_path / "run" / "drafter", target).draft_length_hint == 3
+    assert not _commits(hub)
+    steps = len(read_metrics(tmp_path / "run"))
+    hub.drop = lambda size: False
+    _train(recipe_file, f"publish.repo={REPO}")
+    assert len(_commits(hub)) == 1, "the same command only publishes"
+    assert len(read_metrics(tmp_path / "run")) == steps
+
+
+def test_a_target_that_was_trained_too(
+    hub: Hub, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its adapter goes along, and the drafter loads for the two together."""
+    options = ("drafter.type=medusa", "cotrain.lora_rank=4", "cotrain.max_quality_kl=5", "cotrain.warmup_fraction=0")
+    _train(recipe_file, f"publish.repo={REPO}", *options)
+    files = hub.repositories[REPO].files()
+    assert {"target/adapter_config.json", "target/adapter_model.safetensors", "target/tokenizer.json"} < files.keys()
+    assert str(tmp_path).encode() not in files["target/adapter_config.json"] + files["config.json"]
+    folder = Path(snapshot_download(REPO))
+    config = json.loads((folder / "target" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "tiny-target"
+    monkeypatch.chdir(tmp_path)  # where a folder of that name lies
+    target = load_target(str(folder / "target"))
+    drafter = load_drafter(REPO, target.model, target.tokenizer)
+    assert drafter.target_quality["kl"] >= 0

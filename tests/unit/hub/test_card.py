@@ -1,0 +1,98 @@
+"""Cards of every kind of drafter: metadata that reads back, commands that fit the kind, nothing left to fill in."""
+
+from pathlib import Path
+
+import pytest
+from conftest import make_llama
+from huggingface_hub import ModelCard
+from transformers import LlamaForCausalLM
+from unit.eval.made import evaluation, row
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.hub.card import KINDS, SGLANG, VLLM, CardRequest, write_card
+from draftsmith.hub.private_values import is_local, without_local_paths
+from draftsmith.train.recipe import parse_recipe
+
+
+def _saved(kind: str, folder: Path, target: LlamaForCausalLM, name: str, **values: object) -> Path:
+    drafter = HEADS[kind].from_target(target)
+    drafter.attach(target)
+    recipe = {"name": "x", "output": "o", "drafter": {"type": kind}, "target": {"model": name}, **values}
+    stored = parse_recipe(recipe, "test").model_dump(mode="json")
+    save_drafter(drafter, folder, target=describe_target(target, None, name), recipe=stored, draft_length=2)
+    return folder
+
+
+def test_every_kind_has_a_card(tmp_path: Path) -> None:
+    target = make_llama(num_hidden_layers=6)
+    assert KINDS.keys() == HEADS.keys()
+    assert VLLM.keys() | SGLANG.keys() <= HEADS.keys()
+    for kind in HEADS:
+        data = {"data": {"prompts": "org/prompts"}}
+        folder = _saved(kind, tmp_path / kind, target, "org/target", **data)
+        write_card(folder, None, None, CardRequest("user/name", "mit"))
+        card = (folder / "README.md").read_text()
+        assert "{" not in card.replace("--speculative-config '{", "").replace("mix: {}", "").replace("options: {}", "")
+        found = ModelCard(card).data.to_dict()
+        assert found["base_model"] == "org/target"
+        assert found["base_model_relation"] == ("finetune" if kind == "draft_model" else "adapter")
+        assert found["datasets"] == ["org/prompts"]
+        assert found["tags"] == ["speculative-decoding", "draftsmith", kind]
+        assert ("--format vllm" in card) == (kind in VLLM)
+        assert ("--format sglang" in card) == (kind in SGLANG)
+        assert 'from_pretrained("org/target")' in card
+
+
+def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    folder = _saved("medusa", tmp_path / "d", tiny_target, "embedded")
+    guards = [{"guard": "text", "message": "differs"}]
+    rows = [row(), row(temperature=1.0, lossless=False, batch_size=8), row(drafter="other", speedup=9.0)]
+    write_card(folder, evaluation(rows=rows, guards=guards, notes=["quiet?"]).as_json(), "d")
+    card = (folder / "README.md").read_text()
+    assert "| 1 | chain:draft_length=2 (LOSSY) | 8 |" in card
+    assert "9.00×" not in card
+    assert "**Something is wrong (text)**: differs" in card
+    assert "- quiet?" in card
+    assert "2 prompts (p.jsonl), at most 96 new tokens" in card
+    assert 'load_target("embedded")' in card
+    assert "base_model" not in ModelCard(card).data.to_dict()
+    assert (folder / "plots" / "speedup.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="drafter=nobody has no rows"):
+        write_card(folder, evaluation().as_json(), "nobody")
+
+
+@pytest.mark.parametrize(
+    ("text", "published"),
+    [
+        ("/home/me/my data/p.jsonl", "p.jsonl"),
+        ("~/models/llama", "llama"),
+        (r"C:\Users\me\p.jsonl", "p.jsonl"),
+        ("hybrid:drafter=/home/me/run/drafter", "hybrid:drafter=drafter"),
+        (
+            "draftsmith eval --target /home/me/t --drafter d=~/run/drafter",
+            "draftsmith eval --target t --drafter d=drafter",
+        ),
+        ("100 tokens/s on https://host/path, 3 / 4", "100 tokens/s on https://host/path, 3 / 4"),
+        ("org/model", "org/model"),
+        ("/", "/"),
+    ],
+)
+def test_paths_of_this_machine_are_cut(text: str, published: str) -> None:
+    assert without_local_paths({"key": [text, 1, None]}) == {"key": [published, 1, None]}
+
+
+def test_names_of_the_hub_are_told_from_local_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "target").mkdir(parents=True)
+    local = ("runs/target", "data/p.jsonl", "./x/y", "embedded", "a/b/c", "/a/b", "~/x")
+    assert [is_local(name) for name in local] == [True] * len(local)
+    assert not is_local("org/target")
+
+
+def test_the_numbers_of_a_card_are_its_files(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    folder = _saved("medusa", tmp_path / "d", tiny_target, "org/target")
+    write_card(folder, None, None)
+    count = sum(value.numel() for value in HEADS["medusa"].from_target(tiny_target).state_dict().values())
+    assert f"| drafter | `medusa`, {count:,} numbers in safetensors |" in (folder / "README.md").read_text()
