@@ -75,12 +75,19 @@ class _Allowance(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function in FACTORIES:
-            size = args if args else (kwargs or {}).get("size", ())
-            size = size[0] if size and isinstance(size[0], tuple | list) else size
-            self._taken += math.prod(value for value in size if isinstance(value, int))
+            self._taken += _asked(function, args or (kwargs or {}).get("size", ()))
             if self._taken > self._most:
                 self._refuse(self._taken)
         return function(*args, **(kwargs or {}))
+
+
+def _asked(function: Any, size: tuple) -> int:
+    """Numbers that a factory is asked for; arange takes (end), (start, end) or (start, end, step)."""
+    if function is torch.arange:
+        start, end, step = (0, *size, 1) if len(size) == 1 else (*size, 1)[:3]
+        return int(abs(end - start) / abs(step)) + 1
+    size = size[0] if size and isinstance(size[0], tuple | list) else size
+    return math.prod(value for value in size if isinstance(value, int))
 
 
 def _refusal(name: str | Path, claimed: str, expected: str) -> ConfigError:

@@ -1,0 +1,360 @@
+"""What comes from others is read, checked and bounded; it is never run, and never leaves its folder."""
+
+import ast
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from hub_server import Hub
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith import load_drafter
+from draftsmith.distill.cotraining import Adapters
+from draftsmith.distill.sources import read_source
+from draftsmith.distill.targets import load_target, load_tokenizer
+from draftsmith.errors import ConfigError
+from draftsmith.heads import DraftModel, Medusa
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.draft_model import DraftModel as Fresh
+
+ROOT = Path(__file__).parents[3]
+REPO = "someone/model"
+
+
+class Bomb:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return Path.write_text, (self.mark, "boom")
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    return tmp_path / "mark"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Medusa heads, as we save them."""
+    made_for = describe_target(tiny_target, tiny_tokenizer, "org/target")
+    drafter = Medusa.from_target(tiny_target)
+    save_drafter(drafter, tmp_path / "medusa", target=made_for, recipe=None, draft_length=3, tokenizer=tiny_tokenizer)
+    return tmp_path / "medusa"
+
+
+@pytest.fixture
+def draft_folder(tmp_path: Path) -> Path:
+    """A plain transformers checkpoint."""
+    make_llama(1, num_hidden_layers=1).save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def upload(hub: Hub, folder: Path, **more: bytes) -> None:
+    files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    hub.repository(REPO).commit("main", files | more)
+
+
+def changed(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
+def test_pickled_weights_are_not_even_fetched(
+    hub: Hub, draft_folder: Path, mark: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    bomb = pickle.dumps(Bomb(mark))
+    pickle.loads(bomb)
+    assert mark.exists(), "it does go off"
+    mark.unlink()
+    names = ("pytorch_model.bin", "model.pt", "training_args.bin", "model.ckpt", "weights.pkl", "adapter_model.bin")
+    bombs = dict.fromkeys(names, bomb)
+    tiny_tokenizer.save_pretrained(draft_folder)
+    upload(hub, draft_folder, **bombs)
+    assert isinstance(load_drafter(REPO, tiny_target, tiny_tokenizer), DraftModel)
+    assert load_target(REPO).name == REPO
+    (draft_folder / "model.safetensors").unlink()
+    upload(hub, draft_folder, **bombs)
+    for load in (lambda: load_drafter(REPO, tiny_target), lambda: load_target(REPO)):
+        with pytest.raises(ConfigError, match=r"drafter=|target="):
+            load()
+    with pytest.raises(ConfigError, match=r"drafter\.model="):
+        Fresh.from_target(tiny_target, model=REPO)
+    for name, held in bombs.items():
+        (draft_folder / name).write_bytes(held)
+        assert not [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith(name)]
+    for load in (lambda: load_drafter(draft_folder, tiny_target), lambda: load_target(str(draft_folder))):
+        with pytest.raises(ConfigError, match=r"drafter=|target="):
+            load()
+    assert not mark.exists()
+
+
+def _set(*keys: str, to: Any) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        *path, last = keys
+        for key in path:
+            config = config[key]
+        config[last] = to
+
+    return change
+
+
+OURS, SIZES = "draftsmith", ("draftsmith", "drafter")
+LARGE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set(OURS, to=[1]), r"draftsmith=\[1\]"),
+        (_set(OURS, "target", to="x"), r"draftsmith\.target='x'"),
+        (_set(OURS, "target", "vocab_size", to="64"), r"draftsmith\.target\.vocab_size='64'"),
+        (_set(OURS, "target", "hidden_size", to=10**12), r"draftsmith\.target\.hidden_size=1000000000000"),
+        (_set(OURS, "target", "name", to="x" * 10**5), r"draftsmith\.target\.name='xxx"),
+        (_set(OURS, "draft_length", to=LARGE), rf"draftsmith\.draft_length={LARGE}"),
+        (_set(OURS, "draft_length", to=True), r"draftsmith\.draft_length=True"),
+        (_set(OURS, "format", to=2), r"draftsmith\.format=2"),
+        (_set(OURS, "drafter", to=3), r"draftsmith\.drafter=3"),
+        (_set(OURS, "type", to="__class__"), "is of type '__class__'; expected one of"),
+        (_set(*SIZES, "hidden_size", to="wide"), "cannot be read"),
+        (_set(*SIZES, "unheard_of", to=1), "cannot be read"),
+        (_set(*SIZES, "hidden_size", to=LARGE), "config.json claims 1000000000000000000 numbers or more; expected at"),
+        (_set(*SIZES, "hidden_size", to=30_000), "config.json claims 900000000 numbers or more; expected at most"),
+        (_set(*SIZES, "vocab_size", to=LARGE), r"config.json claims \d+ numbers or more; expected at most"),
+        (_set(*SIZES, "num_heads", to=LARGE), r"config.json claims \d+ parameters or more; expected what"),
+    ],
+)
+def test_configs_are_checked_before_memory_is_taken(
+    change: Callable, message: str, folder: Path, tiny_target: LlamaForCausalLM
+) -> None:
+    changed(folder / "config.json", change)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_drafter(folder, tiny_target)
+    assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", LARGE), ("num_hidden_layers", LARGE), ("intermediate_size", LARGE), ("vocab_size", 2**31)],
+)
+def test_a_draft_model_claims_no_more_than_its_files_hold(
+    key: str, value: int, draft_folder: Path, tiny_target: LlamaForCausalLM
+) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config[key] = value
+        config.pop("layer_types", None)
+
+    changed(draft_folder / "config.json", change)
+    with pytest.raises(ConfigError, match=r"config\.json claims"):
+        load_drafter(draft_folder, tiny_target)
+
+
+def test_no_weight_of_a_draft_model_is_made_up(draft_folder: Path, tiny_target: LlamaForCausalLM) -> None:
+    changed(draft_folder / "config.json", _set("num_hidden_layers", to=2))
+    with pytest.raises(ConfigError, match=r"holds no tensor model\.layers\.1\..*; expected all of its weights"):
+        load_drafter(draft_folder, tiny_target)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "medusa", "medusa_num_heads": 2**30, "medusa_num_layers": 1},
+        {"model_type": "medusa", "medusa_num_heads": 1, "medusa_num_layers": 2**30},
+        {"speculators_model_type": "mtp", "transformer_layer_config": {"intermediate_size": LARGE}},
+        {"speculators_model_type": "mtp", "transformer_layer_config": {"num_attention_heads": 1, "head_dim": LARGE}},
+    ],
+)
+def test_other_layouts_claim_no_more_either(config: dict[str, Any], tmp_path: Path, tiny_target: Any) -> None:
+    if "transformer_layer_config" in config:
+        layer = {"hidden_size": 32, "vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config["transformer_layer_config"] = {**layer, **config["transformer_layer_config"]}
+    save_file({"x": torch.zeros(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"config\.json claims"):
+        load_drafter(tmp_path, tiny_target)
+
+
+def test_files_are_bounded(folder: Path, tiny_target: LlamaForCausalLM) -> None:
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    kept = config.read_text()
+    for text, message in (
+        (" " * 2**23 + kept, "expected at most"),
+        ("[" * 10**5, "not JSON"),
+        ("[]", "not JSON of an"),
+    ):
+        config.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_drafter(folder, tiny_target)
+    config.write_text(kept)
+    claimed = {"x": {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4 * 10**18]}}
+    for header in (json.dumps(claimed).encode(), b"{" * 100):
+        weights.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 64)
+        with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+            load_drafter(folder, tiny_target)
+    weights.write_bytes((10**15).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+        load_drafter(folder, tiny_target)
+
+
+@pytest.mark.parametrize("name", ["../../../evil.json", "a/../../../../evil.json", "/{outside}/evil.json"])
+def test_names_in_a_repository_do_not_leave_the_cache(
+    name: str, hub: Hub, folder: Path, tmp_path: Path, tiny_target: LlamaForCausalLM
+) -> None:
+    name = name.format(outside=str(tmp_path).strip("/"))
+    before = {file for file in tmp_path.rglob("*") if Path(constants.HF_HUB_CACHE) not in file.parents}
+    upload(hub, folder, **{name: b"{}"})
+    with pytest.raises(ConfigError, match=f"drafter={REPO}; expected a local folder or a Hub id"):
+        load_drafter(REPO, tiny_target)
+    after = {file for file in tmp_path.rglob("*") if Path(constants.HF_HUB_CACHE) not in file.parents}
+    assert {file for file in after - before if file.is_file()} == set()
+    assert not list(tmp_path.rglob("evil.json*"))
+
+
+@pytest.mark.parametrize(
+    "shard", ["../other.safetensors", "/etc/x.safetensors", r"..\x.safetensors", "model.bin", 3, ""]
+)
+def test_an_index_names_files_beside_it(shard: Any, draft_folder: Path, tiny_target: LlamaForCausalLM) -> None:
+    (draft_folder / "model.safetensors").rename(draft_folder.parent / "other.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": {"lm_head.weight": shard}}
+    (draft_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"index\.json names .*; expected \*\.safetensors beside it"):
+        load_drafter(draft_folder, tiny_target)
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path({mark!r}).write_text("boom")
+class EvilConfig(LlamaConfig):
+    model_type = "evil"
+class Evil(LlamaForCausalLM):
+    config_class = EvilConfig
+class EvilTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_code_runs_only_when_the_user_says_so(
+    hub: Hub,
+    draft_folder: Path,
+    mark: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_target: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked whether to run code"))
+    tiny_tokenizer.save_pretrained(draft_folder)
+    (draft_folder / "evil.py").write_text(CODE.format(mark=str(mark)))
+    classes = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"}
+    changed(draft_folder / "config.json", lambda config: config.update(model_type="evil", auto_map=classes))
+    tokenizer = {"AutoTokenizer": [None, "evil.EvilTokenizer"]}
+    changed(draft_folder / "tokenizer_config.json", lambda config: config.update(auto_map=tokenizer))
+    upload(hub, draft_folder)
+    for place in (REPO, str(draft_folder)):
+        for load in (
+            lambda place=place: load_drafter(place, tiny_target, tiny_tokenizer),
+            lambda place=place: load_target(place),
+            lambda place=place: load_tokenizer(place),
+            lambda place=place: Fresh.from_target(tiny_target, model=place),
+        ):
+            with pytest.raises(ConfigError):
+                load()
+            assert not mark.exists()
+    assert not [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith("evil.py")]
+    assert type(load_target(str(draft_folder), trust_remote_code=True).model).__name__ == "Evil"
+    assert mark.exists(), "it does run"
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_config_names_no_kernel(key: str, draft_folder: Path, tiny_target: LlamaForCausalLM) -> None:
+    changed(draft_folder / "config.json", _set(key, to="someone/kernel"))
+    with pytest.raises(ConfigError, match=f"{key}='someone/kernel' in config.json names code; expected none"):
+        load_drafter(draft_folder, tiny_target)
+
+
+def test_a_data_sets_script_is_not_run(tmp_path: Path, mark: Path) -> None:
+    script = tmp_path / "evil" / "evil.py"
+    script.parent.mkdir()
+    script.write_text(f"from pathlib import Path\nPath({str(mark)!r}).write_text('boom')\n")
+    for source in (script.parent, script):
+        with pytest.raises(ConfigError):
+            list(read_source(str(source)))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("r", to=LARGE), "expected a LoRA of rank r=1000000000"),
+        (_set("peft_type", to="VERA"), "peft_type='VERA' in adapter_config.json; expected 'LORA'"),
+        (_set("megatron_config", to={"a": 1}), "megatron_config="),
+        (_set("modules_to_save", to=["lm_head"]), "modules_to_save="),
+        (_set("init_lora_weights", to="pissa"), "init_lora_weights='pissa'"),
+    ],
+)
+def test_adapters_on_a_target_are_held_to_their_file(
+    change: Callable, message: str, tmp_path: Path, tiny_target_folder: Path, mark: Path
+) -> None:
+    adapters = Adapters.on(make_llama(), rank=2, alpha=4, modules=None)
+    adapters.save(tmp_path / "a", str(tiny_target_folder), {})
+    assert load_target(str(tmp_path / "a")).name == str(tmp_path / "a")
+    kept = (tmp_path / "a" / "adapter_config.json").read_text()
+    changed(tmp_path / "a" / "adapter_config.json", change)
+    with pytest.raises(ConfigError, match=message):
+        load_target(str(tmp_path / "a"))
+    (tmp_path / "a" / "adapter_config.json").write_text(kept)
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    (tmp_path / "a" / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
+    with pytest.raises(ConfigError, match="pickled are not read"):
+        load_target(str(tmp_path / "a"))
+    assert not mark.exists()
+
+
+def test_whole_checkpoints_still_load(folder: Path, tiny_target: LlamaForCausalLM) -> None:
+    """The bounds are no tighter than what is really there."""
+    drafter = load_drafter(folder, tiny_target)
+    held = load_file(folder / "model.safetensors")
+    assert all(torch.equal(value, held[name]) for name, value in drafter.state_dict().items())
+    shutil.rmtree(folder)
+
+
+UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+
+def test_our_code_reads_no_pickle_and_runs_no_text() -> None:
+    """No import of such a module, no torch.load or torch.save, no eval or exec; what reads a model says safetensors."""
+    files = [file for room in ROOT.iterdir() if (room / "__init__.py").is_file() for file in room.rglob("*.py")]
+    assert len(files) > 100
+    for file in files:
+        if file.is_relative_to(ROOT / "tests"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+                assert not UNSAFE & {name.split(".")[0] for name in names}, where
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            given = {keyword.arg for keyword in node.keywords}
+            assert called not in ("torch.load", "torch.save", "eval", "exec", "yaml.load", "np.load"), where
+            assert "allow_pickle" not in given, where
+            if called.endswith(".from_pretrained"):
+                assert {"trust_remote_code", None} & given or called == "PeftModel.from_pretrained", where
+                loads = not called.startswith(("AutoConfig", "AutoTokenizer"))
+                assert not loads or {"use_safetensors", None} & given, where
