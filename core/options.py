@@ -22,7 +22,10 @@ TemplateOption = Annotated[
 TemplateOptionsOption = Annotated[
     list[str] | None, typer.Option("--template-option", help="key=value for the chat template; repeatable.")
 ]
-DRAFTER_HELP = "Folder or Hub id; or untrained: prompt-lookup, suffix, early-exit:layers=N, hybrid:drafter=FOLDER."
+DRAFTER_HELP = (
+    "Folder or Hub id, with @revision or without; or untrained: prompt-lookup, suffix, early-exit:layers=N, "
+    "hybrid:drafter=FOLDER."
+)
 POLICY_HELP = (
     "How drafts grow: chain, confidence, adaptive, tree, measured-tree, sampled-tree, dynamic-tree, best-first or "
     "optimal-tree, with settings as in best-first:size=16,depth=8."

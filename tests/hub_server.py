@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         for pattern, status in self.hub.fail.items():
             if re.search(pattern, asked):
                 self._body()
-                return self._json({"error": "switched on by the test"}, status)
+                return self._json({"error": f"no, whatever {self.headers.get('Authorization')} says"}, status)
         for method, pattern, answer in _ROUTES:
             found = re.fullmatch(pattern, self.address)
             if method == self.command.replace("HEAD", "GET") and found:

@@ -102,6 +102,10 @@ def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, mo
             _train(recipe_file, f"publish.repo={given}")
         assert token not in str(refused.value)
         assert not (tmp_path / "run").exists()
+    hub.fail = {"POST .*/preupload/": 403}  # a repository that is there, and that others may write to
+    with pytest.raises(ConfigError, match=r"may not write there \(403\)"):
+        _train(recipe_file, f"publish.repo={REPO}")
+    assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="licence='A B'; expected"):
         _train(recipe_file, f"publish.repo={REPO}", "publish.licence=A B")
     with pytest.raises(ConfigError, match=r"did you mean publish\.private\?"):
