@@ -13,11 +13,12 @@ from typing import Any
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.hub.card_data import check_licence, check_repo
+from draftsmith.hub.hub_errors import PushError
 from draftsmith.hub.publication import Publication, assemble
 from draftsmith.hub.push import Destination, prepare, upload
-from draftsmith.storage import write_json
+from draftsmith.storage import clear_leftovers, write_json
 from draftsmith.train.console import Console
-from draftsmith.train.output import DRAFTER, FINISHED, read_metrics
+from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, read_metrics
 from draftsmith.train.recipe import Recipe
 
 PUBLISHED = "published.json"
@@ -32,7 +33,8 @@ def check_publish(recipe: Recipe) -> None:
     """Find out before any work whether the run may publish: names, token, the right to write; the first process asks.
 
     Raises:
-        ConfigError, PushError: as of `prepare`.
+        ConfigError: as of `prepare`.
+        PushError: where the Hub cannot be reached, unless the run has begun before.
     """
     publish = recipe.publish
     if publish is None:
@@ -41,8 +43,14 @@ def check_publish(recipe: Recipe) -> None:
     check_licence(publish.licence)
     if publish.base_model is not None:
         check_repo("publish.base_model", publish.base_model)
-    if is_first_process():
+    if not is_first_process():
+        return
+    try:
         prepare(_destination(recipe))
+    except PushError as error:
+        if not any((Path(recipe.output) / CHECKPOINTS).glob("*")):
+            raise
+        Console(True).say(f"warning: {error}")  # a run that goes on does not wait for the Hub
 
 
 class Publisher:
@@ -85,6 +93,7 @@ class Publisher:
         if self._thread is not None:
             self._thread.join()
             self._tell()
+        clear_leftovers(self._folder)
         best_step = json.loads((self._folder / FINISHED).read_text(encoding="utf-8"))["best_step"]
         done = self._record()
         if done and done["final"] and done["best_step"] == best_step:

@@ -114,7 +114,9 @@ def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, mo
         load_recipe(str(recipe_file), ["publish.private=true"])
 
 
-def test_a_push_that_fails_at_the_end_loses_nothing(hub: Hub, recipe_file: Path, tmp_path: Path) -> None:
+def test_a_push_that_fails_at_the_end_loses_nothing(
+    hub: Hub, recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     hub.drop = lambda size: True
     with pytest.raises(DraftsmithError, match="the run is finished and its drafter is in") as failed:
         _train(recipe_file, f"publish.repo={REPO}")
@@ -124,6 +126,16 @@ def test_a_push_that_fails_at_the_end_loses_nothing(hub: Hub, recipe_file: Path,
     assert load_drafter(tmp_path / "run" / "drafter", target).draft_length_hint == 3
     assert not _commits(hub)
     steps = len(read_metrics(tmp_path / "run"))
+    (tmp_path / "run" / "finished.json").unlink()
+    hub.fail = {"POST /api/repos/create": 503}
+    with pytest.raises(DraftsmithError, match="the run is finished and its drafter is in"):
+        _train(recipe_file, f"publish.repo={REPO}")
+    err = capfd.readouterr().err
+    assert f"warning: push={REPO}: the Hub answered 503" in err, "a run that has begun does not wait for the Hub"
+    with pytest.raises(DraftsmithError, match="^push="):
+        _train(recipe_file, f"publish.repo={REPO}", f"output={tmp_path}/new")
+    assert not (tmp_path / "new").exists()
+    hub.fail = {}
     hub.drop = lambda size: False
     _train(recipe_file, f"publish.repo={REPO}")
     assert len(_commits(hub)) == 1, "the same command only publishes"

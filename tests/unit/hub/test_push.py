@@ -132,6 +132,20 @@ def test_heads_and_a_card_without_measurement(
     assert all(torch.equal(value, local[name]) for name, value in state.items())
 
 
+@pytest.mark.parametrize("kind", ["drafter", "medusa"])
+def test_the_cards_own_code_runs(kind: str, hub: Hub, run: Path, tiny_target_folder: Path) -> None:
+    """As it stands, but for the length: both blocks, with the target and the drafter from the Hub."""
+    hub.repository("org/tiny").commit("main", {file.name: file.read_bytes() for file in tiny_target_folder.iterdir()})
+    assert push(run / kind, REPO, "--base-model", "org/tiny") == 0
+    card = hub.repositories[REPO].files()["README.md"].decode()
+    blocks = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert len(blocks) == 2
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block.replace("max_new_tokens=128", "max_new_tokens=16"), names)
+    assert len(names["out"].tokens) == 16
+
+
 def test_private_repositories_and_branches(
     hub: Hub, run: Path, tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
