@@ -24,8 +24,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import yaml
-from huggingface_hub import constants, hf_api
+from huggingface_hub import close_session, constants, hf_api
 from huggingface_hub.utils import _http
+from transformers.utils import hub as transformers_hub
 
 TOKEN = "hf_" + "SecretOfTheTests" * 2
 LARGE = (".safetensors", ".png", ".bin")
@@ -102,10 +103,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         for name, value in values.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr(hf_api.api, "endpoint", running.url)
+        monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)  # it keeps its first address
         monkeypatch.setattr(_http, "time", SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None}))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         yield running
+        close_session()
 
 
 class _Handler(BaseHTTPRequestHandler):

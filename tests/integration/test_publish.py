@@ -132,7 +132,7 @@ def test_a_push_that_fails_at_the_end_loses_nothing(
         _train(recipe_file, f"publish.repo={REPO}")
     err = capfd.readouterr().err
     assert f"warning: push={REPO}: the Hub answered 503" in err, "a run that has begun does not wait for the Hub"
-    with pytest.raises(DraftsmithError, match="^push="):
+    with pytest.raises(DraftsmithError, match=r"^push="):
         _train(recipe_file, f"publish.repo={REPO}", f"output={tmp_path}/new")
     assert not (tmp_path / "new").exists()
     hub.fail = {}
