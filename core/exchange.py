@@ -13,11 +13,11 @@ from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, load_drafter, save_drafter
 from draftsmith.heads.downloads import local_folder
 from draftsmith.heads.named import is_named
+from draftsmith.heads.stored_config import read_config
 from draftsmith.hub.export import (
     USUAL_LENGTH,
     Exported,
     check_export,
-    drafter_section,
     export_drafter,
     require_empty,
     stored_dtype,
@@ -54,8 +54,8 @@ def export_to(request: ExportRequest) -> Exported:
     check_export(request.format, None, request.dtype, request.out)
     folder = _folder(request.drafter)
     check_target_name(request.target)
-    section = drafter_section(folder)
-    check_export(request.format, None if section is None else section.get("type"), request.dtype, request.out)
+    _, stored = read_config(folder, request.drafter)
+    check_export(request.format, None if stored is None else stored.type, request.dtype, request.out)
     # In the dtype of the drafter, which loading brings to the target's: so its weights stay as they are.
     dtype = request.dtype or stored_dtype(folder) or "float32"
     options = {"revision": request.revision, "trust_remote_code": request.trust_remote_code, "device": "cpu"}
@@ -79,7 +79,7 @@ def import_from(request: ImportRequest) -> TrainableDrafter:
         raise ConfigError.of("gamma", request.draft_length, ">= 1")
     folder = _folder(request.drafter)
     check_target_name(request.target)
-    if drafter_section(folder) is not None:
+    if read_config(folder, request.drafter)[1] is not None:
         raise ConfigError(f"drafter={request.drafter} is draftsmith's own already; expected another project's layout")
     options = {"revision": request.revision, "trust_remote_code": request.trust_remote_code, "device": "cpu"}
     loaded = load_target(request.target, dtype=stored_dtype(folder) or "float32", **options)

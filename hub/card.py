@@ -18,6 +18,7 @@ from draftsmith.eval.report import interval
 from draftsmith.eval.training_plot import plot_training
 from draftsmith.heads.bounded import shapes_in
 from draftsmith.hub.card_data import card_data, require_readable
+from draftsmith.hub.engines import SGLANG, UNSERVED, VLLM, sglang_command, vllm_command, vllm_type
 from draftsmith.hub.private_values import is_local, last_part
 from draftsmith.storage import write_json, write_text
 
@@ -33,12 +34,9 @@ KINDS = {
     "peagle": "parallel drafter of the P-EAGLE kind",
     "dflash": "block drafter of the DFlash kind",
 }
-VLLM = {"draft_model": "draft_model", "medusa": "medusa", "eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp"}
-VLLM |= {"peagle": "eagle3"}
-"""Types that `draftsmith export --format vllm` writes, and what vLLM calls the method."""
-SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "hass": "EAGLE", "eagle3": "EAGLE3"}
-"""Types that `draftsmith export --format sglang` writes, and what SGLang calls the algorithm."""
 PLOTS = "plots"
+EXPORTED, MERGED, ADAPTER = "exported", "MERGED", "ADAPTER"
+"""Folders, as the card calls them."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,7 @@ def write_card(
         plots=plots,
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
         recipe_text=yaml.safe_dump(recipe, sort_keys=False),
-        vllm=VLLM.get(section["type"]),
-        sglang=SGLANG.get(section["type"]),
+        **_engines(section, data.base_model or last_part(_target_name(section))),
     )
     require_readable(card, data)
     for plot in plots:
@@ -113,6 +110,19 @@ def write_card(
     if evaluation is not None:
         # What single prompts and samples gave stays in the report: a card is read, not compared.
         write_json(folder / "eval.json", {**evaluation, "rows": rows, "measurements": [], "samples": []})
+
+
+def _engines(section: dict[str, Any], target: str) -> dict[str, str | None]:
+    """What starts vLLM and SGLang with an export in the folder `exported`; None where they cannot be."""
+    kind, length = vllm_type(section["type"], section["drafter"]), section["draft_length"]
+    served = MERGED if section["target"].get("quality") else target
+    vllm = vllm_command(served, VLLM[kind], EXPORTED, length) if kind in VLLM and kind not in UNSERVED else None
+    algorithm = SGLANG.get(section["type"])
+    return {
+        "vllm": vllm,
+        "sglang": None if algorithm is None else sglang_command(served, algorithm, EXPORTED, length),
+        "known": ADAPTER if section["target"].get("quality") else target,
+    }
 
 
 def checkpoint_section(folder: Path) -> dict[str, Any]:

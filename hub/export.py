@@ -1,6 +1,5 @@
 """Writing a drafter as another engine reads it. What each layout says is in `layouts/`."""
 
-import json
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.errors import ConfigError
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target
+from draftsmith.heads.stored_config import read_config
 from draftsmith.hub.layouts import LAYOUTS
 from draftsmith.hub.layouts.layout import Serving, Source, name_of
 from draftsmith.storage import atomic_folder, write_text
@@ -149,15 +149,6 @@ def _readme(source: Source, serving: Serving, format: str, revision: str | None,
         "quality": source.drafter.target_quality,
         "notes": serving.notes,
         "folder": folder,
-        "own": drafter_section(source.folder) is not None,
+        "own": read_config(source.folder, source.folder)[1] is not None,
     }
     return template.from_string(text).render(values)
-
-
-def drafter_section(folder: Path) -> dict[str, Any] | None:
-    """The `draftsmith` section of a folder's config.json; None where there is none."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return config.get("draftsmith")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"drafter={folder}; expected a folder with a config.json ({error})") from error

@@ -3,6 +3,7 @@
 import json
 
 from draftsmith.heads.lora import merged_state
+from draftsmith.hub.engines import SGLANG, VLLM, sglang_command, vllm_command
 from draftsmith.hub.layouts.layout import Serving, Source, name_of
 from draftsmith.storage import write_json
 
@@ -23,24 +24,18 @@ def write_for_transformers(source: Source) -> Serving:
 def write_for_vllm(source: Source) -> Serving:
     _require_one_vocabulary(source)
     _write(source)
-    plan = {"method": "draft_model", "model": "{folder}", "num_speculative_tokens": source.draft_length}
-    return Serving("vLLM", f"vllm serve {source.target_name} --speculative-config '{json.dumps(plan)}'")
+    return Serving("vLLM", vllm_command(source.target_name, VLLM["draft_model"], "{folder}", source.draft_length))
 
 
 def write_for_sglang(source: Source) -> Serving:
     _require_one_vocabulary(source)
     _write(source)
-    return Serving("SGLang", sglang_command(source, "STANDALONE"))
+    return Serving("SGLang", sglang_usage(source))
 
 
-def sglang_command(source: Source, algorithm: str) -> str:
-    """A chain: SGLang counts the last committed token among the draft tokens."""
-    return (
-        f"python -m sglang.launch_server --model-path {source.target_name} --speculative-algorithm {algorithm} \\\n"
-        f"  --speculative-draft-model-path {{folder}} --speculative-num-steps {source.draft_length} \\\n"
-        f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {source.draft_length + 1} "
-        f"--dtype {name_of(source.dtype)}"
-    )
+def sglang_usage(source: Source) -> str:
+    algorithm, dtype = SGLANG[source.drafter.type], name_of(source.dtype)
+    return sglang_command(source.target_name, algorithm, "{folder}", source.draft_length, dtype)
 
 
 def _require_one_vocabulary(source: Source) -> None:

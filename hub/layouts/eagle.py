@@ -3,7 +3,7 @@
 from typing import Any
 
 from draftsmith.heads.eagle3 import OPTIONS
-from draftsmith.hub.layouts.draft_model import sglang_command
+from draftsmith.hub.layouts.draft_model import sglang_usage
 from draftsmith.hub.layouts.layout import Serving, Source, llama_fields, name_of
 
 OTHERS = "format=vllm or transformers"
@@ -21,7 +21,7 @@ def write_eagle1(source: Source) -> Serving:
 def write_eagle1_for_sglang(source: Source) -> Serving:
     """Without embeddings, which SGLang takes from the target."""
     source.write(_eagle1_config(source, "LlamaForCausalLMEagle"), source.weights(source.drafter.body))
-    return Serving("SGLang", sglang_command(source, "EAGLE"), notes=_hass(source))
+    return Serving("SGLang", sglang_usage(source), notes=_hass(source))
 
 
 def _eagle1_config(source: Source, architecture: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def write_eagle3_for_sglang(source: Source) -> Serving:
     notes = _eagle3_notes(source)
     if options.get("fc_norm") or options.get("norm_output"):
         notes.append("EAGLE-3.1's `fc_norm` and `norm_output` need an SGLang that knows them; older ones ignore them.")
-    return Serving("SGLang", sglang_command(source, "EAGLE3"), notes=notes)
+    return Serving("SGLang", sglang_usage(source), notes=notes)
 
 
 def _write_midlayer(source: Source) -> None:

@@ -1,10 +1,10 @@
 """Medusa heads: the layout that vLLM reads, and the original one (FasterDecoding/Medusa)."""
 
-import json
 import re
 
 from torch import Tensor
 
+from draftsmith.hub.engines import VLLM, vllm_command
 from draftsmith.hub.layouts.layout import Serving, Source, name_of
 
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
@@ -32,11 +32,10 @@ def write_medusa_for_vllm(source: Source) -> Serving:
         "dtype": name_of(source.dtype),
     }
     source.write(config, tensors)
-    plan = {"method": "medusa", "model": "{folder}", "num_speculative_tokens": drafter.num_heads}
     notes = ["`medusa_fc_bias` is written as true: vLLM takes it for false where it is missing, and drops the biases."]
     if vocabulary is not None:
         notes.append("`token_map` is the token of each row itself, not an offset as EAGLE-3's `d2t`.")
-    return Serving("vLLM", f"vllm serve {source.target_name} --speculative-config '{json.dumps(plan)}'", notes=notes)
+    return Serving("vLLM", vllm_command(source.target_name, VLLM["medusa"], "{folder}", drafter.num_heads), notes=notes)
 
 
 def write_medusa(source: Source) -> Serving:

@@ -1,6 +1,5 @@
 """The layout of vLLM's speculators: EAGLE-3, P-EAGLE, DFlash, DSpark and MTP."""
 
-import json
 import re
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads.eagle3 import OPTIONS
+from draftsmith.hub.engines import VLLM, vllm_command
 from draftsmith.hub.layouts.layout import Serving, Source, llama_fields, name_of, with_output_biases
 
 # Shapes: H hidden size, F features, V vocabulary.
@@ -25,7 +25,7 @@ def write_eagle3_speculator(source: Source) -> Serving:
     config |= {"draft_vocab_size": body.config.vocab_size if vocabulary is None else len(vocabulary)}
     tensors = source.weights(body, lambda name: name.removeprefix("vocabulary."))
     _write(source, "eagle3", "Eagle3DraftModel", config, tensors)
-    return Serving("vLLM", _command(source, {"method": "eagle3"}), notes=_eagle3_notes(source))
+    return Serving("vLLM", _command(source, "eagle3"), notes=_eagle3_notes(source))
 
 
 def write_peagle_speculator(source: Source) -> Serving:
@@ -41,7 +41,7 @@ def write_peagle_speculator(source: Source) -> Serving:
     _write(source, "peagle", "PEagleDraftModel", config | {"embed_requires_grad": False}, tensors)
     notes = _eagle3_notes(source)
     notes.append("`mask_hidden` is a feature vector that `fc` maps to the trained mask state, the shortest one.")
-    return Serving("vLLM", _command(source, {"method": "eagle3", "parallel_drafting": True}), notes=notes)
+    return Serving("vLLM", _command(source, "peagle"), notes=notes)
 
 
 def _before_fc(source: Source, fc_HF: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def write_dflash_speculator(source: Source) -> Serving:
             "otherwise: an engine that takes the target's embeddings instead drafts worse (the speculators package "
             "does; vLLM keeps a file's own), and where a text holds this token it is read as a mask."
         )
-    return Serving("vLLM", _command(source, {"method": kind}), notes=notes)
+    return Serving("vLLM", _command(source, kind), notes=notes)
 
 
 def _mask(source: Source) -> tuple[int, dict[str, Tensor]]:
@@ -115,7 +115,7 @@ def write_mtp_speculator(source: Source) -> Serving:
         "The speculators package and vLLM register modules of Qwen3's kinds alone: this one has Llama's layer. Use it "
         "where such a module can be registered, or `--format transformers`.",
     ]
-    return Serving("vLLM", _command(source, {"method": "mtp"}), notes=notes)
+    return Serving("vLLM", _command(source, "mtp"), notes=notes)
 
 
 def _eagle3_options(source: Source) -> dict[str, bool]:
@@ -164,9 +164,8 @@ def _write(
     source.write({**common, **config}, with_output_biases(tensors, body))
 
 
-def _command(source: Source, plan: dict[str, Any]) -> str:
-    plan = {**plan, "model": "{folder}", "num_speculative_tokens": source.draft_length}
-    return f"vllm serve {source.target_name} --speculative-config '{json.dumps(plan)}'"
+def _command(source: Source, kind: str) -> str:
+    return vllm_command(source.target_name, VLLM[kind], "{folder}", source.draft_length)
 
 
 def _ids_note(source: Source) -> str:

@@ -119,7 +119,7 @@ def commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_commands_of_the_documentation_parse(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the command itself is kept from running: names of options and arguments are read as they would be."""
-    line = re.sub(r"[][…]|\.\.\.|<[^>]*>", " ", line)  # what a synopsis has beside the words themselves
+    line = re.sub(r" > \S+$|[][…]|\.\.\.|<[^>]*>", " ", line)  # what a synopsis has beside the words themselves
     words = shlex.split(line, comments=True)[1:]
     ran = []
     command = get_command(app)

@@ -93,7 +93,7 @@ def test_mistakes_are_told_in_one_line_before_any_work(
         "is there already; expected a new": [*export[:-1], str(tmp_path / "full"), "--format", "vllm"],
         "target=./absent; expected": [*export[:2], "--target", "./absent", *export[4:], "--format", "vllm"],
         "drafter=suffix has no weights": ["export", "suffix", *export[2:], "--format", "vllm"],
-        "expected a folder with a config.json": ["export", str(tmp_path / "empty"), *export[2:], "--format", "vllm"],
+        "expected a folder with config.json": ["export", str(tmp_path / "empty"), *export[2:], "--format", "vllm"],
         "is draftsmith's own already": ["import", drafter, *export[2:]],
         "gamma=0; expected >= 1": ["import", drafter, *export[2:], "--gamma", "0"],
     }

@@ -11,7 +11,9 @@ from unit.eval.made import evaluation, row
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.hub.card import KINDS, SGLANG, VLLM, CardRequest, write_card
+from draftsmith.hub.card import KINDS, CardRequest, write_card
+from draftsmith.hub.engines import SGLANG, UNSERVED, VLLM, vllm_type
+from draftsmith.hub.layouts import LAYOUTS
 from draftsmith.hub.private_values import is_local, without_local_paths
 from draftsmith.train.recipe import parse_recipe
 
@@ -28,7 +30,9 @@ def _saved(kind: str, folder: Path, target: LlamaForCausalLM, name: str, **value
 def test_every_kind_has_a_card(tmp_path: Path) -> None:
     target = make_llama(num_hidden_layers=6)
     assert KINDS.keys() == HEADS.keys()
-    assert VLLM.keys() | SGLANG.keys() <= HEADS.keys()
+    assert VLLM.keys() - {"dspark"} == LAYOUTS["vllm"].keys()
+    assert SGLANG.keys() == LAYOUTS["sglang"].keys()
+    assert [vllm_type("dflash", options) for options in ({}, {"markov_rank": 4})] == ["dflash", "dspark"]
     for kind in HEADS:
         data = {"data": {"prompts": "org/prompts"}}
         folder = _saved(kind, tmp_path / kind, target, "org/target", **data)
@@ -40,7 +44,9 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
         assert found["base_model_relation"] == ("finetune" if kind == "draft_model" else "adapter")
         assert found["datasets"] == ["org/prompts"]
         assert found["tags"] == ["speculative-decoding", "draftsmith", kind]
-        assert ("--format vllm" in card) == (kind in VLLM)
+        assert ("--format vllm" in card) == (kind in VLLM and kind not in UNSERVED)
+        assert (f'"method": "{VLLM.get(kind, {}).get("method")}"' in card) == (kind in VLLM and kind not in UNSERVED)
+        assert (f"--speculative-algorithm {SGLANG.get(kind)} " in card) == (kind in SGLANG)
         assert ("--format sglang" in card) == (kind in SGLANG)
         assert 'from_pretrained("org/target")' in card
 
