@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
+# Tests run in as many processes as there are cores, four at most, each with one thread of torch.
+WORKERS := OMP_NUM_THREADS=1
+
 .PHONY: quickstart test test-slow test-gpu lint format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftsmith quickstart
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(WORKERS) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -m slow

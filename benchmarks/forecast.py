@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from rich.console import Console
@@ -32,6 +33,7 @@ from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.eval.accepted import Accepted, accepted, needs_replay, of_rounds, retrieved
 from draftsmith.eval.agreement import acceptance_measure, agreement
 from draftsmith.eval.diagnostics import difference_measure, summary
+from draftsmith.eval.drawing import COLOURS, STYLE
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast import depth, numbers
 from draftsmith.eval.hardware import measure_hardware
@@ -388,8 +390,6 @@ def _speed_table(console: Console, timed: dict[str, dict[str, Any]]) -> None:
 
 def plot_forecast(rows: list[dict[str, Any]], path: Path) -> None:
     """Predicted against measured tau, one point a cell and policy."""
-    from draftsmith.eval.plots import COLOURS, STYLE, plt
-
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(5.2, 5))
         for number, name in enumerate(sorted({row["cell"].split("|")[0] for row in rows})):
@@ -407,8 +407,6 @@ def plot_forecast(rows: list[dict[str, Any]], path: Path) -> None:
 
 def plot_statistics(points: list[dict[str, Any]], path: Path, gamma: int) -> None:
     """tau against the forecast and against each simple statistic."""
-    from draftsmith.eval.plots import COLOURS, STYLE, plt
-
     names = ("forecast", "product of alphas", *STATISTICS)
     drafters = sorted({point["drafter"] for point in points})
     with plt.rc_context(STYLE | {"font.size": 8}):

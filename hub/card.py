@@ -19,6 +19,7 @@ from draftsmith.eval.training_plot import plot_training
 from draftsmith.heads.bounded import shapes_in
 from draftsmith.hub.card_data import card_data, require_readable
 from draftsmith.hub.engines import SGLANG, UNSERVED, VLLM, sglang_command, vllm_command, vllm_type
+from draftsmith.hub.layouts.custom_generate import CODE
 from draftsmith.hub.private_values import is_local, last_part
 from draftsmith.storage import write_json, write_text
 
@@ -100,6 +101,7 @@ def write_card(
         plots=plots,
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
         recipe_text=yaml.safe_dump(recipe, sort_keys=False),
+        generates=(folder / CODE / "generate.py").is_file(),
         **_engines(section, data.base_model or last_part(_target_name(section))),
     )
     require_readable(card, data)

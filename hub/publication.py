@@ -8,8 +8,10 @@ from typing import Any
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import EVALUATION, read_evaluation
+from draftsmith.heads.draft_model import DraftModel
 from draftsmith.hub.card import KINDS, PLOTS, CardRequest, checkpoint_section, hub_target, write_card
 from draftsmith.hub.card_data import check_licence, check_repo
+from draftsmith.hub.layouts.custom_generate import CODE, write_generate
 from draftsmith.hub.private_values import require_no_secret, without_local_paths
 from draftsmith.storage import atomic_folder, write_json
 
@@ -89,6 +91,8 @@ def assemble(publication: Publication, out: Path) -> list[Path]:
         if adapter is not None:
             _copy(adapter, temporary / TARGET, ADAPTER)
             _publish_base(temporary / TARGET / "adapter_config.json", publication.base_model)
+        if section["type"] != DraftModel.type:
+            write_generate(temporary)
         if evaluation is not None:
             evaluation = without_local_paths(evaluation)
             evaluation["settings"]["drafters"][drafter] = publication.repo
@@ -106,7 +110,7 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"out={out} is a file; expected a folder")
     if not out.is_dir() or not any(out.iterdir()):
         return
-    known = {PLOTS, TARGET, "README.md", EVALUATION}
+    known = {PLOTS, TARGET, CODE, "README.md", EVALUATION}
     for entry in out.iterdir():
         if entry.name not in known and not any(entry.match(pattern) for pattern in PUBLISHED):
             raise ConfigError(f"out={out} holds {entry.name}; expected a new folder, or one that push wrote")

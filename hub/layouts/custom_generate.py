@@ -1,10 +1,14 @@
 """Any head inside stock transformers: a draftsmith checkpoint with `custom_generate/generate.py`."""
 
 from importlib.resources import files
+from pathlib import Path
 
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.hub.layouts.layout import Serving, Source
 from draftsmith.storage import write_text
+
+CODE = "custom_generate"
+"""The folder that transformers looks for."""
 
 
 def write_custom_generate(source: Source) -> Serving:
@@ -21,9 +25,7 @@ def write_custom_generate(source: Source) -> Serving:
         )
     finally:
         drafter.to(before)
-    text = files("draftsmith.hub").joinpath("generate.py.txt").read_text(encoding="utf-8")
-    write_text(source.folder / "custom_generate" / "generate.py", text)
-    write_text(source.folder / "custom_generate" / "requirements.txt", "draftsmith>=0.1.0\n")
+    write_generate(source.folder)
     usage = (
         "from transformers import AutoModelForCausalLM\n\n"
         f'target = AutoModelForCausalLM.from_pretrained("{source.target_name}")\n'
@@ -34,3 +36,11 @@ def write_custom_generate(source: Source) -> Serving:
         "It also takes `draft_length`, `policy`, `rule` and `drafter`: the folder or repository where it cannot tell.",
     ]
     return Serving("transformers", usage, "python", notes)
+
+
+def write_generate(folder: Path) -> None:
+    """The file that transformers runs, into a checkpoint that is already there."""
+    text = files("draftsmith.hub").joinpath("generate.py.txt").read_text(encoding="utf-8")
+    (folder / CODE).mkdir(exist_ok=True)
+    write_text(folder / CODE / "generate.py", text)
+    write_text(folder / CODE / "requirements.txt", "draftsmith>=0.1.0\n")

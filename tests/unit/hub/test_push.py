@@ -144,6 +144,12 @@ def test_the_cards_own_code_runs(kind: str, hub: Hub, run: Path, tiny_target_fol
     for block in blocks:
         exec(block.replace("max_new_tokens=128", "max_new_tokens=16"), names)
     assert len(names["out"].tokens) == 16
+    if kind == "medusa":
+        options = {**names["inputs"], "max_new_tokens": 16, "do_sample": False}
+        drafted = names["target"].generate(**options, custom_generate=REPO, trust_remote_code=True)
+        assert torch.equal(drafted, names["target"].generate(**options)), "what transformers fetched and ran"
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            names["target"].generate(**options, custom_generate=REPO, trust_remote_code=False)
 
 
 def test_private_repositories_and_branches(
