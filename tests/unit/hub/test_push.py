@@ -59,6 +59,8 @@ def push(*arguments: object) -> int:
     return int(stop.value.code or 0)
 
 
+CODE = ("generate.py", "requirements.txt")
+"""What stock transformers runs."""
 PUSHED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 PLOTS = {"plots/training.png", "plots/speedup.png", "plots/acceptance.png", "plots/time.png", "plots/theory.png"}
 PLOTS |= {"plots/over_temperature.png", "plots/over_batch_size.png"}
@@ -119,10 +121,12 @@ def test_heads_and_a_card_without_measurement(
 ) -> None:
     assert push(run / "medusa", REPO) == 0
     files = hub.repositories[REPO].files()
-    assert files.keys() - {".gitattributes"} == PUSHED | {"plots/training.png"}
+    assert files.keys() - {".gitattributes"} == PUSHED | {"plots/training.png"} | {
+        f"custom_generate/{name}" for name in CODE
+    }
     card = files["README.md"].decode()
     assert "Not measured yet" in card
-    assert "custom_generate=as_custom_generate(drafter)" in card
+    assert f'custom_generate="{REPO}", trust_remote_code=True' in card
     data = ModelCard(card).data.to_dict()
     assert data["library_name"] == "draftsmith"
     assert not {"base_model", "base_model_relation", "license", "datasets", "model-index"} & data.keys()
