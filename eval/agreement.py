@@ -21,7 +21,6 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.eval.target_texts import TargetText
 from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter, TeacherSignals, TrainableDrafter, Unrolled
 from draftsmith.heads.recurrent import Recurrent
 from draftsmith.heads.retrieval import Hybrid
@@ -135,7 +134,9 @@ def _batch(
 ) -> list[Agreement]:
     signals = _signals(teacher, texts)
     found: list[dict[str, NDArray[np.float64]]] = [{} for _ in texts]
-    for entry, column in _entries(drafter, signals, positions):
+    entries = _entries(drafter, signals, positions)
+    by_tokens_alone = len(entries) == 1 and _serves_all(entries[0])
+    for column, entry in enumerate(entries):
         places = list(_places(entry, column, texts))
         if not places:
             continue
@@ -152,8 +153,8 @@ def _batch(
             for row, text in enumerate(texts):
                 table = found[row].setdefault(name, np.zeros((text.anchors, positions)))
                 mine = (rows_N == row).numpy()
-                table[anchors_N.numpy()[mine], 0 if column is None else column] = values_N[mine]
-    if _by_tokens_alone(drafter):
+                table[anchors_N.numpy()[mine], column] = values_N[mine]
+    if by_tokens_alone:
         found = [{name: _along(table) for name, table in tables.items()} for tables in found]
     return found
 
@@ -176,39 +177,33 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
     return ids_BT, mask_BT
 
 
-def _by_tokens_alone(drafter: Drafter) -> bool:
-    """Whether q follows from the tokens before a position, wherever the round began."""
-    return isinstance(drafter, DraftModel)
+def _serves_all(entry: Unrolled) -> bool:
+    """Whether q follows from the tokens before a position, wherever the round began; as objectives tell it."""
+    return not entry.offset and entry.places_BT is None
 
 
-def _entries(
-    drafter: TrainableDrafter, signals: TeacherSignals, positions: int
-) -> Iterator[tuple[Unrolled, int | None]]:
-    """The drafter's states with the draft position that they stand for; None where they serve all."""
+def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int) -> list[Unrolled]:
+    """The drafter's states: one entry a draft position, or one that serves all."""
     if drafter.shared_vocabulary is not None:  # ids beyond a smaller vocabulary, as `DraftModel` reads them
         ids_BT = signals.input_ids_BT
         signals = replace(signals, input_ids_BT=ids_BT.where(ids_BT < drafter.vocab_size, 0))
-    entries = drafter.unroll(signals)
-    if _by_tokens_alone(drafter):
-        return iter([(entries[0], None)])
-    return zip(entries[:positions], range(positions), strict=False)
+    return drafter.unroll(signals)[:positions]
 
 
-def _places(entry: Unrolled, column: int | None, texts: list[TargetText]) -> Iterator[tuple[int, int, int, int]]:
+def _places(entry: Unrolled, column: int, texts: list[TargetText]) -> Iterator[tuple[int, int, int, int]]:
     """(row, place of the drafter's state, position of the target's p, anchor counted from 0) of all that is asked.
 
     The text's token t is committed at the anchor; the target's p for draft position k + 1 then stands at t + k.
     """
-    offset = column or 0
     for row, text in enumerate(texts):
         first, last = text.prompt_length, len(text.tokens) - 2
         if entry.places_BT is not None:
             for state, position in enumerate(entry.places_BT[row].tolist()):
-                if first + offset <= position <= last:
-                    yield row, state, position, position - offset - first
+                if first + column <= position <= last:
+                    yield row, state, position, position - column - first
         else:
-            for position in range(first + offset, last + 1):
-                yield row, position - entry.offset, position, position - offset - first
+            for position in range(first + column, last + 1):
+                yield row, position - entry.offset, position, position - column - first
 
 
 def _rows(

@@ -17,9 +17,13 @@ from typer.main import get_command
 from draftsmith import SpeculativeDecoder
 from draftsmith.cli import app
 from draftsmith.decode.policies import Chain
+from draftsmith.decode.processors import Processors, Sampling
 from draftsmith.distill.divergences import DIVERGENCES, overlap
 from draftsmith.distill.objectives import Objective
 from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.eval.agreement import acceptance_measure, agreement
+from draftsmith.eval.target_texts import sample_texts
+from draftsmith.heads.drafter import TrainableDrafter
 from draftsmith.train.batches import Batch
 from draftsmith.train.drafter_sections import DRAFTERS
 from draftsmith.train.section import Section
@@ -70,6 +74,20 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
     signals = SimpleNamespace(input_ids_BT=ids_BT)
     (unrolled,) = again.unroll(signals)
     assert torch.equal(unrolled.head(unrolled.hidden_BTD[0]), again.behind(ids_BT[0].tolist())), "training = decoding"
+    _require_forecast(tiny_target, again)
+
+
+def _require_forecast(target: LlamaForCausalLM, bigram: TrainableDrafter) -> None:
+    """The forecast knows q of every draft position, though one state a position is all that `unroll` gives."""
+    plain, greedy = Processors(Sampling(1.0)), Sampling(0.0)
+    (text,) = sample_texts(target, [[5, 6, 7]], greedy, max_new_tokens=12)
+    (table,) = agreement(target, bigram, [text], 3, [acceptance_measure(plain)])
+    log_q = bigram.behind(text.tokens[:-1]).detach().log_softmax(-1)
+    for position in range(text.prompt_length, len(text.tokens) - 1):
+        expected = float(log_q[position, text.tokens[position + 1]])
+        for k in range(min(3, position - text.prompt_length + 1)):
+            found = table["log_q"][position - text.prompt_length - k, k]
+            assert found == pytest.approx(expected, abs=1e-5), f"draft position {k + 1}"
 
 
 def test_the_objective_of_the_page_is_a_bound_of_alpha(extending: SimpleNamespace) -> None:
