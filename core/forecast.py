@@ -136,6 +136,7 @@ def show(outcome: Outcome, out: Path) -> None:
     console = Console(width=None if Console().is_terminal else 110, highlight=False)
     for batch in outcome.forecast.settings.batch_sizes:
         console.print(forecast_table(outcome, batch))
+        console.print(checking_line(outcome.forecast, batch), markup=False)
     for best in outcome.forecast.best:
         console.print(best_line(best), markup=False)
     for note in outcome.forecast.notes:
@@ -166,6 +167,15 @@ def forecast_table(outcome: Outcome, batch: int) -> Table:
             *(shown if outcome.measured else ()),
         )
     return table
+
+
+def checking_line(found: Forecast, batch: int) -> str:
+    """What the target's pass over several tokens costs, which decides whether any drafter can pay."""
+    temperature, hardware = next(iter(found.hardware.items()))
+    widths = sorted({width for curve in hardware.verify.values() for width in curve if width > 1})
+    alone = hardware.token_seconds(batch)
+    costs = ", ".join(f"{width} tokens {hardware.verify_seconds(width, batch) / alone:.2f}" for width in widths)
+    return f"checking, in passes of the target alone at T={temperature:g}, batch size {batch}: {costs}"
 
 
 def best_line(best: dict[str, Any]) -> str:

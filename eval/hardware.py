@@ -75,10 +75,14 @@ class Hardware(BaseModel):
         """Seconds in which the target alone adds a token to each of `batch` texts."""
         return interpolated(self.alone, batch)
 
+    def verify_seconds(self, width: float, batch: int) -> float:
+        """Seconds of the target's pass over `width` tokens of each of `batch` texts."""
+        return _at(self.verify, batch, width)
+
     def round_seconds(self, drafter: str, nodes: float, passes: float, batch: int) -> float:
         """Of a round that verifies `nodes` draft tokens a text, for which the drafter was asked `passes` times."""
         own = self.of(drafter)
-        seconds = _at(self.verify, batch, nodes + 1)
+        seconds = self.verify_seconds(nodes + 1, batch)
         if own is None:
             return seconds
         return seconds + interpolated(own.round, batch) + (_at(own.draft, batch, passes) if passes else 0.0)

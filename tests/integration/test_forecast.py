@@ -128,6 +128,8 @@ def test_a_profile_decides_what_is_best(
     assert "At T=0 speculation stops paying at batch size 8." in written["notes"]
     shown = " ".join(capsys.readouterr().out.split())
     assert "batch size 8: the target alone; no drafter is forecast to pay" in shown
+    assert "checking, in passes of the target alone at T=0, batch size 1: 9 tokens 1.00" in shown
+    assert "checking, in passes of the target alone at T=0, batch size 8: 9 tokens 17.00" in shown
 
 
 def test_seconds_between_and_beyond_what_a_profile_knows(profile: Path) -> None:
