@@ -88,8 +88,10 @@ def memory(
     require_machine(on)
     target = checked.target
     _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    bf16 = precision(checked) == "bf16"
-    typer.echo(f"about {estimate_memory(checked, config, processes=processes, sharded=sharded, bf16=bf16)}")
+    # All machines that have a name compute bf16 in hardware, whatever this one does.
+    bf16 = precision(checked) == "bf16" or (on is not None and checked.train.mixed_precision == "auto")
+    options = {"processes": processes, "sharded": sharded, "bf16": bf16, "accelerated": True if on else None}
+    typer.echo(f"about {estimate_memory(checked, config, **options)}")
     if on is not None:
         typer.echo(estimate_work(checked, config, processes=processes, bf16=bf16).on(on))
 

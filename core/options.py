@@ -56,5 +56,8 @@ def template_options(entries: list[str] | None) -> dict[str, Any]:
         key, equals, value = entry.partition("=")
         if not equals:
             raise ConfigError(f"--template-option {entry}; expected key=value")
-        options[key] = yaml.safe_load(value)
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            options[key] = value  # text such as a bracket, as overrides of a recipe take it
     return options

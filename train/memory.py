@@ -65,12 +65,14 @@ def estimate_memory(
     processes: int = 1,
     sharded: bool = False,
     bf16: bool = False,
+    accelerated: bool | None = None,
 ) -> MemoryEstimate:
     """What a step with sequences as long as the recipe allows will hold, without loading anything.
 
     Two steps are run, since the optimizer's state comes with the first; the second one's peak counts. `config`: the
     target's. `sharded`: FSDP2 or ZeRO, which share out the optimizer's state; weights and gradients are whole during a
-    step. `bf16`: under autocast.
+    step. `bf16`: under autocast. `accelerated`: whether the run has an accelerator beside the host's memory; by default
+    whether `device` is one.
 
     Raises:
         ConfigError: for a drafter that does not fit the target.
@@ -93,7 +95,8 @@ def estimate_memory(
         cache = reading = 0
         if data.response == "target" and recipe.teacher.kind != "logprobs":
             cache, reading = cache_bytes(recipe, config), _reading_bytes(recipe, target, live)
-        elsewhere = _elsewhere(recipe, target, device, processes)
+        beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated
+        elsewhere = _elsewhere(recipe, target, beside_host, processes)
         mine = moments // processes if sharded else moments
         return MemoryEstimate(weights - elsewhere, drafted, copies * trained, mine, rest, cache, reading)
 
@@ -103,9 +106,9 @@ def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
     return sum(value.numel() * value.element_size() for value in states)
 
 
-def _elsewhere(recipe: Recipe, target: nn.Module, device: str, processes: int) -> int:
+def _elsewhere(recipe: Recipe, target: nn.Module, accelerated: bool, processes: int) -> int:
     """Bytes of the target that lie in the host's memory or with other processes, see train/placement.py."""
-    offload = recipe.target.offload and torch.device(device).type != "cpu"
+    offload = recipe.target.offload and accelerated
     if not offload and not (recipe.target.sharded and processes > 1):
         return 0
     layers = [_bytes(layer) for name in layer_lists(target) for layer in target.get_submodule(name)]

@@ -12,6 +12,11 @@ def no_truth_value(value: Any) -> Any:
     return value
 
 
+def no_as_written(value: Any) -> Any:
+    # YAML reads an unquoted `no` as false.
+    return "no" if value is False else value
+
+
 Whole = Annotated[int, BeforeValidator(no_truth_value)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(no_truth_value)]
 Number = Annotated[float, BeforeValidator(no_truth_value)]

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from draftsmith.train.section import Count, Number, Section, no_truth_value
+from draftsmith.train.section import Count, Number, Section, no_as_written, no_truth_value
 
 
 class TargetSection(Section):
@@ -133,7 +133,7 @@ class TrainSection(Section):
     """The optimizers'."""
     clip_norm: Annotated[Number, Field(gt=0)] = 1.0
     """Largest norm of the gradient."""
-    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    mixed_precision: Annotated[Literal["auto", "no", "bf16"], BeforeValidator(no_as_written)] = "auto"
     """'auto' takes bf16 where the machine computes it in hardware."""
     draft_length: Count | None = None
     """gamma: draft tokens a round, in the periodic evaluation and as the checkpoint's default; by default as many as

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.errors import ConfigError
-from draftsmith.options import named_drafters
+from draftsmith.options import named_drafters, template_options
 from draftsmith.stream import IncrementalText
 from draftsmith.train.recipe import shipped_recipes
 
@@ -102,3 +102,24 @@ def test_memory_is_told_without_loading_anything(recipe_file: Path, capsys: pyte
     config = recipe_file.parent / "tiny-target" / "config.json"
     config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "gptq"},', 1))
     assert "target is quantised" in _run(capsys, "memory", str(recipe_file))[2]
+
+
+def test_memory_on_a_machine_is_in_its_precision(
+    recipe_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("draftsmith.train.memory.estimate_memory", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr("draftsmith.train.launching.bf16_is_fast", lambda _: False)
+    for words in (["auto"], ["auto", "--on", "h100"], ["no", "--on", "h100"]):
+        precision, *on = words
+        assert _run(capsys, "memory", str(recipe_file), f"train.mixed_precision={precision}", *on)[0] == 0
+    assert [options["bf16"] for options in asked] == [False, True, False]
+    assert [options["accelerated"] for options in asked] == [None, True, True]
+
+
+def test_options_of_a_template_are_values_or_text() -> None:
+    entries = ["enable_thinking=false", "depth=2", "mark=[", "system=a: b: c"]
+    expected = {"enable_thinking": False, "depth": 2, "mark": "[", "system": "a: b: c"}
+    assert template_options(entries) == expected
+    with pytest.raises(ConfigError, match="--template-option mark; expected key=value"):
+        template_options(["mark"])
