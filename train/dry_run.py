@@ -32,8 +32,9 @@ def require_plain(config: PreTrainedConfig) -> None:
 
 
 def marked_share(recipe: Recipe, config: PreTrainedConfig) -> float:
-    """The share of a batch's positions that is trained, at most."""
-    return 1.0 if config.is_encoder_decoder else min(1.0, recipe.data.response_tokens / sequence_length(recipe))
+    """The share of a batch's positions that is trained, in samples as long as the recipe allows, packed or not."""
+    prompt, response = recipe.data.prompt_tokens, recipe.data.response_tokens
+    return 1.0 if config.is_encoder_decoder else response / (prompt + response)
 
 
 def target_of(recipe: Recipe, config: PreTrainedConfig) -> nn.Module:
@@ -53,10 +54,18 @@ class DryStep:
     bf16: bool
 
     def run(self) -> None:
-        """Forward and backward pass over a process's share of one accumulation step, and the update."""
+        """A step of one part."""
+        self.part()
+        self.update()
+
+    def part(self) -> None:
+        """Forward and backward pass over a process's share of one accumulation step."""
         with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.bf16):
             loss = self.module(self.batch(), 1.0, Last([0.5] * 64))[0]
         loss.backward()
+
+    def update(self) -> None:
+        """The optimizers' step, once behind all parts."""
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()

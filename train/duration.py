@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from draftsmith.errors import ConfigError
-from draftsmith.train.dry_run import dry_step, marked_share, require_plain, target_of
+from draftsmith.train.dry_run import dry_step, marked_share, require_plain, sequence_length, target_of
 from draftsmith.train.live_bytes import without_data
 from draftsmith.train.memory import cache_bytes
 from draftsmith.train.operations import Operations
@@ -33,6 +34,8 @@ class WorkEstimate:
     step_operations: float
     """Of an optimizer step: target, drafter, objective, backward pass."""
     steps: int
+    caching_operations: float
+    """Of the target's pass over all samples, before training; 0 unless its states are cached."""
     prompt_operations: float
     """Of reading all prompts; 0, as the next three, where the target answers none."""
     passes: int
@@ -41,7 +44,9 @@ class WorkEstimate:
     pass_bytes: float
 
     def training_seconds(self, machine: str) -> float:
-        return self.steps * self.step_operations / (OPERATIONS_SHARE * _peak(machine)[0])
+        """Building the teacher's cache included."""
+        work = self.steps * self.step_operations + self.caching_operations
+        return work / (OPERATIONS_SHARE * _peak(machine)[0])
 
     def sampling_seconds(self, machine: str) -> float:
         operations, moved = _peak(machine)
@@ -86,17 +91,30 @@ def estimate_work(
     data, train = recipe.data, recipe.train
     with without_data(device, marked_share(recipe, config)):
         target = target_of(recipe, config)
-        weights = sum(weight.numel() for weight in target.parameters())
+        reading, writing = _weights_met(target)
         size = next(target.parameters()).element_size()
         step = dry_step(recipe, target, device=device, processes=processes, bf16=bf16)
-        with Operations() as operations:
-            step.run()
-    of_step = float(operations.total * train.gradient_accumulation)
+        with Operations() as of_part:
+            step.part()
+        with Operations() as of_update:
+            step.update()
+    of_step = float(of_part.total * train.gradient_accumulation + of_update.total)
+    rows = math.ceil(data.count / processes)
+    caching = 2.0 * reading * rows * sequence_length(recipe) if recipe.teacher.kind == "cached" else 0.0
     if data.response != "target" or recipe.teacher.kind == "logprobs":
-        return WorkEstimate(of_step, train.steps, 0.0, 0, 0.0, 0.0)
+        return WorkEstimate(of_step, train.steps, caching, 0.0, 0, 0.0, 0.0)
     rounds = math.ceil(train.steps / data.refresh_every) if data.refresh_every else 1
-    texts = rounds * math.ceil(data.count / processes)
+    texts = rounds * rows
     passes = math.ceil(texts / data.batch_size) * data.response_tokens
-    read = weights * size + cache_bytes(recipe, config) / 2  # texts are half as long as they will be, on average
-    prompts = 2.0 * weights * texts * data.prompt_tokens
-    return WorkEstimate(of_step, train.steps, prompts, passes, 2.0 * weights * data.batch_size, read)
+    read = writing * size + cache_bytes(recipe, config) / 2  # texts are half as long as they will be, on average
+    prompts = 2.0 * reading * texts * data.prompt_tokens
+    return WorkEstimate(of_step, train.steps, caching, prompts, passes, 2.0 * writing * data.batch_size, read)
+
+
+def _weights_met(target: nn.Module) -> tuple[int, int]:
+    """Weights that a token of a prompt meets, and a token of an answer: encoder and decoder, where there are two."""
+    everything = sum(weight.numel() for weight in target.parameters())
+    if not target.config.is_encoder_decoder:
+        return everything, everything
+    encoder = sum(weight.numel() for weight in target.get_encoder().parameters())
+    return encoder, everything - encoder + target.get_input_embeddings().weight.numel()  # which both share

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
+from transformers import T5Config, T5ForConditionalGeneration
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.dry_run import dry_step
@@ -66,6 +67,43 @@ def test_sampling_reads_the_weights_once_a_token() -> None:
     assert estimate_work(recipe_of(), model.config, processes=2).passes == 4 * 20
     assert estimate_work(recipe_of(data={"refresh_every": 10}), model.config).passes == 19 * 20
     assert estimate_work(recipe_of(data={"response": "text"}), model.config).passes == 0
+
+
+def test_an_update_is_counted_once_however_many_parts_there_are() -> None:
+    config = make_llama(**SHAPES).config
+
+    def operations(parts: int) -> float:
+        return estimate_work(
+            recipe_of(train={"optimizer": "muon", "gradient_accumulation": parts}), config
+        ).step_operations
+
+    plain = estimate_work(recipe_of(), config).step_operations
+    assert operations(1) > 1.05 * plain  # Muon's own products of matrices
+    assert operations(4) == pytest.approx(operations(1), rel=0.01)
+
+
+def test_caching_the_states_is_a_pass_of_the_target_over_all_samples() -> None:
+    model = make_llama(**SHAPES)
+    weights = sum(p.numel() for p in model.parameters())
+    online = estimate_work(recipe_of(), model.config)
+    cached = estimate_work(recipe_of(teacher={"kind": "cached"}), model.config)
+    assert online.caching_operations == 0
+    assert cached.caching_operations == 2 * weights * 100 * 30
+    assert cached.step_operations < online.step_operations
+    steps = 30 * cached.step_operations
+    assert cached.training_seconds("l4") == pytest.approx((steps + cached.caching_operations) / (0.4 * 121e12))
+    assert estimate_work(recipe_of(teacher={"kind": "cached"}), model.config, processes=2).caching_operations == (
+        cached.caching_operations / 2
+    )
+
+
+def test_prompts_meet_an_encoder_and_answers_a_decoder() -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 1}
+    model = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=50, decoder_start_token_id=0))
+    encoder, decoder = (sum(p.numel() for p in part.parameters()) for part in (model.encoder, model.decoder))
+    work = estimate_work(recipe_of(), model.config)
+    assert work.prompt_operations == 2 * encoder * 100 * 10
+    assert work.pass_operations == 2 * decoder * 16  # whose embeddings are its lm_head
 
 
 def test_seconds_are_operations_and_bytes_by_the_share_of_the_peak() -> None:

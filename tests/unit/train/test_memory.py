@@ -17,7 +17,7 @@ from draftsmith.heads import HEADS
 from draftsmith.train import memory
 from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import Batch
-from draftsmith.train.dry_run import DryStep
+from draftsmith.train.dry_run import DryStep, marked_share
 from draftsmith.train.live_bytes import LiveBytes
 from draftsmith.train.recipe import Recipe, parse_recipe
 
@@ -126,6 +126,20 @@ def test_bf16_processes_vocabulary_and_quantisation_are_seen() -> None:
     config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(DraftsmithError, match="quantised"):
         memory.estimate_memory(recipe_of({"type": "medusa"}), config)
+
+
+def test_an_offloaded_target_leaves_the_accelerator_one_layer() -> None:
+    target = make_llama(**{**WIDE, "num_hidden_layers": 4})
+    layer = sum(p.numel() * 4 for p in target.model.layers[0].parameters())
+    recipe = recipe_of({"type": "medusa"}, target={"offload": True})
+    whole, put_off = (memory.estimate_memory(recipe, target.config, accelerated=on).target for on in (False, True))
+    assert whole - put_off == 3 * layer
+
+
+def test_packed_rows_are_as_full_of_answers_as_the_samples_in_them() -> None:
+    packed = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 4 * (PROMPT + RESPONSE)})
+    for recipe in (packed, recipe_of({"type": "medusa"})):
+        assert marked_share(recipe, make_llama(**WIDE).config) == RESPONSE / (PROMPT + RESPONSE)
 
 
 @pytest.mark.parametrize(("prompt", "response"), [(40, 56), (100, 300)])  # the second one's storage has to grow
