@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 from exact.one_round import EXACT, Round, Setting, the_rule
 from transformers import LlamaForCausalLM
@@ -22,10 +23,12 @@ from draftsmith.distill.divergences import DIVERGENCES, overlap
 from draftsmith.distill.objectives import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.agreement import acceptance_measure, agreement
+from draftsmith.eval.hardware import Hardware
 from draftsmith.eval.target_texts import sample_texts
 from draftsmith.heads.drafter import TrainableDrafter
 from draftsmith.train.batches import Batch
 from draftsmith.train.drafter_sections import DRAFTERS
+from draftsmith.train.recipe import parse_recipe
 from draftsmith.train.section import Section
 from draftsmith.train.step import AgreementStep, Last
 
@@ -120,6 +123,21 @@ def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if not link.startswith("http"):
             assert (page.parent / link).exists(), link
+
+
+def yaml_blocks() -> list[tuple[str, dict[str, Any]]]:
+    """Every YAML block with the page it stands on."""
+    blocks = ((page, re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)) for page in PAGES)
+    return [(page.name, yaml.safe_load(block)) for page, found in blocks for block in found]
+
+
+@pytest.mark.parametrize(("page", "values"), yaml_blocks(), ids=lambda value: value if isinstance(value, str) else "")
+def test_yaml_of_the_documentation_is_taken(page: str, values: dict[str, Any]) -> None:
+    """A recipe, sections of one, or a machine's seconds."""
+    if "alone" in values:
+        Hardware.model_validate(values)
+    else:
+        parse_recipe({"name": "page", "output": "page", "drafter": {"type": "medusa"}, **values}, page)
 
 
 def commands() -> list[tuple[str, str]]:
