@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from draftsmith.decode.cache import context_limit
-from draftsmith.distill.chat import Chat
+from draftsmith.distill.chat import Chat, template_text
 from draftsmith.distill.conversations import conversation
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.examples import ExampleSettings, hold_out, length_statistics, read_examples
@@ -44,9 +44,11 @@ class TrainingData:
 
 
 def check_sources(recipe: Recipe) -> None:
-    """ConfigError for a missing or malformed file, before a target is built or loaded for minutes."""
+    """ConfigError for a missing or malformed file of data or template, before a target is loaded for minutes."""
     check_target_name(recipe.target.model)
     data = recipe.data
+    if data.chat_template is not None:
+        template_text(data.chat_template)
     if data.refresh_every is not None and (data.response == "text" or data.temperature == 0 == data.drafter_share):
         why = "response='text'" if data.response == "text" else "temperature=0, which gives the same text again"
         raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")

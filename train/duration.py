@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from draftsmith.errors import ConfigError
-from draftsmith.train.dry_run import dry_step, marked_share, require_plain, sequence_length, target_of
+from draftsmith.train.dry_run import dry_step, marked_share, require_plain, target_of
 from draftsmith.train.live_bytes import without_data
 from draftsmith.train.memory import cache_bytes
 from draftsmith.train.operations import Operations
@@ -100,7 +100,8 @@ def estimate_work(
             step.update()
     of_step = float(of_part.total * train.gradient_accumulation + of_update.total)
     rows = math.ceil(data.count / processes)
-    caching = 2.0 * reading * rows * sequence_length(recipe) if recipe.teacher.kind == "cached" else 0.0
+    tokens = rows * (data.prompt_tokens + data.response_tokens)
+    caching = 2.0 * reading * tokens if recipe.teacher.kind == "cached" else 0.0
     if data.response != "target" or recipe.teacher.kind == "logprobs":
         return WorkEstimate(of_step, train.steps, caching, 0.0, 0, 0.0, 0.0)
     rounds = math.ceil(train.steps / data.refresh_every) if data.refresh_every else 1
