@@ -83,9 +83,8 @@ def dry_step(recipe: Recipe, target: nn.Module, *, device: str, processes: int, 
 def sequence_length(recipe: Recipe) -> int:
     """Of the longest row."""
     data = recipe.data
-    if data.pack and data.pack_tokens is not None:
-        return data.pack_tokens
-    return data.prompt_tokens + data.response_tokens
+    sample = data.prompt_tokens + data.response_tokens  # one that is longer than packed rows has a row of its own
+    return max(sample, data.pack_tokens or 0) if data.pack else sample
 
 
 def _drafter(recipe: Recipe, target: nn.Module) -> TrainableDrafter:

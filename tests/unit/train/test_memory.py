@@ -17,7 +17,7 @@ from draftsmith.heads import HEADS
 from draftsmith.train import memory
 from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import Batch
-from draftsmith.train.dry_run import DryStep, marked_share
+from draftsmith.train.dry_run import DryStep, marked_share, sequence_length
 from draftsmith.train.live_bytes import LiveBytes
 from draftsmith.train.recipe import Recipe, parse_recipe
 
@@ -138,6 +138,9 @@ def test_an_offloaded_target_leaves_the_accelerator_one_layer() -> None:
 
 def test_packed_rows_are_as_full_of_answers_as_the_samples_in_them() -> None:
     packed = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 4 * (PROMPT + RESPONSE)})
+    narrow = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 8})
+    assert sequence_length(packed) == 4 * (PROMPT + RESPONSE)
+    assert sequence_length(narrow) == PROMPT + RESPONSE, "a sample that is longer has a row of its own"
     for recipe in (packed, recipe_of({"type": "medusa"})):
         assert marked_share(recipe, make_llama(**WIDE).config) == RESPONSE / (PROMPT + RESPONSE)
 
