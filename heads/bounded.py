@@ -20,6 +20,9 @@ from draftsmith.errors import ConfigError
 Shapes = dict[str, tuple[int, ...]]
 ALWAYS = 2**24
 """Numbers that any config may claim: 64 MiB in float32."""
+WHOLE, PACKED = 4, 16
+"""Numbers that may be built for each in a file: an encoder-decoder model makes its embeddings four times before it ties
+them; of quantized weights one number may hold eight."""
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.eye)
 
 
@@ -43,10 +46,10 @@ def bounded(name: str | Path, held: Shapes, *, packed: bool = False) -> Iterator
     Args:
         name: of the drafter, for errors.
         held: what its files hold.
-        packed: quantized weights, of which one number may hold eight.
+        packed: quantized weights.
     """
     numbers = sum(math.prod(shape) for shape in held.values())
-    most = ALWAYS + (16 if packed else 2) * numbers
+    most = ALWAYS + (PACKED if packed else WHOLE) * numbers
     parameters = 0
 
     def registered(*_: Any) -> None:
@@ -75,17 +78,21 @@ class _Allowance(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function in FACTORIES:
-            self._taken += _asked(function, args or (kwargs or {}).get("size", ()))
+            self._taken += _asked(function, args, kwargs or {})
             if self._taken > self._most:
                 self._refuse(self._taken)
         return function(*args, **(kwargs or {}))
 
 
-def _asked(function: Any, size: tuple) -> int:
-    """Numbers that a factory is asked for; arange takes (end), (start, end) or (start, end, step)."""
+def _asked(function: Any, args: tuple, named: dict[str, Any]) -> int:
+    """Numbers that a factory is asked for."""
     if function is torch.arange:
-        start, end, step = (0, *size, 1) if len(size) == 1 else (*size, 1)[:3]
-        return int(abs(end - start) / abs(step)) + 1
+        given = named | dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False))
+        return int(abs(given["end"] - given.get("start", 0)) / abs(given.get("step", 1))) + 1
+    if function is torch.eye:
+        given = named | dict(zip(("n", "m"), args, strict=False))
+        return given["n"] * given.get("m", given["n"])
+    size = args or named.get("size", ())
     size = size[0] if size and isinstance(size[0], tuple | list) else size
     return math.prod(value for value in size if isinstance(value, int))
 
