@@ -89,7 +89,7 @@ def adapter_base(folder: Path) -> str:
     """The target that an adapter was trained on: 'embedded', a folder or a Hub id."""
     try:
         base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / CONFIG} names no base_model_name_or_path ({error}); expected one") from error
     if not isinstance(base, str):
         raise ConfigError(f"{folder / CONFIG}: base_model_name_or_path={base!r}; expected a name")

@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError
+from draftsmith.heads.downloads import require_whole_model
 
 EMBEDDED = "embedded"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,10 +94,13 @@ def load_target(
     source = str(embedded_target(progress)) if name == EMBEDDED else str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
+        require_whole_model("target", source, revision)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         config = AutoConfig.from_pretrained(source, **options)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **options)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"target={name}; expected 'embedded', a local folder or a Hub id ({reason})") from error

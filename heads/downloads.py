@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from draftsmith.errors import ConfigError
 
@@ -31,6 +31,16 @@ def local_folder(path_or_repo: str, revision: str | None = None) -> Path:
         raise ConfigError(f"drafter={path_or_repo} with revision={revision!r}; expected one of the two")
     try:
         return Path(snapshot_download(repo, revision=named if at else revision, allow_patterns=list(DATA)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the client has no common base: its own, httpx's, OSError, ValueError
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"drafter={path_or_repo}; expected a local folder or a Hub id ({reason})") from error
+
+
+def require_whole_model(key: str, name: str, revision: str | None = None) -> None:
+    """ConfigError for a folder or repository that holds a peft adapter, alone or beside a model.
+
+    transformers would put it on unasked: pickled where it is no safetensors, and of any size that its config claims.
+    """
+    if find_adapter_config_file(name, revision=revision) is not None:
+        expected = "a whole model, or of a target the local folder of an adapter"
+        raise ConfigError(f"{key}={name} holds an adapter_config.json; expected {expected}")

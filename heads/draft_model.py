@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from draftsmith.errors import ConfigError
+from draftsmith.heads.downloads import require_whole_model
 from draftsmith.heads.drafter import Context, TeacherSignals, TrainableDrafter, Tree, Unrolled
 from draftsmith.heads.final_states import final_states
 from draftsmith.heads.lora import add_lora, check_lora
@@ -119,8 +120,11 @@ def _pretrained(name: str, target: nn.Module) -> nn.Module:
     """A checkpoint; its padded vocabulary is cut or filled to the target's size."""
     auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
     try:
+        require_whole_model("drafter.model", name)
         options = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
         model = auto.from_pretrained(name, dtype=torch.float32, **options)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"drafter.model={name}; expected a language model's folder or Hub id ({reason})") from error

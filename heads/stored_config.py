@@ -60,9 +60,7 @@ def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredD
             would make a reader leave the folder or run code.
     """
     config = _read_json(folder / "config.json", f"drafter={name}")
-    for key in IMPLEMENTATIONS:
-        if "/" in json.dumps(config.get(key)):
-            raise ConfigError(f"drafter={name}: {key}={config[key]!r} in config.json names code; expected none")
+    _require_no_kernel(config, name)
     if (folder / INDEX).is_file():
         _require_plain_names(_read_json(folder / INDEX, f"drafter={name}").get("weight_map"), name)
     section = config.get("draftsmith")
@@ -90,6 +88,15 @@ def _read_json(file: Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{file} is not JSON of an object ({type(value).__name__}); expected a drafter's config")
     return value
+
+
+def _require_no_kernel(config: dict[str, Any], drafter: str | Path) -> None:
+    """ConfigError for one that the config, or that of a part of the model inside it, names."""
+    for key, value in config.items():
+        if key in IMPLEMENTATIONS and "/" in json.dumps(value):
+            raise ConfigError(f"drafter={drafter}: {key}={value!r} in config.json names code; expected none")
+        if isinstance(value, dict):
+            _require_no_kernel(value, drafter)
 
 
 def _require_plain_names(names: Any, drafter: str | Path) -> None:

@@ -100,6 +100,28 @@ def test_pickled_weights_are_not_even_fetched(
     assert not mark.exists()
 
 
+def test_an_adapter_beside_a_model_is_not_put_on(
+    hub: Hub, draft_folder: Path, mark: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """transformers would, unasked, and from a pickle."""
+    tiny_tokenizer.save_pretrained(draft_folder)
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(draft_folder), "r": 1, "target_modules": ["q_proj"]}
+    (draft_folder / "adapter_config.json").write_text(json.dumps(adapter))
+    (draft_folder / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
+    upload(hub, draft_folder)
+    for load in (
+        lambda: load_drafter(draft_folder, tiny_target),
+        lambda: load_drafter(REPO, tiny_target),
+        lambda: load_target(REPO),
+        lambda: Fresh.from_target(tiny_target, model=REPO),
+        lambda: Fresh.from_target(tiny_target, model=str(draft_folder)),
+    ):
+        with pytest.raises(ConfigError, match=r"holds an adapter_config\.json; expected a whole model"):
+            load()
+    assert not [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith("adapter_model.bin")]
+    assert not mark.exists()
+
+
 def _set(*keys: str, to: Any) -> Callable[[dict[str, Any]], None]:
     def change(config: dict[str, Any]) -> None:
         *path, last = keys
@@ -282,9 +304,12 @@ def test_code_runs_only_when_the_user_says_so(
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_a_config_names_no_kernel(key: str, draft_folder: Path, tiny_target: LlamaForCausalLM) -> None:
-    changed(draft_folder / "config.json", _set(key, to="someone/kernel"))
-    with pytest.raises(ConfigError, match=f"{key}='someone/kernel' in config.json names code; expected none"):
-        load_drafter(draft_folder, tiny_target)
+    kept = (draft_folder / "config.json").read_text()
+    for change in (_set(key, to="someone/kernel"), _set("text_config", to={key: "someone/kernel"})):
+        changed(draft_folder / "config.json", change)
+        with pytest.raises(ConfigError, match=f"{key}='someone/kernel' in config.json names code; expected none"):
+            load_drafter(draft_folder, tiny_target)
+        (draft_folder / "config.json").write_text(kept)
 
 
 def test_a_data_sets_script_is_not_run(tmp_path: Path, mark: Path) -> None:
