@@ -15,6 +15,7 @@ from draftsmith.heads.downloads import local_folder
 from draftsmith.heads.named import is_named
 from draftsmith.heads.stored_config import read_config
 from draftsmith.hub.export import (
+    DTYPES,
     USUAL_LENGTH,
     Exported,
     check_export,
@@ -56,10 +57,9 @@ def export_to(request: ExportRequest) -> Exported:
     check_target_name(request.target)
     _, stored = read_config(folder, request.drafter)
     check_export(request.format, None if stored is None else stored.type, request.dtype, request.out)
-    # In the dtype of the drafter, which loading brings to the target's: so its weights stay as they are.
     dtype = request.dtype or stored_dtype(folder) or "float32"
     options = {"revision": request.revision, "trust_remote_code": request.trust_remote_code, "device": "cpu"}
-    loaded = load_target(request.target, dtype=dtype, **options)
+    loaded = load_target(request.target, dtype=_loading_dtype(dtype), **options)
     return export_drafter(
         load_drafter(folder, loaded.model, loaded.tokenizer),
         loaded.model,
@@ -82,8 +82,9 @@ def import_from(request: ImportRequest) -> TrainableDrafter:
     if read_config(folder, request.drafter)[1] is not None:
         raise ConfigError(f"drafter={request.drafter} is draftsmith's own already; expected another project's layout")
     options = {"revision": request.revision, "trust_remote_code": request.trust_remote_code, "device": "cpu"}
-    loaded = load_target(request.target, dtype=stored_dtype(folder) or "float32", **options)
-    drafter = load_drafter(folder, loaded.model, loaded.tokenizer)
+    dtype = stored_dtype(folder) or "float32"
+    loaded = load_target(request.target, dtype=_loading_dtype(dtype), **options)
+    drafter = load_drafter(folder, loaded.model, loaded.tokenizer).to(DTYPES[dtype])
     length = request.draft_length or drafter.draft_length_hint or USUAL_LENGTH
     most = drafter.max_draft_length
     if request.draft_length is not None and most is not None and length > most:
@@ -101,6 +102,14 @@ def import_from(request: ImportRequest) -> TrainableDrafter:
     return drafter
 
 
+def _loading_dtype(dtype: str) -> str:
+    """That of the target: loading brings the drafter to it, and its weights are to stay as they are.
+
+    float16 is not wide enough for the weights of a target in bfloat16, which would be another target's.
+    """
+    return "float32" if dtype == "float16" else dtype
+
+
 def _folder(drafter: str) -> Path:
     if is_named(drafter) and not Path(drafter).is_dir():
         raise ConfigError(f"drafter={drafter} has no weights; expected a folder or a Hub id of a trained drafter")
@@ -116,7 +125,7 @@ def _servable(target: str) -> str:
 
 
 def show_export(exported: Exported) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     table = Table("tensor", "dtype", "shape")
     for name, (dtype, shape) in list(exported.tensors.items())[:SHOWN]:
         table.add_row(name, dtype, " × ".join(map(str, shape)))
@@ -129,14 +138,14 @@ def show_export(exported: Exported) -> None:
     if exported.adapted:
         console.print("note: the target was trained with this drafter: merge its adapter and serve that, see README.md")
     for note in exported.serving.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(f"\n{exported.usage}", markup=False)
+        console.print(f"note: {note}")
+    console.print(f"\n{exported.usage}")
 
 
 def show_import(request: ImportRequest, drafter: TrainableDrafter) -> None:
     count = sum(parameter.numel() for parameter in drafter.parameters())
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"{request.out}: a drafter of type {drafter.type}, {count:,} parameters, draft length", end=" ")
     console.print(drafter.draft_length_hint)
-    console.print(f"\ndraftsmith eval --target {request.target} --drafter {request.out}", markup=False)
-    console.print(f"draftsmith check --target {request.target} --drafter {request.out}", markup=False)
+    console.print(f"\ndraftsmith eval --target {request.target} --drafter {request.out}")
+    console.print(f"draftsmith check --target {request.target} --drafter {request.out}")

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.bounded import bounded, shapes_in
-from draftsmith.heads.downloads import local_folder
+from draftsmith.heads.downloads import local_folder, require_whole_model
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter, TrainableDrafter
 from draftsmith.heads.lora import merged_state
@@ -113,9 +113,10 @@ def load_drafter(
         _require_fit(stored, path_or_repo, target, tokenizer)
     drafter = _read(folder, stored, config, target)
     drafter.attach(target)
-    if stored is None and isinstance(drafter, DraftModel) and tokenizer is not None:
-        drafter.shared_vocabulary = shared_vocabulary(folder, path_or_repo, tokenizer)
     wanted = target.config.get_text_config(decoder=True).vocab_size
+    foreign = stored is None or drafter.vocab_size != wanted  # an imported one keeps the padding that it had
+    if foreign and isinstance(drafter, DraftModel) and tokenizer is not None:
+        drafter.shared_vocabulary = shared_vocabulary(folder, path_or_repo, tokenizer)
     if drafter.vocab_size != wanted and drafter.shared_vocabulary is None:
         raise ConfigError(
             f"drafter={path_or_repo} has a vocabulary of {drafter.vocab_size}; expected the target's {wanted}, or "
@@ -164,6 +165,7 @@ def _require_vocabulary(vocabulary: DraftVocabulary | None, stored: StoredDrafte
 
 def _language_model(folder: Path) -> nn.Module:
     """A causal LM or an encoder-decoder model, whichever the config describes; all of its weights are in the folder."""
+    require_whole_model("drafter", str(folder))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}

@@ -14,6 +14,7 @@ CODE = "custom_generate"
 def write_custom_generate(source: Source) -> Serving:
     """The checkpoint as it is, and the file that transformers runs where the user trusts it."""
     drafter, before = source.drafter, next(source.drafter.parameters()).dtype
+    exact = {name: value.clone() for name, value in drafter.state_dict().items()}  # which a narrower dtype rounds
     try:
         save_drafter(
             drafter.to(source.dtype),
@@ -24,7 +25,7 @@ def write_custom_generate(source: Source) -> Serving:
             tokenizer=source.tokenizer,
         )
     finally:
-        drafter.to(before)
+        drafter.to(before).load_state_dict(exact)
     write_generate(source.folder)
     usage = (
         "from transformers import AutoModelForCausalLM\n\n"

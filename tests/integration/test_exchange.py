@@ -11,9 +11,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import load_drafter
 from draftsmith.cli import main
+from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.hub.export import stored_dtype
+from draftsmith.hub.export import export_drafter, stored_dtype
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
@@ -76,6 +77,56 @@ def test_the_dtype_is_that_of_the_checkpoint_or_as_asked(
     assert (code, err) == (0, "")
     assert stored_dtype(tmp_path / "own") == "bfloat16"
     assert json.loads((tmp_path / "own" / "config.json").read_text())["draftsmith"]["draft_length"] == 6
+
+
+def test_float16_leaves_the_target_what_it_is(
+    pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Its weights, as those of most targets, have numbers that float16 rounds away."""
+    target, target_folder, _ = pair
+    for parameter in target.parameters():
+        parameter.view(-1)[::3] *= 1e-7
+    target.save_pretrained(target_folder)
+    drafter = HEADS["eagle3"].from_target(target)
+    save_drafter(
+        drafter, tmp_path / "d", target=describe_target(target, None, target_folder), recipe=None, draft_length=4
+    )
+    common = ["--target", target_folder, "--out"]
+    exported = ["export", str(tmp_path / "d"), "--format", "vllm", "--dtype", "float16", *common, str(tmp_path / "out")]
+    assert run(capsys, *exported)[0] == 0
+    assert run(capsys, "import", str(tmp_path / "out"), *common, str(tmp_path / "back"))[0] == 0
+    assert stored_dtype(tmp_path / "out") == stored_dtype(tmp_path / "back") == "float16"
+    back = load_drafter(tmp_path / "back", target).state_dict()
+    assert all(torch.equal(value.half().float(), back[name]) for name, value in drafter.state_dict().items()
+               if value.is_floating_point())  # fmt: skip
+
+
+def test_an_imported_draft_model_keeps_its_padding(
+    tmp_path: Path, capsys: pytest.CaptureFixture, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Families have one tokenizer and embeddings of several sizes."""
+    target = make_llama(vocab_size=72).requires_grad_(False)
+    for model, name in ((target, "target"), (make_llama(1), "[plain]")):
+        model.save_pretrained(tmp_path / name)
+        tiny_tokenizer.save_pretrained(tmp_path / name)
+    arguments = ["import", str(tmp_path / "[plain]"), "--target", str(tmp_path / "target")]
+    code, said, err = run(capsys, *arguments, "--out", str(tmp_path / "[back]"))
+    assert (code, err) == (0, "")
+    assert f"{tmp_path}/[back]: a drafter of type draft_model" in said
+    plain, back = (load_drafter(tmp_path / name, target, tiny_tokenizer) for name in ("[plain]", "[back]"))
+    assert back.shared_vocabulary == plain.shared_vocabulary == len(tiny_tokenizer)
+    with pytest.raises(ConfigError, match="has a vocabulary of 64; expected the target's 72"):
+        load_drafter(tmp_path / "[back]", target)
+
+
+def test_an_export_leaves_the_drafter_as_it_is(pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path) -> None:
+    target, _, folder = pair
+    drafter = load_drafter(folder, target)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    for format in ("transformers", "vllm"):
+        export_drafter(drafter, target, format, tmp_path / format, target_name="x", dtype="bfloat16")
+    assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
+    assert stored_dtype(tmp_path / "transformers") == "bfloat16"
 
 
 def test_mistakes_are_told_in_one_line_before_any_work(
