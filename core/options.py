@@ -40,7 +40,8 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
     named: dict[str, str] = {}
     for entry in drafters:
         name, equals, folder = entry.partition("=")
-        if not equals or ":" in name:  # suffix:min_match=3 is a drafter with a setting, not a name for one
+        # suffix:min_match=3 is a drafter with a setting, runs/lr=0.1/drafter a folder: neither has a name for it.
+        if not equals or ":" in name or Path(entry).is_dir():
             parts = [part for part in Path(entry).parts if part not in ("drafter", "/")]
             name, folder = (entry.partition(":")[0] if is_named(entry) else parts[-1] if parts else entry), entry
         if name in named:

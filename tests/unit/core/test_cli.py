@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.errors import ConfigError
+from draftsmith.heads.downloads import local_folder
 from draftsmith.options import named_drafters, template_options
 from draftsmith.stream import IncrementalText
 from draftsmith.train.recipe import shipped_recipes
@@ -73,6 +74,14 @@ def test_names_of_drafters() -> None:
     assert named == {"a": "runs/a/drafter", "best": "runs/b/drafter", "model": "org/model"}
     with pytest.raises(ConfigError, match="'a' is taken"):
         named_drafters(["x/a", "y/a"])
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "lr=0.1@v2" / "drafter"
+    folder.mkdir(parents=True)
+    assert named_drafters([str(folder)]) == {"lr=0.1@v2": str(folder)}
+    assert named_drafters([f"a={folder}"]) == {"a": str(folder)}
+    assert local_folder(str(folder)) == folder
 
 
 def test_streamed_text_adds_up(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
