@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from draftsmith.errors import DraftsmithError
+
 
 def push(
     drafter: Annotated[Path, typer.Argument(help="A folder that `draftsmith train` wrote.")],
@@ -25,14 +27,16 @@ def push(
     ] = None,
 ) -> None:
     """Publish a drafter on the Hub, with a model card made from its run and its measurement."""
-    from draftsmith.hub.publication import Publication, assemble, check_publication
+    from draftsmith.hub.publication import STALE, Publication, assemble, check_out, check_publication, run_of
     from draftsmith.hub.push import Destination, prepare, upload
     from draftsmith.train.output import read_metrics
 
     options = {"evaluation": evaluation, "measured_as": measured_as, "licence": licence, "base_model": base_model}
-    publication = Publication(drafter, repo, metrics=read_metrics(drafter.parent), **options)
+    publication = Publication(drafter, repo, metrics=read_metrics(run_of(drafter)), **options)
     for note in check_publication(publication):
         typer.echo(f"note: {note}", err=True)
+    if out is not None:
+        check_out(out)
     if dry_run:
         out = out or Path("runs/push") / repo.partition("/")[2]
         files = assemble(publication, out)
@@ -44,6 +48,11 @@ def push(
     prepare(destination)
     with TemporaryDirectory(prefix="draftsmith-push-") as temporary:
         folder = out or Path(temporary) / "publication"
-        assemble(publication, folder)
-        commit = upload(folder, destination, message or f"{publication.title}, by draftsmith")
+        try:
+            assemble(publication, folder)
+        except OSError as error:
+            raise DraftsmithError(
+                f"push={repo}: {folder} cannot be written ({error}); nothing was published"
+            ) from error
+        commit = upload(folder, destination, message or f"{publication.title}, by draftsmith", stale=STALE)
     typer.echo(f"{destination.page} at {commit[:12]}")

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from draftsmith.errors import ConfigError
+
 LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
@@ -33,6 +35,15 @@ def _make(folder: Path) -> None:
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
         _fsync(folder.parent)
+
+
+def require_writable(key: str, folder: Path) -> None:
+    """ConfigError unless `atomic_folder` could write it: it has a name of its own, in a folder that may be written."""
+    if folder.name in ("", ".."):
+        raise ConfigError(f"{key}={folder} has no name of its own; expected a new folder, by its name")
+    there = next(place for place in folder.absolute().parents if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"{key}={folder} cannot be made in {there}; expected a folder that may be written")
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The model card of a drafter checkpoint: what it drafts for, what it was measured to be worth, how it was made."""
 
-import json
 import math
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,6 +16,7 @@ from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.report import interval
 from draftsmith.eval.training_plot import plot_training
 from draftsmith.heads.bounded import shapes_in
+from draftsmith.heads.stored_config import read_config
 from draftsmith.hub.card_data import card_data, require_readable
 from draftsmith.hub.engines import SGLANG, UNSERVED, VLLM, sglang_command, vllm_command, vllm_type
 from draftsmith.hub.layouts.custom_generate import CODE
@@ -73,6 +73,8 @@ def write_card(
     rows = [] if evaluation is None else [row for row in evaluation["rows"] if row["drafter"] == drafter]
     if evaluation is not None and not rows:
         raise ConfigError(f"drafter={drafter} has no rows in this evaluation; expected one that was measured")
+    if evaluation is not None:
+        evaluation = _about(drafter, evaluation)
     overall = [row for row in rows if row["category"] == OVERALL]
     name = request.repo or str(folder)
     recipe = section["recipe"] or {}
@@ -114,6 +116,15 @@ def write_card(
         write_json(folder / "eval.json", {**evaluation, "rows": rows, "measurements": [], "samples": []})
 
 
+def _about(drafter: str, evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Without the notes and guards that begin with the name of another drafter that was measured beside it."""
+    others = {row["drafter"] for row in evaluation["rows"]} - {drafter}
+    starts = tuple(f"{other}{behind}" for other in others for behind in (" (", ": ", " is in "))
+    notes = [note for note in evaluation["notes"] if not note.startswith(starts)]
+    guards = [guard for guard in evaluation["guards"] if not guard["message"].startswith(starts)]
+    return {**evaluation, "notes": notes, "guards": guards}
+
+
 def _engines(section: dict[str, Any], target: str) -> dict[str, str | None]:
     """What starts vLLM and SGLang with an export in the folder `exported`; None where they cannot be."""
     kind, length = vllm_type(section["type"], section["drafter"]), section["draft_length"]
@@ -130,12 +141,15 @@ def _engines(section: dict[str, Any], target: str) -> dict[str, str | None]:
 def checkpoint_section(folder: Path) -> dict[str, Any]:
     """What `draftsmith train` wrote into a checkpoint's config.json; ConfigError for another folder."""
     try:
-        section = json.loads((folder / "config.json").read_text(encoding="utf-8"))["draftsmith"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder} was not trained by draftsmith; expected a drafter checkpoint") from error
-    if section["type"] not in KINDS:
-        raise ConfigError(f"{folder} is of type {section['type']!r}; expected one of {', '.join(KINDS)}")
-    section["target"].setdefault("quality", None)
+        config, stored = read_config(folder, folder)
+    except ConfigError as error:
+        raise ConfigError(f"{folder} was not trained by draftsmith ({error})") from error
+    if stored is None:
+        raise ConfigError(f"{folder} was not trained by draftsmith; expected a drafter checkpoint")
+    if stored.type not in KINDS:
+        raise ConfigError(f"{folder} is of type {stored.type!r}; expected one of {', '.join(KINDS)}")
+    section = {"recipe": None, **config["draftsmith"]}
+    section["target"] = {"quality": None, "revision": None, **section["target"]}
     return section
 
 

@@ -18,7 +18,7 @@ from draftsmith.heads.checkpoint import describe_target
 from draftsmith.heads.stored_config import read_config
 from draftsmith.hub.layouts import LAYOUTS
 from draftsmith.hub.layouts.layout import Serving, Source, name_of
-from draftsmith.storage import atomic_folder, write_text
+from draftsmith.storage import atomic_folder, require_writable, write_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 USUAL_LENGTH = 3
@@ -62,6 +62,7 @@ def check_export(format: str, type: str | None, dtype: str | None, out: Path) ->
 
 
 def require_empty(out: Path) -> None:
+    require_writable("out", out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={out} is there already; expected a new or an empty folder")
 

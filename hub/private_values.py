@@ -36,7 +36,7 @@ def without_local_paths(value: Any) -> Any:
         return [without_local_paths(entry) for entry in value]
     if not isinstance(value, str):
         return value
-    if value.startswith(("/", "~/", "\\\\")) or PureWindowsPath(value).drive:
+    if value.startswith(("/", "~/", "\\\\")) or PureWindowsPath(value).is_absolute():
         return last_part(value)
     return PATH.sub(lambda found: last_part(found.group()), value)
 

@@ -1,6 +1,7 @@
 """The folder that is published: a drafter's files by an allow-list, its card, plots and measurement; nothing else."""
 
 import json
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from draftsmith.hub.card import KINDS, PLOTS, CardRequest, checkpoint_section, h
 from draftsmith.hub.card_data import check_licence, check_repo
 from draftsmith.hub.layouts.custom_generate import CODE, write_generate
 from draftsmith.hub.private_values import require_no_secret, without_local_paths
-from draftsmith.storage import atomic_folder, write_json
+from draftsmith.storage import atomic_folder, require_writable, write_json
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER += ("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -23,6 +24,9 @@ TARGET = "target"
 """Folder of the adapter of a target that was trained too: beside the drafter's in a run, inside it when published."""
 WRITTEN = ("config.json", "README.md", EVALUATION, f"{TARGET}/adapter_config.json", f"{TARGET}/quality.json")
 """Files with texts of ours, in which a secret could stand."""
+STALE = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", EVALUATION)
+STALE += (*(f"{TARGET}/{name}" for name in ADAPTER), f"{CODE}/generate.py", f"{CODE}/requirements.txt")
+"""What an earlier push may have left that would be read for the new one: other weights, or what those were worth."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ def assemble(publication: Publication, out: Path) -> list[Path]:
 
 def check_out(out: Path) -> None:
     """ConfigError unless `out` may be replaced: it is no one's, or holds nothing but an earlier publication."""
+    require_writable("out", out)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file; expected a folder")
     if not out.is_dir() or not any(out.iterdir()):
@@ -140,21 +145,26 @@ def _publish_base(file: Path, base_model: str | None) -> None:
     write_json(file, {**config, "base_model_name_or_path": base})
 
 
+def run_of(folder: Path) -> Path:
+    """The folder of the run that a drafter's folder lies in, also where that is `.`"""
+    return Path(os.path.abspath(folder)).parent
+
+
 def _adapter(folder: Path, section: dict[str, Any]) -> Path | None:
     """The adapter of a target that was trained together with the drafter; ConfigError where it is gone."""
     if not section["target"].get("quality"):
         return None
-    for place in (folder / TARGET, folder.parent / TARGET):
+    for place in (folder / TARGET, run_of(folder) / TARGET):
         if (place / "adapter_config.json").is_file():
             return place
     raise ConfigError(
         f"{folder} was trained together with its target, and the adapter is not beside it; expected the folder "
-        f"{folder.parent / TARGET}"
+        f"{run_of(folder) / TARGET}"
     )
 
 
 def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | None]:
-    """The measurement and the drafter's name in it: as told, the one with this folder, or the only one."""
+    """The measurement and the drafter's name in it: as told, the one with this folder, or the only one, moved since."""
     place = publication.evaluation
     if place is None and (publication.folder / EVALUATION).is_file():
         place = publication.folder / EVALUATION
@@ -162,12 +172,17 @@ def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | No
         return None, None
     evaluation = read_evaluation(place)
     named = evaluation["settings"]["drafters"]
-    measured = {row["drafter"] for row in evaluation["rows"]}
+    measured = {row["drafter"]: row["drafter_type"] for row in evaluation["rows"]}
     own = [name for name, folder in named.items() if Path(folder).resolve() == publication.folder.resolve()]
-    candidates = [publication.measured_as] if publication.measured_as else own or sorted(measured)
+    # What lies in another folder still is another drafter; one that is gone may be this one, moved.
+    only = [name for name in measured if len(measured) == 1 and not Path(named[name]).is_dir()]
+    candidates = [publication.measured_as] if publication.measured_as else own or only
     if len(candidates) != 1 or candidates[0] not in measured:
         asked = f"measured_as={publication.measured_as!r}" if publication.measured_as else str(place)
         raise ConfigError(
             f"{asked}; expected --as with one of the drafters measured there: {', '.join(sorted(measured))}"
         )
-    return evaluation, candidates[0]
+    name, kind = candidates[0], checkpoint_section(publication.folder)["type"]
+    if measured[name] != kind:
+        raise ConfigError(f"{place}: {name} is a drafter of type {measured[name]}; expected {kind}, as this one is")
+    return evaluation, name

@@ -55,20 +55,26 @@ def prepare(destination: Destination) -> None:
         api.preupload_lfs_files(destination.repo, additions=[asked], revision=branch)
 
 
-def upload(folder: Path, destination: Destination, message: str, *, progress: bool = True) -> str:
+def upload(
+    folder: Path, destination: Destination, message: str, *, stale: tuple[str, ...] = (), progress: bool = True
+) -> str:
     """Upload an assembled folder as one commit behind `prepare`; the commit's id.
+
+    Args:
+        stale: patterns of files to delete from the repository where the folder has none of that name.
 
     Raises:
         ConfigError: for a token that is refused, or a card that the Hub does not take.
         PushError: where it was cut off; the same call goes on.
     """
     with explained(destination.repo), _quiet(bars=progress):
-        # Nothing is deleted: what else is in the repository may be the user's.
+        # Nothing else is deleted: it may be the user's.
         done = HfApi().upload_folder(
             repo_id=destination.repo,
             folder_path=folder,
             revision=destination.revision,
             commit_message=message,
+            delete_patterns=list(stale) or None,
         )
     return done.oid
 

@@ -14,7 +14,7 @@ from typing import Any
 from draftsmith.errors import DraftsmithError
 from draftsmith.hub.card_data import check_licence, check_repo
 from draftsmith.hub.hub_errors import PushError
-from draftsmith.hub.publication import Publication, assemble
+from draftsmith.hub.publication import STALE, Publication, assemble
 from draftsmith.hub.push import Destination, prepare, upload
 from draftsmith.storage import clear_leftovers, write_json
 from draftsmith.train.console import Console
@@ -75,8 +75,8 @@ class Publisher:
         copy = self._folder / f".publication.tmp-{os.getpid()}"  # a killed run's is cleared away by the next start
         try:
             assemble(self._publication([]), copy)
-        except (DraftsmithError, OSError) as error:
-            self._problem = DraftsmithError(str(error))
+        except Exception as error:  # whatever a card's libraries raise: training is worth more than a push
+            self._problem = DraftsmithError(" ".join(str(error).split()) or type(error).__name__)
             return self._tell()
         self._thread = threading.Thread(target=self._push, args=(copy, best_step, False), daemon=True)
         self._thread.start()
@@ -120,7 +120,7 @@ class Publisher:
         """Upload the copy, note it, and delete it; never raises."""
         message = f"{self._recipe.name}: {'finished, ' if final else ''}best at step {best_step}"
         try:
-            commit = upload(copy, _destination(self._recipe), message, progress=False)
+            commit = upload(copy, _destination(self._recipe), message, stale=STALE, progress=False)
             write_json(self._folder / PUBLISHED, self._entry(best_step, final) | {"commit": commit})
         except (DraftsmithError, OSError) as error:
             self._problem = DraftsmithError(str(error))

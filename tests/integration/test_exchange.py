@@ -142,6 +142,8 @@ def test_mistakes_are_told_in_one_line_before_any_work(
         "format='medusa'; expected vllm, sglang, eagle, transformers": [*export, "--format", "medusa"],
         "dtype='int8'; expected one of": [*export, "--format", "vllm", "--dtype", "int8"],
         "is there already; expected a new": [*export[:-1], str(tmp_path / "full"), "--format", "vllm"],
+        "/file/new cannot be made in": [*export[:-1], str(tmp_path / "full" / "file" / "new"), "--format", "vllm"],
+        "out=. has no name of its own": [*export[:-1], ".", "--format", "vllm"],
         "target=./absent; expected": [*export[:2], "--target", "./absent", *export[4:], "--format", "vllm"],
         "drafter=suffix has no weights": ["export", "suffix", *export[2:], "--format", "vllm"],
         "expected a folder with config.json": ["export", str(tmp_path / "empty"), *export[2:], "--format", "vllm"],

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith import load_drafter
 from draftsmith.distill.targets import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.train import loop
+from draftsmith.train import loop, publishing
 from draftsmith.train.output import read_metrics
 from draftsmith.train.recipe import load_recipe
 
@@ -88,6 +88,18 @@ def test_every_new_best(
         keep_up(resumed, 12)
         assert (resumed._thread is not None) == again, "what a run has pushed, it does not push again when it goes on"
     resumed._thread.join()
+
+
+def test_a_card_that_cannot_be_written_ends_no_run(
+    hub: Hub, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(publishing, "assemble", fail)
+    recipe = load_recipe(str(recipe_file), [f"publish.repo={REPO}", "publish.when=best"])
+    publishing.Publisher(recipe, loop.Console(True)).keep_up(6)
+    assert "warning: the best drafter, of step 6, was not published (two lines)" in capfd.readouterr().err
 
 
 def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

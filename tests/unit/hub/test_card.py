@@ -55,12 +55,18 @@ def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_targe
     folder = _saved("medusa", tmp_path / "d", tiny_target, "embedded")
     guards = [{"guard": "text", "message": "differs"}]
     rows = [row(), row(temperature=1.0, lossless=False, batch_size=8), row(drafter="other", speedup=9.0)]
-    write_card(folder, evaluation(rows=rows, guards=guards, notes=["quiet?"]).as_json(), "d")
+    of_another = "other (chain) at T=0: speedup 9.00 above tau 1.00"
+    guards.append({"guard": "speedup-above-tau", "message": of_another})
+    notes = ["quiet?", "d (chain) at T=0 is slower than the target alone (0.90x).", f"{of_another}, too", "other: no"]
+    write_card(folder, evaluation(rows=rows, guards=guards, notes=notes).as_json(), "d")
     card = (folder / "README.md").read_text()
     assert "| 1 | chain:draft_length=2 (LOSSY) | 8 |" in card
     assert "9.00×" not in card
     assert "**Something is wrong (text)**: differs" in card
-    assert "- quiet?" in card
+    assert "- quiet?\n- d (chain) at T=0 is slower" in card
+    for text in (card, (folder / "eval.json").read_text()):
+        assert "9.00 above" not in text
+        assert "other: no" not in text
     assert "2 prompts (p.jsonl), at most 96 new tokens" in card
     assert 'load_target("embedded")' in card
     assert "base_model" not in ModelCard(card).data.to_dict()
@@ -81,6 +87,7 @@ def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_targe
             "draftsmith eval --target t --drafter d=drafter",
         ),
         ("100 tokens/s on https://host/path, 3 / 4", "100 tokens/s on https://host/path, 3 / 4"),
+        ("d: slower, 100 tokens/s", "d: slower, 100 tokens/s"),
         ("org/model", "org/model"),
         ("/", "/"),
     ],

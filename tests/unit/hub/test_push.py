@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -284,6 +285,51 @@ def test_bad_requests_stop_before_any_work(
     assert push(run, REPO) == 2
     assert "was not trained by draftsmith" in capsys.readouterr().err
     assert not hub.asked
+
+
+def test_a_measurement_of_another_drafter_is_not_taken_for_this_ones(
+    hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = (run / "medusa", REPO, "--dry-run", "--out", tmp_path / "out", "--eval", run / "eval.json")
+    assert push(*given) == 2
+    assert "expected --as with one of the drafters measured there: d" in capsys.readouterr().err
+    assert push(*given, "--as", "d") == 2
+    assert "d is a drafter of type draft_model; expected medusa" in capsys.readouterr().err
+    made = json.loads((run / "eval.json").read_text())
+    made["rows"] = [{**row, "drafter_type": "medusa"} for row in made["rows"]]
+    (run / "eval.json").write_text(json.dumps(made))
+    assert push(*given, "--as", "d") == 0
+    made["settings"]["drafters"] = {"d": "runs/gone/drafter"}
+    (run / "eval.json").write_text(json.dumps(made))
+    assert push(*given) == 0, "moved since"
+
+
+def test_from_inside_the_folder_and_again_without_what_it_had(
+    hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(run / "medusa")
+    (run / "full").mkdir()
+    (run / "full" / "diary.txt").write_text("mine")
+    assert push(".", REPO, "--out", run / "full") == 2
+    assert "holds diary.txt; expected a new folder" in capsys.readouterr().err
+    assert push(".", REPO, "--out", run / "full" / "diary.txt" / "new") == 2
+    assert "diary.txt; expected a folder that may be written" in capsys.readouterr().err
+    assert not hub.asked, "refused before the repository is made"
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert push(".", REPO) == 2
+    assert "No space left on device); nothing was published" in capsys.readouterr().err.splitlines()[-1]
+    assert push(".", REPO) == 0
+    files = hub.repositories[REPO].files()
+    assert {"plots/training.png", "custom_generate/generate.py"} < files.keys()
+    mine = {"notes.md": b"mine", "gguf/model.safetensors": b"mine", "eval.json": b"{}"}
+    shards = {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"old"}
+    hub.repositories[REPO].commit("main", files | mine | shards)
+    monkeypatch.chdir(run)
+    assert push("drafter", REPO) == 0
+    files = hub.repositories[REPO].files()
+    assert {"notes.md", "gguf/model.safetensors"} < files.keys()
+    assert not {"eval.json", "custom_generate/generate.py", *shards} & files.keys(), "they would be read for this one"
 
 
 def test_secrets_are_not_published(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
