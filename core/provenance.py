@@ -27,13 +27,17 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def model_fingerprint(model: Any) -> str:
     """Changes when the weights do: hashes up to 1,024 evenly spaced numbers of every parameter, rounded to bfloat16 so
     that the same checkpoint loaded in float32 and in bfloat16 is recognised as one target."""
+    known = getattr(model, "draftsmith_fingerprint", None)
+    # Of a target with adapters added in: the sums would depend on the dtype they were added in.
+    return weights_fingerprint(model.state_dict()) if known is None else known
+
+
+def weights_fingerprint(tensors: dict[str, Any]) -> str:
+    """`model_fingerprint` of a model with these tensors by name."""
     import torch
 
-    known = getattr(model, "draftsmith_fingerprint", None)
-    if known is not None:  # a target with adapters added in: the sums would depend on the dtype they were added in
-        return known
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.state_dict().items()):
+    for name, parameter in sorted(tensors.items()):
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, flat.numel() // 1024)].to(torch.bfloat16).view(torch.int16).cpu().numpy()
         digest.update(f"{name}{tuple(parameter.shape)}".encode())

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import EVALUATION, read_evaluation
+from draftsmith.heads.checkpoint import WEIGHTS
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.hub.card import KINDS, PLOTS, CardRequest, checkpoint_section, hub_target, write_card
 from draftsmith.hub.card_data import check_licence, check_repo
 from draftsmith.hub.layouts.custom_generate import CODE, write_generate
 from draftsmith.hub.private_values import require_no_secret, without_local_paths
+from draftsmith.provenance import weights_fingerprint
 from draftsmith.storage import atomic_folder, require_writable, write_json
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -98,7 +102,9 @@ def assemble(publication: Publication, out: Path) -> list[Path]:
         if section["type"] != DraftModel.type:
             write_generate(temporary)
         if evaluation is not None:
-            evaluation = without_local_paths(evaluation)
+            evaluation = without_local_paths(
+                {**evaluation, "notes": [*evaluation["notes"], *_of_target(evaluation, section)]}
+            )
             evaluation["settings"]["drafters"][drafter] = publication.repo
         request = CardRequest(publication.repo, publication.licence, publication.base_model)
         write_card(temporary, evaluation, drafter, request, publication.metrics)
@@ -185,4 +191,26 @@ def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | No
     name, kind = candidates[0], checkpoint_section(publication.folder)["type"]
     if measured[name] != kind:
         raise ConfigError(f"{place}: {name} is a drafter of type {measured[name]}; expected {kind}, as this one is")
+    _require_these_weights(evaluation, name, publication.folder, str(place))
     return evaluation, name
+
+
+def _require_these_weights(evaluation: dict[str, Any], name: str, folder: Path, place: str) -> None:
+    """ConfigError where a head has been trained on since; of a draft model and of float16 the files do not tell."""
+    then = evaluation["identity"].get("drafters", {}).get(name)
+    if then is None or evaluation["settings"]["dtype"] == "float16" or not (folder / WEIGHTS).is_file():
+        return
+    if checkpoint_section(folder)["type"] != DraftModel.type and then != weights_fingerprint(
+        load_file(folder / WEIGHTS)
+    ):
+        raise ConfigError(f"{place}: {name} had other weights than {folder} has; expected it measured again")
+
+
+def _of_target(evaluation: dict[str, Any], section: dict[str, Any]) -> list[str]:
+    """A note where a draft model was measured with another target than it was trained for."""
+    then, trained = evaluation["identity"].get("target"), section["target"]["model_fingerprint"]
+    if then is None or then == trained or evaluation["settings"]["dtype"] == "float16":
+        return []
+    return [
+        f"Measured with the target {evaluation['settings']['target']}, whose weights ({then}) it was not trained for."
+    ]

@@ -13,6 +13,7 @@ import torch
 from conftest import make_llama
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard, constants
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.eval.made import evaluation, row
 
@@ -21,6 +22,7 @@ from draftsmith.cli import main
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.provenance import model_fingerprint
 from draftsmith.train.recipe import parse_recipe
 
 REPO = "user/tiny-drafter"
@@ -288,7 +290,7 @@ def test_bad_requests_stop_before_any_work(
 
 
 def test_a_measurement_of_another_drafter_is_not_taken_for_this_ones(
-    hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    hub: Hub, run: Path, tmp_path: Path, tiny_target: LlamaForCausalLM, capsys: pytest.CaptureFixture
 ) -> None:
     given = (run / "medusa", REPO, "--dry-run", "--out", tmp_path / "out", "--eval", run / "eval.json")
     assert push(*given) == 2
@@ -302,6 +304,16 @@ def test_a_measurement_of_another_drafter_is_not_taken_for_this_ones(
     made["settings"]["drafters"] = {"d": "runs/gone/drafter"}
     (run / "eval.json").write_text(json.dumps(made))
     assert push(*given) == 0, "moved since"
+    assert "whose weights (t0) it was not trained for" in (tmp_path / "out/README.md").read_text()
+    head = load_drafter(run / "medusa", tiny_target)
+    made["identity"] = {"target": model_fingerprint(tiny_target), "drafters": {"d": model_fingerprint(head)}}
+    (run / "eval.json").write_text(json.dumps(made))
+    assert push(*given) == 0
+    assert "Measured with" not in (tmp_path / "out" / "README.md").read_text()
+    next(iter(head.parameters())).data += 1
+    save_file(head.state_dict(), run / "medusa" / "model.safetensors")
+    assert push(*given) == 2
+    assert f"d had other weights than {run}/medusa has; expected it measured again" in capsys.readouterr().err
 
 
 def test_from_inside_the_folder_and_again_without_what_it_had(
