@@ -50,8 +50,9 @@ def require_writable(key: str, folder: Path) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling folder that becomes `path` when the block ends without an error.
 
-    A folder already at `path` is replaced; until then it stays as it was.
+    A folder already at `path` is replaced; until then it stays as it was. Where `path` is a link, what it leads to is.
     """
+    path = path.resolve() if path.is_symlink() else path
     _make(path.parent)
     temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)

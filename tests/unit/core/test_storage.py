@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from conftest import make_llama
 
+from draftsmith.errors import ConfigError
 from draftsmith.provenance import fingerprint, model_fingerprint
-from draftsmith.storage import atomic_folder, cache_dir, write_text
+from draftsmith.storage import atomic_folder, cache_dir, require_writable, write_text
 
 
 def _fill(folder: Path, text: str, fail: bool = False) -> None:
@@ -44,3 +45,21 @@ def test_the_cache_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_fingerprints() -> None:
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}) != fingerprint({"a": 1, "b": 3})
     assert model_fingerprint(make_llama(0)) == model_fingerprint(make_llama(0)) != model_fingerprint(make_llama(1))
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "real").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
+    with atomic_folder(tmp_path / "link") as temporary:
+        (temporary / "file").touch()
+    assert (tmp_path / "link").is_symlink()
+    assert [file.name for file in (tmp_path / "disk" / "real").iterdir()] == ["file"]
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["disk", "file", "link", "real"]
+
+
+def test_where_a_folder_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    require_writable("out", tmp_path / "new" / "newer")
+    for folder, message in ((Path(), "has no name"), (tmp_path / "file" / "new", f"be made in {tmp_path}/file;")):
+        with pytest.raises(ConfigError, match=f"out={folder} .*{message}"):
+            require_writable("out", folder)

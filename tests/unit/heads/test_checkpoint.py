@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 
 from draftsmith import load_drafter
 from draftsmith.errors import ConfigError
-from draftsmith.heads import Drafter, DraftModel, Medusa
+from draftsmith.heads import Drafter, DraftModel, Medusa, downloads
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.draft_model import spread
 
@@ -102,3 +102,14 @@ def test_target_layers_are_copied(tiny_target: LlamaForCausalLM) -> None:
     assert spread(3, 12) == [0, 6, 11]
     with pytest.raises(ConfigError, match=r"drafter\.num_hidden_layers=3; expected 1 to the target's 2"):
         DraftModel.from_target(tiny_target, num_hidden_layers=3)
+
+
+def test_whatever_a_download_raises_is_one_line(tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for raised, told in ((RuntimeError(), "RuntimeError"), (OSError("first\nsecond"), "first")):
+
+        def fail(*_: object, raised: Exception = raised, **__: object) -> None:
+            raise raised
+
+        monkeypatch.setattr(downloads, "snapshot_download", fail)
+        with pytest.raises(ConfigError, match=rf"^drafter=user/x; expected a local folder or a Hub id \({told}\)$"):
+            load_drafter("user/x", tiny_target)
