@@ -36,8 +36,8 @@ KINDS = {
     "dflash": "block drafter of the DFlash kind",
 }
 PLOTS = "plots"
-EXPORTED, MERGED, ADAPTER = "exported", "MERGED", "ADAPTER"
-"""Folders, as the card calls them."""
+EXPORTED, MERGED, ADAPTER, SERVED = "exported", "MERGED", "ADAPTER", "TARGET"
+"""Folders, as the card calls them; the last is a target that is not on the Hub by its name."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def write_card(
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
         recipe_text=yaml.safe_dump(recipe, sort_keys=False),
         generates=(folder / CODE / "generate.py").is_file(),
-        **_engines(section, data.base_model or last_part(_target_name(section))),
+        **_engines(section, data.base_model or last_part(_target_name(section)), data.base_model),
     )
     require_readable(card, data)
     for plot in plots:
@@ -125,10 +125,10 @@ def _about(drafter: str, evaluation: dict[str, Any]) -> dict[str, Any]:
     return {**evaluation, "notes": notes, "guards": guards}
 
 
-def _engines(section: dict[str, Any], target: str) -> dict[str, str | None]:
+def _engines(section: dict[str, Any], target: str, base_model: str | None) -> dict[str, str | None]:
     """What starts vLLM and SGLang with an export in the folder `exported`; None where they cannot be."""
     kind, length = vllm_type(section["type"], section["drafter"]), section["draft_length"]
-    served = MERGED if section["target"].get("quality") else target
+    served = MERGED if section["target"].get("quality") else base_model or SERVED
     vllm = vllm_command(served, VLLM[kind], EXPORTED, length) if kind in VLLM and kind not in UNSERVED else None
     algorithm = SGLANG.get(section["type"])
     return {
