@@ -319,3 +319,14 @@ def test_questions_go_through_the_template_that_is_named(
     call += ["--chat-template", template, "--template-option", "mode=m"]
     assert _main(*call, "--out", tmp_path / "out") == 2
     assert "the chat template refuses it (asked in mode m)" in capsys.readouterr().err
+
+
+def test_later_turns_are_asked_with_the_templates_options_too(
+    tmp_path: Path, tiny_target_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
+) -> None:
+    template = tmp_path / "own.jinja"
+    refusal = "{% if not mode %}{{ raise_exception('no mode') }}{% endif %}"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}" + refusal)
+    call = ["eval", "--target", tiny_target_folder, "--drafter", "suffix", "--prompts", prompts, "--temperature", "0"]
+    call += ["--max-new-tokens", "4", "--repeats", "1", "--chat-template", template, "--template-option", "mode=m"]
+    assert _main(*call, "--out", tmp_path / "out") == 0, capsys.readouterr().err

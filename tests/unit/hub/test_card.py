@@ -51,6 +51,19 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
         assert 'from_pretrained("org/target")' in card
 
 
+def test_engines_are_started_by_names_that_they_know(tmp_path: Path) -> None:
+    """DSpark is a dflash drafter with options of its own, and a target in a local folder has no name to serve."""
+    target = make_llama(num_hidden_layers=6)
+    drafter = HEADS["dflash"].from_target(target, markov_rank=4)
+    drafter.attach(target)
+    made_for = describe_target(target, None, "/a/folder")
+    save_drafter(drafter, tmp_path / "d", target=made_for, recipe=None, draft_length=2)
+    write_card(tmp_path / "d", None, None)
+    card = (tmp_path / "d" / "README.md").read_text()
+    assert 'vllm serve TARGET --speculative-config \'{"method": "dspark",' in card
+    assert "/a/" not in card
+
+
 def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
     folder = _saved("medusa", tmp_path / "d", tiny_target, "embedded")
     guards = [{"guard": "text", "message": "differs"}]
