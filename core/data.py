@@ -15,7 +15,7 @@ from rich.text import Text
 from draftsmith.decode.cache import config_limit, context_limit
 from draftsmith.distill.chat import Chat
 from draftsmith.distill.examples import ExampleSettings, length_statistics, read_examples
-from draftsmith.distill.samples import Sampler, SampleSettings, samples_key, target_samples
+from draftsmith.distill.samples import Sampler, SampleSettings, response_folders, samples_key, target_samples
 from draftsmith.distill.targets import load_target, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
@@ -117,7 +117,8 @@ def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, dra
     rows = target_samples(sampler, questions, folder=folder)
     made_with = tokenizer_fingerprint(loaded.tokenizer)
     write_text(out, "".join(json.dumps(_line(row, chat, made_with)) + "\n" for row in rows))
-    shutil.rmtree(folder)
+    for place in response_folders(folder, settings.responses):
+        shutil.rmtree(place)
     if sampler.rounds:
         console.say(f"{sampler.tokens:,} tokens with tau {sampler.tokens / sampler.rounds:.2f}")
     console.say(f"{out}: {len(rows):,} samples; data.prompts={out} data.response=text trains on them")

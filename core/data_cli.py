@@ -70,6 +70,7 @@ def data_regenerate(
     drafter: Annotated[str | None, typer.Option("--drafter", help="Makes it faster; the text stays the same.")] = None,
     turns: Annotated[str, typer.Option("--turns", help="'first', or 'all' turns of a conversation.")] = "first",
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 1.0,
+    responses: Annotated[int, typer.Option("--responses", min=1, help="To each prompt.")] = 1,
     count: Annotated[int, typer.Option("--count", help="At most this many prompts.")] = 1_000_000,
     prompt_tokens: PromptTokensOption = 2048,
     response_tokens: ResponseTokensOption = 1024,
@@ -85,6 +86,8 @@ def data_regenerate(
     """Have the target answer every prompt; interrupted, it goes on where it was."""
     if turns not in ("first", "all"):
         raise ConfigError.of("--turns", turns, "'first' or 'all'")
+    if responses > 1 and temperature == 0:
+        raise ConfigError(f"--responses {responses} with --temperature 0, which gives the same text again; expected 1")
     from draftsmith.data import DataRequest, regenerate
     from draftsmith.distill.samples import SampleSettings
 
@@ -101,7 +104,7 @@ def data_regenerate(
         template_options=template_options(template_option),
         trust_remote_code=trust_remote_code,
     )
-    settings = SampleSettings(response_tokens, temperature, batch_size, seed)
+    settings = SampleSettings(response_tokens, temperature, batch_size, seed, responses=responses)
     regenerate(request, settings, out, drafter=drafter, dtype=dtype)
 
 

@@ -32,6 +32,8 @@ from draftsmith.storage import atomic_folder, cache_dir
 SAMPLES_VERSION = 3
 SEEDS_APART = 1_000_003
 """So that two seeds of a recipe share no prompt's seed."""
+RESPONSES_APART = 1_000_000_000_039
+"""So that two responses to a prompt share no seed, whatever the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class SampleSettings:
     seed: int
     drafter_share: float = 0.0
     """Of the prompts that the drafter answers, as well as it can."""
+    responses: int = 1
+    """To each prompt, each with a seed of its own."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +94,16 @@ class Sampler:
                 )
             self._own = SpeculativeDecoder(self.drafter.model)
 
-    def answer(self, rows: list[dict[str, Any]], indices: list[int]) -> list[dict[str, Any]]:
+    def answer(self, rows: list[dict[str, Any]], indices: list[int], response: int = 0) -> list[dict[str, Any]]:
         """Rows of `input_ids`, `spans`, `question` (its index) and `messages` (JSON, '' for plain text).
 
         One a question, or several where the chat template shows an earlier turn differently later. Each question has a
-        seed of its own.
+        seed of its own for each `response`, the number of the answer.
         """
         texts = [_Asked(index, list(row["input_ids"]), row["turns"]) for row, index in zip(rows, indices, strict=True)]
         running, turn = texts, 0
         while running:
-            for text, output in zip(running, self._decode(running, turn), strict=True):
+            for text, output in zip(running, self._decode(running, turn, response), strict=True):
                 text.add(output.tokens, self.chat)
             turn += 1
             running = [text for text in running if text.ask(self.chat, turn, self._fits)]
@@ -108,14 +112,15 @@ class Sampler:
     def _fits(self, prompt: list[int]) -> bool:
         return self._limit is None or len(prompt) + self.settings.response_tokens <= self._limit
 
-    def _decode(self, texts: list["_Asked"], turn: int) -> list[DecodeOutput]:
+    def _decode(self, texts: list["_Asked"], turn: int, response: int) -> list[DecodeOutput]:
         outputs: dict[int, DecodeOutput] = {}
-        by_drafter = [text for text in texts if self._own is not None and self._drawn(text.index)]
+        by_drafter = [text for text in texts if self._own is not None and self._drawn(text.index, response)]
         others = [text for text in texts if text not in by_drafter]
         for decoder, group in ((self._decoder, others), (self._own, by_drafter)):
             if not group:
                 continue
-            seeds = [SEEDS_APART * self.settings.seed + text.index + 7_919 * turn for text in group]
+            first = SEEDS_APART * self.settings.seed + RESPONSES_APART * response + 7_919 * turn
+            seeds = [first + text.index for text in group]
             options = {"max_new_tokens": self.settings.response_tokens, "temperature": self.settings.temperature}
             eos = self.target.model.generation_config.eos_token_id
             found = decoder.generate_batch([text.prompt for text in group], seeds=seeds, eos_token_id=eos, **options)
@@ -125,8 +130,18 @@ class Sampler:
                 self.tokens += sum(len(output.tokens) for output in found)
         return [outputs[text.index] for text in texts]
 
-    def _drawn(self, index: int) -> bool:
-        return random.Random(f"{self.settings.seed}:{index}").random() < self.settings.drafter_share
+    def _drawn(self, index: int, response: int) -> bool:
+        which = f"{self.settings.seed}:{index}" + (f":{response}" if response else "")
+        return random.Random(which).random() < self.settings.drafter_share
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Questions that are answered together, and the file of their answers."""
+
+    file: Path
+    indices: list[int]
+    response: int
 
 
 class _Asked:
@@ -175,7 +190,8 @@ def target_samples(
 ) -> Dataset:
     """The target's responses to all questions, as `Sampler.answer` gives them, in order of the questions.
 
-    The same target, questions and settings are sampled once and read from the cache afterwards.
+    With several responses to each, all first responses come first. The same target, questions and settings are sampled
+    once and read from the cache afterwards; with more responses than before only the new ones are sampled.
 
     Args:
         folder: where they are kept instead of the cache.
@@ -186,28 +202,41 @@ def target_samples(
     _require_room(sampler.target, questions, settings)
     if folder is None:
         folder = cache_dir() / "samples" / samples_key(sampler, questions)
-    if not folder.is_dir():
-        parts = _parts(questions, settings.batch_size)
-        files = [folder.with_name(f"{folder.name}.parts") / f"part-{part:05d}.parquet" for part in range(len(parts))]
-        _sample_parts(sampler, questions, parts, files, share, progress)
+    folders = response_folders(folder, settings.responses)
+    parts = {
+        place: _parts(questions, settings.batch_size, place, response)
+        for response, place in enumerate(folders)
+        if not place.is_dir()
+    }
+    if parts:
+        _sample_parts(
+            sampler, questions, [part for of_response in parts.values() for part in of_response], share, progress
+        )
         share.wait()
         if share.index == 0:
-            _assemble(files, folder)
+            for place, of_response in parts.items():
+                _assemble([part.file for part in of_response], place)
         share.wait()
-    return load_from_disk(folder / "rows")
+    return concatenate_datasets([load_from_disk(place / "rows") for place in folders])
+
+
+def response_folders(folder: Path, responses: int) -> list[Path]:
+    """Where the first, second, … responses to all questions are kept."""
+    return [folder, *(folder.with_name(f"{folder.name}-{response}") for response in range(1, responses))]
 
 
 def samples_key(sampler: Sampler, questions: Dataset) -> str:
-    """Changes with whatever the responses depend on."""
-    settings, chat = sampler.settings, sampler.chat
+    """Changes with whatever the responses depend on, not with their number."""
+    settings, chat = asdict(sampler.settings), sampler.chat
+    del settings["responses"]
     later = [str(chat.tokenizer.chat_template), chat.options] if any(questions["turns"]) else []
     return fingerprint(
         [
             SAMPLES_VERSION,
             model_fingerprint(sampler.target.model),
             fingerprint([list(questions["input_ids"]), list(questions["turns"]), *later]),
-            asdict(settings),
-            model_fingerprint(sampler.drafter) if settings.drafter_share else None,
+            settings,
+            model_fingerprint(sampler.drafter) if sampler.settings.drafter_share else None,
         ]
     )
 
@@ -221,27 +250,27 @@ def _require_room(target: LoadedTarget, questions: Dataset, settings: SampleSett
         )
 
 
-def _parts(questions: Dataset, size: int) -> list[list[int]]:
-    """Indices of questions of similar length, `size` together."""
+def _parts(questions: Dataset, size: int, folder: Path, response: int) -> list[_Part]:
+    """Questions of similar length, `size` together."""
     lengths = list(map(len, questions["input_ids"]))
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-    return [order[start : start + size] for start in range(0, len(order), size)]
+    groups = [order[start : start + size] for start in range(0, len(order), size)]
+    files = folder.with_name(f"{folder.name}.parts")
+    return [_Part(files / f"part-{number:05d}.parquet", group, response) for number, group in enumerate(groups)]
 
 
-def _sample_parts(
-    sampler: Sampler, questions: Dataset, parts: list[list[int]], files: list[Path], share: Share, progress: bool
-) -> None:
+def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], share: Share, progress: bool) -> None:
     """Those of this process's parts that are not there yet."""
-    mine = range(share.index, len(parts), share.count)
-    missing = [part for part in mine if not files[part].exists()]
+    mine = parts[share.index :: share.count]
+    missing = [part for part in mine if not part.file.exists()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("sampling from the target", total=sum(len(parts[part]) for part in mine))
-        bar.advance(task, sum(len(parts[part]) for part in mine if part not in missing))
+        task = bar.add_task("sampling from the target", total=sum(len(part.indices) for part in mine))
+        bar.advance(task, sum(len(part.indices) for part in mine if part not in missing))
         for part in missing:
-            rows = sampler.answer([questions[index] for index in parts[part]], parts[part])
-            _write_part(files[part], rows)
-            bar.advance(task, len(parts[part]))
+            rows = sampler.answer([questions[index] for index in part.indices], part.indices, part.response)
+            _write_part(part.file, rows)
+            bar.advance(task, len(part.indices))
 
 
 def _write_part(file: Path, rows: list[dict[str, Any]]) -> None:

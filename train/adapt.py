@@ -10,7 +10,7 @@ from draftsmith.train.recipe import Recipe, override, parse_recipe
 RATE = 0.25
 """Of the learning rate that the drafter was trained with."""
 
-SERVED = {"subset": None, "split": "train", "refresh_every": None, "drafter_share": 0.0}
+SERVED = {"subset": None, "split": "train", "responses": 1, "refresh_every": None, "drafter_share": 0.0}
 """What the first training's data had, and served prompts have not."""
 
 

@@ -52,6 +52,7 @@ def check_sources(recipe: Recipe) -> None:
     if data.refresh_every is not None and (data.response == "text" or data.temperature == 0 == data.drafter_share):
         why = "response='text'" if data.response == "text" else "temperature=0, which gives the same text again"
         raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")
+    _check_responses(recipe)
     if data.refresh_every is not None and recipe.teacher.kind != "online":
         raise ConfigError(f"teacher.kind={recipe.teacher.kind!r} with data.refresh_every; expected 'online'")
     check_teacher(recipe)
@@ -59,6 +60,18 @@ def check_sources(recipe: Recipe) -> None:
         if source not in (None, EMBEDDED) and (Path(source).expanduser().exists() or looks_local(source)):
             for place, row in read_source(source):
                 conversation(place, row)
+
+
+def _check_responses(recipe: Recipe) -> None:
+    data = recipe.data
+    why = {
+        "response='text', whose answers stand in the file": data.response == "text",
+        "teacher.kind='logprobs', whose answers stand in its file": recipe.teacher.kind == "logprobs",
+        "temperature=0, which gives the same text again": data.temperature == 0,
+    }
+    found = [reason for reason, holds in why.items() if holds]
+    if data.responses > 1 and found:
+        raise ConfigError(f"data.responses={data.responses} with {found[0]}; expected 1")
 
 
 def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
@@ -173,7 +186,8 @@ def resample(
 
 def _sample_settings(recipe: Recipe, seed: int) -> SampleSettings:
     data = recipe.data
-    return SampleSettings(data.response_tokens, data.temperature, data.batch_size, seed, data.drafter_share)
+    options = {"drafter_share": data.drafter_share, "responses": data.responses}
+    return SampleSettings(data.response_tokens, data.temperature, data.batch_size, seed, **options)
 
 
 def _share(accelerator: Accelerator, placement: Placement) -> Share:

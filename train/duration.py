@@ -99,7 +99,7 @@ def estimate_work(
         with Operations() as of_update:
             step.update()
     of_step = float(of_part.total * train.gradient_accumulation + of_update.total)
-    rows = math.ceil(data.count / processes)
+    rows = math.ceil(data.count / processes) * data.responses
     tokens = rows * (data.prompt_tokens + data.response_tokens)
     caching = 2.0 * reading * tokens if recipe.teacher.kind == "cached" else 0.0
     if data.response != "target" or recipe.teacher.kind == "logprobs":

@@ -31,7 +31,7 @@ class DataSection(Section):
     split: str = "train"
     """Of a Hub data set."""
     count: Count = 1000
-    """At most this many samples."""
+    """At most this many prompts, or samples of a file with answers."""
     prompt_tokens: Count = 48
     """Embedded prompts have this length; longer prompts of a file are left out and counted."""
     response: Literal["target", "text"] = "target"
@@ -42,6 +42,9 @@ class DataSection(Section):
     left out and counted."""
     turns: Literal["first", "all"] = "first"
     """Which turns of a conversation the target answers; with 'all', it goes on behind its own answers."""
+    responses: Count = 1
+    """That the target gives to each prompt, each sampled with a seed of its own: a few hundred prompts are enough with
+    several."""
     temperature: Annotated[Number, Field(ge=0)] = 1.0
     """At which the target answers."""
     batch_size: Count = 64

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import LETTERS
 from datasets import load_from_disk
 from safetensors.torch import load_file
@@ -32,7 +33,7 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("extra", [(), ("data.drafter_share=0.5",), ("data.speculate=false",)])
+@pytest.mark.parametrize("extra", [(), ("data.drafter_share=0.5", "data.responses=2"), ("data.speculate=false",)])
 def test_rounds_ask_anew_and_resume_bit_by_bit(
     extra: tuple[str, ...], recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +72,8 @@ def test_rounds_ask_anew_and_resume_bit_by_bit(
     [
         (["data.refresh_every=5", "data.temperature=0"], "data.refresh_every=5 with temperature=0"),
         (["data.refresh_every=5", "data.response=text"], "data.refresh_every=5 with response='text'"),
+        (["data.responses=2", "data.temperature=0"], "data.responses=2 with temperature=0, which gives the same text"),
+        (["data.responses=2", "data.response=text"], "data.responses=2 with response='text'"),
         (["data.refresh_every=5", "teacher.kind=cached"], "teacher.kind='cached' with data.refresh_every"),
         (["data.drafter_share=0.5", "drafter={type: medusa}"], "data.drafter_share=0.5 with drafter.type='medusa'"),
         (["data.turns=all"], "data.turns='all' with a tokenizer without a chat template"),
@@ -81,6 +84,16 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], said: str, r
     with pytest.raises(ConfigError) as error:
         run(recipe_file, *overrides)
     assert said in str(error.value)
+
+
+def test_no_response_of_a_held_out_prompt_is_trained_on(recipe_file: Path) -> None:
+    recipe = load_recipe(str(recipe_file), ["data.responses=3"])
+    data = loop.Run(recipe, Accelerator(cpu=True), Path(recipe.output)).data
+    assert len(data.rows) == 3 * len(data.questions)
+    trained = {tuple(ids[: spans[0][0]]) for ids, spans in zip(data.rows["input_ids"], data.rows["spans"], strict=True)}
+    assert trained == set(map(tuple, data.questions["input_ids"]))
+    assert data.heldout
+    assert not trained & set(map(tuple, data.heldout))
 
 
 def test_a_run_starts_from_a_trained_drafter(recipe_file: Path, tmp_path: Path) -> None:
@@ -114,8 +127,15 @@ def test_a_drafter_adapts_to_served_prompts(
     main_code([*command, "--response-tokens", "20", "--prompt-tokens", "9"])
     rows = [json.loads(line) for line in served.read_text().splitlines()]
     assert len(rows) == 36
+    twice = [*command[:-4], "--out", str(tmp_path / "twice.jsonl"), "--response-tokens", "20", "--prompt-tokens", "9"]
+    main_code([*twice, "--responses", "2"])
+    again = [json.loads(line) for line in (tmp_path / "twice.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in again] == [row["prompt"] for row in rows] * 2
+    assert again[0]["response"] != again[36]["response"]
+    main_code([*twice, "--responses", "2", "--temperature", "0"], code=2)
+    assert "--responses 2 with --temperature 0, which gives the same text again" in capsys.readouterr().err
     assert {*rows[0]} == {"prompt", "response", "input_ids", "spans", "tokenizer"}
-    assert not list(tmp_path.glob(".served*")), "nothing is left beside the file"
+    assert not list(tmp_path.glob(".*")), "nothing is left beside the file"
     out = tmp_path / "adapted"
     overrides = ["train.steps=30", "train.learning_rate=3e-3", "evaluation.count=6"]
     main_code(["adapt", str(drafter), str(served), "--out", str(out), *overrides])

@@ -46,8 +46,8 @@ def questions(prompts: list[list[int]] = PROMPTS) -> Dataset:
     return Dataset.from_list(rows, features=FEATURES)
 
 
-def sampler(loaded: LoadedTarget, *settings: Any, **options: Any) -> Sampler:
-    return Sampler(loaded, Chat(loaded.tokenizer), SampleSettings(*settings), **options)
+def sampler(loaded: LoadedTarget, *settings: Any, responses: int = 1, **options: Any) -> Sampler:
+    return Sampler(loaded, Chat(loaded.tokenizer), SampleSettings(*settings, responses=responses), **options)
 
 
 def test_what_is_left_out_is_counted_by_reason(loaded: LoadedTarget, tmp_path: Path) -> None:
@@ -111,6 +111,38 @@ def test_greedy_samples_are_the_targets_own(loaded: LoadedTarget) -> None:
         assert row["spans"] == [[len(prompt), len(row["input_ids"])]]
 
 
+def test_several_responses_are_drawn_each_by_itself(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first are those of responses=1; with more of them only the new ones are sampled, also after a kill."""
+    folder = tmp_path / "answers"
+    alone = target_samples(sampler(loaded, 12, 1.0, 3, 0), questions(), folder=tmp_path / "alone", progress=False)
+    original, answered = Sampler.answer, []
+
+    def killed(self: Sampler, rows: list, indices: list[int], response: int) -> list:
+        if len(answered) == 5:  # each response to four questions is two parts
+            answered.append("killed")
+            raise KeyboardInterrupt
+        answered.append((tuple(indices), response))
+        return original(self, rows, indices, response)
+
+    monkeypatch.setattr(Sampler, "answer", killed)
+    two = target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions(), folder=folder, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=4), questions(), folder=folder, progress=False)
+    four = target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=4), questions(), folder=folder, progress=False)
+    assert [response for _, response in answered[:5]] == [0, 0, 1, 1, 2]
+    assert [response for _, response in answered[6:]] == [2, 3, 3]
+    assert two.to_list()[:4] == alone.to_list()
+    assert four.to_list()[:8] == two.to_list()
+    assert four["question"] == [0, 1, 2, 3] * 4
+    assert len({tuple(ids) for ids in four["input_ids"]}) == 16
+    names = sorted(place.name for place in tmp_path.iterdir() if place.name.startswith("answers"))
+    assert names == ["answers", "answers-1", "answers-2", "answers-3"], "no parts are left"
+    key = samples_key(sampler(loaded, 12, 1.0, 3, 0), questions())
+    assert key == samples_key(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions())
+
+
 def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = Sampler.answer
@@ -133,11 +165,11 @@ def test_sampling_goes_on_behind_the_last_part(
     whole = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "whole", progress=False)
     original, answered = Sampler.answer, []
 
-    def killed(self: Sampler, rows: list, indices: list[int]) -> list:
+    def killed(self: Sampler, rows: list, indices: list[int], response: int) -> list:
         answered.append(indices)
         if len(answered) == 3:
             raise KeyboardInterrupt
-        return original(self, rows, indices)
+        return original(self, rows, indices, response)
 
     monkeypatch.setattr(Sampler, "answer", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -193,7 +225,7 @@ def test_processes_share_the_parts(loaded: LoadedTarget, tmp_path: Path, monkeyp
     alone = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "alone", progress=False)
     done: list[list[int]] = []
     original = Sampler.answer
-    monkeypatch.setattr(Sampler, "answer", lambda self, r, i: (done.append(i), original(self, r, i))[1])
+    monkeypatch.setattr(Sampler, "answer", lambda self, *of: (done.append(of[1]), original(self, *of))[1])
     folder = tmp_path / "shared"
 
     class _Later(Exception):
@@ -245,6 +277,25 @@ def test_the_drafter_answers_its_share(loaded: LoadedTarget) -> None:
     assert 15 < by["drafter"] < 45
     with pytest.raises(ConfigError, match=r"drafter_share=0\.5 with drafter\.type='medusa'; expected a 'draft_model'"):
         sampler(loaded, 8, 0.0, 60, 0, 0.5, drafter=Medusa.from_target(loaded.model))
+
+
+def test_each_response_has_later_turns_of_its_own(loaded: LoadedTarget, tmp_path: Path) -> None:
+    loaded.tokenizer.chat_template = TEMPLATE
+    turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "cd"}]]
+    rows = [
+        {
+            "input_ids": Chat(loaded.tokenizer).plain("UabA"),
+            "spans": [],
+            "opening": "ab",
+            "turns": json.dumps({"turns": turns, "tools": None}),
+        }
+    ]
+    asked = Dataset.from_list(rows, features=FEATURES)
+    several = sampler(loaded, 5, 1.0, 2, 0, responses=3)
+    found = target_samples(several, asked, folder=tmp_path / "answers", progress=False)
+    said = [json.loads(messages) for messages in found["messages"]]
+    assert [len(messages) for messages in said] == [4] * 3
+    assert len({messages[1]["content"] for messages in said}) == 3
 
 
 def test_later_turns_are_asked_behind_the_targets_own_answers(loaded: LoadedTarget) -> None:
