@@ -21,7 +21,7 @@ class _ChunkedSums(torch.autograd.Function):
         totals: list[Tensor] = []
         states_grad = torch.zeros_like(states_ND) if 0 in wanted else None
         parameter_grads = {index: torch.zeros_like(parameters[index - 1]) for index in wanted if index > 0}
-        for start in range(0, states_ND.shape[0], size):
+        for start in range(0, max(1, states_ND.shape[0]), size):
             chunk = slice(start, start + size)
             with torch.enable_grad():
                 part = states_ND[chunk].detach().requires_grad_(0 in wanted)
@@ -54,7 +54,10 @@ class _ChunkedSums(torch.autograd.Function):
 def chunked_sums(
     function: Chunk, states_ND: Tensor, parameters: Sequence[nn.Parameter], size: int
 ) -> tuple[Tensor, ...]:
-    """`function`'s sums over all tokens, at most `size` at a time; N >= 1.
+    """`function`'s sums over all tokens, at most `size` at a time.
+
+    Without any token `function` is called with none, so that all processes build the same graph: ZeRO-2 adds up the
+    gradients of several processes in the order in which each of them computes them.
 
     Args:
         parameters: what `function` reads beside the states and is to be trained; others get no gradient.

@@ -145,8 +145,6 @@ def quality_kl(lm_head: nn.Module, original_NH: Tensor, adapted_NH: Tensor, chun
     def part(adapted_nH: Tensor, place: slice) -> tuple[Tensor]:
         return (forward_kl(_log_p(lm_head, original_NH[place]), _log_p(lm_head, adapted_nH)).sum(),)
 
-    if original_NH.shape[0] == 0:
-        return 0 * adapted_NH.sum()
     return chunked_sums(part, adapted_NH, (), chunk_tokens)[0]
 
 

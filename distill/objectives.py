@@ -144,10 +144,6 @@ class Objective:
         """Weighted loss, overlap, argmax matches, and the count, of one draft position."""
         entry, student_ND = position.entry, position.student_ND
         count = torch.tensor(student_ND.shape[0], device=student_ND.device)
-        if student_ND.shape[0] == 0:  # every process has to take part in the reduction
-            zero = student_ND.new_zeros((), dtype=torch.float32)
-            nothing = 0 * (entry.hidden_BTD.sum() + sum(parameter.sum() for parameter in entry.parameters()))
-            return nothing, zero, zero.clone(), count
 
         def chunk(part_nD: Tensor, place: slice) -> tuple[Tensor, Tensor, Tensor]:
             weights = _TokenWeights(*(None if x is None else x[place] for x in (extra.dpace_N, extra.length_N)))

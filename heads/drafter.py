@@ -218,7 +218,11 @@ class TrainableDrafter(Drafter, ABC):
 
     @abstractmethod
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
-        """Teacher-forced states, one entry a draft position that is trained."""
+        """Teacher-forced states, one entry for each draft position that is trained.
+
+        The number of entries is the drafter's own, also where the texts are shorter than the draft: the entries past
+        their end train nothing, but processes and parts of a batch add up sums by position.
+        """
 
     def attach(self, target: nn.Module) -> None:
         """Take what the drafter shares with `target` (embeddings, lm_head) and never saves. Called before any use."""

@@ -137,11 +137,12 @@ class ParallelEagle(BodyDrafter, ByDepth):
         mask_BT = torch.full_like(ids_BT, self.mask_token)
         tokens_D = None if body.vocabulary is None else body.vocabulary.tokens_D
         attend, unrolled = UnrolledAttention(signals.documents_BT), []
-        for k in range(min(self.num_tokens, ids_BT.shape[1] - 1)):
+        for k in range(self.num_tokens):
             if k > 0:
                 embeds_BTH, states_BTH = body.embed(mask_BT), self.mask_hidden.expand_as(states_BTH)
             out_BTH = body.step(embeds_BTH, states_BTH, body.rotary(embeds_BTH, positions_BT + k), attend)
-            trained = body.head_parameters()
+            # The mask's state has to get a gradient, which it gets nowhere else where a draft is one token.
+            trained = (*body.head_parameters(), self.mask_hidden)
             unrolled.append(Unrolled(out_BTH, body.head, offset=k + 1, vocabulary_D=tokens_D, head_parameters=trained))
         return unrolled
 

@@ -83,7 +83,7 @@ class Recurrent(BodyDrafter):
         positions_BT = positions_like(ids_BT, signals.documents_BT)
         tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
         attend, unrolled = UnrolledAttention(signals.documents_BT), []
-        for k in range(min(self.train_steps, ids_BT.shape[1] - 1)):
+        for k in range(self.train_steps):
             embeds_BTH = body.embed(shifted(ids_BT, k + 1))
             rope = body.rotary(embeds_BTH, positions_BT + k)
             states_BTH = body.step(embeds_BTH, states_BTH, rope, attend)
@@ -107,5 +107,6 @@ class Recurrent(BodyDrafter):
 
 
 def shifted(ids_BT: Tensor, by: int) -> Tensor:
-    """Ids moved left; zeros come in, where nothing is trained."""
+    """Ids moved left; zeros fill the end, where nothing is trained."""
+    by = min(by, ids_BT.shape[1])
     return nn.functional.pad(ids_BT[:, by:], (0, by))

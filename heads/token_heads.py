@@ -70,7 +70,7 @@ class TokenHeads(TrainableDrafter):
     def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
         carried_BTS = self.first(signals.hidden_BTH.to(self.dtype))
         unrolled = []
-        for k in range(min(self.num_heads, signals.input_ids_BT.shape[1] - 1)):
+        for k in range(self.num_heads):
             state_BTH, carried_BTS = self.advance(k, carried_BTS, shifted(signals.input_ids_BT, k + 1))
             head, tokens_D = self.lm_heads[k], self.lm_heads.tokens_D
             unrolled.append(Unrolled(state_BTH, head, offset=k + 1, vocabulary_D=tokens_D))

@@ -166,6 +166,19 @@ def test_a_sharded_target_answers_and_fills_caches(runs: Runs) -> None:
     runs.require_same("sharded-target", "whole-target")
 
 
+@pytest.mark.parametrize("engine", SEVERAL)
+def test_a_process_may_have_a_row_that_is_shorter_than_the_draft(engine: str, runs: Runs) -> None:
+    """Rows of two tokens, each of them alone in its part of a batch where there are two processes."""
+    texts = ["ab", "cd", *(LETTERS[start : start + 12] for start in range(8))]
+    (runs.place / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prompts = (f"data.prompts={runs.place / 'short.jsonl'}", f"evaluation.prompts={runs.place / 'short.jsonl'}")
+    short = ("data.response=text", "data.prompt_tokens=1", "train.batch_size=4", "objective.kind=lk_lambda", *prompts)
+    if not (runs.place / "short").exists():
+        runs.run("short", "one", *short)
+    runs.run(f"short-{engine}", engine, *short)
+    runs.require_same(f"short-{engine}", "short")
+
+
 def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
     muon = ("train.optimizer=muon",)
     runs.run("muon", "one", *muon)

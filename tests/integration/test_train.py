@@ -350,6 +350,27 @@ def test_a_drafter_learns_from_text_as_it_stands(recipe_file: Path, tmp_path: Pa
     assert not (tmp_path / "cache" / "samples").exists()
 
 
+@pytest.mark.parametrize("drafter", [name for name in LEARNERS if " " not in name])
+def test_a_row_that_is_shorter_than_the_draft_is_a_part_of_a_batch(
+    drafter: str, recipe_file: Path, tmp_path: Path
+) -> None:
+    """Parts of one row each, one of them of two tokens; lk_lambda needs the last step's alpha at every position."""
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("ab", LETTERS[3:15], LETTERS[9:], "xyz")))
+    overrides = [f"drafter.type={drafter.split()[0]}", *LEARNERS[drafter], f"data.prompts={file}", "data.response=text"]
+    overrides += [
+        "data.prompt_tokens=1",
+        "data.response_tokens=32",
+        "evaluation.count=1",
+        "evaluation.max_new_tokens=4",
+    ]
+    overrides += ["train.steps=3", "train.batch_size=2", "train.gradient_accumulation=2", "objective.kind=lk_lambda"]
+    overrides += ["evaluation.prompts=" + str(file)]
+    loop.train(load_recipe(str(recipe_file), overrides))
+    assert len(_losses(tmp_path / "run")) == 3
+    assert len({len(row["alpha"]) for row in read_metrics(tmp_path / "run") if "alpha" in row}) == 1
+
+
 def test_a_loss_that_is_no_number_stops_the_run(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
