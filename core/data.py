@@ -14,6 +14,7 @@ from rich.text import Text
 
 from draftsmith.decode.cache import config_limit, context_limit
 from draftsmith.distill.chat import Chat
+from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.examples import ExampleSettings, length_statistics, read_examples
 from draftsmith.distill.samples import Sampler, SampleSettings, response_folders, samples_key, target_samples
 from draftsmith.distill.targets import load_target, load_tokenizer
@@ -76,14 +77,18 @@ def preview(request: DataRequest, *, answered: bool, show: int) -> None:
 def _show(console: Console, tokenizer: Any, row: dict[str, Any], number: int) -> None:
     ids, spans = row["input_ids"], row["spans"]
     trained = sum(end - start for start, end in spans)
+
+    def piece(start: int, end: int) -> str:
+        return text_after(tokenizer, ids[:start], ids[start:end], skip_special_tokens=False)
+
     console.rule(f"sample {number}: {len(ids)} tokens, {trained} trained", align="left")
     opening, closing = ("", "") if console.color_system else BRACKETS
     text, done = Text(), 0
     for start, end in spans:
-        text.append(tokenizer.decode(ids[done:start]), READ)
-        text.append(opening + tokenizer.decode(ids[start:end]) + closing, TRAINED)
+        text.append(piece(done, start), READ)
+        text.append(opening + piece(start, end) + closing, TRAINED)
         done = end
-    text.append(tokenizer.decode(ids[done:]), READ)
+    text.append(piece(done, len(ids)), READ)
     console.print(text, soft_wrap=True)
 
 
@@ -116,7 +121,8 @@ def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, dra
     folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
     rows = target_samples(sampler, questions, folder=folder)
     made_with = tokenizer_fingerprint(loaded.tokenizer)
-    write_text(out, "".join(json.dumps(_line(row, chat, made_with)) + "\n" for row in rows))
+    apart = loaded.model.config.is_encoder_decoder
+    write_text(out, "".join(json.dumps(_line(row, chat, made_with, apart)) + "\n" for row in rows))
     for place in response_folders(folder, settings.responses):
         shutil.rmtree(place)
     if sampler.rounds:
@@ -124,14 +130,18 @@ def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, dra
     console.say(f"{out}: {len(rows):,} samples; data.prompts={out} data.response=text trains on them")
 
 
-def _line(row: dict[str, Any], chat: Chat, tokenizer: str) -> dict[str, Any]:
-    """As text for whoever reads it, and as the tokens that were sampled."""
+def _line(row: dict[str, Any], chat: Chat, tokenizer: str, apart: bool) -> dict[str, Any]:
+    """Return a sample as text for whoever reads it, and as the tokens that were sampled.
+
+    `apart`: the response begins a text of its own, as an encoder-decoder's does.
+    """
     ids, spans = row["input_ids"], row["spans"]
     kept = {"input_ids": ids, "spans": spans, "tokenizer": tokenizer}
     if row["messages"]:
         return {"messages": json.loads(row["messages"]), **kept}
-    (start, end), decode = spans[0], chat.tokenizer.decode
-    prompt, response = decode(ids[:start], skip_special_tokens=True), decode(ids[start:end], skip_special_tokens=True)
+    start, end = spans[0]
+    prompt = chat.tokenizer.decode(ids[:start], skip_special_tokens=True)
+    response = text_after(chat.tokenizer, [] if apart else ids[:start], ids[start:end])
     return {"prompt": prompt, "response": response, **kept}
 
 

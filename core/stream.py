@@ -10,30 +10,13 @@ from draftsmith.decode.output import Round
 from draftsmith.decode.policies import check_policy
 from draftsmith.decode.processors import Sampling
 from draftsmith.decode.verify import rule_named
+from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.distill.targets import check_target_name, load_target
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.named import is_named, parse_named
 
 PENCIL, INK = "green", "bold"
-
-
-class IncrementalText:
-    """Turns tokens into text one by one; bytes of an unfinished character wait for the rest."""
-
-    def __init__(self, tokenizer: object) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._shown = ""
-
-    def add(self, token: int) -> str:
-        """The text that became certain with `token`."""
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if text.endswith("\ufffd"):
-            return ""
-        new, self._shown = text[len(self._shown) :], text
-        return new
 
 
 def stream(
@@ -62,7 +45,9 @@ def stream(
     loaded_drafter = load_drafter(drafter, loaded.model, tokenizer) if drafter else None
     decoder = SpeculativeDecoder(loaded.model, loaded_drafter, **plan)
     console, log = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
-    text = IncrementalText(tokenizer)
+    reads_apart = loaded.model.config.is_encoder_decoder
+    ids = tokenizer(prompt)["input_ids"]
+    text = IncrementalText(tokenizer, () if reads_apart else ids)
     if loaded_drafter is not None and console.is_terminal:
         log.print(Text.assemble(("written by the drafter", PENCIL), ", ", ("written by the target", INK)))
 
@@ -72,9 +57,9 @@ def stream(
             console.print(Text(text.add(token), style=PENCIL if place < drafted else INK), end="")
         sys.stdout.flush()
 
-    console.print(Text(prompt), end="")
-    out = decoder.generate(tokenizer(prompt)["input_ids"], on_tokens=on_tokens, tokenizer=tokenizer, **settings)
-    console.print()
+    console.print(Text(prompt), end="\n" if reads_apart else "")
+    out = decoder.generate(ids, on_tokens=on_tokens, tokenizer=tokenizer, **settings)
+    console.print(Text(text.rest(), style=INK))
     accepted = sum(min(record.accepted, record.committed) for record in out.rounds)
     log.print(
         f"{len(out.tokens)} tokens, {accepted} of them drafted; tau {out.acceptance_length:.2f}, "

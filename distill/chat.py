@@ -14,12 +14,14 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.conversations import ASSISTANT, Conversation, Message
+from draftsmith.distill.detokenize import text_after
 from draftsmith.errors import ConfigError
 from draftsmith.provenance import tokenizer_fingerprint
 
 SHIPPED = ("vicuna",)
 """Templates in distill/templates, of models whose tokenizer brings none."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PLACEHOLDER = "\ue000"
 Span = list[int]
 """[start, end) of tokens that are trained; the token before `start` is read first."""
 
@@ -70,6 +72,18 @@ class Chat:
             return self.plain("\n".join(str(message["content"]) for message in messages))
         return self._ids(self._render(messages, of, opened=True))
 
+    def answer(self, messages: list[Message], of: Conversation, prompt: list[int], tokens: list[int]) -> str:
+        """Return the content of the message whose tokens were generated after `prompt`, which shows `messages`.
+
+        The template writes it after the same prompt again, so what the template itself writes there is left out.
+        """
+        text = text_after(self.tokenizer, prompt, tokens)
+        if not self.tokenizer.chat_template:
+            return text
+        opened = self._render(messages, of, opened=True)
+        whole = self._render([*messages, {"role": ASSISTANT, "content": PLACEHOLDER}], of, opened=False)
+        return text.removeprefix(whole[len(opened) :].partition(PLACEHOLDER)[0]) if whole.startswith(opened) else text
+
     def encode(self, whole: Conversation, prompt_tokens: int) -> list[Encoded]:
         """A conversation with its answers as tokens; several where the template shows a turn's past differently later.
 
@@ -103,7 +117,9 @@ class Chat:
         return self._answered(self.behind(whole.asked, whole), str(answer), whole.place)
 
     def _answered(self, prompt: list[int], answer: str, place: str) -> Encoded:
-        ids = self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
+        ids, unspaced = self._ids(answer), self._ids(answer.removeprefix(" "))
+        if ids != unspaced and text_after(self.tokenizer, prompt, unspaced) == answer:
+            ids = unspaced  # sentencepiece tokenizers put a space before the first word by themselves
         if not ids:
             raise _unanswered(place)
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]

@@ -29,7 +29,7 @@ from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.storage import atomic_folder, cache_dir
 
-SAMPLES_VERSION = 3
+SAMPLES_VERSION = 4
 SEEDS_APART = 1_000_003
 """So that two seeds of a recipe share no prompt's seed."""
 RESPONSES_APART = 1_000_000_000_039
@@ -160,7 +160,7 @@ class _Asked:
         if self._rows and self.prompt[: len(self._rows[-1]["input_ids"])] == self._rows[-1]["input_ids"]:
             spans = [*self._rows.pop()["spans"], *spans]
         if self._messages:
-            content = chat.tokenizer.decode(answer, skip_special_tokens=True)
+            content = chat.answer(self._messages, self._as_conversation(), self.prompt, answer)
             self._messages.append({"role": ASSISTANT, "content": content})
         messages = json.dumps(self._messages) if self._messages else ""
         self._rows.append({"input_ids": ids, "spans": spans, "question": self.index, "messages": messages})
@@ -170,7 +170,7 @@ class _Asked:
         if turn >= len(self._turns):
             return False
         messages = [*self._messages, *self._turns[turn]]
-        prompt = chat.behind(messages, Conversation(f"question {self.index}", tools=self._tools))
+        prompt = chat.behind(messages, self._as_conversation())
         if not fits(prompt):
             return False
         self._messages, self.prompt = messages, prompt
@@ -178,6 +178,9 @@ class _Asked:
 
     def rows(self) -> list[dict[str, Any]]:
         return self._rows
+
+    def _as_conversation(self) -> Conversation:
+        return Conversation(f"question {self.index}", tools=self._tools)
 
 
 def target_samples(

@@ -37,19 +37,16 @@ class Prompt:
 
     def behind(self, answers: list[list[int]], chat: Chat | None) -> list[int]:
         """Tokens behind which the turn after these answers (token ids each) is to be answered."""
+        ids = self.input_ids
         if not answers:
-            return self.input_ids
-        return _later(
-            self.conversation, [chat.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers], chat
-        )
-
-
-def _later(asked: Conversation, answers: list[str], chat: Chat) -> list[int]:
-    turns = asked.turns
-    messages = list(turns[0])
-    for answer, turn in zip(answers, turns[1:], strict=False):
-        messages += [{"role": ASSISTANT, "content": answer}, *turn]
-    return chat.behind(messages, asked)
+            return ids
+        asked = self.conversation
+        messages = list(asked.turns[0])
+        for answer, turn in zip(answers, asked.turns[1:], strict=False):
+            content = chat.answer(messages, asked, ids, answer)
+            messages += [{"role": ASSISTANT, "content": content}, *turn]
+            ids = chat.behind(messages, asked)
+        return ids
 
 
 def check_prompts(source: str, subset: str | None = None, split: str = "train") -> None:
@@ -139,12 +136,13 @@ def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
     asked = row.asked
     ids = chat.prompt(asked)
     turns = len(asked.turns)
-    longest = len(_later(asked, [""] * (turns - 1), chat)) if turns > 1 else len(ids)
+    prompt = Prompt(row.id, row.category, ids, asked if turns > 1 else None)
+    longest = len(prompt.behind([[]] * (turns - 1), chat))
     if context is not None and longest >= context:
         raise ConfigError(f"{asked.place}: prompt={longest} tokens; expected fewer than the context of {context}")
     if not ids:
         raise ConfigError(f"{asked.place}: prompt=0 tokens; expected at least 1")
-    return Prompt(row.id, row.category, ids, asked if turns > 1 else None)
+    return prompt
 
 
 def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.eval.cells import ACCEPTED, BONUS, CORRECTION, OWN, Cell
 from draftsmith.eval.harness import Run
 from draftsmith.eval.prompts import Prompt
@@ -41,7 +42,7 @@ def _places(cell: Cell, prompt: Prompt) -> list[int]:
 
 def _sample(cell: Cell, place: int, prompt: Prompt, tokenizer: Any) -> dict[str, Any]:
     text = cell.texts[place]
-    pieces = token_texts(text.tokens[:TOKENS], tokenizer)
+    pieces = token_texts(text.tokens[:TOKENS], tokenizer, prompt.input_ids)
     rounds, start = [], 0
     for kinds in text.rounds:
         ours = list(zip(pieces[start : start + len(kinds)], (KINDS[kind] for kind in kinds), strict=False))
@@ -61,14 +62,8 @@ def _sample(cell: Cell, place: int, prompt: Prompt, tokenizer: Any) -> dict[str,
     }
 
 
-def token_texts(tokens: list[int], tokenizer: Any) -> list[str]:
-    """The text that each token adds; the bytes of an unfinished character are shown with the token that ends it."""
-    shown, texts = "", []
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:end])
-        if text.endswith("\ufffd") and end < len(tokens):
-            texts.append("")
-            continue
-        texts.append(text[len(shown) :])
-        shown = text
-    return texts
+def token_texts(tokens: list[int], tokenizer: Any, prompt: list[int]) -> list[str]:
+    """The text that each token adds after `prompt`; an unfinished character is shown with the token that ends it."""
+    text = IncrementalText(tokenizer, prompt, skip_special_tokens=False)
+    texts = [text.add(token) for token in tokens]
+    return [*texts[:-1], *(last + text.rest() for last in texts[-1:])]

@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from draftsmith.decode.output import DecodeOutput
+from draftsmith.distill.detokenize import IncrementalText
 
 LEGEND = "Bold: draft tokens that the target accepted; the rest is the target's own."
 
@@ -23,14 +24,12 @@ class Sample:
     @classmethod
     def of(cls, output: DecodeOutput, tokenizer: Any) -> "Sample":
         """Neighbouring tokens of one author are one piece, so that characters of several tokens stay whole."""
-        flags, shown, pieces = output.drafted, "", []
-        ends = [place for place in range(1, len(flags)) if flags[place] != flags[place - 1]]
-        for end in [*ends, len(flags)]:
-            text = tokenizer.decode(output.tokens[:end])
-            if end < len(flags):
-                text = text.rstrip("\ufffd")  # a character that the next author ends
-            pieces.append((text[len(shown) :], flags[end - 1]))
-            shown = text
+        text = IncrementalText(tokenizer, output.prompt_tokens, skip_special_tokens=False)
+        pieces: list[tuple[str, bool]] = []
+        for token, drafted in zip(output.tokens, output.drafted, strict=True):
+            before = pieces.pop()[0] if pieces and pieces[-1][1] == drafted else ""
+            pieces.append((before + text.add(token), drafted))
+        pieces[-1] = (pieces[-1][0] + text.rest(), pieces[-1][1])
         return cls(tokenizer.decode(output.prompt_tokens), pieces)
 
     def markdown(self) -> str:

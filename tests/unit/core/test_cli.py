@@ -5,13 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.errors import ConfigError
 from draftsmith.heads.downloads import local_folder
 from draftsmith.options import named_drafters, template_options
-from draftsmith.stream import IncrementalText
 from draftsmith.train.recipe import shipped_recipes
 
 
@@ -82,24 +80,6 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
     assert named_drafters([str(folder)]) == {"lr=0.1@v2": str(folder)}
     assert named_drafters([f"a={folder}"]) == {"a": str(folder)}
     assert local_folder(str(folder)) == folder
-
-
-def test_streamed_text_adds_up(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    text = IncrementalText(tiny_tokenizer)
-    ids = tiny_tokenizer("HelloWorld")["input_ids"]
-    assert "".join(text.add(token) for token in ids) == tiny_tokenizer.decode(ids)
-
-
-class _Bytes:
-    """A tokenizer whose tokens are bytes: a character may need several."""
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        return bytes(tokens).decode("utf-8", errors="replace")
-
-
-def test_half_a_character_waits_for_the_rest() -> None:
-    text = IncrementalText(_Bytes())
-    assert [text.add(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
 
 
 def test_memory_is_told_without_loading_anything(recipe_file: Path, capsys: pytest.CaptureFixture) -> None:

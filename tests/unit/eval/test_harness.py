@@ -16,7 +16,6 @@ from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.harness import Place, Run
 from draftsmith.eval.plain import compare_with_generate
 from draftsmith.eval.prompts import Prompt
-from draftsmith.eval.samples import token_texts
 from draftsmith.eval.settings import BASELINE, Settings
 from draftsmith.heads import Medusa
 from draftsmith.heads.draft_model import DraftModel
@@ -172,21 +171,6 @@ def test_the_baseline_is_compared_with_generate_on_the_same_tokens(
     assert found["generate_tokens_per_second"] > 0
     assert found["best_ratio"] >= found["ratio"] > 0
     assert tiny_target.generation_config is before
-
-
-def test_token_texts_add_up(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    class Bytes:
-        """One byte a token: characters of several bytes are whole only at their last one."""
-
-        def decode(self, ids: list[int]) -> str:
-            return bytes(ids).decode(errors="replace")
-
-    text = "aé🙂\n"
-    pieces = token_texts(list(text.encode()), Bytes())
-    assert "".join(pieces) == text
-    assert pieces == ["a", "", "é", "", "", "", "🙂", "\n"]
-    torn = token_texts(list(text.encode())[:4], Bytes())
-    assert "".join(torn) == "aé\ufffd"
 
 
 def test_samples_show_every_token_and_its_kind(

@@ -1,0 +1,26 @@
+"""A tokenizer of 64 pieces as sentencepiece makes them: a word's space is part of it, and rare characters are bytes."""
+
+from string import ascii_lowercase
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPACE = "\u2581"
+BYTES = "é€🙂".encode()
+
+
+def make_piece_tokenizer(*, metaspace: bool) -> PreTrainedTokenizerFast:
+    """With Llama 2's normalizer and decoder, or with the metaspace pair of later conversions."""
+    letters = [f"{SPACE}{letter}" for letter in ascii_lowercase]
+    pieces = ["<pad>", "<eos>", SPACE, *ascii_lowercase, *letters, ".", *(f"<0x{byte:02X}>" for byte in set(BYTES))]
+    merges = [(SPACE, letter) for letter in ascii_lowercase]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<pad>", byte_fallback=True))
+    if metaspace:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        steps = [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
