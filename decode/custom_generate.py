@@ -37,9 +37,10 @@ def as_custom_generate(
 ) -> Callable[..., Any]:
     """A `custom_generate` for transformers' `generate`, which prepares processors and criteria as it always does.
 
-    Greedy and sampled decoding, any batch; not beam search. A seed comes from torch's global generator, so
-    `torch.manual_seed` reproduces a text. transformers passes neither `streamer` nor `tokenizer` to a callable: give
-    the streamer here (one prompt only), and stop strings as a `StopStringCriteria` in `stopping_criteria`.
+    Greedy and sampled decoding, any batch, `num_return_sequences`, and of encoder-decoders `decoder_input_ids` and
+    `encoder_outputs`; not beam search. A seed comes from torch's global generator, so `torch.manual_seed` reproduces a
+    text. transformers passes neither `streamer` nor `tokenizer` to a callable: give the streamer here (one prompt
+    only), and stop strings as a `StopStringCriteria` in `stopping_criteria`.
 
     Args:
         drafter, draft_length, policy, rule: as for `SpeculativeDecoder`.
@@ -56,23 +57,25 @@ def as_custom_generate(
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-        _refuse_others(generation_config, model_kwargs)
+        _refuse_others(generation_config, model_kwargs, encodes=model.config.is_encoder_decoder)
         if id(model) not in decoders:
             decoders[id(model)] = SpeculativeDecoder(
                 model, drafter, draft_length=draft_length, policy=policy, rule=rule
             )
         if streamer is not None and input_ids.shape[0] > 1:
-            raise ConfigError.of("input_ids batch", input_ids.shape[0], "1 prompt for a streamer")
+            raise ConfigError.of("input_ids batch", input_ids.shape[0], "1 text for a streamer")
 
         def stream(_: int, tokens: list[int], __: Round | None) -> None:
             for token in tokens:
                 streamer.put(torch.tensor([token]))
 
-        prompts = inputs_tensor if model.config.is_encoder_decoder else input_ids
         eos, criteria = _split(stopping_criteria)
+        mask = model_kwargs.get("attention_mask")
+        texts = {"input_ids": input_ids, "attention_mask": mask}
+        if model.config.is_encoder_decoder:
+            texts = _encoded(input_ids, inputs_tensor, model_kwargs["encoder_outputs"][0], mask)
         outputs = decoders[id(model)].generate_batch(
-            prompts,
-            attention_mask=model_kwargs.get("attention_mask"),
+            **texts,
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
             temperature=1.0 if generation_config.do_sample else 0.0,  # the real one is among the processors
             seeds=int(torch.randint(2**48, ())),
@@ -94,19 +97,49 @@ def as_custom_generate(
     return custom_generate
 
 
-def _refuse_others(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _refuse_others(config: GenerationConfig, model_kwargs: dict[str, Any], *, encodes: bool) -> None:
     """ConfigError for what this decoder does not do."""
     if config.num_beams > 1:
         raise ConfigError.of("num_beams", config.num_beams, "1: speculative decoding samples or is greedy")
     for key in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, key, False):
             raise ConfigError.of(key, True, "False: rejected positions have no place in that output")
-    others = {key for key, value in model_kwargs.items() if value is not None} - _IGNORED
+    known = _IGNORED | {"inputs_embeds"} if encodes else _IGNORED  # what the encoder has read already
+    others = {key for key, value in model_kwargs.items() if value is not None} - known
     if others:
         raise ConfigError(f"generate({sorted(others)[0]}=...) is not supported here; expected input_ids and their mask")
+    mask = model_kwargs.get("decoder_attention_mask")
+    if mask is not None and not mask.all():
+        raise ConfigError(
+            "generate(decoder_attention_mask=...) hides tokens; expected decoder_input_ids without padding"
+        )
+    if not encodes and not _follow(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")):
+        raise ConfigError("generate(position_ids=...) counts otherwise; expected the positions that the mask gives")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ConfigError("generate(past_key_values=...) holds tokens; expected the whole text in input_ids")
+
+
+def _follow(positions: Tensor | None, mask: Tensor | None) -> bool:
+    """Return whether the positions count each row's tokens from 0, as the decoder does."""
+    if positions is None or positions.dim() != 2:
+        return True
+    kept = torch.ones_like(positions) if mask is None else mask
+    return bool(((positions == kept.cumsum(-1) - 1) | (kept == 0)).all())
+
+
+def _encoded(decoder_ids_BP: Tensor, inputs: Tensor, states_BTH: Tensor, mask_BT: Tensor | None) -> dict[str, Any]:
+    """Return the texts of an encoder-decoder as `generate_batch` takes them: their beginning, and encoded sources.
+
+    transformers has expanded all but `inputs` to `num_return_sequences`; without `input_ids`, those hold no tokens.
+    """
+    mask_BT = torch.ones(states_BTH.shape[:2], device=states_BTH.device) if mask_BT is None else mask_BT
+    sources: list[list[int]] = [[] for _ in states_BTH]
+    inputs = inputs.repeat_interleave(len(states_BTH) // len(inputs), 0)
+    if inputs.shape == mask_BT.shape and int(inputs.min()) >= 0:
+        sources = [row_T[kept_T.bool()].tolist() for row_T, kept_T in zip(inputs, mask_BT, strict=True)]
+    states = [states_TH[kept_T.bool()] for states_TH, kept_T in zip(states_BTH, mask_BT, strict=True)]
+    return {"input_ids": sources, "encoder_states": states, "decoder_input_ids": decoder_ids_BP.tolist()}
 
 
 def _split(criteria: StoppingCriteriaList) -> tuple[list[int] | None, list]:

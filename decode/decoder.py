@@ -144,6 +144,8 @@ class SpeculativeDecoder:
         stopping_criteria: Sequence[StoppingCriteria] = (),
         stop_strings: Sequence[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
+        decoder_input_ids: Sequence[list[int]] | None = None,
+        encoder_states: Sequence[Tensor] | None = None,
         on_tokens: Callable[[int, list[int], Round | None], None] | None = None,
     ) -> list[DecodeOutput]:
         """Decode several prompts together; each text is what `generate` gives for it alone.
@@ -158,21 +160,28 @@ class SpeculativeDecoder:
                 to be a function of the tokens before a position and their scores.
             stopping_criteria: transformers' or your own, asked after every committed token, with `scores=None`.
             stop_strings: a text ends with the token that completes one of them; needs `tokenizer`.
+            decoder_input_ids: of an encoder-decoder target, what the decoder of each text begins with, its start token
+                first; by default that token alone.
+            encoder_states: [T, H] for each text: the encoder's output, which is then not computed. `input_ids` may be
+                lists without tokens then, unless the drafter has an encoder of its own.
             on_tokens: called with (place of the text, tokens, round); see `generate`.
         """
-        rows, paddings = prompt_rows(input_ids, attention_mask)
+        rows, paddings = prompt_rows(input_ids, attention_mask, may_be_empty=encoder_states is not None)
         processors = Processors(Sampling(temperature, top_k, top_p), logits_processor, texts=len(rows))
         stops = Stops(self._eos(eos_token_id), [*stopping_criteria, *_stop_strings(stop_strings, tokenizer)])
         if isinstance(seeds, int):
             seeds = range(seeds, seeds + len(rows))
         if len(seeds) != len(rows):
             raise ConfigError.of("seeds", list(seeds), f"one for each of the {len(rows)} prompts")
+        prompts, sources = self._prompts(rows, decoder_input_ids)
         texts = [
             self._text(number, prompt, max_new_tokens, stops, seed)
-            for number, (prompt, seed) in enumerate(zip(rows, seeds, strict=True))
+            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
-        for text, padding in zip(texts, paddings, strict=True):
-            text.padding = [] if text.source else padding
+        for text, source, padding in zip(texts, sources, paddings, strict=True):
+            text.source, text.padding = source, [] if source else padding
+        for text, states_TH in zip(texts, encoder_states or (), strict=encoder_states is not None):
+            text.encoded = states_TH
         widths = None if self.costs is None else self.costs.draft_widths
         decoding = Decoding(self._target, self.drafter, self.policy, texts, processors, self.rule, widths)
         self._last = texts[0]
@@ -211,9 +220,6 @@ class SpeculativeDecoder:
     def _text(self, number: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int) -> Text:
         if max_new_tokens < 1:
             raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
-        source: list[int] = []
-        if self._model.config.is_encoder_decoder:
-            source, prompt = prompt, [start_token(self._model)]
         limit = self._target.context_limit
         reach = [limit, None if self.drafter is None else self.drafter.context_limit]
         shortest = min((value for value in reach if value is not None), default=None)
@@ -223,7 +229,23 @@ class SpeculativeDecoder:
             )
         length = len(prompt) + max_new_tokens
         length = length if limit is None else min(length, limit)
-        return Text(list(prompt), length, SeededChance(seed), stops, source, number=number)
+        return Text(list(prompt), length, SeededChance(seed), stops, number=number)
+
+    def _prompts(
+        self, rows: list[list[int]], decoder_input_ids: Sequence[list[int]] | None
+    ) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
+        """Return what the decoder reads of each text, and what the encoder reads: nothing for a decoder-only target."""
+        if not self._model.config.is_encoder_decoder:
+            if decoder_input_ids is not None:
+                raise ConfigError("decoder_input_ids with a decoder-only target; expected the whole text in input_ids")
+            return rows, [[] for _ in rows]
+        if decoder_input_ids is None:
+            return [[start_token(self._model)] for _ in rows], rows
+        if len(decoder_input_ids) != len(rows) or not all(decoder_input_ids):
+            raise ConfigError(
+                f"decoder_input_ids={len(decoder_input_ids)} rows; expected {len(rows)}, none of them empty"
+            )
+        return decoder_input_ids, rows
 
     def _eos(self, eos_token_id: EosTokens) -> frozenset[int]:
         if eos_token_id == "model":

@@ -9,7 +9,7 @@ from draftsmith.errors import ConfigError
 
 
 def prompt_rows(
-    input_ids: Tensor | Sequence, attention_mask: Tensor | None = None
+    input_ids: Tensor | Sequence, attention_mask: Tensor | None = None, *, may_be_empty: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Each prompt's tokens, and the padding that stood on their left.
 
@@ -33,7 +33,7 @@ def prompt_rows(
         nested = bool(input_ids) and isinstance(input_ids[0], (list, tuple, Tensor))
         rows = [torch.as_tensor(row).tolist() for row in input_ids] if nested else [list(input_ids)]
     for number, row in enumerate(rows):
-        if not row:
+        if not row and not may_be_empty:
             raise ConfigError(f"prompt{f' {number}' if len(rows) > 1 else ''}=0 tokens; expected at least 1")
     if not rows:
         raise ConfigError("prompts=0; expected at least 1")

@@ -49,6 +49,7 @@ class Reader:
         remember: keep what the lm_head read, in `states`.
         layers: also keep what these layers put out, in `features`; see `Needs.layers`.
         widths: tokens of a pass to the number that it is padded to, see `Costs.verify_widths`; for one row.
+        encoded: the encoder's states [T, H] of each source, where it need not read them.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Reader:
         remember: bool = False,
         layers: tuple[int, ...] = (),
         widths: dict[int, int] | None = None,
+        encoded: Sequence[Tensor] | None = None,
     ) -> None:
         self.model = model
         self._device = next(model.parameters()).device
@@ -76,7 +78,7 @@ class Reader:
         """Per row, [n, H] for the logits last returned: what the lm_head read (with `remember`), or `output.states`."""
         self.features: list[Tensor] = []
         """With `layers`, per row the features [n, F] of the tokens last read."""
-        self._encoded = Encoded(model, sources or []) if model.config.is_encoder_decoder else None
+        self._encoded = Encoded(model, sources or [], encoded) if model.config.is_encoder_decoder else None
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_keep = "logits_to_keep" in accepted

@@ -65,7 +65,9 @@ class TransformersTarget:
 
     def prefill(self, texts: Sequence[Text], layers: tuple[int, ...] = ()) -> Tensor:
         sources = [text.source for text in texts]
-        self._reader = Reader(self.model, len(texts), sources, remember=True, layers=layers, widths=self.widths)
+        encoded = [text.encoded for text in texts if text.encoded is not None] or None
+        watched = {"remember": True, "layers": layers}
+        self._reader = Reader(self.model, len(texts), sources, widths=self.widths, encoded=encoded, **watched)
         return self._reader.append([text.tokens for text in texts])
 
     def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:

@@ -34,6 +34,8 @@ class Text:
     chance: Chance
     stops: Stops = Stops()
     source: list[int] = field(default_factory=list)
+    encoded: Tensor | None = None
+    """[T, H]: what the encoder made of the source, where it was asked before."""
     padding: list[int] = field(default_factory=list)
     """What stood left of the prompt in a padded batch: only processors and criteria see it, as in `generate`."""
     number: int = 0
