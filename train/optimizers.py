@@ -3,18 +3,23 @@
 import torch
 from torch import nn
 
-from draftsmith.distill.embedded_training import bf16_is_fast
 from draftsmith.distill.muon import Muon
 
 BETAS = (0.9, 0.95)
 
 
 def optimizers(
-    drafter: nn.Module, kind: str, weight_decay: float, adapters: nn.ParameterList | None = None, ratio: float = 1.0
+    drafter: nn.Module,
+    kind: str,
+    weight_decay: float,
+    adapters: nn.ParameterList | None = None,
+    ratio: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> list[torch.optim.Optimizer]:
     """With a rate of 0 until the first step sets it; `kind` is the recipe's `train.optimizer`.
 
-    `adapters` on the target are AdamW's, at `ratio` times the drafter's rate: the group says so as `ratio`.
+    `adapters` on the target are AdamW's, at `ratio` times the drafter's rate: the group says so as `ratio`. `dtype` is
+    that of Muon's matrix products.
 
     Muon takes the matrices inside the layers; the rest stays AdamW's, as its authors advise.
     """
@@ -24,7 +29,6 @@ def optimizers(
     rest = [weight for weight in trained.values() if id(weight) not in taken]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        dtype = torch.bfloat16 if bf16_is_fast(matrices[0].device) else torch.float32
         made.append(Muon(matrices, lr=0.0, weight_decay=weight_decay, dtype=dtype))
     if adapters is not None:
         group = {"params": list(adapters), "ratio": ratio}

@@ -137,7 +137,7 @@ class TrainSection(Section):
     clip_norm: Annotated[Number, Field(gt=0)] = 1.0
     """Largest norm of the gradient."""
     mixed_precision: Annotated[Literal["auto", "no", "bf16"], BeforeValidator(no_as_written)] = "auto"
-    """'auto' takes bf16 where the machine computes it in hardware."""
+    """Of forward passes and Muon's products; 'auto' takes bf16 where the machine computes it in hardware."""
     draft_length: Count | None = None
     """gamma: draft tokens a round, in the periodic evaluation and as the checkpoint's default; by default as many as
     the drafter has heads, or 4."""

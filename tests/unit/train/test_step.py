@@ -1,6 +1,7 @@
 """What the step hands to the optimizer: encoder-decoder batches, and how far adapters follow the drafter."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objectives import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import Medusa
+from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import collate
 from draftsmith.train.optimizers import optimizers
+from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import CotrainSettings, CotrainStep, Last
 
 CPU = torch.device("cpu")
@@ -96,3 +99,12 @@ def test_muon_takes_the_matrices_inside_the_layers() -> None:
     assert every == {id(weight) for weight in drafter.parameters()}
     (alone,) = optimizers(drafter, "adamw", 0.0)
     assert len(alone.param_groups[0]["params"]) == len(list(drafter.parameters()))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)])
+def test_muon_multiplies_in_the_runs_precision(precision: str, dtype: torch.dtype, recipe_file: Path) -> None:
+    """Also on machines where bf16 is fast."""
+    target = make_llama().requires_grad_(False)
+    recipe = load_recipe(str(recipe_file), ["train.optimizer=muon", f"train.mixed_precision={precision}"])
+    _, made, _ = step_and_optimizers(recipe, target, Medusa.from_target(target), OnlineTeacher(target))
+    assert made[0].param_groups[0]["dtype"] == dtype
