@@ -103,8 +103,8 @@ class Run:
     def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
         self.recipe, self.accelerator, self.folder = recipe, accelerator, folder
         self.console = Console(accelerator.is_main_process)
-        self.memory = MemoryMeter(accelerator.device)
         self.estimate = announce_memory(recipe, accelerator, self.console)
+        self.memory = MemoryMeter(accelerator.device)  # what the estimate itself has loaded is no part of the run
         settings = recipe.target
         self.placement = Placement(recipe, accelerator)
         with accelerator.main_process_first():  # the embedded target is built once, the Hub is asked once
@@ -162,7 +162,10 @@ class Run:
         self.record.finish(self.memory.peak(), self.estimate)
         best = self.record.best
         peak = in_units(self.memory.peak())
-        self.console.say(f"{name}: best tau {best.tau:.2f} at step {best.step}; memory {peak} at its fullest")
+        announced = "" if self.estimate is None else f", {in_units(self.estimate.announced)} announced"
+        self.console.say(
+            f"{name}: best tau {best.tau:.2f} at step {best.step}; memory {peak} at its fullest{announced}"
+        )
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step over one global batch; its metrics."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from draftsmith.decode.cache import FIRST_SLOTS
 from draftsmith.distill.targets import DTYPES, load_tokenizer
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_model import layer_lists
+from draftsmith.heads.draft_model import DraftModel, layer_lists
 from draftsmith.heads.final_states import final_states
 from draftsmith.train.console import Console
 from draftsmith.train.dry_run import dry_step, marked_share, require_plain, target_of
@@ -19,6 +19,10 @@ from draftsmith.train.launching import precision
 from draftsmith.train.live_bytes import LiveBytes, without_data
 from draftsmith.train.meter import in_units
 from draftsmith.train.recipe import Recipe
+
+LIBRARIES, KEPT = 64 * 2**20, 0.2
+"""On a CPU: bytes of what libraries load for a run, and the share of all that comes and goes which the allocator keeps
+when it is freed. Measured with glibc on both quickstart recipes, see docs/scale.md."""
 
 # Shapes: B sequences, T positions, H hidden size.
 
@@ -36,7 +40,9 @@ class MemoryEstimate:
     cache: int
     """Keys and values of the texts that the target answers together, before training; 0 where it answers none."""
     reading: int
-    """What is alive beside them while it reads those texts' prompts."""
+    """What is alive beside them while it reads those texts' prompts, the optimizer's state in later rounds included."""
+    on_host: bool = False
+    """Whether all of it lies in the host's memory, where libraries and the allocator take their share."""
 
     @property
     def training(self) -> int:
@@ -48,13 +54,34 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
+        """Of tensors alone."""
         return max(self.training, self.sampling)
 
+    @property
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Bytes by what they are for, in each phase of a run, the phase that takes most first."""
+        models = {"target": self.target, "drafter": self.drafter}
+        kept = {"gradients": self.gradients, "optimizer": self.optimizer}
+        phases = {"in training": {**models, **kept, "activations": self.activations}}
+        if self.cache:
+            phases["while sampling"] = {**models, "cache": self.cache, "prompts": self.reading}
+        if self.on_host:
+            for parts in phases.values():
+                passing = sum(parts.get(name, 0) for name in ("activations", "cache", "prompts"))
+                parts["libraries and allocator"] = LIBRARIES + round(KEPT * passing)
+        return dict(sorted(phases.items(), key=lambda phase: -sum(phase[1].values())))
+
+    @property
+    def announced(self) -> int:
+        """What a run's `MemoryMeter` is expected to measure: all parts of the larger phase."""
+        return sum(next(iter(self.phases.values())).values())
+
     def __str__(self) -> str:
-        parts = {name: getattr(self, name) for name in ("target", "drafter", "gradients", "optimizer", "activations")}
-        text = ", ".join(f"{name} {in_units(value)}" for name, value in parts.items())
-        sampling = f"; while sampling {in_units(self.sampling)}, cache {in_units(self.cache)}" if self.cache else ""
-        return f"{in_units(self.training)} a process in training ({text}){sampling}"
+        described = []
+        for phase, parts in self.phases.items():
+            listed = ", ".join(f"{name} {in_units(value)}" for name, value in parts.items())
+            described.append(f"{in_units(sum(parts.values()))} a process {phase} ({listed})")
+        return "; ".join(described)
 
 
 def estimate_memory(
@@ -95,10 +122,17 @@ def estimate_memory(
         cache = reading = 0
         if data.response == "target" and recipe.teacher.kind != "logprobs":
             cache, reading = cache_bytes(recipe, config), _reading_bytes(recipe, target, live)
+            if isinstance(step.drafter, DraftModel) and (data.refresh_every or data.drafter_share):
+                cache += cache_bytes(
+                    recipe, step.drafter.model.config
+                )  # it proposes or answers, with a cache of its own
+            if data.refresh_every:
+                reading += moments  # later rounds are sampled in the middle of training
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated
         elsewhere = _elsewhere(recipe, target, beside_host, processes)
         mine = moments // processes if sharded else moments
-        return MemoryEstimate(weights - elsewhere, drafted, copies * trained, mine, rest, cache, reading)
+        parts = (weights - elsewhere, drafted, copies * trained, mine, rest, cache, reading)
+        return MemoryEstimate(*parts, on_host=not beside_host)
 
 
 def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
@@ -146,7 +180,7 @@ def announce_memory(recipe: Recipe, accelerator: Accelerator, console: Console) 
 def _reading_bytes(recipe: Recipe, target: nn.Module, live: LiveBytes) -> int:
     """Of one pass over `data.batch_size` prompts, and the logits behind them."""
     before = live.peak = live.now
-    ids_BT = torch.zeros(recipe.data.batch_size, recipe.data.prompt_tokens, dtype=torch.long)
+    ids_BT = torch.zeros(_together(recipe), recipe.data.prompt_tokens, dtype=torch.long)
     source = (ids_BT,) if target.config.is_encoder_decoder else ()
     states_BTH = final_states(target, ids_BT[:, :1] if source else ids_BT, torch.ones_like(ids_BT), *source)
     target.get_output_embeddings()(states_BTH[:, -1:]).float().softmax(-1)
@@ -154,7 +188,7 @@ def _reading_bytes(recipe: Recipe, target: nn.Module, live: LiveBytes) -> int:
 
 
 def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:
-    """Of `data.batch_size` texts in the decoder's cache, see decode/cache.py."""
+    """Of the texts that are answered together, see decode/cache.py; `config` is the model's that reads them."""
     text, data = config.get_text_config(decoder=True), recipe.data
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = (
@@ -167,4 +201,9 @@ def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:
     if config.is_encoder_decoder:
         slots += data.prompt_tokens  # the encoder's, read by every layer of the decoder
     bytes_each = torch.empty(0, dtype=DTYPES[recipe.target.dtype]).element_size()
-    return 2 * text.num_hidden_layers * data.batch_size * heads * size * slots * bytes_each
+    return 2 * text.num_hidden_layers * _together(recipe) * heads * size * slots * bytes_each
+
+
+def _together(recipe: Recipe) -> int:
+    """Prompts that are answered together."""
+    return min(recipe.data.batch_size, recipe.data.count)

@@ -93,7 +93,7 @@ class Record:
     def finish(self, peak: int, estimate: MemoryEstimate | None) -> None:
         """`peak`: bytes that this start of the run has taken at its fullest."""
         if self._main:
-            memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.peak}
+            memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}
             told = {"best_step": self.best.step, "best_tau": self.best.tau, "memory": memory}
             told["environment"] = environment()
             with self._writing(FINISHED):

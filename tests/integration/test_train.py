@@ -460,7 +460,10 @@ def test_a_run_says_what_memory_it_will_take_and_took(
 ) -> None:
     loop.train(load_recipe(str(recipe_file), ["train.steps=2", "evaluation.count=1"]))
     said = " ".join(capsys.readouterr().err.split())
-    assert re.search(r"memory: about \d+ MiB a process in training \(target \d+ MiB, drafter", said)
+    assert re.search(
+        r"memory: about \d+ MiB a process while sampling \(target \d+ MiB, drafter .*; \d+ MiB a proc", said
+    )
+    assert re.search(r"memory \d+ MiB at its fullest, \d+ MiB announced", said)
     told = json.loads((tmp_path / "run" / "finished.json").read_text())["memory"]
     assert told["estimated_bytes"] > 0
     assert all(row["memory_bytes"] <= told["peak_bytes"] for row in read_metrics(tmp_path / "run") if "loss" in row)

@@ -84,7 +84,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
 
 def test_memory_is_told_without_loading_anything(recipe_file: Path, capsys: pytest.CaptureFixture) -> None:
     (recipe_file.parent / "tiny-target" / "model.safetensors").unlink()
-    assert "a process in training (target 0 MiB, drafter" in _run(capsys, "memory", str(recipe_file))[1]
+    assert "MiB a process in training (target 0 MiB, drafter" in _run(capsys, "memory", str(recipe_file))[1]
     code, _, said = _run(capsys, "memory", str(recipe_file), "--processes", "3")
     assert code == 2
     assert "train.batch_size=8; expected a multiple of 3" in said

@@ -19,6 +19,7 @@ from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import Batch
 from draftsmith.train.dry_run import DryStep, marked_share, sequence_length
 from draftsmith.train.live_bytes import LiveBytes
+from draftsmith.train.meter import in_units
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 WIDE = {"vocab_size": 700, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
@@ -160,6 +161,30 @@ def test_sampling_takes_what_is_foretold(prompt: int, response: int) -> None:
     assert estimate.sampling == pytest.approx(live.peak, rel=0.15)
     text = recipe_of({"type": "medusa"}, data={**lengths, "response": "text"})
     assert memory.estimate_memory(text, make_llama(**longer).config).cache == 0
+
+
+def test_the_larger_phase_is_announced_first() -> None:
+    small, config = {"prompt_tokens": 4, "response_tokens": 4, "batch_size": 4, "count": 99}, make_llama(**WIDE).config
+    short = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 1}), config)
+    assert short.training > short.sampling
+    assert list(short.phases) == ["in training", "while sampling"]
+    several = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 99}), config)
+    assert list(several.phases) == ["while sampling", "in training"]
+    assert str(several).startswith(f"{in_units(several.announced)} a process while sampling (target ")
+    beside = several.announced - several.sampling
+    assert beside == memory.LIBRARIES + round(memory.KEPT * (several.cache + several.reading))
+    few = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 200}), config)
+    assert few.cache == several.cache, "no more prompts are answered together than there are"
+    on_device = memory.estimate_memory(recipe_of({"type": "medusa"}, data=small), config, accelerated=True)
+    assert on_device.announced == on_device.peak, "an accelerator's allocator counts tensors alone"
+
+
+def test_later_rounds_hold_the_drafters_cache_and_the_optimizers_state() -> None:
+    config, drafter = make_llama(**WIDE).config, {"type": "draft_model", "num_hidden_layers": 2}
+    once = memory.estimate_memory(recipe_of(drafter), config)
+    rounds = memory.estimate_memory(recipe_of(drafter, data={"refresh_every": 9}), config)
+    assert rounds.cache == 2 * once.cache, "a draft model of the target's shape"
+    assert rounds.reading == once.reading + once.optimizer
 
 
 @pytest.mark.parametrize("kind", ["hydra", "medusa", "mlp_speculator", "eagle3", "dflash"])
