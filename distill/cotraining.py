@@ -21,7 +21,7 @@ from draftsmith.distill.chunked import chunked_sums
 from draftsmith.distill.divergences import forward_kl
 from draftsmith.distill.objectives import at_least_float32
 from draftsmith.errors import ConfigError
-from draftsmith.heads.final_states import final_states
+from draftsmith.heads.final_states import final_states, logits_head
 from draftsmith.heads.lora import add_lora, without_lora
 from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.storage import write_json
@@ -155,7 +155,7 @@ def _log_p(lm_head: nn.Module, states_nH: Tensor) -> Tensor:
 @torch.inference_mode()
 def measure_quality(model: nn.Module, texts: list[list[int]]) -> dict[str, float]:
     """What the adapters in `model` have changed, on `texts`: nats a token and the share of equal favourites."""
-    lm_head = model.get_output_embeddings()
+    lm_head = logits_head(model)
     sums = dict.fromkeys(("kl", "nll_original", "nll_adapted", "top1_agreement"), 0.0)
     count = 0
     for tokens in texts:

@@ -9,7 +9,7 @@ from draftsmith.decode.features import Features
 from draftsmith.errors import ConfigError
 from draftsmith.heads.documents import document_numbers
 from draftsmith.heads.drafter import TeacherSignals
-from draftsmith.heads.final_states import final_states
+from draftsmith.heads.final_states import final_states, logits_head
 
 # Shapes: B batch, T positions, H hidden size.
 
@@ -23,7 +23,7 @@ class OnlineTeacher:
     def __init__(self, model: nn.Module, layers: tuple[int, ...] = ()) -> None:
         self.model = model
         self._features = Features(model, layers) if layers else None
-        self.lm_head = model.get_output_embeddings()
+        self.lm_head = logits_head(model)
         self._require_plain_head()
 
     def signals(
@@ -51,7 +51,7 @@ class OnlineTeacher:
 
     @torch.no_grad()
     def _require_plain_head(self) -> None:
-        """Some models scale or cap their logits behind the lm_head; for them lm_head(hidden) would be another p."""
+        """Some models scale their logits behind the lm_head; for them lm_head(hidden) would be another p."""
         name = type(self.model).__name__
         if self.lm_head is None:
             raise ConfigError(f"target {name} has no lm_head; expected a causal language model")
@@ -65,10 +65,10 @@ class OnlineTeacher:
             logits = self.model(input_ids=probe_1T, use_cache=False).logits.float()
         again = self.lm_head(final_states(self.model, probe_1T, torch.ones_like(probe_1T), source)).float()
         room = _room(self.lm_head.weight.dtype) * logits.abs().max()  # the same product twice, so all but equal
-        capped = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-        if again.shape != logits.shape or (again - logits).abs().max() > room or capped:
+        if again.shape != logits.shape or (again - logits).abs().max() > room:
             raise ConfigError(
                 f"target {name} transforms its logits behind the lm_head; expected logits = lm_head(last hidden state)"
+                ", soft-capped or not"
             )
 
 

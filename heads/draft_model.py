@@ -6,7 +6,7 @@ It reads only tokens, so any transformers causal LM with the same tokenizer serv
 Leviathan et al. 2023, arXiv:2211.17192.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, Self
 
@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from draftsmith.errors import ConfigError
 from draftsmith.heads.downloads import require_whole_model
 from draftsmith.heads.drafter import Context, TeacherSignals, TrainableDrafter, Tree, Unrolled
-from draftsmith.heads.final_states import final_states
+from draftsmith.heads.final_states import final_states, logits_head
 from draftsmith.heads.lora import add_lora, check_lora
 
 
@@ -113,7 +113,7 @@ class DraftModel(TrainableDrafter):
             signals.source_mask_BS,
             signals.documents_BT,
         )
-        return [Unrolled(states_BTD, self.model.get_output_embeddings(), offset=0)]
+        return [Unrolled(states_BTD, logits_head(self.model), offset=0)]
 
 
 def _pretrained(name: str, target: nn.Module) -> nn.Module:
@@ -121,8 +121,8 @@ def _pretrained(name: str, target: nn.Module) -> nn.Module:
     auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
     try:
         require_whole_model("drafter.model", name)
-        options = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
-        model = auto.from_pretrained(name, dtype=torch.float32, **options)
+        options = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
+        model = _built(lambda kind: auto.from_pretrained(name, attn_implementation=kind, **options))
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError) as error:
@@ -132,6 +132,17 @@ def _pretrained(name: str, target: nn.Module) -> nn.Module:
     if model.config.get_text_config(decoder=True).vocab_size != vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
     return model
+
+
+def _built(build: Callable[[str], nn.Module]) -> nn.Module:
+    """Return a model whose attention takes tree masks: sdpa, or eager for architectures without it, such as Gemma 2.
+
+    It is named in each case, so that no config of the model's chooses one.
+    """
+    try:
+        return build("sdpa")
+    except ValueError:
+        return build("eager")
 
 
 def _from_scratch(values: dict[str, Any], target: nn.Module) -> nn.Module:
@@ -145,7 +156,7 @@ def _from_scratch(values: dict[str, Any], target: nn.Module) -> nn.Module:
     config = AutoConfig.for_model(kind, **{**special, **options, "vocab_size": theirs.vocab_size})
     auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        return auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        return _built(lambda kind: auto.from_config(config, dtype=torch.float32, attn_implementation=kind))
     except (ValueError, TypeError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"drafter.config={values}; expected a language model's config ({reason})") from error
@@ -170,7 +181,7 @@ def _of_target(
     chosen = kept_layers(keep, num_hidden_layers, depth)
     _resize(config, chosen, *own)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    model = _built(lambda kind: auto.from_config(config, dtype=torch.float32, attn_implementation=kind))
     if init == "target_layers":
         if own != (None, None, None):
             raise ConfigError("drafter.init='target_layers' keeps the target's widths; expected no other width")

@@ -1,4 +1,4 @@
-"""What a language model's lm_head reads, for a batch of text: the states that logits are made from."""
+"""What a language model's lm_head reads, for a batch of text, and the map from these states to the model's logits."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,31 @@ from torch import Tensor, nn
 from draftsmith.errors import ConfigError
 from draftsmith.heads.documents import document_positions
 
-# Shapes: B texts, T positions, S positions of the source, H hidden size.
+# Shapes: B texts, T positions, S positions of the source, H hidden size, V vocabulary.
+
+
+class CappedHead(nn.Module):
+    """cap * tanh(logits / cap) of an lm_head's logits (Gemma 2, arXiv:2408.00118, section 2)."""
+
+    def __init__(self, lm_head: nn.Module, cap: float) -> None:
+        super().__init__()
+        self.lm_head, self.cap = lm_head, cap
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, H]: the lm_head's."""
+        return self.lm_head.weight
+
+    def forward(self, states_nH: Tensor) -> Tensor:
+        return torch.tanh(self.lm_head(states_nH) / self.cap) * self.cap
+
+
+def logits_head(model: nn.Module) -> nn.Module | None:
+    """Return the map from `final_states` to logits: the lm_head, with the soft cap that the config names; None without
+    an lm_head."""
+    lm_head = model.get_output_embeddings()
+    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    return CappedHead(lm_head, cap) if cap and lm_head is not None else lm_head
 
 
 def final_states(

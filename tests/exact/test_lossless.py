@@ -10,7 +10,13 @@ from exact.enumeration import Tokens, merged_runs, string_distribution, total_va
 from exact.one_round import DRAFTER_SEEDS, EXACT, PLAIN
 from exact.toys import VOCAB, ToyDrafter, ToyModel, ToyTarget
 from torch import Tensor, nn
-from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from draftsmith.decode.cache import PointerLayer
 from draftsmith.decode.chance import SeededChance
@@ -237,11 +243,14 @@ def _drafter(kind: str, target: nn.Module) -> Drafter:
     return drafter
 
 
-@torch.inference_mode()
 def _llama_gap(kind: str, policy: Policy) -> float:
     deep = 4 if kind.split()[0] in ("eagle3", "peagle", "dflash") else 1
     target = make_llama(3, **TINY, num_hidden_layers=deep).double()
-    drafter = _drafter(kind, target)
+    return _gap(target, _drafter(kind, target), policy)
+
+
+@torch.inference_mode()
+def _gap(target: nn.Module, drafter: Drafter, policy: Policy) -> float:
     processors = Processors(Sampling(0.8, top_k=3))
 
     def make() -> Decoding:
@@ -258,6 +267,18 @@ def _llama_gap(kind: str, policy: Policy) -> float:
 @pytest.mark.parametrize("kind", ["draft_model", *HEADS_OF_TARGETS])
 def test_transformers_models_are_lossless(kind: str, policy: Policy) -> None:
     assert _llama_gap(kind, policy) < EXACT_ENOUGH
+
+
+@pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0]], ids=str)
+def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy) -> None:
+    """Gemma 2 has eager attention alone; caps this low change most probabilities."""
+    sizes = {**TINY, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_hidden_layers": 2}
+    caps = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 4}
+    torch.manual_seed(3)
+    target = Gemma2ForCausalLM(Gemma2Config(**sizes, **caps, sliding_window=4, initializer_range=0.5)).double().eval()
+    drafter = DraftModel.from_target(target, init="target_layers").double().eval()
+    assert drafter.model.config._attn_implementation == "eager"
+    assert _gap(target, drafter, policy) < EXACT_ENOUGH
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "medusa"])

@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -131,6 +133,32 @@ def test_an_encoder_decoder_draft_model_learns(
     drafter = load_drafter(folder, target, AutoTokenizer.from_pretrained(tmp_path / "t5"))
     out = SpeculativeDecoder(target, drafter).generate([5, 6, 7, 8], max_new_tokens=20)
     assert out.tokens == SpeculativeDecoder(target).generate([5, 6, 7, 8], max_new_tokens=20).tokens
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "medusa"])
+def test_a_soft_capped_target_has_drafters(
+    drafter: str, recipe_file: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Gemma 2 caps scores and logits and has eager attention alone."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8, "sliding_window": 6}
+    sizes |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    config = Gemma2Config(**sizes, final_logit_softcapping=3.0, attn_logit_softcapping=2.0, max_position_embeddings=128)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma2")
+    tiny_tokenizer.save_pretrained(tmp_path / "gemma2")
+    overrides = [f"target.model={tmp_path / 'gemma2'}", "train.steps=40", "train.learning_rate=1e-2"]
+    overrides += [f"drafter.type={drafter}", *["drafter.init=target_layers"] * (drafter == "draft_model")]
+    folder = loop.train(load_recipe(str(recipe_file), overrides))
+    losses = _losses(tmp_path / "run")
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "gemma2")
+    loaded = load_drafter(folder, target, AutoTokenizer.from_pretrained(tmp_path / "gemma2"))
+    ids_1T = torch.tensor([[5, 6, 7, 8]])
+    expected = target.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=30, do_sample=False)
+    for policy in ("chain:draft_length=3", "dynamic-tree:size=8,depth=3,top_k=3"):
+        out = SpeculativeDecoder(target, loaded, policy=policy).generate([5, 6, 7, 8], max_new_tokens=30)
+        assert out.tokens == expected[0, 4:].tolist(), policy
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3 of 20 tokens", "dflash with all of it"])

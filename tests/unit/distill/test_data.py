@@ -8,10 +8,18 @@ import pytest
 import torch
 from conftest import make_llama
 from datasets import Dataset
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from draftsmith.distill.chat import Chat
 from draftsmith.distill.examples import FEATURES, ExampleSettings, hold_out, length_statistics, read_examples
+from draftsmith.distill.objectives import Objective
 from draftsmith.distill.packing import pack
 from draftsmith.distill.samples import Sampler, SampleSettings, Share, samples_key, target_samples
 from draftsmith.distill.targets import LoadedTarget, load_target
@@ -365,20 +373,37 @@ def test_teacher_states_give_the_targets_logits(tiny_target: LlamaForCausalLM) -
     assert not signals.hidden_BTH.requires_grad
 
 
-def test_a_target_that_caps_its_logits_is_refused() -> None:
-    config = Gemma2Config(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        final_logit_softcapping=0.1,
-        initializer_range=0.3,
-    )
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM transforms its logits behind the lm_head"):
-        OnlineTeacher(Gemma2ForCausalLM(config).eval())
+TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "initializer_range": 0.3}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def test_a_target_that_scales_its_logits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="GraniteForCausalLM transforms its logits behind the lm_head"):
+        OnlineTeacher(GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=2.0)).eval())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"init": "target_layers", "lora_rank": 2}, {"config": {"model_type": "gemma2", "head_dim": 4, **TINY}}],
+    ids=["random", "pruned", "config"],
+)
+def test_p_and_q_are_soft_capped_where_the_models_are(options: dict[str, Any]) -> None:
+    """Loss and gradient are those of the logits that whole forward passes of both models give."""
+    torch.manual_seed(0)
+    config = Gemma2Config(**TINY, head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=1.0)
+    target = Gemma2ForCausalLM(config).double().eval().requires_grad_(False)
+    drafter = DraftModel.from_target(target, **options).double().eval()
+    ids_BT = torch.randint(2, 64, (2, 9))
+    teacher = OnlineTeacher(target)
+    signals = teacher.signals(ids_BT, torch.ones_like(ids_BT), torch.ones_like(ids_BT, dtype=torch.bool))
+    sums = Objective()(drafter.unroll(signals), signals, teacher.lm_head)
+    p_log, q_log = (model(ids_BT).logits.log_softmax(-1) for model in (target, drafter.model))
+    plain = (p_log.exp() * (p_log - q_log)).sum()
+    torch.testing.assert_close(sums.loss, plain)
+    trained = [weight for weight in drafter.parameters() if weight.requires_grad]
+    for ours, theirs in zip(*(torch.autograd.grad(loss, trained) for loss in (sums.loss, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert float((p_log.exp() - teacher.lm_head.lm_head(signals.hidden_BTH).softmax(-1)).abs().max()) > 0.1
 
 
 def test_missing_targets_are_refused(tmp_path: Path) -> None:
