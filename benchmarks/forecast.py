@@ -2,6 +2,7 @@
 
     python benchmarks/forecast.py acceptance                # tau: any machine, noisy or not
     python benchmarks/forecast.py speed                     # speedup: a quiet machine
+    python benchmarks/forecast.py coverage                  # how many measured speedups the intervals hold, of `speed`
     python benchmarks/forecast.py report --plots docs       # tables from what is there, and plots
 
 Drafters of the embedded target are trained shortly where --drafter names none, and kept in --out with every cell that
@@ -10,7 +11,10 @@ forecast reads the texts of one half of the prompts, the decoder writes those of
 forecast too: there nothing but the draws of the rounds differs. Chains of --gammas, and trees where they are exact.
 
 `speed` measures this machine's seconds once a cell, forecasts, and times the same policies interleaved with the target
-alone. Regret is what the policy with the highest forecast loses beside the one that measured fastest.
+alone. Regret is what the policy with the highest forecast loses beside the one that measured fastest. `coverage` does
+what is left of `speed` and counts the policies whose measured speedup lies in the forecast's interval. A measured
+speedup has noise of its own, from few prompts and repeats, which no forecast can hold: so beside the plain count a
+second one takes the interval of the difference, whose half-width is the root of the squares of both half-widths.
 """
 
 import argparse
@@ -57,7 +61,7 @@ STATISTICS = ("forward_kl", "reverse_kl", "tv", "top1_agreement", "entropy_overl
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("half", choices=("acceptance", "speed", "report"))
+    parser.add_argument("half", choices=("acceptance", "speed", "coverage", "report"))
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--drafter", action="append", metavar="NAME=FOLDER", help="by default a few trained here")
     parser.add_argument("--prompt-set", action="append", metavar="NAME=FILE", help="by default held-out code and prose")
@@ -223,9 +227,19 @@ def speed_cell(
         by_policy = {"None": next(iter(by_policy.values()))}
     rows = []
     for policy, per_text in found.items():
-        speed = numbers(per_text, name, hardware, (1,), 0)["speed"][0]["speedup"]
+        profiles = {"interval": hardware, "interval_of_texts": hardware.model_copy(update={"repeats": ()})}
+        speeds = {key: numbers(per_text, name, profile, (1,), 0)["speed"][0] for key, profile in profiles.items()}
         row = by_policy[policy]
-        rows.append({"policy": policy, "speedup": row["speedup"], "speedup_forecast": speed, "tau": row["tau"]})
+        rows.append(
+            {
+                "policy": policy,
+                "speedup": row["speedup"],
+                "speedup_interval": row["speedup_interval"],
+                "speedup_forecast": speeds["interval"]["speedup"],
+                **{key: speed["speedup_interval"] for key, speed in speeds.items()},
+                "tau": row["tau"],
+            }
+        )
     return {"rows": rows, "hardware": hardware.model_dump(mode="json")}
 
 
@@ -238,18 +252,19 @@ def cells(options: argparse.Namespace, half: str) -> dict[str, dict[str, Any]]:
 def run(options: argparse.Namespace) -> None:
     """Every cell of a half that is not there yet; each is written when it is finished."""
     folders, target = drafter_folders(options), load_target(options.target)
-    sets, done = prompt_sets(options, target), cells(options, options.half)
+    half = "acceptance" if options.half == "acceptance" else "speed"
+    sets, done = prompt_sets(options, target), cells(options, half)
     for name, (which, prompts), temperature in product(folders, sets.items(), options.temperatures):
         key = f"{name}|{temperature:g}|{which}"
         if key in done:
             continue
         drafter = load_drafter(folders[name], target.model, target.tokenizer)
-        if options.half == "acceptance":
+        if half == "acceptance":
             done[key] = acceptance_cell(target, drafter, prompts, temperature, options)
         else:
             done[key] = speed_cell(target, name, drafter, prompts, temperature, options)
-        write_json(options.out / f"{options.half}.json", done)
-        print(f"{options.half}: {key}", flush=True)
+        write_json(options.out / f"{half}.json", done)
+        print(f"{half}: {key}", flush=True)
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
@@ -388,6 +403,36 @@ def _speed_table(console: Console, timed: dict[str, dict[str, Any]]) -> None:
     )
 
 
+def held(row: dict[str, Any], interval: str, *, with_noise: bool) -> bool:
+    """Whether the measured speedup is where the forecast says, up to the noise of both where asked for."""
+    low, high = row[interval]
+    if not with_noise:
+        return low <= row["speedup"] <= high
+    measured_low, measured_high = row["speedup_interval"]
+    above = row["speedup"] > row["speedup_forecast"]
+    own = high / row["speedup_forecast"] if above else row["speedup_forecast"] / low
+    noise = row["speedup"] / measured_low if above else measured_high / row["speedup"]
+    apart = abs(np.log(row["speedup"] / row["speedup_forecast"]))
+    return bool(apart <= np.hypot(np.log(own), np.log(noise)))
+
+
+def coverage_table(timed: dict[str, dict[str, Any]]) -> Table:
+    """Share of policies whose measured speedup each interval holds, and how wide the intervals are."""
+    rows = [{**row, "cell": key} for key, cell in timed.items() for row in cell["rows"] if "interval" in row]
+    table = Table(title="Measured speedups that the forecast's 95 % intervals hold")
+    for column in ("cells", "policies", "interval over", "held", "held, with measured noise", "half-width", "noise"):
+        table.add_column(column, justify="right")
+    kinds = {"all": rows} | {f"T={t}": [r for r in rows if r["cell"].split("|")[1] == t] for t in ("0", "0.7", "1")}
+    for name, some in kinds.items():
+        some = [row for row in some if row["speedup_interval"] is not None]
+        for interval, over in (("interval_of_texts", "texts"), ("interval", "texts and timings")) if some else ():
+            counts = [f"{np.mean([held(row, interval, with_noise=noise) for row in some]):.1%}" for noise in (0, 1)]
+            widths = [np.median([np.log(row[key][1] / row[key][0]) / 2 for row in some]) for key in
+                      (interval, "speedup_interval")]  # fmt: skip
+            table.add_row(name, str(len(some)), over, *counts, *(f"{width:.1%}" for width in widths))
+    return table
+
+
 def plot_forecast(rows: list[dict[str, Any]], path: Path) -> None:
     """Predicted against measured tau, one point a cell and policy."""
     with plt.rc_context(STYLE):
@@ -432,6 +477,8 @@ def main() -> None:
     else:
         torch.manual_seed(0)
         run(options)
+    if options.half == "coverage":
+        Console(width=120).print(coverage_table(cells(options, "speed")))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def measured_row(
     )
     row = next(row for row in evaluation.rows if row["category"] == "all")
     kept = {"drafter": name, "temperature": temperature, "policy": best["policy"]}
-    return {**kept, "tau": row["tau"], "speedup": row["speedup"], "speedup_repeats": row["speedup_repeats"]}
+    return {**kept, **{key: row[key] for key in ("tau", "speedup", "speedup_interval", "speedup_repeats")}}
 
 
 def _check(request: ForecastRequest, out: Path) -> None:
@@ -146,7 +146,9 @@ def show(outcome: Outcome, out: Path) -> None:
 
 def forecast_table(outcome: Outcome, batch: int) -> Table:
     """One line a drafter, temperature and policy; what was measured stands beside."""
-    table = Table(title=f"Forecast at batch size {batch}, intervals over texts", pad_edge=False)
+    timings = {entry["timings"] for row in outcome.forecast.rows for entry in row["speed"]}
+    over = f"; of speedups also over {min(timings)} timings" if timings and min(timings) > 1 else ""
+    table = Table(title=f"Forecast at batch size {batch}, intervals over texts{over}", pad_edge=False)
     table.add_column("drafter", no_wrap=True)
     columns = ["T", "tau", "95 %", "speedup", "95 %", "tok/s", *["tau meas.", "speedup meas."] * bool(outcome.measured)]
     for name in columns:

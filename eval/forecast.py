@@ -30,6 +30,7 @@ RESAMPLES, COVERED = 1000, 0.95
 """Resamples of the texts for an interval, and what it covers."""
 TREES = ("tree:widths=2x1x1", "tree:widths=3x2x1", "best-first:size=8,depth=4")
 """Forecast beside the chains where nothing else is asked for."""
+UNTIMED = "The intervals of speedups are over texts alone: the profile holds no repeated timings"
 PLAIN = "copies"
 """In place of a policy, for drafters that only retrieve."""
 _NO_COSTS = Costs({1: 1.0}, {1: 1.0})
@@ -157,6 +158,7 @@ def _at(
     if hardware is None:
         lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes}
         hardware = measure_hardware(target, drafters, texts, temperature=temperature, **lengths)
+    untimed = len(hardware.repeats) < 2
     rows = [
         {"drafter": name, "temperature": temperature, "policy": policy}
         | numbers(per_text, name, hardware, settings.batch_sizes, settings.seed)
@@ -172,7 +174,8 @@ def _at(
             if predicted.tables
         ],
         hardware,
-        [f"{name} at T={temperature:g}: {reason}" for name, predicted in found.items() for reason in predicted.refused],
+        [f"{name} at T={temperature:g}: {reason}" for name, predicted in found.items() for reason in predicted.refused]
+        + [f"{UNTIMED} (T={temperature:g})."] * untimed,
     )
 
 
@@ -238,7 +241,8 @@ def numbers(
     """The measured-like part of a row: all tokens over all rounds, and over all seconds."""
     tokens_S = np.array([text.tokens for text in per_text], float)
     rounds_S = np.array([text.rounds for text in per_text])
-    draws_RS = np.random.default_rng(seed).integers(len(per_text), size=(RESAMPLES, len(per_text)))
+    rng = np.random.default_rng(seed)
+    draws_RS = rng.integers(len(per_text), size=(RESAMPLES, len(per_text)))
     row: dict[str, Any] = {
         "texts": len(per_text),
         "tau": float(tokens_S.sum() / rounds_S.sum()),
@@ -248,20 +252,41 @@ def numbers(
         "speed": [],
     }
     for batch in batches:
-        cost = {
-            key: hardware.round_seconds(drafter, *key, batch) for key in {key for text in per_text for key in text.work}
-        }
-        seconds_S = np.array([sum(weight * cost[key] for key, weight in text.work.items()) for text in per_text])
-        token = hardware.token_seconds(batch)
+        seconds_S, token = seconds(per_text, drafter, hardware, batch), hardware.token_seconds(batch)
+        repeated = [
+            repeat.token_seconds(batch) * tokens_S.sum() / seconds(per_text, drafter, repeat, batch).sum()
+            for repeat in hardware.repeats
+        ]
+        of_texts_R = token * tokens_S[draws_RS].sum(1) / seconds_S[draws_RS].sum(1)
         row["speed"].append(
             {
                 "batch_size": batch,
                 "speedup": float(token * tokens_S.sum() / seconds_S.sum()),
-                "speedup_interval": _interval(token * tokens_S[draws_RS].sum(1) / seconds_S[draws_RS].sum(1)),
+                "speedup_interval": _interval(of_texts_R * timing_errors(repeated, RESAMPLES, rng)),
+                "timings": len(repeated),
                 "tokens_per_second": float(batch * tokens_S.sum() / seconds_S.sum()),
             }
         )
     return row
+
+
+def seconds(per_text: Sequence[Accepted], drafter: str, hardware: Hardware, batch: int) -> np.ndarray:
+    """Expected seconds of each text, [S]."""
+    keys = {key for text in per_text for key in text.work}
+    cost = {key: hardware.round_seconds(drafter, *key, batch) for key in keys}
+    return np.array([sum(weight * cost[key] for key, weight in text.work.items()) for text in per_text])
+
+
+def timing_errors(speedups: Sequence[float], count: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw `count` factors by which a speedup may be off, given the speedups that repeated timings say, [count].
+
+    With s the standard deviation of the logarithms of n of them, exp(t s / sqrt(n)), t of Student's distribution with
+    n - 1 degrees of freedom: a bootstrap of so few would be too narrow. 1 for fewer than two timings.
+    """
+    if len(speedups) < 2:
+        return np.ones(count)
+    spread = np.log(speedups).std(ddof=1)
+    return np.exp(rng.standard_t(len(speedups) - 1, count) * spread / len(speedups) ** 0.5)
 
 
 def acceptance_at(per_text: Sequence[Accepted]) -> list[float]:

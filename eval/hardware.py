@@ -9,11 +9,12 @@
       my-drafter:                        # as the command names it; `*` stands for all that are not named
         draft: {1: {1: 0.0011, 8: 0.0086}, 8: {1: 0.0013, 8: 0.0101}}   # batch: draft tokens: seconds of drafting
         round: {1: 0.0003, 8: 0.0006}    # batch: seconds of a round beside both; 0 where it is left out
+    repeats: []                          # optional: the same keys again, from other timings of the same machine
 
 YAML or JSON. Between two numbers the curve is linear, beyond the last it goes on with the slope of the last two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -48,8 +49,10 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Draft tokens with which rounds are timed: all of them for the target, which also reads trees and copies, and for
 drafters those that they may draft in a row."""
 ALONE = ("", 0)
-ROUNDS, TURNS = 5, 4
-"""Rounds that are timed in a row, and turns of all lengths."""
+Timed = dict[tuple[str, int], list[Round]]
+"""Rounds by drafter and draft length."""
+ROUNDS, TURNS = 5, 6
+"""Rounds that are timed in a row, and turns of all lengths, whose differences say how far the seconds may be off."""
 
 
 class DrafterSeconds(BaseModel):
@@ -70,6 +73,8 @@ class Hardware(BaseModel):
     alone: Annotated[dict[Count, Seconds], Field(min_length=1)]
     verify: Annotated[dict[Count, Annotated[dict[Count, Seconds], Field(min_length=1)]], Field(min_length=1)]
     drafters: dict[str, DrafterSeconds] = {}
+    repeats: tuple["Hardware", ...] = ()
+    """The same seconds measured again and again, a turn of all lengths each; those above are of all turns together."""
 
     def token_seconds(self, batch: int) -> float:
         """Seconds in which the target alone adds a token to each of `batch` texts."""
@@ -85,7 +90,9 @@ class Hardware(BaseModel):
         seconds = self.verify_seconds(nodes + 1, batch)
         if own is None:
             return seconds
-        return seconds + interpolated(own.round, batch) + (_at(own.draft, batch, passes) if passes else 0.0)
+        # Noise can let the line beyond the longest timed draft fall below nothing.
+        drafting = max(_at(own.draft, batch, passes), 0.0) if passes else 0.0
+        return seconds + interpolated(own.round, batch) + drafting
 
     def of(self, drafter: str) -> DrafterSeconds | None:
         """What is known of a drafter; None where nothing is."""
@@ -158,11 +165,10 @@ def measure_hardware(
 ) -> Hardware:
     """Median seconds of real rounds behind real texts, on the present machine and threads.
 
-    Draft lengths take turns, so that a slow second hits all alike. A round's parts are those that `Round` records: the
-    pass with its rule is `verify`, and what is left beside drafting is `round`.
+    Draft lengths take turns, so that a slow second hits all alike; each turn's own medians are the `repeats`. A round's
+    parts are those that `Round` records: the pass with its rule is `verify`, and what is left beside drafting is
+    `round`.
     """
-    alone, verify = {}, {}
-    seconds: dict[str, dict[str, dict]] = {name: {"draft": {}, "round": {}} for name in drafters}
     arms = {ALONE: Arm(target)}
     arms |= {("", length): Arm(target, _Fixed(length), length) for length in LENGTHS}
     for name, drafter in drafters.items():
@@ -173,8 +179,22 @@ def measure_hardware(
         longest = min(draft_length, drafter.max_draft_length or draft_length)
         reached = [length for length in LENGTHS if length <= longest]
         arms |= {(name, length): Arm(target, drafter, length, costs) for length in reached}
-    for batch in batches:
-        timed = _timed(arms, [texts[number % len(texts)] for number in range(batch)], temperature)
+    turns = {
+        batch: _timed(arms, [texts[number % len(texts)] for number in range(batch)], temperature) for batch in batches
+    }
+    together = {batch: _joined(of_batch) for batch, of_batch in turns.items()}
+    repeats = [_medians({batch: turns[batch][turn] for batch in batches}, drafters) for turn in range(TURNS)]
+    hardware = _medians(together, drafters)
+    hardware.require(drafters)
+    known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
+    return hardware.model_copy(update={"name": "measured", "repeats": tuple(known)})
+
+
+def _medians(rounds: dict[int, Timed], drafters: Iterable[str]) -> Hardware:
+    """Median seconds of the rounds that were timed at each batch size."""
+    alone, verify = {}, {}
+    seconds: dict[str, dict[str, dict]] = {name: {"draft": {}, "round": {}} for name in drafters}
+    for batch, timed in rounds.items():
         alone[batch] = median(record.seconds for record in timed[ALONE])
         verify[batch] = {n + 1: median(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
         verify[batch][1] = median(record.verify_seconds for record in timed[ALONE])
@@ -185,9 +205,7 @@ def measure_hardware(
                 rests = [r.seconds - r.draft_seconds - verify[batch][n + 1] for n, rs in mine.items() for r in rs]
                 entry["round"][batch] = max(median(rests), 0.0)
     known = {name: DrafterSeconds(**entry) for name, entry in seconds.items() if entry["draft"]}
-    hardware = Hardware(name="measured", alone=alone, verify=verify, drafters=known)
-    hardware.require(drafters)
-    return hardware
+    return Hardware(alone=alone, verify=verify, drafters=known)
 
 
 @dataclass(frozen=True)
@@ -224,19 +242,22 @@ class Arm:
         return [record for record in records[1:] or records if record.drafted == self.draft_length]
 
 
-def _timed(
-    arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], temperature: float
-) -> dict[tuple[str, int], list[Round]]:
-    """Rounds of every arm, in turns; the first turn allocates and chooses kernels.
+def _timed(arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], temperature: float) -> list[Timed]:
+    """Rounds of every arm in each turn; the first turn, which allocates and chooses kernels, is left out.
 
-    The target alone comes up again and again, since every speedup is relative to it.
+    The target alone comes up again and again, since every speedup is relative to it. Each turn begins with another arm.
     """
-    timed: dict[tuple[str, int], list[Round]] = {key: [] for key in arms}
+    turns: list[Timed] = []
     others = [key for key in arms if key != ALONE]
     for turn in range(TURNS + 1):
-        for place, key in enumerate(others):
+        timed: Timed = {key: [] for key in arms}
+        first = turn * len(others) // (TURNS + 1)
+        for place, key in enumerate([*others[first:], *others[:first]]):
             for some in (ALONE, key) if place % 2 == 0 else (key,):
-                records = arms[some].rounds(texts, temperature, turn)
-                if turn > 0:
-                    timed[some] += records
-    return timed
+                timed[some] += arms[some].rounds(texts, temperature, turn)
+        turns.append(timed)
+    return turns[1:]
+
+
+def _joined(turns: Sequence[Timed]) -> Timed:
+    return {key: [record for timed in turns for record in timed[key]] for key in turns[0]}

@@ -61,7 +61,7 @@ def test_a_whole_forecast(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for place, value in {"eval.hardware.TURNS": 1, "eval.hardware.ROUNDS": 1, "forecast.REPEATS": 1}.items():
+    for place, value in {"eval.hardware.TURNS": 3, "eval.hardware.ROUNDS": 1, "forecast.REPEATS": 1}.items():
         monkeypatch.setattr(f"draftsmith.{place}", value)
     monkeypatch.setattr("draftsmith.decode.timing.WIDTHS", (1, 4))
     monkeypatch.setattr("draftsmith.decode.timing.TURNS", 1)
@@ -99,6 +99,8 @@ def test_a_whole_forecast(
     assert [best["batch_size"] for best in written["best"]] == [1, 2]
     shown = capsys.readouterr().out
     assert "best at T=0, batch size 1:" in shown
+    assert "of speedups also over 3 timings" in " ".join(shown.split())
+    assert all(entry["timings"] == 3 for row in written["rows"] for entry in row["speed"])
     assert "tau meas." in shown
 
     again = tmp_path / "again"
