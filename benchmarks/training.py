@@ -41,6 +41,7 @@ from draftsmith.train.batches import Batch, collate
 from draftsmith.train.launching import autocast, make_accelerator
 from draftsmith.train.meter import MemoryMeter
 from draftsmith.train.operations import Operations
+from draftsmith.train.output import claim_output
 from draftsmith.train.recipe import Recipe, load_recipe
 
 ROWS = 64
@@ -172,7 +173,7 @@ def now() -> float:
 
 
 def make_run(recipe: Recipe) -> loop.Run:
-    loop.claim_output(recipe)
+    claim_output(recipe)
     return loop.Run(recipe, make_accelerator(recipe, Path(recipe.output)), Path(recipe.output))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.options import (
     DtypeOption,
     TargetOption,
@@ -65,13 +65,19 @@ def check(
         template_options=template_options(template_option),
         dtype=dtype,
     )
-    _require_valid(settings, out)
-    checked = _run(settings, out, trust_remote_code)
-    _show(checked, out)
+    _require_valid(settings)
+    if out is None:
+        checked = _run(settings, out, trust_remote_code)
+    else:
+        from draftsmith.locks import hold_folder
+
+        with hold_folder("out", out):
+            _require_folder(settings, out)
+            checked = _run(settings, out, trust_remote_code)
     raise typer.Exit(EXIT_CODES[checked.verdict])
 
 
-def _require_valid(settings: "CheckSettings", out: Path | None) -> None:
+def _require_valid(settings: "CheckSettings") -> None:
     """ConfigError for whatever can be seen to be wrong before a model is loaded."""
     from draftsmith.eval.prompts import check_prompts
     from draftsmith.requests import require_valid
@@ -82,16 +88,11 @@ def _require_valid(settings: "CheckSettings", out: Path | None) -> None:
             raise ConfigError.of(key, value, f">= {lowest}")
     if settings.draft_length is not None and settings.policies:
         raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
-    _require_folder(settings, out)
     check_prompts(settings.prompts)
 
 
-def _require_folder(settings: "CheckSettings", out: Path | None) -> None:
-    """ConfigError when `out` is no folder, or holds the evidence of another check."""
-    if out is None:
-        return
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"out={out} is a file; expected a folder")
+def _require_folder(settings: "CheckSettings", out: Path) -> None:
+    """ConfigError when `out` holds the evidence of another check."""
     file = out / "check.json"
     if not file.exists():
         return
@@ -108,13 +109,17 @@ def _require_folder(settings: "CheckSettings", out: Path | None) -> None:
 
 
 def _run(settings: "CheckSettings", out: Path | None, trust_remote_code: bool) -> "Check":
-    """Load everything and check it; what is known is written to `out` after each drafter and temperature."""
+    """Load everything, check and show it; what is known is written to `out` after each drafter and temperature.
+
+    Raises:
+        DraftsmithError: once all is shown, where it could not be written.
+    """
     from draftsmith.decode.cache import context_limit
     from draftsmith.distill.targets import load_target
     from draftsmith.eval.check import check
     from draftsmith.eval.prompts import load_prompts
     from draftsmith.heads.checkpoint import load_drafter
-    from draftsmith.storage import write_json
+    from draftsmith.storage import write_json, writing
 
     loaded = load_target(settings.target, dtype=settings.dtype, trust_remote_code=trust_remote_code)
     limit = context_limit(loaded.model)
@@ -122,11 +127,25 @@ def _run(settings: "CheckSettings", out: Path | None, trust_remote_code: bool) -
     prompts = load_prompts(settings.prompts, loaded.tokenizer, count=settings.count, context=limit, **template)
     drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()}
 
-    def keep(so_far: "Check") -> None:
-        if out is not None:
-            write_json(out / "check.json", so_far.as_json())
+    problem: DraftsmithError | None = None
 
-    return check(loaded.model, drafters, prompts, settings, keep=keep)
+    def keep(so_far: "Check") -> None:
+        nonlocal problem
+        if out is None:
+            return
+        try:
+            with writing(out / "check.json", "what is printed above was found all the same"):
+                write_json(out / "check.json", so_far.as_json())
+        except DraftsmithError as error:
+            problem = error
+        else:
+            problem = None
+
+    checked = check(loaded.model, drafters, prompts, settings, keep=keep)
+    _show(checked, out if problem is None else None)
+    if problem is not None:
+        raise problem
+    return checked
 
 
 def _show(checked: "Check", out: Path | None) -> None:

@@ -16,12 +16,20 @@ from draftsmith.decode.cache import config_limit, context_limit
 from draftsmith.distill.chat import Chat
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.examples import ExampleSettings, length_statistics, read_examples
-from draftsmith.distill.samples import Sampler, SampleSettings, response_folders, samples_key, target_samples
+from draftsmith.distill.samples import (
+    Sampler,
+    SampleSettings,
+    response_folders,
+    samples_key,
+    sampling_counts,
+    target_samples,
+)
 from draftsmith.distill.targets import load_target, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.locks import hold_name, require_cache
 from draftsmith.provenance import tokenizer_fingerprint
-from draftsmith.storage import write_text
+from draftsmith.storage import write_text, writing
 from draftsmith.train.console import Console as TrainConsole
 from draftsmith.train.data import check_sources
 from draftsmith.train.drafters import data_and_drafter
@@ -107,9 +115,13 @@ def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, dra
 
     Killed and started again, it goes on behind the last batch that was finished.
     """
-    if out.exists():
-        raise ConfigError(f"--out {out} exists; expected a new file")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    with hold_name("--out", out):
+        if out.exists():
+            raise ConfigError(f"--out {out} exists; expected a new file")
+        _regenerate(request, settings, out, drafter, dtype)
+
+
+def _regenerate(request: DataRequest, settings: SampleSettings, out: Path, drafter: str | None, dtype: str) -> None:
     loaded = load_target(request.target, dtype=dtype, trust_remote_code=request.trust_remote_code)
     chat = Chat(loaded.tokenizer, request.chat_template, request.template_options)
     if request.every_turn and not loaded.tokenizer.chat_template:
@@ -122,11 +134,13 @@ def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, dra
     rows = target_samples(sampler, questions, folder=folder)
     made_with = tokenizer_fingerprint(loaded.tokenizer)
     apart = loaded.model.config.is_encoder_decoder
-    write_text(out, "".join(json.dumps(_line(row, chat, made_with, apart)) + "\n" for row in rows))
+    with writing(out, "all answers are kept, and the same command writes them once there is room"):
+        write_text(out, "".join(json.dumps(_line(row, chat, made_with, apart)) + "\n" for row in rows))
+    sampled = sampling_counts(folder, settings.responses)
     for place in response_folders(folder, settings.responses):
         shutil.rmtree(place)
-    if sampler.rounds:
-        console.say(f"{sampler.tokens:,} tokens with tau {sampler.tokens / sampler.rounds:.2f}")
+    if sampled:
+        console.say(f"{sampled['tokens']:,} tokens with tau {sampled['tau']:.2f}")
     console.say(f"{out}: {len(rows):,} samples; data.prompts={out} data.response=text trains on them")
 
 
@@ -148,6 +162,7 @@ def _line(row: dict[str, Any], chat: Chat, tokenizer: str, apart: bool) -> dict[
 def prepare(recipe: Recipe) -> None:
     """Do all that a run does before its first step: sample the target, build the teacher's cache."""
     check_sources(recipe)
+    require_cache()
     settings, console = recipe.target, TrainConsole(True)
     accelerator = Accelerator()
     placement = Placement(recipe, accelerator)

@@ -23,6 +23,7 @@ from draftsmith.hub.export import (
     require_empty,
     stored_dtype,
 )
+from draftsmith.locks import hold_name
 from draftsmith.storage import atomic_folder
 
 SHOWN = 40
@@ -53,6 +54,12 @@ class ImportRequest:
 def export_to(request: ExportRequest) -> Exported:
     """Check what can be checked cheaply, then load target and drafter and write."""
     check_export(request.format, None, request.dtype, request.out)
+    with hold_name("out", request.out):
+        require_empty(request.out)
+        return _export(request)
+
+
+def _export(request: ExportRequest) -> Exported:
     folder = _folder(request.drafter)
     check_target_name(request.target)
     _, stored = read_config(folder, request.drafter)
@@ -77,6 +84,12 @@ def import_from(request: ImportRequest) -> TrainableDrafter:
     require_empty(request.out)
     if request.draft_length is not None and request.draft_length < 1:
         raise ConfigError.of("gamma", request.draft_length, ">= 1")
+    with hold_name("out", request.out):
+        require_empty(request.out)
+        return _import(request)
+
+
+def _import(request: ImportRequest) -> TrainableDrafter:
     folder = _folder(request.drafter)
     check_target_name(request.target)
     if read_config(folder, request.drafter)[1] is not None:

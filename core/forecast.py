@@ -9,7 +9,7 @@ from rich.table import Table
 
 from draftsmith.decode.cache import context_limit
 from draftsmith.distill.targets import load_target
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast import PLAIN, Forecast, ForecastSettings, forecast
 from draftsmith.eval.hardware import Hardware
@@ -17,8 +17,9 @@ from draftsmith.eval.prompts import Prompt, check_prompts, load_prompts
 from draftsmith.eval.settings import Settings
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.drafter import Drafter
+from draftsmith.locks import hold_folder
 from draftsmith.requests import require_valid
-from draftsmith.storage import write_json
+from draftsmith.storage import write_json, writing
 
 REPEATS = 3
 
@@ -51,7 +52,12 @@ class Outcome:
 
 def run(request: ForecastRequest, out: Path) -> Outcome:
     """Check everything that can be checked cheaply, then load, forecast, and write `forecast.json` to `out`."""
-    _check(request, out)
+    _check(request)
+    with hold_folder("out", out):
+        return _run(request, out)
+
+
+def _run(request: ForecastRequest, out: Path) -> Outcome:
     hardware = None if request.profile is None else Hardware.load(request.profile)
     loaded = load_target(request.target, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
     where = {"count": request.count, "context": context_limit(loaded.model)}
@@ -61,7 +67,7 @@ def run(request: ForecastRequest, out: Path) -> Outcome:
     found = forecast(loaded.model, drafters, [prompt.input_ids for prompt in prompts], request.settings, hardware)
     if request.save_profile is not None:
         found.hardware[request.temperatures[0]].save(request.save_profile)
-    write_json(out / "forecast.json", Outcome(found).as_json())  # nothing is lost if measuring fails
+    _write(Outcome(found), out)  # nothing is lost if measuring fails
     if not request.measures:
         return Outcome(found)
     measured = [
@@ -70,8 +76,18 @@ def run(request: ForecastRequest, out: Path) -> Outcome:
         for temperature in request.temperatures
     ]
     outcome = Outcome(found, [row for row in measured if row is not None])
-    write_json(out / "forecast.json", outcome.as_json())
+    _write(outcome, out)
     return outcome
+
+
+def _write(outcome: Outcome, out: Path) -> None:
+    """`forecast.json`; what cannot be written is shown before the error."""
+    try:
+        with writing(out / "forecast.json", "what is printed above was found all the same"):
+            write_json(out / "forecast.json", outcome.as_json())
+    except DraftsmithError:
+        show(outcome, None)
+        raise
 
 
 def measured_row(
@@ -109,18 +125,16 @@ def measured_row(
     return {**kept, **{key: row[key] for key in ("tau", "speedup", "speedup_interval", "speedup_repeats")}}
 
 
-def _check(request: ForecastRequest, out: Path) -> None:
+def _check(request: ForecastRequest) -> None:
     several = {"batch-size": request.batch_sizes}
     counts = {"max-draft-length": [request.max_draft_length], "count": [request.count]}
     counts["max-new-tokens"] = [request.max_new_tokens]
     require_valid(request, {**several, **counts}, several)
-    _check_files(request, out)
+    _check_files(request)
     check_prompts(request.prompts)
 
 
-def _check_files(request: ForecastRequest, out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"out={out} is a file; expected a folder")
+def _check_files(request: ForecastRequest) -> None:
     if request.profile is not None:
         Hardware.load(request.profile)
     if request.profile is not None and request.save_profile is not None:
@@ -131,7 +145,7 @@ def _check_files(request: ForecastRequest, out: Path) -> None:
         )
 
 
-def show(outcome: Outcome, out: Path) -> None:
+def show(outcome: Outcome, out: Path | None) -> None:
     """The table, the best policies, the notes and where the file is."""
     console = Console(width=None if Console().is_terminal else 110, highlight=False)
     for batch in outcome.forecast.settings.batch_sizes:
@@ -141,7 +155,8 @@ def show(outcome: Outcome, out: Path) -> None:
         console.print(best_line(best), markup=False)
     for note in outcome.forecast.notes:
         console.print(f"note: {note}", markup=False)
-    console.print(f"forecast: {out / 'forecast.json'}", markup=False)
+    if out is not None:
+        console.print(f"forecast: {out / 'forecast.json'}", markup=False)
 
 
 def forecast_table(outcome: Outcome, batch: int) -> Table:

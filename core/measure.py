@@ -7,7 +7,7 @@ from rich.console import Console
 
 from draftsmith.decode.cache import config_limit
 from draftsmith.distill.targets import load_target, load_tokenizer
-from draftsmith.eval.cells import JOURNAL
+from draftsmith.eval.cells import JOURNAL, KEPT
 from draftsmith.eval.diagnostics import diagnose
 from draftsmith.eval.evaluation import Evaluation, evaluate
 from draftsmith.eval.prompts import check_prompts, load_prompts
@@ -15,7 +15,9 @@ from draftsmith.eval.report import check_report_folder, summary_table, write_rep
 from draftsmith.eval.settings import Settings
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.named import is_named
+from draftsmith.locks import hold_folder
 from draftsmith.requests import require_valid
+from draftsmith.storage import writing
 from draftsmith.train.output import read_metrics
 
 
@@ -36,7 +38,13 @@ def measure(request: MeasureRequest, out: Path, *, title: str) -> Evaluation:
 
     What an earlier call of the same request has measured into `out` is not measured again.
     """
-    _check(request, out)
+    _check(request)
+    with hold_folder("out", out):
+        check_report_folder(out, request.settings)
+        return _measure(request, out, title)
+
+
+def _measure(request: MeasureRequest, out: Path, title: str) -> Evaluation:
     where = {"subset": request.subset, "split": request.split, "count": request.count}
     where |= {"chat_template": request.chat_template, "template_options": request.template_options}
     trust = {"trust_remote_code": request.trust_remote_code}
@@ -50,15 +58,15 @@ def measure(request: MeasureRequest, out: Path, *, title: str) -> Evaluation:
     options = {"tokenizer": loaded.tokenizer, "journal": out / JOURNAL, "diagnose": diagnose}
     evaluation = evaluate(loaded.model, drafters, prompts, request.settings, **options)
     runs = {name: read_metrics(Path(path).parent) for name, path in request.drafters.items() if not is_named(path)}
-    write_report(evaluation, out, title=title, runs={name: metrics for name, metrics in runs.items() if metrics})
+    with writing(out, KEPT):
+        write_report(evaluation, out, title=title, runs={name: metrics for name, metrics in runs.items() if metrics})
     return evaluation
 
 
-def _check(request: MeasureRequest, out: Path) -> None:
+def _check(request: MeasureRequest) -> None:
     several = {"gamma": request.draft_lengths, "batch_size": request.batch_sizes}
     counts = {"count": [request.count], "max_new_tokens": [request.max_new_tokens], "repeats": [request.repeats]}
     require_valid(request, {**several, **counts}, {**several, "policy": request.policies})
-    check_report_folder(out, request.settings)
     check_prompts(request.prompts, request.subset, request.split)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.cells import JOURNAL
 from draftsmith.eval.evaluation import Evaluation
+from draftsmith.locks import hold_folder
 from draftsmith.measure import MeasureRequest, measure, show
 
 RECIPES = {"draft_model": "quickstart/draft_model", "medusa": "quickstart/medusa"}
@@ -25,6 +26,11 @@ def quickstart(out: Path) -> None:
     What an earlier call left is used again: the target, its samples and finished drafters. Only the measurement is
     always made anew.
     """
+    with hold_folder("out", out):
+        _quickstart(out)
+
+
+def _quickstart(out: Path) -> None:
     console = Console(stderr=True, highlight=False)
     request = MeasureRequest(
         target="embedded",

@@ -10,9 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import ConfigError
+from safetensors import SafetensorError
+
+from draftsmith.errors import ConfigError, DraftsmithError
 
 LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
+ROOM = 2**20
+"""Bytes that have to fit before any work starts."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -44,6 +48,34 @@ def require_writable(key: str, folder: Path) -> None:
     there = next(place for place in folder.absolute().parents if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"{key}={folder} cannot be made in {there}; expected a folder that may be written")
+
+
+def require_room(key: str, folder: Path) -> None:
+    """Make `folder`; ConfigError unless a file of `ROOM` bytes can be written into it."""
+    file = folder / f".room.tmp-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with file.open("wb") as handle:
+                handle.write(bytes(ROOM))
+                handle.flush()
+                os.fsync(handle.fileno())
+        finally:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={folder} cannot be written ({error.strerror}); expected a folder with at least 1 MiB of room"
+        ) from error
+
+
+@contextmanager
+def writing(place: Path | str, then: str) -> Iterator[None]:
+    """Make of what a full or read-only disk raises a DraftsmithError of one line; `then`: what is kept, what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise DraftsmithError(f"{place} cannot be written ({why}); {then}") from error
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from draftsmith.distill.embedded_training import (
     train_tokenizer,
     training_device,
 )
+from draftsmith.locks import hold_cache
 from draftsmith.provenance import environment, fingerprint
-from draftsmith.storage import atomic_folder, cache_dir, write_json
+from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
 
 __all__ = ["EmbeddedRecipe", "Stage", "build_info", "embedded_prompts", "embedded_target"]
 
@@ -44,16 +45,19 @@ def embedded_target(progress: bool = True, recipe: EmbeddedRecipe | None = None)
     console = Console(stderr=True, quiet=not progress)
     train, heldout = (read_modules(split, recipe.packages) for split in ("train", "heldout"))
     folder = cache_dir() / "embedded" / _key(recipe, train, heldout)
-    if folder.exists():
+    if find_damage(folder) is None:
+        return folder
+    with hold_cache(folder):
         damage = find_damage(folder)
         if damage is None:
-            return folder
-        Console(stderr=True).print(
-            f"embedded target is damaged: {damage}; building it again", highlight=False, soft_wrap=True
-        )
-    with atomic_folder(folder) as temporary:
-        _build(temporary, recipe, train, heldout, console)
-        write_json(temporary / "checksums.json", checksums(temporary))
+            return folder  # another process has built it
+        if folder.exists():
+            Console(stderr=True).print(
+                f"embedded target is damaged: {damage}; building it again", highlight=False, soft_wrap=True
+            )
+        with writing(folder, "free some space, or set DRAFTSMITH_CACHE"), atomic_folder(folder) as temporary:
+            _build(temporary, recipe, train, heldout, console)
+            write_json(temporary / "checksums.json", checksums(temporary))
     return folder
 
 

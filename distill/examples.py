@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.sources import read_source, source_stamp
 from draftsmith.distill.targets import EMBEDDED
 from draftsmith.errors import ConfigError
+from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint, tokenizer_fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, write_json
 
@@ -80,10 +82,11 @@ def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, re
     written = [str(chat.tokenizer.chat_template), chat.options]
     key = fingerprint([VERSION, stamp, tokenizer_fingerprint(chat.tokenizer), written, asdict(settings), context])
     folder = cache_dir() / "examples" / key
-    if not folder.is_dir():
-        with atomic_folder(folder) as temporary:
-            counts = _write(temporary / "rows.arrow", chat, settings, context)
-            write_json(temporary / "counts.json", asdict(counts))
+    with nullcontext() if folder.is_dir() else hold_cache(folder):
+        if not folder.is_dir():
+            with atomic_folder(folder) as temporary:
+                counts = _write(temporary / "rows.arrow", chat, settings, context)
+                write_json(temporary / "counts.json", asdict(counts))
     counts = Counts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
     for line in counts.lines(settings.source):
         report(line)

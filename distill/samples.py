@@ -7,7 +7,10 @@ killed goes on behind the last one, and processes share the parts among them.
 import json
 import os
 import random
+import shutil
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +26,16 @@ from draftsmith.decode.output import DecodeOutput
 from draftsmith.distill.chat import Chat
 from draftsmith.distill.conversations import ASSISTANT, Conversation
 from draftsmith.distill.targets import LoadedTarget
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter
+from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint, model_fingerprint
-from draftsmith.storage import atomic_folder, cache_dir
+from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
 
 SAMPLES_VERSION = 4
+COUNTS = "counts.json"
+"""Beside the rows: what it took to sample them."""
 SEEDS_APART = 1_000_003
 """So that two seeds of a recipe share no prompt's seed."""
 RESPONSES_APART = 1_000_000_000_039
@@ -206,26 +212,38 @@ def target_samples(
     if folder is None:
         folder = cache_dir() / "samples" / samples_key(sampler, questions)
     folders = response_folders(folder, settings.responses)
-    parts = {
-        place: _parts(questions, settings.batch_size, place, response)
-        for response, place in enumerate(folders)
-        if not place.is_dir()
-    }
-    if parts:
-        _sample_parts(
-            sampler, questions, [part for of_response in parts.values() for part in of_response], share, progress
-        )
-        share.wait()
-        if share.index == 0:
-            for place, of_response in parts.items():
-                _assemble([part.file for part in of_response], place)
-        share.wait()
+    here = all(place.is_dir() for place in folders)
+    with hold_cache(folder) if share.index == 0 and not here else nullcontext():
+        share.wait()  # until the first process holds what is written here: now all of them see the same
+        parts = {
+            place: _parts(questions, settings.batch_size, place, response)
+            for response, place in enumerate(folders)
+            if not place.is_dir()
+        }
+        if parts:
+            every = [part for of_response in parts.values() for part in of_response]
+            _sample_parts(sampler, questions, every, share, progress)
+            share.wait()
+            if share.index == 0:
+                for place, of_response in parts.items():
+                    _assemble([part.file for part in of_response], place)
+            share.wait()
     return concatenate_datasets([load_from_disk(place / "rows") for place in folders])
 
 
 def response_folders(folder: Path, responses: int) -> list[Path]:
     """Where the first, second, … responses to all questions are kept."""
     return [folder, *(folder.with_name(f"{folder.name}-{response}") for response in range(1, responses))]
+
+
+def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
+    """`tau`, `tokens`, `rounds` and `seconds` of all sampling into `folder`, over processes and kills.
+
+    Seconds are those of the parts, divided by the processes that shared them. Nothing where they were not counted, or
+    nothing was decoded in rounds.
+    """
+    counts = _summed([place / COUNTS for place in response_folders(folder, responses)])
+    return {"tau": counts["tokens"] / counts["rounds"], **counts} if counts.get("rounds") else {}
 
 
 def samples_key(sampler: Sampler, questions: Dataset) -> str:
@@ -271,34 +289,39 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
         task = bar.add_task("sampling from the target", total=sum(len(part.indices) for part in mine))
         bar.advance(task, sum(len(part.indices) for part in mine if part not in missing))
         for part in missing:
+            tokens, rounds, started = sampler.tokens, sampler.rounds, time.perf_counter()
             rows = sampler.answer([questions[index] for index in part.indices], part.indices, part.response)
-            _write_part(part.file, rows)
+            counts = {"tokens": sampler.tokens - tokens, "rounds": sampler.rounds - rounds}
+            counts["seconds"] = (time.perf_counter() - started) / share.count
+            _write_part(part.file, rows, counts)
             bar.advance(task, len(part.indices))
 
 
-def _write_part(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Whole, or not at all."""
+def _write_part(file: Path, rows: list[dict[str, Any]], counts: dict[str, float]) -> None:
+    """Whole, or not at all; the counts are there before the part is."""
     temporary = file.with_suffix(".tmp")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Dataset.from_list(rows).to_parquet(temporary)
-        with temporary.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(file)
-    except OSError as error:
+        with writing(file, "the parts before it are kept, and sampling goes on behind them once there is room"):
+            write_json(file.with_suffix(".json"), counts)
+            Dataset.from_list(rows).to_parquet(temporary)
+            with temporary.open("rb+") as handle:
+                os.fsync(handle.fileno())
+            temporary.replace(file)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise DraftsmithError(
-            f"{file} cannot be written ({error}); the parts before it are kept, and sampling goes on behind them once "
-            "there is room"
-        ) from error
 
 
 def _assemble(files: list[Path], folder: Path) -> None:
     """All parts as one data set in the order of the questions; the parts are not needed any more."""
     whole = concatenate_datasets([Dataset(pyarrow.parquet.read_table(file)) for file in files])
     order = sorted(range(len(whole)), key=whole["question"].__getitem__)
-    with atomic_folder(folder) as temporary:
-        whole.select(order).flatten_indices().save_to_disk(temporary / "rows")
-    for file in files:
-        file.unlink()
-    files[0].parent.rmdir()
+    with writing(folder, "all parts are kept, and are put together once there is room"), atomic_folder(folder) as place:
+        whole.select(order).flatten_indices().save_to_disk(place / "rows")
+        write_json(place / COUNTS, _summed([file.with_suffix(".json") for file in files]))
+    shutil.rmtree(files[0].parent)
+
+
+def _summed(files: list[Path]) -> dict[str, float]:
+    """Counts in JSON files; nothing where some were not counted, by an earlier version."""
+    found = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
+    return {key: sum(counts[key] for counts in found) for key in found[0]} if all(found) else {}

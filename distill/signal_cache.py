@@ -5,7 +5,6 @@ lm_head, so that nothing is cut off. Rows lie in shards that are written whole, 
 built one by one: a kill loses the shard in hand, a damaged one is built again alone.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -14,16 +13,16 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import ConfigError
 from draftsmith.heads.documents import document_numbers
 from draftsmith.heads.drafter import TeacherSignals
 from draftsmith.provenance import fingerprint, model_fingerprint
-from draftsmith.storage import cache_dir, write_json
+from draftsmith.storage import cache_dir, write_json, writing
 
 VERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
@@ -128,20 +127,16 @@ class SignalCache:
             tensors = {"states": (states_NW.float() / scales_N[:, None]).to(DTYPES["float8"]), "scales": scales_N}
         file = self._file(shard)
         temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
+        then = "the shards before it are kept, and the run goes on from there. Free some space, or take "
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, metadata={"key": self.key})
-            digest = _sha256(temporary)
-            with temporary.open("rb+") as handle:
-                os.fsync(handle.fileno())
-            temporary.replace(file)
-            write_json(file.with_suffix(".json"), {"key": self.key, "sha256": digest})
-        except (OSError, SafetensorError) as error:
-            full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-            raise DraftsmithError(
-                f"teacher cache: {file} cannot be written ({'no space left' if full else error}); the shards before it "
-                "are kept, and the run goes on from there. Free some space, or take teacher.kind=online"
-            ) from error
+            with writing(f"teacher cache: {file}", then + "teacher.kind=online"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                save_file(tensors, temporary, metadata={"key": self.key})
+                digest = _sha256(temporary)
+                with temporary.open("rb+") as handle:
+                    os.fsync(handle.fileno())
+                temporary.replace(file)
+                write_json(file.with_suffix(".json"), {"key": self.key, "sha256": digest})
         finally:
             temporary.unlink(missing_ok=True)
 

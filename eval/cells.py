@@ -9,10 +9,12 @@ from typing import Any
 from draftsmith.decode.output import DecodeOutput, Round
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import Arm
+from draftsmith.storage import writing
 
 SCHEMA = 2
 """Of `eval.json` and `cells.jsonl`; raised whenever a reader of the old one would misread the new one."""
 JOURNAL = "cells.jsonl"
+KEPT = "what was measured before is kept; once there is room, the same command goes on from there"
 
 Key = tuple[str, str, float, int, int, int, int]
 
@@ -165,11 +167,12 @@ class Journal:
     def _append(self, line: dict[str, Any], *, anew: bool = False) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("wb" if anew else "ab") as file:
-            file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
+        with writing(self.path, KEPT):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("wb" if anew else "ab") as file:
+                file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:

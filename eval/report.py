@@ -64,9 +64,7 @@ def interval(values: list[float] | None, digits: int) -> str:
 
 
 def check_report_folder(out: Path, settings: Settings) -> None:
-    """ConfigError when `out` already holds a measurement with other settings, or is no folder."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"out={out} is a file; expected a folder")
+    """ConfigError when `out` already holds a measurement with other settings."""
     if (out / JOURNAL).exists():
         lines = whole_lines(out / JOURNAL)
         if lines:

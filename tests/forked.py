@@ -1,4 +1,4 @@
-"""Runs of several processes, forked from one that has imported everything: a start costs no imports.
+"""Runs of one or several processes, forked from one that has imported everything: a start costs no imports.
 
 `python forked.py` serves; `Processes` asks it.
 """
@@ -42,13 +42,14 @@ class Processes:
         processes: int,
         environment: dict[str, str],
         traps: dict[str, dict[str, Any]] | None = None,
+        program: str = "train",
     ) -> list[int]:
-        """Process ids, by rank. `traps`: what is to go wrong, see traps.py."""
+        """Process ids, by rank. `traps`: what is to go wrong, see traps.py; `program`: 'train', or 'draftsmith'."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes), **environment}
-        asked = {"arguments": arguments, "log": str(log), "traps": traps or {}}
+        asked = {"arguments": arguments, "log": str(log), "traps": traps or {}, "program": program}
         started = []
         for rank in range(processes):
             ranks = {} if processes == 1 and not environment else {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -72,8 +73,11 @@ def serve() -> None:
     from transformers.models.llama import modeling_llama  # noqa: F401 (so that forked runs have it)
     from traps import Traps
 
+    from draftsmith import cli, measure  # noqa: F401
     from draftsmith.train import loop, zero  # noqa: F401
     from draftsmith.train.__main__ import main
+
+    programs = {"train": main, "draftsmith": cli.main}
 
     torch.set_num_threads(1)
     for line in sys.stdin:
@@ -91,14 +95,14 @@ def serve() -> None:
                 getattr(Traps, name)(**options)
             faulthandler.enable()
             try:
-                code = main(asked["arguments"])
+                code = programs[asked["program"]](asked["arguments"])
             except SystemExit as stopped:
                 code = stopped.code
             except BaseException:
                 traceback.print_exc()
                 code = 1
             sys.stdout.flush()
-            os._exit(code)  # an interpreter that was forked is not sure to end by itself
+            os._exit(code or 0)  # an interpreter that was forked is not sure to end by itself
         print(pid, flush=True)
 
 

@@ -1,5 +1,6 @@
 """What goes wrong inside a forked run, for tests of faults."""
 
+import importlib
 import os
 import random
 import resource
@@ -61,6 +62,25 @@ class Traps:
     def kill_at_step(step: int) -> None:
         Traps.signal_at_step(step, signal.SIGKILL, 0)
         Traps.signal_at_step(step, signal.SIGKILL, 1)
+
+    @staticmethod
+    def note_calls(where: str, file: str, pause_at: int | None = None) -> None:
+        """A line for each call of `module:Class.method`; in call `pause_at` the process sits until it is killed."""
+        module, _, name = where.partition(":")
+        owner, _, method = name.rpartition(".")
+        holder = getattr(importlib.import_module(module), owner)
+        original, calls = getattr(holder, method), 0
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            with open(file, "a") as told:
+                told.write(f"{os.getpid()}\n")
+            while calls == pause_at:
+                time.sleep(60)
+            return original(*arguments, **options)
+
+        setattr(holder, method, call)
 
     @staticmethod
     def no_space(step: int, room: int) -> None:

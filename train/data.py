@@ -16,7 +16,7 @@ from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.examples import ExampleSettings, hold_out, length_statistics, read_examples
 from draftsmith.distill.logprobs import logprob_rows
 from draftsmith.distill.packing import pack
-from draftsmith.distill.samples import Sampler, SampleSettings, Share, target_samples
+from draftsmith.distill.samples import Sampler, SampleSettings, Share, sampling_counts, target_samples
 from draftsmith.distill.sources import looks_local, read_source
 from draftsmith.distill.targets import EMBEDDED, LoadedTarget, check_target_name
 from draftsmith.errors import ConfigError
@@ -166,7 +166,7 @@ def resample(
     """Ask everything again in round `number`, through the decoder with the drafter as it is now.
 
     A round's answers are kept in the run's folder, so that a run which goes on from a checkpoint finds them.
-    Returns the new data, and tau and tokens while sampling (nothing where they were there already).
+    Returns the new data, and what sampling took, see `sampling_counts`.
     """
     seed = recipe.train.seed + 7 * number  # seeds of rounds and of runs with neighbouring seeds stay apart
     was_training = drafter.training
@@ -180,8 +180,8 @@ def resample(
         sampler, data.questions, folder=folder, share=_share(accelerator, placement), progress=console.visible
     )
     drafter.train(was_training)
-    measured = {"tau": sampler.tokens / sampler.rounds, "tokens": sampler.tokens} if sampler.rounds else {}
-    return TrainingData(_ready(rows, recipe.data, console), data.heldout, data.questions), measured
+    sampled = sampling_counts(folder, settings.responses)
+    return TrainingData(_ready(rows, recipe.data, console), data.heldout, data.questions), sampled
 
 
 def _sample_settings(recipe: Recipe, seed: int) -> SampleSettings:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.targets import LoadedTarget, load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.blocks import compile_blocks
+from draftsmith.locks import hold_folder
 from draftsmith.storage import write_json
 from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import batch_indices, collate, response_tokens
@@ -24,7 +26,7 @@ from draftsmith.train.evaluate import evaluate_drafter
 from draftsmith.train.launching import make_accelerator, require_compiler
 from draftsmith.train.memory import announce_memory
 from draftsmith.train.meter import MemoryMeter, in_units
-from draftsmith.train.output import CHECKPOINTS, DRAFTER, FAILED, FINISHED, check_output, claim_output
+from draftsmith.train.output import CHECKPOINTS, DRAFTER, FAILED, FINISHED, check_output, claimed_output, read_metrics
 from draftsmith.train.placement import Placement
 from draftsmith.train.publishing import Publisher, check_publish, is_first_process
 from draftsmith.train.recipe import Recipe
@@ -57,13 +59,19 @@ def train(recipe: Recipe) -> Path:
     if (folder / FINISHED).exists():
         if is_first_process():
             Console(True).say(f"{recipe.name}: already finished in {folder}")
-            Publisher(recipe, Console(True)).finish()
+            with hold_folder("output", folder) if recipe.publish is not None else nullcontext():
+                Publisher(recipe, Console(True)).finish()
         return folder / DRAFTER
     check_publish(recipe)
     accelerator = make_accelerator(recipe, folder)
     accelerator.wait_for_everyone()  # every process has looked at the folder before the first one writes
-    if accelerator.is_main_process:
-        claim_output(recipe)
+    with claimed_output(recipe, accelerator):
+        _run(recipe, accelerator, folder)
+    return folder / DRAFTER
+
+
+def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
+    """What processes do together, and behind it the publication."""
     run = Run(recipe, accelerator, folder)
     with run.stopping:
         try:
@@ -84,7 +92,6 @@ def train(recipe: Recipe) -> Path:
         leave(run.stopping.agreed)
     if run.console.visible:
         run.record.publisher.finish()  # behind all that processes do together: an upload may take longer than they wait
-    return folder / DRAFTER
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -210,15 +217,17 @@ class Run:
         if number == self.round:
             return
         self._checkpoint(step)
-        self.round, started = number, time.perf_counter()
+        self.round = number
         with self.stopping.at_once(), self.engine.whole():  # what has been sampled is on disk, too
             asked = (self.recipe, self.target, self.drafter, self.data, number)
             self.data, sampled = resample(*asked, self.accelerator, self.placement, self.console)
-        seconds = time.perf_counter() - started
-        if sampled and self.accelerator.is_main_process:
-            rate = sampled["tokens"] / seconds
-            self.record.log({"step": step, "sampling": {"round": number, **sampled, "tokens_per_second": rate}})
-            self.console.say(f"  round {number}: sampled {rate:.0f} tokens/s with tau {sampled['tau']:.2f}")
+        if not sampled or not self.accelerator.is_main_process:
+            return
+        if any(row.get("sampling", {}).get("round") == number for row in read_metrics(self.folder)):
+            return  # the run goes on in a round that it has begun before
+        rate = sampled["tokens"] / sampled["seconds"]
+        self.record.log({"step": step, "sampling": {"round": number, **sampled, "tokens_per_second": rate}})
+        self.console.say(f"  round {number}: sampled {rate:.0f} tokens/s with tau {sampled['tau']:.2f}")
 
     def _stop_at(self, step: int, indices: list[int], loss: float, norm: float) -> None:
         """Keep the state before the step, and what it was fed, for whoever looks for the reason; then stop."""

@@ -2,12 +2,17 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from draftsmith.errors import ConfigError
+from draftsmith.locks import LOCK, hold_folder
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
 from draftsmith.train.checkpoint import stored_recipes
 from draftsmith.train.recipe import Recipe, parse_recipe
@@ -41,8 +46,26 @@ def check_output(recipe: Recipe) -> None:
         _require_same(recipe, of_checkpoint, place, f"checkpoint {place} is of")
 
 
-def claim_output(recipe: Recipe) -> Path:
-    """Make the folder, write the resolved recipe into it, and clear away what a killed start has left half written."""
+@contextmanager
+def claimed_output(recipe: Recipe, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the run's folder on the main process; what that one is refused, all processes are."""
+    with ExitStack() as held:
+        problem: list[str | None] = [None]
+        if accelerator.is_main_process:
+            try:
+                held.enter_context(hold_folder("output", Path(recipe.output)))
+                check_output(recipe)  # again: another run may have begun and ended since
+                claim_output(recipe)
+            except ConfigError as error:
+                problem = [str(error)]
+        broadcast_object_list(problem)
+        if problem[0] is not None:
+            raise ConfigError(problem[0])
+        yield
+
+
+def claim_output(recipe: Recipe) -> None:
+    """Write the resolved recipe into the folder, and clear away what a killed start has left half written."""
     folder = Path(recipe.output)
     try:
         clear_leftovers(folder)
@@ -51,11 +74,10 @@ def claim_output(recipe: Recipe) -> Path:
             write_text(folder / RECIPE, yaml.safe_dump(comparable(recipe), sort_keys=False))
     except OSError as error:
         raise ConfigError(f"output={folder} cannot be written ({error}); expected a folder with room") from error
-    return folder
 
 
 def _unused(folder: Path) -> bool:
-    return all(file.name == RECIPE or is_leftover(file.name) for file in folder.iterdir())
+    return all(file.name in (RECIPE, LOCK) or is_leftover(file.name) for file in folder.iterdir())
 
 
 def _require_same(recipe: Recipe, stored: Any, place: str, subject: str) -> None:

@@ -1,6 +1,9 @@
 """The run's teacher: the target in the loop, its states from the cache, which is completed first, or a file."""
 
+from contextlib import ExitStack
+
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
 
@@ -11,6 +14,7 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.drafter import Drafter
+from draftsmith.locks import hold_cache
 from draftsmith.train.console import Console
 from draftsmith.train.launching import autocast
 from draftsmith.train.placement import Placement
@@ -50,15 +54,19 @@ def make_teacher(
     if settings.kind == "online":
         return online
     cache = SignalCache(target, rows, drafter.needs.layers, settings.dtype, shard_rows=settings.shard_rows)
-    missing, problems = cache.missing()
-    for problem in problems:
-        console.say(problem)
-    accelerator.wait_for_everyone()  # all have seen the same shards before the first one writes
-    share = missing[accelerator.process_index :: accelerator.num_processes]
-    if missing:
-        with console.bar("teacher cache", len(share), 0) as advance, autocast(recipe, accelerator.device):
-            cache.build(share, online, lambda: advance({}))
-    placement.meet()
+    with ExitStack() as held:
+        missing, problems = cache.missing() if accelerator.is_main_process else ([], [])
+        if missing:
+            held.enter_context(hold_cache(cache.folder))
+            missing, problems = cache.missing()  # another run may have built some since
+        for problem in problems:
+            console.say(problem)
+        missing = broadcast_object_list([missing])[0]
+        share = missing[accelerator.process_index :: accelerator.num_processes]
+        if missing:
+            with console.bar("teacher cache", len(share), 0) as advance, autocast(recipe, accelerator.device):
+                cache.build(share, online, lambda: advance({}))
+        placement.meet()
     console.say(
         f"teacher cache: {sum(cache.lengths)} tokens at {cache.bytes_a_token():.0f} bytes each in {cache.folder}; "
         f"{len(missing)} of {cache.shards} shards were built now"

@@ -148,7 +148,7 @@ def test_a_full_disk_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with monkeypatch.context() as patched:
         patched.setattr(signal_cache, "save_file", full)
-        with pytest.raises(DraftsmithError, match=r"shard-00001.* cannot be written \(no space left\)"):
+        with pytest.raises(DraftsmithError, match=r"shard-00001.* cannot be written \(No space left on device\)"):
             cache.build([1], teacher, lambda: None)
     assert cache.missing() == ([1, 2], [])
     assert not [file for file in cache.folder.iterdir() if "tmp" in file.name]

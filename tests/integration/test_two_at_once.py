@@ -1,0 +1,163 @@
+"""Two runs at once, with a cold cache or on one output: nothing is done twice, nothing fails, and a kill blocks no one.
+
+Runs are forked from a process that has everything imported (tests/forked.py); traps.py makes one stop at a call.
+"""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Processes
+
+from draftsmith.train.output import read_metrics
+
+KILLED = -signal.SIGKILL
+ANSWER = "draftsmith.distill.samples:Sampler.answer"
+BUILD = "draftsmith.distill.signal_cache:SignalCache._write"
+SHORT = ("train.steps=2", "train.evaluate_every=2", "evaluation.count=2", "data.batch_size=4")
+PARTS = 10
+"""38 prompts are answered, four together."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    served = Processes({"DRAFTSMITH_CACHE": str(tmp_path_factory.mktemp("cache"))})
+    yield served
+    served.close()
+
+
+class Started:
+    """Starts runs, and waits for what they say."""
+
+    def __init__(self, server: Processes, recipe: Path, place: Path) -> None:
+        self.server, self.recipe, self.place = server, recipe, place
+
+    def train(self, name: str, *overrides: str, output: str = "", processes: int = 1, **traps: Any) -> list[int]:
+        arguments = [str(self.recipe), f"output={self.place / (output or name)}", *SHORT, *overrides]
+        environment = {"ACCELERATE_USE_CPU": "true"} if processes > 1 else {}
+        return self.server.start(arguments, self.log(name), processes, environment, traps)
+
+    def command(self, name: str, *arguments: object, **traps: Any) -> list[int]:
+        told = [str(argument) for argument in arguments]
+        return self.server.start(told, self.log(name), 1, {}, traps, program="draftsmith")
+
+    def wait(self, *runs: list[int]) -> list[int]:
+        return [code for run in runs for code in self.server.wait(run)]
+
+    def log(self, name: str) -> Path:
+        return self.place / f"{name}.log"
+
+    def said(self, name: str) -> str:
+        file = self.log(name)
+        return " ".join(file.read_text().split()) if file.exists() else ""
+
+    def calls(self, name: str) -> list[str]:
+        """The process ids that a trap has noted."""
+        file = self.place / name
+        return file.read_text().split() if file.exists() else []
+
+    def until(self, condition: Any, name: str) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, self.log(name).read_text()
+            time.sleep(0.01)
+
+    def noted(self, file: str, where: str = ANSWER, pause_at: int | None = None) -> dict[str, Any]:
+        return {"where": where, "file": str(self.place / file), "pause_at": pause_at}
+
+
+@pytest.fixture
+def started(server: Processes, recipe_file: Path, tmp_path: Path) -> Started:
+    return Started(server, recipe_file, tmp_path)
+
+
+def test_two_recipes_on_one_target_share_a_cold_cache(started: Started) -> None:
+    """Samples, examples and the teacher's cache are made once, whoever comes first."""
+    cached = ("train.seed=1", "teacher.kind=cached", "teacher.shard_rows=8")
+    runs = [
+        started.train(name, f"train.learning_rate={rate}", *cached, note_calls=started.noted("answers"))
+        for name, rate in (("one", 1e-3), ("other", 2e-3))
+    ]
+    assert started.wait(*runs) == [0, 0], started.said("one") + started.said("other")
+    assert len(started.calls("answers")) == PARTS
+    built = [re.search(r"(\d+) of (\d+) shards were built now", started.said(name)) for name in ("one", "other")]
+    assert sorted(int(found[1]) for found in built) == [0, int(built[0][2])]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_who_waits_goes_on_with_the_parts_of_a_killed_run(processes: int, started: Started) -> None:
+    seed = f"train.seed={1 + processes}"
+    (first,) = started.train("first", seed, note_calls=started.noted("answers", pause_at=4))
+    started.until(lambda: len(started.calls("answers")) == 4, "first")
+    other = started.train(
+        "other", seed, "train.learning_rate=2e-3", processes=processes, note_calls=started.noted("answers")
+    )
+    started.until(lambda: f"waiting for process {first} on " in started.said("other"), "other")
+    assert len(started.calls("answers")) == 4, "who waits samples nothing"
+    os.kill(first, signal.SIGKILL)
+    assert started.wait([first], other) == [KILLED, *[0] * processes], started.said("other")
+    assert len(started.calls("answers")) == 4 + PARTS - 3, "three parts were whole"
+    assert started.calls("answers").count(str(first)) == 4
+
+
+def test_who_waits_for_the_teachers_cache_builds_what_is_missing(started: Started) -> None:
+    cached = ("train.seed=8", "teacher.kind=cached", "teacher.shard_rows=8")
+    (first,) = started.train("first", *cached, note_calls=started.noted("shards", BUILD, pause_at=3))
+    started.until(lambda: len(started.calls("shards")) == 3, "first")
+    other = started.train("other", *cached)
+    started.until(lambda: f"waiting for process {first} on " in started.said("other"), "other")
+    os.kill(first, signal.SIGKILL)
+    assert started.wait([first], other) == [KILLED, 0], started.said("other")
+    assert "3 of 5 shards were built now" in started.said("other")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_output_belongs_to_one_run(processes: int, started: Started) -> None:
+    seed = f"train.seed={4 + processes}"
+    (first,) = started.train("first", seed, note_calls=started.noted("answers", pause_at=2), output="run")
+    started.until(lambda: len(started.calls("answers")) >= 2, "first")
+    assert started.wait(started.train("second", seed, output="run", processes=processes)) == [2] * processes
+    lines = [line for line in started.log("second").read_text().splitlines() if "ConfigError" in line]
+    assert len(lines) == processes
+    assert f"output={started.place / 'run'} is in use by process {first} on " in lines[0]
+    assert "Traceback" not in started.said("second")
+    os.kill(first, signal.SIGKILL)
+    assert started.wait([first]) == [KILLED]
+    both = [started.train(name, seed, output="run") for name in ("third", "fourth")]
+    assert sorted(started.wait(*both)) in ([0, 2], [0, 0]), "at once, or one behind the other"
+    assert [row["step"] for row in read_metrics(started.place / "run") if "loss" in row] == [1, 2]
+    assert list((started.place / "run").rglob(".*")) == []
+
+
+def test_one_measurement_belongs_to_one_process(started: Started, tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    asked = [
+        "eval",
+        "--target",
+        tmp_path / "tiny-target",
+        "--drafter",
+        "prompt-lookup",
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+    ]
+    asked += ["--count", 3, "--max-new-tokens", 6, "--repeats", 1, "--temperature", 0, "--out", out]
+    paused = started.noted("cells", "draftsmith.eval.cells:Journal.add", pause_at=3)
+    (first,) = started.command("first", *asked, note_calls=paused)
+    started.until(lambda: len(started.calls("cells")) == 3, "first")
+    assert started.wait(started.command("second", *asked)) == [2]
+    assert f"ConfigError: out={out} is in use by process {first} on " in started.said("second")
+    os.kill(first, signal.SIGKILL)
+    assert started.wait([first]) == [KILLED]
+    assert started.wait(started.command("third", *asked, note_calls=started.noted("cells"))) == [0], started.said(
+        "third"
+    )
+    cells = [json.loads(line)["cell"] for line in (out / "cells.jsonl").read_text().splitlines() if "cell" in line[:8]]
+    keys = [(cell["drafter"], cell["group"], cell["repeat"]) for cell in cells if "group" in cell]
+    assert len(keys) == len(set(keys)) > 3
+    assert list(out.glob(".*")) == []
