@@ -65,7 +65,7 @@ def check(
         template_options=template_options(template_option),
         dtype=dtype,
     )
-    _require_valid(settings)
+    _require_valid(settings, out)
     if out is None:
         checked = _run(settings, out, trust_remote_code)
     else:
@@ -77,12 +77,12 @@ def check(
     raise typer.Exit(EXIT_CODES[checked.verdict])
 
 
-def _require_valid(settings: "CheckSettings") -> None:
+def _require_valid(settings: "CheckSettings", out: Path | None) -> None:
     """ConfigError for whatever can be seen to be wrong before a model is loaded."""
     from draftsmith.eval.prompts import check_prompts
     from draftsmith.requests import require_valid
 
-    require_valid(settings, {"gamma": [settings.draft_length], "count": [settings.count]}, {})
+    require_valid(settings, {"gamma": [settings.draft_length], "count": [settings.count]}, {}, out)
     for key, value, lowest in (("seed", settings.seed, 0), ("tokens", settings.tokens, LEAST_TOKENS)):
         if value < lowest:
             raise ConfigError.of(key, value, f">= {lowest}")

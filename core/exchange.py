@@ -24,7 +24,7 @@ from draftsmith.hub.export import (
     stored_dtype,
 )
 from draftsmith.locks import hold_name
-from draftsmith.storage import atomic_folder
+from draftsmith.storage import atomic_folder, require_apart
 
 SHOWN = 40
 """Tensors that are listed one by one."""
@@ -54,6 +54,7 @@ class ImportRequest:
 def export_to(request: ExportRequest) -> Exported:
     """Check what can be checked cheaply, then load target and drafter and write."""
     check_export(request.format, None, request.dtype, request.out)
+    _require_apart(request)
     with hold_name("out", request.out):
         require_empty(request.out)
         return _export(request)
@@ -84,6 +85,7 @@ def import_from(request: ImportRequest) -> TrainableDrafter:
     require_empty(request.out)
     if request.draft_length is not None and request.draft_length < 1:
         raise ConfigError.of("gamma", request.draft_length, ">= 1")
+    _require_apart(request)
     with hold_name("out", request.out):
         require_empty(request.out)
         return _import(request)
@@ -113,6 +115,12 @@ def _import(request: ImportRequest) -> TrainableDrafter:
             tokenizer=loaded.tokenizer,
         )
     return drafter
+
+
+def _require_apart(request: ExportRequest | ImportRequest) -> None:
+    for source in (request.drafter, request.target):
+        if Path(source).expanduser().is_dir():
+            require_apart("out", request.out, Path(source))
 
 
 def _loading_dtype(dtype: str) -> str:

@@ -52,7 +52,7 @@ class Outcome:
 
 def run(request: ForecastRequest, out: Path) -> Outcome:
     """Check everything that can be checked cheaply, then load, forecast, and write `forecast.json` to `out`."""
-    _check(request)
+    _check(request, out)
     with hold_folder("out", out):
         return _run(request, out)
 
@@ -125,11 +125,11 @@ def measured_row(
     return {**kept, **{key: row[key] for key in ("tau", "speedup", "speedup_interval", "speedup_repeats")}}
 
 
-def _check(request: ForecastRequest) -> None:
+def _check(request: ForecastRequest, out: Path) -> None:
     several = {"batch-size": request.batch_sizes}
     counts = {"max-draft-length": [request.max_draft_length], "count": [request.count]}
     counts["max-new-tokens"] = [request.max_new_tokens]
-    require_valid(request, {**several, **counts}, several)
+    require_valid(request, {**several, **counts}, several, out)
     _check_files(request)
     check_prompts(request.prompts)
 

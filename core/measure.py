@@ -38,7 +38,7 @@ def measure(request: MeasureRequest, out: Path, *, title: str) -> Evaluation:
 
     What an earlier call of the same request has measured into `out` is not measured again.
     """
-    _check(request)
+    _check(request, out)
     with hold_folder("out", out):
         check_report_folder(out, request.settings)
         return _measure(request, out, title)
@@ -63,10 +63,10 @@ def _measure(request: MeasureRequest, out: Path, title: str) -> Evaluation:
     return evaluation
 
 
-def _check(request: MeasureRequest) -> None:
+def _check(request: MeasureRequest, out: Path) -> None:
     several = {"gamma": request.draft_lengths, "batch_size": request.batch_sizes}
     counts = {"count": [request.count], "max_new_tokens": [request.max_new_tokens], "repeats": [request.repeats]}
-    require_valid(request, {**several, **counts}, {**several, "policy": request.policies})
+    require_valid(request, {**several, **counts}, {**several, "policy": request.policies}, out)
     check_prompts(request.prompts, request.subset, request.split)
 
 

@@ -36,7 +36,7 @@ def push(
     for note in check_publication(publication):
         typer.echo(f"note: {note}", err=True)
     if out is not None:
-        check_out(out)
+        check_out(out, drafter)
     if dry_run:
         out = out or Path("runs/push") / repo.partition("/")[2]
         files = assemble(publication, out)

@@ -1,6 +1,7 @@
 """What measurements, checks and forecasts are asked in common, looked at before anything is loaded."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from draftsmith.decode.policies import check_policy
@@ -10,6 +11,7 @@ from draftsmith.distill.chat import template_text
 from draftsmith.distill.targets import DTYPES, check_target_name
 from draftsmith.errors import ConfigError
 from draftsmith.heads.named import is_named, parse_named
+from draftsmith.storage import require_apart
 
 
 class Request(Protocol):
@@ -27,9 +29,12 @@ class Request(Protocol):
 
 
 def require_valid(
-    request: Request, counts: Mapping[str, Sequence[int | None]], repeatable: Mapping[str, Sequence[Any]]
+    request: Request,
+    counts: Mapping[str, Sequence[int | None]],
+    repeatable: Mapping[str, Sequence[Any]],
+    out: Path | None,
 ) -> None:
-    """ConfigError for values out of range, twice the same, or names of nothing.
+    """ConfigError for values out of range, twice the same, names of nothing, or an `out` in a folder that is read.
 
     Args:
         counts: by option, numbers of which each is at least 1, or None.
@@ -53,6 +58,9 @@ def require_valid(
     for drafter in request.drafters.values():
         if is_named(drafter):
             parse_named(drafter)
+    for source in (request.target, *request.drafters.values()):
+        if out is not None and Path(source).expanduser().is_dir():
+            require_apart("out", out, Path(source), may_contain=True)
     if request.dtype not in DTYPES:
         raise ConfigError.of("dtype", request.dtype, f"one of {', '.join(DTYPES)}")
     if request.chat_template is not None:

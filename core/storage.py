@@ -50,6 +50,15 @@ def require_writable(key: str, folder: Path) -> None:
         raise ConfigError(f"{key}={folder} cannot be made in {there}; expected a folder that may be written")
 
 
+def require_apart(key: str, out: Path, source: Path, *, may_contain: bool = False) -> None:
+    """ConfigError where `out` is, lies in or, unless it may, contains the folder `source`; links are followed."""
+    place, read = out.resolve(), source.expanduser().resolve()
+    inside, around = place.is_relative_to(read), read.is_relative_to(place)
+    if inside or (around and not may_contain):
+        how = "is" if inside and around else "lies in" if inside else "contains"
+        raise ConfigError(f"{key}={out} {how} {source}, which is read; expected a folder apart from it")
+
+
 def require_room(key: str, folder: Path) -> None:
     """Make `folder`; ConfigError unless a file of `ROOM` bytes can be written into it."""
     file = folder / f".room.tmp-{os.getpid()}"

@@ -18,7 +18,7 @@ from draftsmith.hub.card_data import check_licence, check_repo
 from draftsmith.hub.layouts.custom_generate import CODE, write_generate
 from draftsmith.hub.private_values import require_no_secret, without_local_paths
 from draftsmith.provenance import weights_fingerprint
-from draftsmith.storage import atomic_folder, require_writable, write_json
+from draftsmith.storage import atomic_folder, require_apart, require_writable, write_json
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER += ("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -88,7 +88,7 @@ def assemble(publication: Publication, out: Path) -> list[Path]:
     Raises:
         ConfigError: for a folder that holds something else, or a text that holds what looks like a token.
     """
-    check_out(out)
+    check_out(out, publication.folder)
     source, section = publication.folder, checkpoint_section(publication.folder)
     evaluation, drafter = _measured(publication)
     with atomic_folder(out) as temporary:
@@ -114,9 +114,10 @@ def assemble(publication: Publication, out: Path) -> list[Path]:
     return sorted(file.relative_to(out) for file in out.rglob("*") if file.is_file())
 
 
-def check_out(out: Path) -> None:
-    """ConfigError unless `out` may be replaced: it is no one's, or holds nothing but an earlier publication."""
+def check_out(out: Path, source: Path) -> None:
+    """ConfigError unless `out` may be replaced: it is apart from `source`, and new, empty or an earlier publication."""
     require_writable("out", out)
+    require_apart("out", out, source)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file; expected a folder")
     if not out.is_dir() or not any(out.iterdir()):

@@ -29,10 +29,11 @@ class BestDrafter:
         quality = result.get("target_quality")
         fits = quality is None or quality["kl"] <= self._recipe.cotrain.max_quality_kl
         if result["tau"] > self.tau and fits:
-            self._save(quality)
+            self.save(quality)
             self.tau, self.step = result["tau"], step
 
-    def _save(self, quality: dict[str, Any] | None) -> None:
+    def save(self, quality: dict[str, Any] | None) -> None:
+        """Write the drafter as it is; `quality`: what was measured of a target that is trained too."""
         folder, target = Path(self._recipe.output), self._target
         if self.adapters is not None:
             fingerprint = adapted_fingerprint(self._base_fingerprint, self.adapters.tensors())

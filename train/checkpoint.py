@@ -15,6 +15,7 @@ from draftsmith.storage import atomic_folder, write_json
 from draftsmith.train.step import Last
 
 STATE = "state.json"
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
     `recipe`: plain values of what is trained, so that a checkpoint says by itself which run it belongs to.
     """
     moments = {f"{name}/{key}": value for name, values in state.moments.items() for key, value in values.items()}
-    with atomic_folder(folder / f"step-{progress.step:06d}") as temporary:
+    with atomic_folder(checkpoint_folder(folder, progress.step)) as temporary:
         save_file(state.weights, temporary / "model.safetensors")
         save_file(moments, temporary / "optimizer.safetensors")
         write_json(temporary / STATE, {**asdict(progress), "recipe": recipe})
@@ -103,19 +104,37 @@ def load_state(folder: Path, put: Callable[[TrainState], None]) -> tuple[Progres
     problems = []
     for candidate in _newest_first(folder):
         try:
-            stored = json.loads((candidate / STATE).read_text(encoding="utf-8"))
-            weights = load_file(candidate / "model.safetensors")
-            moments: dict[str, dict[str, Tensor]] = {}
-            for place, value in load_file(candidate / "optimizer.safetensors").items():
-                name, _, key = place.rpartition("/")
-                moments.setdefault(name, {})[key] = value
-            progress = Progress(**{key: value for key, value in stored.items() if key != "recipe"})
-            put(TrainState(weights, moments))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+            progress = _put(candidate, put)
+        except UNREADABLE as error:
             problems.append(f"checkpoint {candidate.name} cannot be read ({error}); trying the one before")
             continue
         return progress, problems
     return None, problems
+
+
+def load_step(folder: Path, step: int, put: Callable[[TrainState], None]) -> bool:
+    """Hand the checkpoint of this very step to `put`; False where there is none, or it cannot be read."""
+    try:
+        _put(checkpoint_folder(folder, step), put)
+    except UNREADABLE:
+        return False
+    return True
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def _put(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
+    stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    weights = load_file(checkpoint / "model.safetensors")
+    moments: dict[str, dict[str, Tensor]] = {}
+    for place, value in load_file(checkpoint / "optimizer.safetensors").items():
+        name, _, key = place.rpartition("/")
+        moments.setdefault(name, {})[key] = value
+    progress = Progress(**{key: value for key, value in stored.items() if key != "recipe"})
+    put(TrainState(weights, moments))
+    return progress
 
 
 def _newest_first(folder: Path) -> list[Path]:

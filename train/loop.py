@@ -26,7 +26,15 @@ from draftsmith.train.evaluate import evaluate_drafter
 from draftsmith.train.launching import make_accelerator, require_compiler
 from draftsmith.train.memory import announce_memory
 from draftsmith.train.meter import MemoryMeter, in_units
-from draftsmith.train.output import CHECKPOINTS, DRAFTER, FAILED, FINISHED, check_output, claimed_output, read_metrics
+from draftsmith.train.output import (
+    CHECKPOINTS,
+    DRAFTER,
+    FAILED,
+    check_output,
+    claimed_output,
+    is_finished,
+    read_metrics,
+)
 from draftsmith.train.placement import Placement
 from draftsmith.train.publishing import Publisher, check_publish, is_first_process
 from draftsmith.train.recipe import Recipe
@@ -56,7 +64,7 @@ def train(recipe: Recipe) -> Path:
     if recipe.cotrain is not None and recipe.teacher.kind == "cached":
         raise ConfigError("teacher.kind='cached' with cotrain; expected 'online': the target changes")
     folder = Path(recipe.output)
-    if (folder / FINISHED).exists():
+    if is_finished(recipe):
         if is_first_process():
             Console(True).say(f"{recipe.name}: already finished in {folder}")
             with hold_folder("output", folder) if recipe.publish is not None else nullcontext():
@@ -166,6 +174,7 @@ class Run:
         if stopping.agreed is not None:
             self.console.say(f"{name}: stopped by a signal behind step {step}; the same command goes on from there")
             return
+        self.record.restore()
         self.record.finish(self.memory.peak(), self.estimate)
         best = self.record.best
         peak = in_units(self.memory.peak())

@@ -11,10 +11,10 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.locks import LOCK, hold_folder
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
-from draftsmith.train.checkpoint import stored_recipes
+from draftsmith.train.checkpoint import checkpoint_folder, stored_recipes
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
@@ -100,7 +100,8 @@ def _unknown(place: str, error: Exception) -> ConfigError:
 
 def comparable(recipe: Recipe) -> dict[str, Any]:
     """The recipe as plain values, without what may differ between two starts of one run."""
-    placed, recomputed = {"sharded", "offload"}, {"activation_checkpointing"}  # where things lie, not what they are
+    # Where things lie and how long is waited for them, not what they are.
+    placed, recomputed = {"sharded", "offload"}, {"activation_checkpointing", "timeout_minutes"}
     return recipe.model_dump(
         mode="json", exclude={"output": True, "publish": True, "target": placed, "train": recomputed}
     )
@@ -145,6 +146,38 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return rows
+
+
+def is_lost(recipe: Recipe) -> bool:
+    """Whether the best drafter, or the adapter that it needs, is not where the run has kept it."""
+    drafter, target = Path(recipe.output) / DRAFTER, Path(recipe.output) / TARGET
+    whole = (drafter / "config.json").is_file() and any(drafter.glob("*.safetensors"))
+    return not whole or (recipe.cotrain is not None and not (target / "adapter_config.json").is_file())
+
+
+def is_finished(recipe: Recipe) -> bool:
+    """Whether an earlier start has finished the run; not where its drafter is lost and has to be written again.
+
+    Raises:
+        DraftsmithError: where it is lost, and so is the checkpoint that it could be written from.
+    """
+    folder = Path(recipe.output)
+    try:
+        told = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
+        step, tau = int(told["best_step"]), float(told["best_tau"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # what is damaged is written again, too
+    lost = tau > 0 and is_lost(recipe)
+    if lost and not checkpoint_folder(folder / CHECKPOINTS, step).is_dir():
+        raise lost_for_good(folder, step)
+    return not lost
+
+
+def lost_for_good(folder: Path, step: int) -> DraftsmithError:
+    return DraftsmithError(
+        f"{folder / DRAFTER} was deleted: it held the best drafter, of step {step}, and no checkpoint of that step is "
+        f"kept in {folder / CHECKPOINTS}; expected another output, to train it again"
+    )
 
 
 def finish(folder: Path, summary: dict[str, Any]) -> None:

@@ -7,16 +7,28 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from draftsmith.decode.output import DecodeOutput
 from draftsmith.provenance import environment
 from draftsmith.train.best import BestDrafter
-from draftsmith.train.checkpoint import Progress, load_state, prune, save_state
+from draftsmith.train.checkpoint import Progress, load_state, load_step, prune, save_state
 from draftsmith.train.console import Console
 from draftsmith.train.engines import Engine
 from draftsmith.train.memory import MemoryEstimate
-from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, METRICS, Metrics, comparable, finish
+from draftsmith.train.output import (
+    CHECKPOINTS,
+    DRAFTER,
+    FINISHED,
+    METRICS,
+    Metrics,
+    comparable,
+    finish,
+    is_lost,
+    lost_for_good,
+    read_metrics,
+)
 from draftsmith.train.publishing import Publisher
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.signals import Stopping
@@ -89,6 +101,26 @@ class Record:
                 save_state(self._folder / CHECKPOINTS, progress, recipe, state, keep)
         self.meet()
         self._saved = step
+
+    def restore(self) -> None:
+        """Write the best drafter again where its folder was deleted, from its checkpoint; to be called at the end.
+
+        Raises:
+            DraftsmithError: on all processes, where that checkpoint is not kept.
+        """
+        lost = self._main and self.best.tau > 0 and is_lost(self._recipe)
+        if not broadcast_object_list([lost])[0]:
+            return
+        step, drafter = self.best.step, self._folder / DRAFTER
+        if not load_step(self._folder / CHECKPOINTS, step, self._engine.put):
+            raise lost_for_good(self._folder, step)
+        with self._engine.whole():
+            if self._main:
+                found = [row for row in read_metrics(self._folder) if row["step"] == step and "evaluation" in row]
+                with self._writing(DRAFTER):
+                    self.best.save(found[-1]["evaluation"].get("target_quality") if found else None)
+        self.meet()
+        self._console.say(f"{drafter} was deleted: written again from the checkpoint of step {step}")
 
     def finish(self, peak: int, estimate: MemoryEstimate | None) -> None:
         """`peak`: bytes that this start of the run has taken at its fullest."""

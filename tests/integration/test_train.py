@@ -343,6 +343,46 @@ def test_a_finished_run_is_left_alone(recipe_file: Path, tmp_path: Path) -> None
     assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
 
 
+def test_a_drafter_that_was_deleted_is_written_again(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the checkpoint of its step, while the run goes on and behind its end; without one, nothing is finished."""
+    every = ["train.steps=8", "train.evaluate_every=4", "train.keep_checkpoints=9", "train.learning_rate=1e-2"]
+    recipe = load_recipe(str(recipe_file), every)
+    original = loop.Run._checkpoint
+
+    def deletes(self: loop.Run, step: int) -> None:
+        original(self, step)
+        if step == 8:
+            before.update({file.name: file.read_bytes() for file in (tmp_path / "run" / "drafter").iterdir()})
+            shutil.rmtree(tmp_path / "run" / "drafter")
+
+    before: dict[str, bytes] = {}
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Run, "_checkpoint", deletes)
+        drafter = loop.train(recipe)
+    step = json.loads((tmp_path / "run" / "finished.json").read_text())["best_step"]
+    again = f"{drafter} was deleted: written again from the checkpoint of step {step}"
+    assert again in " ".join(capfd.readouterr().err.split())
+    assert before
+    assert {file.name: file.read_bytes() for file in drafter.iterdir()} == before
+
+    (drafter / "model.safetensors").unlink()
+    assert loop.train(recipe) == drafter
+    said = " ".join(capfd.readouterr().err.split())
+    assert again in said
+    assert "already finished" not in said
+    assert {file.name: file.read_bytes() for file in drafter.iterdir()} == before
+
+    shutil.rmtree(drafter)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
+    monkeypatch.setattr(loop, "load_target", None)  # told before anything is loaded
+    with pytest.raises(
+        DraftsmithError, match=rf"drafter was deleted: .* of step {step}, and no checkpoint of that step"
+    ):
+        loop.train(recipe)
+
+
 def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path) -> None:
     result = _run(recipe_file, "train.batch_size=7", "train.gradient_accumulation=2")
     assert result.returncode == 2

@@ -199,6 +199,29 @@ def test_a_dry_run_asks_nobody(hub: Hub, run: Path, tmp_path: Path, capsys: pyte
     assert (out / "diary.txt").read_text() == "mine"
 
 
+def test_nothing_is_written_over_the_drafter(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Nor into its folder, or around it: not by its name, nor by one that leads there."""
+    drafter, link = run / "medusa", tmp_path / "link"
+    link.symlink_to(drafter)
+    (tmp_path / "home-link").symlink_to(run.parent)
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in run.rglob("*") if file.is_file()}
+    around = run.parent / "plots"
+    shutil.copytree(drafter, around / "plots")
+    for source, out, how in (
+        (drafter, drafter, "is"),
+        (drafter, link, "is"),
+        (link, drafter, "is"),
+        (drafter, drafter / "push", "lies in"),
+        (drafter, link / "deep" / "push", "lies in"),
+        (drafter, tmp_path / "home-link" / "run" / "medusa" / "push", "lies in"),
+        (around / "plots", around, "contains"),
+    ):
+        assert push(source, REPO, "--dry-run", "--out", out) == 2
+        assert f"ConfigError: out={out} {how} {source}, which is read; expected a folder" in capsys.readouterr().err
+    assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in before}
+    assert {*run.rglob("*")} >= {*before}
+
+
 def test_a_dropped_connection(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
     """What has arrived before it is not sent again; one drop alone is not even seen."""
     weights = (run / "drafter" / "model.safetensors").stat().st_size
