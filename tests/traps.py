@@ -9,10 +9,16 @@ import signal
 import time
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+
 import draftsmith.heads.checkpoint
 import draftsmith.train.checkpoint
 from draftsmith import storage
+from draftsmith.distill.targets import LoadedTarget
+from draftsmith.train import loop
 from draftsmith.train.loop import Run
+from draftsmith.train.recipe import Recipe
 
 
 class Traps:
@@ -81,6 +87,20 @@ class Traps:
             return original(*arguments, **options)
 
         setattr(holder, method, call)
+
+    @staticmethod
+    def sleep_before_sampling(rank: int, seconds: float) -> None:
+        """One process comes later than the others, who say how long they would wait."""
+        original = loop.data_and_drafter
+
+        def late(recipe: Recipe, target: LoadedTarget, accelerator: Accelerator, *others: Any) -> Any:
+            group = torch.distributed.distributed_c10d._get_default_group()
+            print("waits", group._get_backend(torch.device("cpu")).options._timeout, flush=True)
+            if accelerator.process_index == rank:
+                time.sleep(seconds)
+            return original(recipe, target, accelerator, *others)
+
+        loop.data_and_drafter = late
 
     @staticmethod
     def no_space(step: int, room: int) -> None:

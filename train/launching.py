@@ -3,6 +3,7 @@
 import os
 import shutil
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,14 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         )
     if _asked(FSDP):
         options["fsdp_plugin"] = _fsdp(recipe)
+    group: dict[str, Any] = {"timeout": timedelta(minutes=recipe.train.timeout_minutes)}
+    if _asked(DEEPSPEED) and _on_cpu():  # with cpu=True accelerate forgets DeepSpeed, without a backend the processes
+        group["backend"] = "gloo"
     accelerator = Accelerator(
         mixed_precision="no",
         log_with=None if recipe.tracker == "none" else recipe.tracker,
         project_dir=str(folder / TRACKER_FOLDER),
+        kwargs_handlers=[InitProcessGroupKwargs(**group)],
         **options,
     )
     require_divisible(recipe, accelerator.num_processes)  # other launchers than torchrun say it in other variables
@@ -107,8 +112,6 @@ def _deepspeed(recipe: Recipe) -> dict[str, Any]:
         raise ConfigError(
             f"{DEEPSPEED}=true without ranks, or with use_cpu; expected `accelerate launch`, use_cpu: false"
         )
-    if _on_cpu():  # with cpu=True accelerate forgets DeepSpeed, without a backend that there are several processes
-        options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
     return options
 
 

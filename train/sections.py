@@ -6,6 +6,9 @@ from pydantic import BeforeValidator, Field
 
 from draftsmith.train.section import Count, Number, Section, no_as_written, no_truth_value
 
+MONTH = 30 * 24 * 60
+"""In minutes."""
+
 
 class TargetSection(Section):
     model: str = "embedded"
@@ -147,6 +150,9 @@ class TrainSection(Section):
     """Steps between two checkpoints to resume from."""
     keep_checkpoints: Count = 2
     """Older ones are deleted."""
+    timeout_minutes: Annotated[Number, Field(gt=0, le=MONTH)] = 24 * 60
+    """How long a process waits for the others, which may sample, download or evaluate, before the run is given up; of
+    several processes only."""
     seed: Annotated[int, BeforeValidator(no_truth_value)] = 0
     """Of initial weights, order of the data and sampling."""
 
