@@ -149,15 +149,14 @@ def _run(settings: "CheckSettings", out: Path | None, trust_remote_code: bool) -
 
 
 def _show(checked: "Check", out: Path | None) -> None:
-    from rich.console import Console
-
     from draftsmith.eval.check_report import sampling_table, sentences
+    from draftsmith.safe_text import Terminal
 
-    console = Console(width=None if Console().is_terminal else 110, highlight=False)
+    console = Terminal(width=None if Terminal().is_terminal else 110)
     for arm in checked.arms:
         if arm.sampling is not None:
             console.print(sampling_table(arm))
     for sentence in sentences(checked):
-        console.print(sentence, markup=False)
+        console.print(sentence)
     if out is not None:
-        console.print(f"evidence: {out / 'check.json'}", markup=False)
+        console.print(f"evidence: {out / 'check.json'}")

@@ -15,6 +15,7 @@ from draftsmith.export_cli import export, import_
 from draftsmith.forecast_cli import forecast
 from draftsmith.options import DRAFTER_HELP, POLICY_HELP, DtypeOption, RuleOption, TargetOption, TrustOption
 from draftsmith.push_cli import push
+from draftsmith.safe_text import printable
 
 app = typer.Typer(
     help="Train drafters for speculative decoding on a frozen target, and measure what they are worth.",
@@ -65,7 +66,7 @@ def train(
     checked = load_recipe(recipe, overrides)
     from draftsmith.train.loop import train as run
 
-    typer.echo(f"drafter: {run(checked)}")
+    typer.echo(printable(f"drafter: {run(checked)}"))
 
 
 @app.command()
@@ -112,7 +113,7 @@ def adapt(
     checked = adapted_recipe(drafter, prompts, str(out), **options)
     from draftsmith.train.loop import train as run
 
-    typer.echo(f"drafter: {run(checked)}")
+    typer.echo(printable(f"drafter: {run(checked)}"))
 
 
 @app.command()
@@ -161,7 +162,7 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         app(args=arguments)
     except DraftsmithError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

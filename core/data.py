@@ -8,7 +8,6 @@ from typing import Any
 
 from accelerate import Accelerator
 from datasets import Dataset
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +28,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.locks import hold_name, require_cache
 from draftsmith.provenance import tokenizer_fingerprint
+from draftsmith.safe_text import Terminal
 from draftsmith.storage import write_text, writing
 from draftsmith.train.console import Console as TrainConsole
 from draftsmith.train.data import check_sources
@@ -67,7 +67,7 @@ def preview(request: DataRequest, *, answered: bool, show: int) -> None:
     """Print the first samples with the trained tokens marked, what was left out, and the lengths."""
     tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
     chat = Chat(tokenizer, request.chat_template, request.template_options)
-    console = Console(highlight=False)
+    console = Terminal()
     notes: list[str] = []
     wanted = request.examples(answered=answered)
     if not answered:
@@ -76,13 +76,13 @@ def preview(request: DataRequest, *, answered: bool, show: int) -> None:
     for number, row in enumerate(rows.select(range(min(show, len(rows)))), 1):
         _show(console, tokenizer, row, number)
     for note in notes:
-        console.print(note, markup=False, soft_wrap=True)
+        console.print(note, soft_wrap=True)
     console.print(_table(rows))
     if not answered:
-        console.print("These are prompts: a recipe has the target answer them (data.response: target).", markup=False)
+        console.print("These are prompts: a recipe has the target answer them (data.response: target).")
 
 
-def _show(console: Console, tokenizer: Any, row: dict[str, Any], number: int) -> None:
+def _show(console: Terminal, tokenizer: Any, row: dict[str, Any], number: int) -> None:
     ids, spans = row["input_ids"], row["spans"]
     trained = sum(end - start for start, end in spans)
 

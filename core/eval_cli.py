@@ -106,11 +106,10 @@ def compare(
     """Say which drafter is better, and whether the difference is real: paired by prompt, with intervals."""
     from draftsmith.eval.compare import compare_evaluations, verdict_table
     from draftsmith.eval.evaluation import read_evaluation
+    from draftsmith.safe_text import Terminal
 
     verdicts = compare_evaluations(read_evaluation(first), read_evaluation(second) if second is not None else None)
-    from rich.console import Console
-
-    console = Console(width=None if Console().is_terminal else 110, highlight=False)
+    console = Terminal(width=None if Terminal().is_terminal else 110)
     console.print(verdict_table(verdicts))
     for verdict in verdicts:
-        console.print(verdict.sentence, markup=False)
+        console.print(verdict.sentence)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from draftsmith.distill.embedded import embedded_target
@@ -24,6 +23,7 @@ from draftsmith.hub.export import (
     stored_dtype,
 )
 from draftsmith.locks import hold_name
+from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, require_apart
 
 SHOWN = 40
@@ -146,7 +146,7 @@ def _servable(target: str) -> str:
 
 
 def show_export(exported: Exported) -> None:
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Terminal(soft_wrap=True)
     table = Table("tensor", "dtype", "shape")
     for name, (dtype, shape) in list(exported.tensors.items())[:SHOWN]:
         table.add_row(name, dtype, " × ".join(map(str, shape)))
@@ -165,7 +165,7 @@ def show_export(exported: Exported) -> None:
 
 def show_import(request: ImportRequest, drafter: TrainableDrafter) -> None:
     count = sum(parameter.numel() for parameter in drafter.parameters())
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Terminal(soft_wrap=True)
     console.print(f"{request.out}: a drafter of type {drafter.type}, {count:,} parameters, draft length", end=" ")
     console.print(drafter.draft_length_hint)
     console.print(f"\ndraftsmith eval --target {request.target} --drafter {request.out}")

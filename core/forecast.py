@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from draftsmith.decode.cache import context_limit
@@ -19,6 +18,7 @@ from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.drafter import Drafter
 from draftsmith.locks import hold_folder
 from draftsmith.requests import require_valid
+from draftsmith.safe_text import Terminal
 from draftsmith.storage import write_json, writing
 
 REPEATS = 3
@@ -147,16 +147,16 @@ def _check_files(request: ForecastRequest) -> None:
 
 def show(outcome: Outcome, out: Path | None) -> None:
     """The table, the best policies, the notes and where the file is."""
-    console = Console(width=None if Console().is_terminal else 110, highlight=False)
+    console = Terminal(width=None if Terminal().is_terminal else 110)
     for batch in outcome.forecast.settings.batch_sizes:
         console.print(forecast_table(outcome, batch))
-        console.print(checking_line(outcome.forecast, batch), markup=False)
+        console.print(checking_line(outcome.forecast, batch))
     for best in outcome.forecast.best:
-        console.print(best_line(best), markup=False)
+        console.print(best_line(best))
     for note in outcome.forecast.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     if out is not None:
-        console.print(f"forecast: {out / 'forecast.json'}", markup=False)
+        console.print(f"forecast: {out / 'forecast.json'}")
 
 
 def forecast_table(outcome: Outcome, batch: int) -> Table:

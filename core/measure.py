@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from draftsmith.decode.cache import config_limit
 from draftsmith.distill.targets import load_target, load_tokenizer
 from draftsmith.eval.cells import JOURNAL, KEPT
@@ -17,6 +15,7 @@ from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.named import is_named
 from draftsmith.locks import hold_folder
 from draftsmith.requests import require_valid
+from draftsmith.safe_text import Terminal
 from draftsmith.storage import writing
 from draftsmith.train.output import read_metrics
 
@@ -72,10 +71,10 @@ def _check(request: MeasureRequest, out: Path) -> None:
 
 def show(evaluation: Evaluation, out: Path) -> None:
     """The table, the guards, the notes and where the files are."""
-    console = Console(width=None if Console().is_terminal else 110, highlight=False)
+    console = Terminal(width=None if Terminal().is_terminal else 110)
     console.print(summary_table(evaluation))
     for guard in evaluation.guards:
-        console.print(f"WRONG ({guard['guard']}): {guard['message']}", markup=False, style="bold red")
+        console.print(f"WRONG ({guard['guard']}): {guard['message']}", style="bold red")
     for note in evaluation.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(f"report: {out / 'report.html'} and report.md beside it", markup=False)
+        console.print(f"note: {note}")
+    console.print(f"report: {out / 'report.html'} and report.md beside it")

@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from draftsmith.safe_text import command_line
+
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
@@ -73,5 +75,5 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }

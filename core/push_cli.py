@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.safe_text import printable
 
 
 def push(
@@ -34,7 +35,7 @@ def push(
     options = {"evaluation": evaluation, "measured_as": measured_as, "licence": licence, "base_model": base_model}
     publication = Publication(drafter, repo, metrics=read_metrics(run_of(drafter)), **options)
     for note in check_publication(publication):
-        typer.echo(f"note: {note}", err=True)
+        typer.echo(printable(f"note: {note}"), err=True)
     if out is not None:
         check_out(out, drafter)
     if dry_run:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.cells import JOURNAL
 from draftsmith.eval.evaluation import Evaluation
 from draftsmith.locks import hold_folder
 from draftsmith.measure import MeasureRequest, measure, show
+from draftsmith.safe_text import Terminal
 
 RECIPES = {"draft_model": "quickstart/draft_model", "medusa": "quickstart/medusa"}
 PROMPTS, NEW_TOKENS, REPEATS = 20, 80, 3
@@ -31,7 +31,7 @@ def quickstart(out: Path) -> None:
 
 
 def _quickstart(out: Path) -> None:
-    console = Console(stderr=True, highlight=False)
+    console = Terminal(stderr=True)
     request = MeasureRequest(
         target="embedded",
         drafters={name: str(out / name / "drafter") for name in RECIPES},
@@ -54,13 +54,13 @@ def _quickstart(out: Path) -> None:
     _write_cards(evaluation, request)
     show(evaluation, out)
     seconds = time.perf_counter() - started
-    console.print(f"\nAll of it took {seconds / 60:.1f} minutes. Next:", markup=False)
+    console.print(f"\nAll of it took {seconds / 60:.1f} minutes. Next:")
     for line in (
         f"draftsmith generate --target embedded --drafter {out}/draft_model/drafter 'import os\\n\\ndef main('",
         f"draftsmith eval --target embedded --drafter {out}/draft_model/drafter --gamma 2 --out runs/gamma2",
         "draftsmith recipes quickstart/medusa",
     ):
-        console.print(f"  {line}", markup=False, soft_wrap=True)
+        console.print(f"  {line}", soft_wrap=True)
 
 
 def _write_cards(evaluation: Evaluation, request: MeasureRequest) -> None:
@@ -85,8 +85,8 @@ def _launch(recipe: str, output: Path) -> None:
 
 
 @contextmanager
-def _stage(console: Console, title: str) -> Iterator[None]:
-    console.print(f"\n{title}", style="bold", markup=False)
+def _stage(console: Terminal, title: str) -> Iterator[None]:
+    console.print(f"\n{title}", style="bold")
     started = time.perf_counter()
     yield
-    console.print(f"  done in {time.perf_counter() - started:.0f} s", markup=False)
+    console.print(f"  done in {time.perf_counter() - started:.0f} s")

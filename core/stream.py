@@ -2,7 +2,6 @@
 
 import sys
 
-from rich.console import Console
 from rich.text import Text
 
 from draftsmith.decode.decoder import SpeculativeDecoder
@@ -15,6 +14,7 @@ from draftsmith.distill.targets import check_target_name, load_target
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.named import is_named, parse_named
+from draftsmith.safe_text import Terminal
 
 PENCIL, INK = "green", "bold"
 
@@ -44,7 +44,7 @@ def stream(
     tokenizer = loaded.tokenizer
     loaded_drafter = load_drafter(drafter, loaded.model, tokenizer) if drafter else None
     decoder = SpeculativeDecoder(loaded.model, loaded_drafter, **plan)
-    console, log = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+    console, log = Terminal(soft_wrap=True, files_as_is=True), Terminal(stderr=True)
     reads_apart = loaded.model.config.is_encoder_decoder
     ids = tokenizer(prompt)["input_ids"]
     text = IncrementalText(tokenizer, () if reads_apart else ids)

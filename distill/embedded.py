@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,6 +25,7 @@ from draftsmith.distill.embedded_training import (
 )
 from draftsmith.locks import hold_cache
 from draftsmith.provenance import environment, fingerprint
+from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
 
 __all__ = ["EmbeddedRecipe", "Stage", "build_info", "embedded_prompts", "embedded_target"]
@@ -42,7 +42,7 @@ def embedded_target(progress: bool = True, recipe: EmbeddedRecipe | None = None)
         recipe: sizes and steps; the default is the one that everything measured in the docs used.
     """
     recipe = recipe or EmbeddedRecipe()
-    console = Console(stderr=True, quiet=not progress)
+    console = Terminal(stderr=True, quiet=not progress)
     train, heldout = (read_modules(split, recipe.packages) for split in ("train", "heldout"))
     folder = cache_dir() / "embedded" / _key(recipe, train, heldout)
     if find_damage(folder) is None:
@@ -52,9 +52,7 @@ def embedded_target(progress: bool = True, recipe: EmbeddedRecipe | None = None)
         if damage is None:
             return folder  # another process has built it
         if folder.exists():
-            Console(stderr=True).print(
-                f"embedded target is damaged: {damage}; building it again", highlight=False, soft_wrap=True
-            )
+            Terminal(stderr=True).print(f"embedded target is damaged: {damage}; building it again", soft_wrap=True)
         with writing(folder, "free some space, or set DRAFTSMITH_CACHE"), atomic_folder(folder) as temporary:
             _build(temporary, recipe, train, heldout, console)
             write_json(temporary / "checksums.json", checksums(temporary))
@@ -99,7 +97,7 @@ def _key(recipe: EmbeddedRecipe, train: list[Module], heldout: list[Module]) -> 
     )
 
 
-def _build(folder: Path, recipe: EmbeddedRecipe, train: list[Module], heldout: list[Module], console: Console) -> None:
+def _build(folder: Path, recipe: EmbeddedRecipe, train: list[Module], heldout: list[Module], console: Terminal) -> None:
     """Write model, tokenizer and build.json into `folder`."""
     disable_progress_bar()  # transformers would draw one for writing a file
     started = time.perf_counter()

@@ -17,7 +17,6 @@ from typing import Any
 
 import pyarrow.parquet
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_from_disk
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftsmith.decode.cache import context_limit
@@ -31,6 +30,7 @@ from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter
 from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint, model_fingerprint
+from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
 
 SAMPLES_VERSION = 4
@@ -285,7 +285,7 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
     mine = parts[share.index :: share.count]
     missing = [part for part in mine if not part.file.exists()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+    with Progress(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
         task = bar.add_task("sampling from the target", total=sum(len(part.indices) for part in mine))
         bar.advance(task, sum(len(part.indices) for part in mine if part not in missing))
         for part in missing:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import nn
 
@@ -17,6 +16,7 @@ from draftsmith.eval.sampled import Done, Plan
 from draftsmith.eval.sampling_check import SamplingCheck, check_sampling
 from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import environment, model_fingerprint
+from draftsmith.safe_text import Terminal
 
 SCHEMA = 1
 ALPHA = 1e-3
@@ -178,6 +178,6 @@ def _work(decoders: dict, prompts: list[Prompt], settings: CheckSettings) -> int
 @contextmanager
 def _bar(total: int, shown: bool) -> Iterator[Done]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+    with Progress(*columns, console=Terminal(stderr=True), disable=not shown) as bar:
         task = bar.add_task("checking", total=total)
         yield lambda tokens: bar.advance(task, tokens)

@@ -12,6 +12,8 @@ mpl.use("Agg")
 
 from matplotlib.figure import Figure
 
+from draftsmith.safe_text import printable
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7B4173", "#7F7F7F")
 MARKERS = "osD^vPX*<>"
 LINES = ("-", "--", ":", "-.")
@@ -26,6 +28,7 @@ STYLE = {
     "legend.frameon": False,
     "axes.titlesize": 11,
     "figure.facecolor": "white",
+    "text.parse_math": False,
 }
 LONGEST_NAME = 34
 
@@ -75,6 +78,7 @@ def arm_name(row: dict[str, Any], rows: list[dict[str, Any]], *, temperature: bo
 
 def cut(name: str) -> str:
     """A name that leaves room for what it stands beside."""
+    name = printable(name)
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 

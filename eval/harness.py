@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
@@ -22,6 +21,7 @@ from draftsmith.eval.settings import BASELINE, Arm, Settings
 from draftsmith.eval.threads import fastest_threads, threads
 from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import environment, model_fingerprint
+from draftsmith.safe_text import Terminal
 
 WARM_UP_TOKENS = 16
 CALIBRATION = 4
@@ -207,7 +207,7 @@ class Run:
     def _decode_all(self, progress: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         columns += (TextColumn("left:"), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        with Progress(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
             done = len(self.journal.cells)
             total = sum(len(self.arms) for _ in self._places())
             task = bar.add_task("measuring", total=total, completed=done)

@@ -15,6 +15,7 @@ from draftsmith.eval.plots import evaluation_plots
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.settings import Settings
 from draftsmith.eval.training_plot import plot_training
+from draftsmith.safe_text import markdown_environment, printable
 from draftsmith.storage import write_json, write_text
 
 DIAGNOSTICS = {
@@ -88,23 +89,17 @@ def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[st
     for plot in plots:
         (out / plot.file).write_bytes(plot.png)
     values = {**_values(evaluation), "title": title, "plots": plots}
-    write_text(out / "report.md", _render("report.md.j2", values, escaped=False))
-    write_text(out / "report.html", _render("report.html.j2", values, escaped=True))
+    page = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True, keep_trailing_newline=True)
+    page.trim_blocks, page.finalize = True, lambda value: printable(value) if type(value) is str else value
+    page.filters |= {"interval": interval, "visible": visible}
+    write_text(out / "report.md", _render("report.md.j2", values, markdown_environment(interval=interval)))
+    write_text(out / "report.html", _render("report.html.j2", values, page))
     write_json(out / EVALUATION, evaluation.as_json())
 
 
-def _render(template: str, values: dict[str, Any], *, escaped: bool) -> str:
-    """`escaped`: everything that is filled in is text, whatever it looks like."""
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        autoescape=escaped,
-        keep_trailing_newline=True,
-        trim_blocks=escaped,
-    )
-    environment.filters |= {"interval": interval, "visible": visible}
-    headline = values["headline"].replace("**", "") if escaped else values["headline"]
+def _render(template: str, values: dict[str, Any], environment: jinja2.Environment) -> str:
     text = files("draftsmith.eval").joinpath(template).read_text(encoding="utf-8")
-    return environment.from_string(text).render({**values, "headline": headline})
+    return environment.from_string(text).render(values)
 
 
 def visible(piece: str) -> list[tuple[str, str]]:
@@ -127,8 +122,8 @@ def headline(rows: list[dict[str, Any]]) -> str:
     overall = [row for row in rows if row["category"] == OVERALL]
     best = max(overall, key=lambda row: row["speedup"])
     return (
-        f"Fastest: **{best['drafter']}** ({best['policy']}) at T={best['temperature']:g} makes the target "
-        f"**{best['speedup']:.2f} times as fast** "
+        f"Fastest: {best['drafter']} ({best['policy']}) at T={best['temperature']:g} makes the target "
+        f"{best['speedup']:.2f} times as fast "
         f"({best['baseline_tokens_per_second']:.0f} to {best['tokens_per_second']:.0f} tokens/s) and commits "
         f"{best['tau']:.2f} tokens per target pass."
     )
@@ -193,7 +188,7 @@ def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:
         ("prompts", f"{settings.prompts}, {prompts} of them, at most {settings.max_new_tokens} new tokens a turn"),
         ("machine", f"{machine}, accelerator: {where['accelerator'] or 'none'}"),
         ("versions", f"{versions}, Python {where['python']}"),
-        ("date, command", f"{where['date']}, `{where['command']}`"),
+        ("date, command", f"{where['date']}, {where['command']}"),
     ]
     if evaluation.plain is not None:
         plain = evaluation.plain

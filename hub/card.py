@@ -6,8 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import yaml
+from markupsafe import Markup
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.drawing import Plot
@@ -21,6 +21,7 @@ from draftsmith.hub.card_data import card_data, require_readable
 from draftsmith.hub.engines import SGLANG, UNSERVED, VLLM, sglang_command, vllm_command, vllm_type
 from draftsmith.hub.layouts.custom_generate import CODE
 from draftsmith.hub.private_values import is_local, last_part
+from draftsmith.safe_text import markdown_environment
 from draftsmith.storage import write_json, write_text
 
 KINDS = {
@@ -90,7 +91,7 @@ def write_card(
     )
     plots = _plots(rows, drafter or last_part(name), metrics or [])
     card = _render(
-        metadata=data.to_yaml(),
+        metadata=Markup(data.to_yaml()),
         name=name,
         title=last_part(request.repo) if request.repo else drafter or folder.name,
         kind=KINDS[section["type"]],
@@ -175,9 +176,8 @@ def _plots(rows: list[dict[str, Any]], drafter: str, metrics: list[dict[str, Any
 
 
 def _render(**values: Any) -> str:
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True, trim_blocks=True
-    )
-    environment.filters |= {"interval": interval, "last_part": last_part}
+    environment = markdown_environment(interval=interval)
+    environment.trim_blocks = True
+    environment.filters["last_part"] = last_part
     text = files("draftsmith.hub").joinpath("card.md.j2").read_text(encoding="utf-8")
     return environment.from_string(text).render(plots_folder=PLOTS, **values)

@@ -1,6 +1,7 @@
 """How vLLM and SGLang are started with a drafter that was exported for them: what exports and cards print."""
 
 import json
+import shlex
 from typing import Any
 
 VLLM: dict[str, dict[str, Any]] = {
@@ -26,13 +27,13 @@ def vllm_type(kind: str, drafter: dict[str, Any]) -> str:
 
 def vllm_command(target: str, plan: dict[str, Any], folder: str, draft_length: int) -> str:
     plan = {**plan, "model": folder, "num_speculative_tokens": draft_length}
-    return f"vllm serve {target} --speculative-config '{json.dumps(plan)}'"
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(plan))}"
 
 
 def sglang_command(target: str, algorithm: str, folder: str, draft_length: int, dtype: str | None = None) -> str:
     """A chain: SGLang counts the last committed token among the draft tokens."""
     return (
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\\n"
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} \\\n"
         f"  --speculative-draft-model-path {folder} --speculative-num-steps {draft_length} \\\n"
         f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_length + 1}"
         + ("" if dtype is None else f" --dtype {dtype}")

@@ -6,7 +6,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -18,6 +17,7 @@ from draftsmith.heads.checkpoint import describe_target
 from draftsmith.heads.stored_config import read_config
 from draftsmith.hub.layouts import LAYOUTS
 from draftsmith.hub.layouts.layout import Serving, Source, name_of
+from draftsmith.safe_text import markdown_environment
 from draftsmith.storage import atomic_folder, require_writable, write_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -134,7 +134,6 @@ def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _readme(source: Source, serving: Serving, format: str, revision: str | None, folder: str) -> str:
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True)
     text = files("draftsmith.hub").joinpath("export.md.j2").read_text(encoding="utf-8")
     values: dict[str, Any] = {
         "library": "transformers" if format == "transformers" else "draftsmith",
@@ -152,4 +151,4 @@ def _readme(source: Source, serving: Serving, format: str, revision: str | None,
         "folder": folder,
         "own": read_config(source.folder, source.folder)[1] is not None,
     }
-    return template.from_string(text).render(values)
+    return markdown_environment().from_string(text).render(values)

@@ -7,13 +7,10 @@ from typing import Any
 from huggingface_hub import get_token
 
 from draftsmith.errors import ConfigError
+from draftsmith.safe_text import SECRET
 
 PATH = re.compile(r"""(?<![^\s='"(,])(?:~|[A-Za-z]:)?[/\\]+[\w.~-][^\s'",;)]*""")
 """An absolute path inside a text: not what stands behind a word or a colon, as in `tokens/s` and `https://…`."""
-SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|://[^/\s:@]+:[^/\s:@]+@")
-"""A token of the Hub, or a password in an address."""
-
-
 FILES = (".json", ".jsonl", ".ndjson", ".gz", ".txt", ".parquet", ".arrow", ".csv")
 
 

@@ -9,10 +9,11 @@ SPACE = "\u2581"
 BYTES = "é€🙂".encode()
 
 
-def make_piece_tokenizer(*, metaspace: bool) -> PreTrainedTokenizerFast:
+def make_piece_tokenizer(*, metaspace: bool, fallback: bytes = BYTES) -> PreTrainedTokenizerFast:
     """With Llama 2's normalizer and decoder, or with the metaspace pair of later conversions."""
     letters = [f"{SPACE}{letter}" for letter in ascii_lowercase]
-    pieces = ["<pad>", "<eos>", SPACE, *ascii_lowercase, *letters, ".", *(f"<0x{byte:02X}>" for byte in set(BYTES))]
+    by_byte = [f"<0x{byte:02X}>" for byte in sorted(set(fallback))]
+    pieces = ["<pad>", "<eos>", SPACE, *ascii_lowercase, *letters, ".", *by_byte]
     merges = [(SPACE, letter) for letter in ascii_lowercase]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<pad>", byte_fallback=True))

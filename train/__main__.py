@@ -4,6 +4,7 @@ import signal
 import sys
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.safe_text import printable
 from draftsmith.train.loop import train
 from draftsmith.train.recipe import load_recipe
 
@@ -16,7 +17,7 @@ def main(arguments: list[str]) -> int:
     try:
         train(load_recipe(arguments[0], arguments[1:]))
     except DraftsmithError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

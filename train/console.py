@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from draftsmith.safe_text import Terminal
 from draftsmith.train.meter import in_units
 
 
@@ -16,10 +16,10 @@ class Console:
 
     def __init__(self, visible: bool) -> None:
         self.visible = visible
-        self._rich = RichConsole(stderr=True, quiet=not visible, highlight=False)
+        self._rich = Terminal(stderr=True, quiet=not visible)
 
     def say(self, text: str) -> None:
-        self._rich.print(text, markup=False, soft_wrap=True)
+        self._rich.print(text, soft_wrap=True)
 
     def evaluation(self, step: int, result: dict[str, Any]) -> None:
         at = " ".join(f"{share:.2f}" for share in result["acceptance_at"])
@@ -30,7 +30,9 @@ class Console:
         """Yields a function that takes a step's metrics, if it has any, and moves the bar on."""
         columns = (
             # 80 columns hold no more.
-            TextColumn("{task.description}", table_column=Column(max_width=14, no_wrap=True, overflow="ellipsis")),
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(max_width=14, no_wrap=True, overflow="ellipsis")
+            ),
             BarColumn(bar_width=8),
             MofNCompleteColumn(),
             TimeRemainingColumn(),

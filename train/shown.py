@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from draftsmith.decode.output import DecodeOutput
 from draftsmith.distill.detokenize import IncrementalText
+from draftsmith.safe_text import printable
 
 LEGEND = "Bold: draft tokens that the target accepted; the rest is the target's own."
 
@@ -28,9 +29,9 @@ class Sample:
         pieces: list[tuple[str, bool]] = []
         for token, drafted in zip(output.tokens, output.drafted, strict=True):
             before = pieces.pop()[0] if pieces and pieces[-1][1] == drafted else ""
-            pieces.append((before + text.add(token), drafted))
-        pieces[-1] = (pieces[-1][0] + text.rest(), pieces[-1][1])
-        return cls(tokenizer.decode(output.prompt_tokens), pieces)
+            pieces.append((before + printable(text.add(token)), drafted))
+        pieces[-1] = (pieces[-1][0] + printable(text.rest()), pieces[-1][1])
+        return cls(printable(tokenizer.decode(output.prompt_tokens)), pieces)
 
     def markdown(self) -> str:
         """For tensorboard."""

@@ -2,16 +2,20 @@
 
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 from unit.eval.made import evaluation, row
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import read_evaluation
 from draftsmith.eval.plots import evaluation_plots
 from draftsmith.eval.report import visible, write_report
+from draftsmith.safe_text import markdown
 
 VOID = {"meta", "img", "br", "link"}
 NASTY = "<script>alert('x')</script> & \"q\""
@@ -86,6 +90,27 @@ def test_html_stands_by_itself_and_shows_text_as_text(tmp_path: Path) -> None:
         assert "Something is wrong" in report
         assert "(LOSSY)" in report
         assert "[1.40, 1.60]" in report
+
+
+def test_names_and_texts_are_no_markdown(tmp_path: Path) -> None:
+    name = "x\n# owned ![i](http://h/i.png) <img src=http://h> |\x1b]0;t\x07 $\\frac{$"
+    rows = [row(drafter=name, policy=name), row(drafter=name, policy=name, category=name)]
+    found = evaluation(rows, guards=[{"guard": name, "message": name}], notes=[name, f"# {name}"])
+    write_report(found, tmp_path, title=name)
+    text = (tmp_path / "report.md").read_text()
+    assert "\x1b" not in text + (tmp_path / "report.html").read_text()
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    inside = [child for token in tokens for child in token.children or ()]
+    headings = [token.content for opened, token in pairwise(tokens) if opened.type == "heading_open"]
+    assert headings[0] == markdown(name)
+    assert not any("owned" in heading for heading in headings[1:])
+    assert not [token.type for token in [*tokens, *inside] if token.type.startswith(("html", "link"))]
+    images = [token.attrs["src"] for token in inside if token.type == "image"]
+    assert images
+    assert all(re.fullmatch(r"[\w-]+\.png", str(image)) for image in images), "the report's own plots"
+    assert "owned" in "".join(token.content for token in inside)
+    cells = Counter(token.content for opened, token in pairwise(tokens) if opened.type == "td_open")
+    assert cells[markdown(name).replace("\\|", "|")] == 8
 
 
 def test_a_report_without_the_rest(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Cards of every kind of drafter: metadata that reads back, commands that fit the kind, nothing left to fill in."""
 
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from conftest import make_llama
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from transformers import LlamaForCausalLM
 from unit.eval.made import evaluation, row
 
@@ -86,6 +89,31 @@ def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_targe
     assert (folder / "plots" / "speedup.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="drafter=nobody has no rows"):
         write_card(folder, evaluation().as_json(), "nobody")
+
+
+def test_a_card_shows_names_as_text(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    """Of a target, its revision, prompts and drafters, wherever the card repeats them."""
+    nasty = "x\n```\n# owned ![i](http://h/i.png) <b> `c` \x1b]0;t\x07"
+    data = {"data": {"prompts": f"/p/{nasty}"}}
+    folder = _saved("medusa", tmp_path / "d", tiny_target, f"/t/{nasty}", **data)
+    config = json.loads((folder / "config.json").read_text())
+    config["draftsmith"]["target"]["revision"] = nasty
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = [row(drafter=nasty, policy=nasty)]
+    write_card(
+        folder, evaluation(rows=rows, notes=[nasty], guards=[{"guard": nasty, "message": nasty}]).as_json(), nasty
+    )
+    card = (folder / "README.md").read_text()
+    assert "\x1b" not in card.partition("\n---\n")[2]
+    tokens = MarkdownIt("commonmark").enable("table").parse(card.partition("\n---\n")[2])
+    inside = [child for token in tokens for child in token.children or ()]
+    headings = [token.content for opened, token in pairwise(tokens) if opened.type == "heading_open"]
+    assert not any(heading.startswith("owned") for heading in headings)
+    assert [token.attrs["src"] for token in inside if token.type == "image"] == [
+        f"plots/{name}.png" for name in ("speedup", "acceptance", "time", "theory")
+    ]
+    html = [token.content for token in [*tokens, *inside] if token.type.startswith("html")]
+    assert all("summary" in part or "details" in part for part in html), html
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""Text from models, files and command lines, shown as text: on terminals, in Markdown, and where a command is kept.
+
+Names, prompts and generated text may hold escape sequences, markup or secrets.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that move the cursor, begin an escape sequence or reverse text; not line breaks and tabs."""
+MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")
+SECRET = re.compile(
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abprs]-|glpat-)[\w-]{20,}|\bAKIA[0-9A-Z]{16}\b"
+    r"|\beyJ[\w-]{10,}\.[\w-]{10,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+"""Tokens by the forms that services give them, and the user and password of an address."""
+NAMES_SECRET = re.compile(r"(?i)(?:^|[._-])(?:\w*token|(?:\w+_)?key|apikey|secret|passw(?:or)?d|credentials?|auth\w*)$")
+"""Ends of options and keys whose value is hidden: `--token`, `api_key`, `Authorization`."""
+HIDDEN = "***"
+
+
+def printable(text: str) -> str:
+    r"""Return the text with control characters written out, as \x1b; line breaks and tabs stay."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class Terminal(Console):
+    """A rich console on which text can only be read: markup and control characters are shown, not obeyed.
+
+    Args:
+        files_as_is: text goes to a file or a pipe unchanged.
+    """
+
+    def __init__(self, *, files_as_is: bool = False, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+        self._as_is = files_as_is and not self.is_terminal
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(text if self._as_is else printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control or self._as_is else segment._replace(text=printable(segment.text))
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return a command as text, without values that look like secrets."""
+    shown, hide = [], False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if hide and not argument.startswith("--"):
+            argument = HIDDEN
+        elif equals and value and NAMES_SECRET.search(name):
+            argument = f"{name}={HIDDEN}"
+        hide = not equals and argument.startswith("-") and NAMES_SECRET.search(argument) is not None
+        argument = re.sub(r"(?i)\b((?:authorization|cookie)\s*[:=]\s*|bearer\s+).*", rf"\1{HIDDEN}", argument)
+        shown.append(SECRET.sub(HIDDEN, argument))
+    return " ".join(shown)
+
+
+def markdown(text: str) -> str:
+    """Return Markdown that shows this text, on one line."""
+    line = MARKUP.sub(r"\\\g<0>", _one_line(text))
+    line = re.sub(r"^(\s*)(?=[-+#=]+(?:\s|$))", r"\1\\", line)  # what a list, a heading or a rule begins with
+    return re.sub(r"^(\s*\d+)(?=[.)]\s)", r"\1\\", line)
+
+
+def markdown_environment(**filters: Any) -> jinja2.Environment:
+    """Return an environment for Markdown templates in which everything that is filled in is shown as text.
+
+    Filters for other places: `code` between words, `fenced` for a block, `quoted` for a string of Python, `shell` for
+    an argument. What `filters` return is Markdown already.
+    """
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_shown)
+    own = {"code": _code, "fenced": _fenced, "quoted": _quoted, "shell": _shell, **filters}
+    environment.filters |= {name: _marked(function) for name, function in own.items()}
+    return environment
+
+
+def _shown(value: Any) -> Any:
+    return Markup(markdown(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _marked(function: Any) -> Any:
+    return lambda *arguments: Markup(function(*arguments))
+
+
+def _one_line(text: str) -> str:
+    return printable(re.sub(r"\s*[\n\r]\s*", " ", str(text)))
+
+
+def _code(text: str) -> str:
+    text = _one_line(text).replace("|", r"\|")
+    ticks = "`" * (1 + _longest_run(text))
+    return f"{ticks} {text} {ticks}" if "`" in text else f"{ticks}{text}{ticks}"
+
+
+def _fenced(text: str, language: str) -> str:
+    fence = "`" * max(3, 1 + _longest_run(text))
+    return f"{fence}{language}\n{printable(text).rstrip()}\n{fence}"
+
+
+def _quoted(text: str) -> str:
+    return printable(json.dumps(str(text), ensure_ascii=False))
+
+
+def _shell(text: str) -> str:
+    return shlex.quote(_one_line(text))
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
