@@ -115,13 +115,15 @@ def _run(settings: "CheckSettings", out: Path | None, trust_remote_code: bool) -
         DraftsmithError: once all is shown, where it could not be written.
     """
     from draftsmith.decode.cache import context_limit
-    from draftsmith.distill.targets import load_target
+    from draftsmith.distill.targets import EMBEDDED, load_target
     from draftsmith.eval.check import check
     from draftsmith.eval.prompts import load_prompts
+    from draftsmith.eval.stages import stage
     from draftsmith.heads.checkpoint import load_drafter
     from draftsmith.storage import write_json, writing
 
-    loaded = load_target(settings.target, dtype=settings.dtype, trust_remote_code=trust_remote_code)
+    with stage("loading the target", shown=settings.target != EMBEDDED):  # that has a bar of its own
+        loaded = load_target(settings.target, dtype=settings.dtype, trust_remote_code=trust_remote_code)
     limit = context_limit(loaded.model)
     template = {"chat_template": settings.chat_template, "template_options": settings.template_options}
     prompts = load_prompts(settings.prompts, loaded.tokenizer, count=settings.count, context=limit, **template)

@@ -7,13 +7,14 @@ from typing import Any
 from rich.table import Table
 
 from draftsmith.decode.cache import context_limit
-from draftsmith.distill.targets import load_target
+from draftsmith.distill.targets import EMBEDDED, load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast import PLAIN, Forecast, ForecastSettings, forecast
 from draftsmith.eval.hardware import Hardware
 from draftsmith.eval.prompts import Prompt, check_prompts, load_prompts
 from draftsmith.eval.settings import Settings
+from draftsmith.eval.stages import stage
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.drafter import Drafter
 from draftsmith.locks import hold_folder
@@ -59,12 +60,15 @@ def run(request: ForecastRequest, out: Path) -> Outcome:
 
 def _run(request: ForecastRequest, out: Path) -> Outcome:
     hardware = None if request.profile is None else Hardware.load(request.profile)
-    loaded = load_target(request.target, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
+    with stage("loading the target", shown=request.target != EMBEDDED):  # that has a bar of its own
+        loaded = load_target(request.target, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
     where = {"count": request.count, "context": context_limit(loaded.model)}
     template = {"chat_template": request.chat_template, "template_options": request.template_options}
     prompts = load_prompts(request.prompts, loaded.tokenizer, **where, **template)
     drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in request.drafters.items()}
-    found = forecast(loaded.model, drafters, [prompt.input_ids for prompt in prompts], request.settings, hardware)
+    found = forecast(
+        loaded.model, drafters, [prompt.input_ids for prompt in prompts], request.settings, hardware, progress=True
+    )
     if request.save_profile is not None:
         found.hardware[request.temperatures[0]].save(request.save_profile)
     _write(Outcome(found), out)  # nothing is lost if measuring fails

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.decode.cache import config_limit
-from draftsmith.distill.targets import load_target, load_tokenizer
+from draftsmith.distill.targets import EMBEDDED, load_target, load_tokenizer
 from draftsmith.eval.cells import JOURNAL, KEPT
 from draftsmith.eval.diagnostics import diagnose
 from draftsmith.eval.evaluation import Evaluation, evaluate
 from draftsmith.eval.prompts import check_prompts, load_prompts
 from draftsmith.eval.report import check_report_folder, summary_table, write_report
 from draftsmith.eval.settings import Settings
+from draftsmith.eval.stages import stage
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.named import is_named
 from draftsmith.locks import hold_folder
@@ -49,15 +50,16 @@ def _measure(request: MeasureRequest, out: Path, title: str) -> Evaluation:
     trust = {"trust_remote_code": request.trust_remote_code}
     tokenizer, config = load_tokenizer(request.target, **trust)
     load_prompts(request.prompts, tokenizer, context=config_limit(config), **where)  # refused before weights are read
-    loaded = load_target(request.target, dtype=request.dtype, **trust)
-    drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in request.drafters.items()}
+    with stage("loading the target and the drafters", shown=request.target != EMBEDDED):  # that has a bar of its own
+        loaded = load_target(request.target, dtype=request.dtype, **trust)
+        drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in request.drafters.items()}
     limits = [config_limit(config), *(drafter.context_limit for drafter in drafters.values())]
     shortest = min((limit for limit in limits if limit is not None), default=None)
     prompts = load_prompts(request.prompts, loaded.tokenizer, context=shortest, **where)
     options = {"tokenizer": loaded.tokenizer, "journal": out / JOURNAL, "diagnose": diagnose}
     evaluation = evaluate(loaded.model, drafters, prompts, request.settings, **options)
     runs = {name: read_metrics(Path(path).parent) for name, path in request.drafters.items() if not is_named(path)}
-    with writing(out, KEPT):
+    with stage("drawing and writing the report"), writing(out, KEPT):
         write_report(evaluation, out, title=title, runs={name: metrics for name, metrics in runs.items() if metrics})
     return evaluation
 

@@ -14,6 +14,7 @@ from draftsmith.eval.greedy_check import GreedyCheck, check_greedy
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.sampled import Done, Plan
 from draftsmith.eval.sampling_check import SamplingCheck, check_sampling
+from draftsmith.eval.stages import stage
 from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.safe_text import Terminal
@@ -100,9 +101,10 @@ def check(
 
     Args:
         keep: called with all that is known after each arm, so that an interrupted run keeps what it has.
-        progress: a bar on stderr, in tokens, with the time that is left.
+        progress: the stages on stderr, the longest with a bar in tokens and the time that is left.
     """
-    decoders = _decoders(target, drafters, prompts, settings)
+    with stage("preparing the decoders", shown=progress):
+        decoders = _decoders(target, drafters, prompts, settings)
     sampled = sum(temperature > 0 for temperature in settings.temperatures) * len(decoders)
     checked = Check(settings, environment(), model_fingerprint(target))
     alone: list[list[int]] = []

@@ -18,6 +18,7 @@ from draftsmith.eval.metrics import expected_tau, greedy_identity, row_numbers
 from draftsmith.eval.prompts import OVERALL, Prompt
 from draftsmith.eval.samples import samples
 from draftsmith.eval.settings import BASELINE, Arm, Settings
+from draftsmith.eval.stages import stage
 from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import environment
 
@@ -92,8 +93,13 @@ def evaluate(
     """
     run = Run(target, drafters, prompts, settings, tokenizer, Journal(journal))
     run.measure(progress)
-    rows = [row for arm, decoder in run.arms.items() if arm != BASELINE for row in _rows(run, arm, decoder)]
-    undiagnosed = [] if diagnose is None else _diagnose(run, rows, diagnose)
+    rows = []
+    with stage("computing the numbers and their intervals", len(run.arms) - 1, shown=progress) as done:
+        for arm, decoder in run.arms.items():
+            if arm != BASELINE:
+                rows += _rows(run, arm, decoder)
+                done()
+    undiagnosed = [] if diagnose is None else _diagnose(run, rows, diagnose, progress)
     dtypes = {"target": dtype_of(target), **{name: dtype_of(drafter) for name, drafter in drafters.items()}}
     where = {**environment(), "torch_threads": run.journal.facts["threads"]}
     return Evaluation(
@@ -155,28 +161,29 @@ def _measurements(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def _diagnose(run: Run, rows: list[dict[str, Any]], diagnose: Diagnose) -> list[str]:
+def _diagnose(run: Run, rows: list[dict[str, Any]], diagnose: Diagnose, progress: bool) -> list[str]:
     """Add `diagnostics` to the rows: of a drafter, temperature and category, which all its policies share.
 
     Returns a note for each drafter that it cannot be done for; what was measured stands all the same.
     """
-    known: dict[tuple, dict[str, Any] | None] = {}
-    refused: dict[str, str] = {}
+    by_place: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
     for row in rows:
-        name, temperature = row["drafter"], row["temperature"]
-        if run.drafters[name].only_retrieves:
-            continue
-        place = (name, temperature, row["category"])
-        if place not in known:
+        if not run.drafters[row["drafter"]].only_retrieves:
+            by_place.setdefault((row["drafter"], row["temperature"], row["category"]), []).append(row)
+    refused: dict[str, str] = {}
+    with stage("comparing each drafter with the target by draft position", len(by_place), shown=progress) as done:
+        for (name, temperature, category), same in by_place.items():
             deepest = max(len(other["acceptance_at"]) for other in rows if other["drafter"] == name)
-            texts = _texts(run, temperature, None if row["category"] == OVERALL else row["category"])
+            texts = _texts(run, temperature, None if category == OVERALL else category)
             options = {"temperature": temperature, "draft_length": max(1, deepest)}
             try:
-                known[place] = diagnose(run.target, run.drafters[name], texts, **options)
+                found = diagnose(run.target, run.drafters[name], texts, **options)
             except ConfigError as error:
-                known[place], refused[name] = None, f"{name}: no diagnostics by draft position ({error})."
-        if known[place] is not None:
-            row["diagnostics"] = known[place]
+                refused[name] = f"{name}: no diagnostics by draft position ({error})."
+            else:
+                for row in same:
+                    row["diagnostics"] = found
+            done()
     return list(refused.values())
 
 

@@ -18,8 +18,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.accepted import Accepted, NotPredicted, accepted, needs_replay, of_rounds, retrieved
 from draftsmith.eval.agreement import Agreement, acceptance_measure, agreement
 from draftsmith.eval.diagnostics import difference_measure, summary
-from draftsmith.eval.hardware import Hardware, measure_hardware
+from draftsmith.eval.hardware import Hardware, measure_hardware, turns
 from draftsmith.eval.replay import replay
+from draftsmith.eval.stages import stage
 from draftsmith.eval.target_texts import TOGETHER, TargetText, sample_texts
 from draftsmith.eval.threads import fastest_threads, threads
 from draftsmith.heads.drafter import Drafter
@@ -102,12 +103,15 @@ def forecast(
     prompts: Sequence[list[int]],
     settings: ForecastSettings,
     hardware: Hardware | None = None,
+    *,
+    progress: bool = False,
 ) -> Forecast:
     """Forecast every drafter under every policy.
 
     Args:
         prompts: as the target will be asked; each is answered once at every temperature.
         hardware: another machine's seconds; without one, this machine's are measured.
+        progress: name each stage on stderr.
 
     Raises:
         ConfigError: for a drafter whose context is too short, or whose seconds the hardware does not know.
@@ -117,7 +121,7 @@ def forecast(
     if hardware is not None:
         hardware.require(drafters)
     with threads(fastest_threads(target, list(prompts[0]))):
-        parts = [_at(target, drafters, prompts, settings, hardware, heat) for heat in settings.temperatures]
+        parts = [_at(target, drafters, prompts, settings, hardware, heat, progress) for heat in settings.temperatures]
         where = environment()
     best = [entry for part in parts for entry in part.best]
     return Forecast(
@@ -148,16 +152,23 @@ def _at(
     settings: ForecastSettings,
     hardware: Hardware | None,
     temperature: float,
+    progress: bool,
 ) -> _Part:
     sampling = settings.sampling(temperature)
     options = {"max_new_tokens": settings.max_new_tokens, "seed": settings.seed}
-    texts = [text for text in sample_texts(target, prompts, sampling, **options) if text.anchors > 0]
+    with stage(f"T={temperature:g}: the target writes texts", shown=progress):
+        texts = [text for text in sample_texts(target, prompts, sampling, **options) if text.anchors > 0]
     if not texts:
         raise ConfigError(f"texts of one token at T={temperature:g}; expected prompts that are answered longer")
-    found = {name: predict(target, drafter, texts, settings, sampling) for name, drafter in drafters.items()}
+    found = {}
+    with stage(f"T={temperature:g}: reading the texts with each drafter", len(drafters), shown=progress) as done:
+        for name, drafter in drafters.items():
+            found[name] = predict(target, drafter, texts, settings, sampling)
+            done()
     if hardware is None:
         lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes}
-        hardware = measure_hardware(target, drafters, texts, temperature=temperature, **lengths)
+        with stage(f"T={temperature:g}: timing rounds", turns(settings.batch_sizes), shown=progress) as done:
+            hardware = measure_hardware(target, drafters, texts, temperature=temperature, **lengths, done=done)
     untimed = len(hardware.repeats) < 2
     rows = [
         {"drafter": name, "temperature": temperature, "policy": policy}

@@ -14,7 +14,7 @@
 YAML or JSON. Between two numbers the curve is linear, beyond the last it goes on with the slope of the last two.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -162,12 +162,13 @@ def measure_hardware(
     draft_length: int,
     temperature: float,
     batches: Sequence[int] = (1,),
+    done: Callable[[], None] = lambda: None,
 ) -> Hardware:
     """Median seconds of real rounds behind real texts, on the present machine and threads.
 
     Draft lengths take turns, so that a slow second hits all alike; each turn's own medians are the `repeats`. A round's
     parts are those that `Round` records: the pass with its rule is `verify`, and what is left beside drafting is
-    `round`.
+    `round`. `done` is called after each of the `turns`.
     """
     arms = {ALONE: Arm(target)}
     arms |= {("", length): Arm(target, _Fixed(length), length) for length in LENGTHS}
@@ -179,15 +180,21 @@ def measure_hardware(
         longest = min(draft_length, drafter.max_draft_length or draft_length)
         reached = [length for length in LENGTHS if length <= longest]
         arms |= {(name, length): Arm(target, drafter, length, costs) for length in reached}
-    turns = {
-        batch: _timed(arms, [texts[number % len(texts)] for number in range(batch)], temperature) for batch in batches
+    of_batch = {
+        batch: _timed(arms, [texts[number % len(texts)] for number in range(batch)], temperature, done)
+        for batch in batches
     }
-    together = {batch: _joined(of_batch) for batch, of_batch in turns.items()}
-    repeats = [_medians({batch: turns[batch][turn] for batch in batches}, drafters) for turn in range(TURNS)]
+    together = {batch: _joined(timed) for batch, timed in of_batch.items()}
+    repeats = [_medians({batch: of_batch[batch][turn] for batch in batches}, drafters) for turn in range(TURNS)]
     hardware = _medians(together, drafters)
     hardware.require(drafters)
     known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
     return hardware.model_copy(update={"name": "measured", "repeats": tuple(known)})
+
+
+def turns(batches: Sequence[int]) -> int:
+    """How often `measure_hardware` goes through all lengths."""
+    return len(batches) * (TURNS + 1)
 
 
 def _medians(rounds: dict[int, Timed], drafters: Iterable[str]) -> Hardware:
@@ -242,7 +249,9 @@ class Arm:
         return [record for record in records[1:] or records if record.drafted == self.draft_length]
 
 
-def _timed(arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], temperature: float) -> list[Timed]:
+def _timed(
+    arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], temperature: float, done: Callable[[], None]
+) -> list[Timed]:
     """Rounds of every arm in each turn; the first turn, which allocates and chooses kernels, is left out.
 
     The target alone comes up again and again, since every speedup is relative to it. Each turn begins with another arm.
@@ -256,6 +265,7 @@ def _timed(arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], temper
             for some in (ALONE, key) if place % 2 == 0 else (key,):
                 timed[some] += arms[some].rounds(texts, temperature, turn)
         turns.append(timed)
+        done()
     return turns[1:]
 
 

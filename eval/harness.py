@@ -18,6 +18,7 @@ from draftsmith.eval.cells import Cell, Journal, Key
 from draftsmith.eval.plain import compare_with_generate
 from draftsmith.eval.prompts import Prompt, prompts_fingerprint
 from draftsmith.eval.settings import BASELINE, Arm, Settings
+from draftsmith.eval.stages import stage
 from draftsmith.eval.threads import fastest_threads, threads
 from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import environment, model_fingerprint
@@ -79,18 +80,23 @@ class Run:
         """Put every cell into the journal that is not there yet."""
         self.journal.begin(self.identity(), environment())
         if "threads" not in self.journal.facts:
-            self.journal.fact("threads", fastest_threads(self.target, self.prompts[0].input_ids))
+            with stage("choosing the number of threads", shown=progress):
+                self.journal.fact("threads", fastest_threads(self.target, self.prompts[0].input_ids))
         with threads(self.journal.facts["threads"]):  # decoders too: policies plan with costs that depend on threads
             self.arms = {BASELINE: SpeculativeDecoder(self.target)}
-            for name, drafter in self.drafters.items():
-                self.arms |= self._arms(name, drafter)
+            with stage("timing the passes of each drafter", len(self.drafters), shown=progress) as done:
+                for name, drafter in self.drafters.items():
+                    self.arms |= self._arms(name, drafter)
+                    done()
             if any(self._pending(place) for place in self._places()):
-                self._calibrate()
-                self._warm_up()
+                with stage("warming up", shown=progress):
+                    self._calibrate()
+                    self._warm_up()
                 self._decode_all(progress)
             if "plain" not in self.journal.facts:
                 prompts = [prompt.input_ids for prompt in self.prompts]
-                self.journal.fact("plain", compare_with_generate(self.target, prompts))
+                with stage("comparing the target alone with transformers' generate", shown=progress):
+                    self.journal.fact("plain", compare_with_generate(self.target, prompts))
 
     def identity(self) -> dict[str, Any]:
         """Two runs of one identity are the same measurement."""

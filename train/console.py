@@ -17,6 +17,12 @@ class Console:
     def __init__(self, visible: bool) -> None:
         self.visible = visible
         self._rich = Terminal(stderr=True, quiet=not visible)
+        self._tell: Callable[[str], None] | None = None
+
+    def doing(self, text: str) -> None:
+        """Show `text` in place of the numbers of the running bar, until its next step."""
+        if self._tell is not None:
+            self._tell(text)
 
     def say(self, text: str) -> None:
         self._rich.print(text, soft_wrap=True)
@@ -44,7 +50,9 @@ class Console:
             def advance(row: dict[str, Any]) -> None:
                 progress.update(task, advance=1, numbers=_numbers(row) if row else "")
 
+            self._tell = lambda text: progress.update(task, numbers=text)
             yield advance
+            self._tell = None
 
 
 def _numbers(row: dict[str, Any]) -> str:

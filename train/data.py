@@ -111,6 +111,7 @@ def prepare_data(
         subset=data.subset,
         split=data.split,
     )
+    console.say(f"data: reading {data.prompts}")
     with accelerator.main_process_first():
         examples = read_examples(chat, wanted, context_limit(target.model), console.say)
     if evaluation.prompts is None and data.prompts != EMBEDDED:

@@ -122,6 +122,7 @@ class Run:
         self.memory = MemoryMeter(accelerator.device)  # what the estimate itself has loaded is no part of the run
         settings = recipe.target
         self.placement = Placement(recipe, accelerator)
+        self.console.say(f"  target: loading {settings.model}")
         with accelerator.main_process_first():  # the embedded target is built once, the Hub is asked once
             self.target: LoadedTarget = load_target(
                 settings.model,
@@ -274,6 +275,7 @@ class Run:
 
         A signal cuts it short: it is then the first thing to do when the run goes on.
         """
+        self.console.doing("evaluating")
         with self.engine.whole():
             if self.accelerator.is_main_process:
                 found = evaluate_drafter(

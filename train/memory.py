@@ -163,6 +163,7 @@ def announce_memory(recipe: Recipe, accelerator: Accelerator, console: Console) 
         )
     if not console.visible:
         return None
+    console.say("memory: computing what the run will take")
     here = {"device": str(accelerator.device), "processes": accelerator.num_processes}
     here["sharded"] = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     try:

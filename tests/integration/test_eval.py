@@ -58,6 +58,19 @@ def _main(*arguments: str) -> int:
     return 0
 
 
+STAGES = [
+    "loading the target and the drafters",
+    "choosing the number of threads",
+    "timing the passes of each drafter",
+    "warming up",
+    "measuring",
+    "comparing the target alone with transformers' generate",
+    "computing the numbers and their intervals",
+    "comparing each drafter with the target by draft position",
+    "drawing and writing the report",
+]
+
+
 def test_a_whole_evaluation(
     tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -109,7 +122,9 @@ def test_a_whole_evaluation(
     assert b'"cell"' not in (out / "cells.jsonl").read_bytes()[len(cells) :]
     assert json.loads((out / "eval.json").read_text())["rows"] == rows
 
-    capsys.readouterr()
+    said = capsys.readouterr().err
+    assert list(filter(said.__contains__, STAGES)) == STAGES
+    assert sorted(STAGES, key=said.index) == STAGES
     assert _main("eval", "compare", out) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "medusa (γ=2) and self (γ=4)" in shown or "faster than" in shown

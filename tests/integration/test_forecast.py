@@ -97,7 +97,10 @@ def test_a_whole_forecast(
     assert {entry["drafter"] for entry in written["diagnostics"]} == {"self", "medusa"}
     assert any("adaptive" in note and "learns" in note for note in written["notes"])
     assert [best["batch_size"] for best in written["best"]] == [1, 2]
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
+    stages = ["the target writes texts", "reading the texts with each drafter", "timing rounds"]
+    assert said.index("loading the target") < said.index(f"T=0: {stages[0]}") < said.index(f"T=0: {stages[1]}")
+    assert said.index(f"T=0: {stages[1]}") < said.index(f"T=0: {stages[2]}")
     assert "best at T=0, batch size 1:" in shown
     assert "of speedups also over 3 timings" in " ".join(shown.split())
     assert all(entry["timings"] == 3 for row in written["rows"] for entry in row["speed"])

@@ -1,0 +1,25 @@
+"""The named stages of a long call, on stderr, so that it can be told what it is doing and that it moves."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@contextmanager
+def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """Show `name` and the time since the block began, with a bar where the number of its parts is known.
+
+    Yields a function to be called after each part. Where stderr is no terminal, the name alone is printed.
+    """
+    console = Console(stderr=True, highlight=False)
+    moving = shown and console.is_terminal
+    if shown and not moving:
+        console.print(f"  stage: {name}", markup=False, soft_wrap=True)
+    parts = () if total is None else (BarColumn(), MofNCompleteColumn())
+    with Progress(
+        TextColumn("{task.description}"), *parts, TimeElapsedColumn(), console=console, disable=not moving
+    ) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda: bar.advance(task)
