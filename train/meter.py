@@ -22,12 +22,15 @@ class MemoryMeter:
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
         self._before = psutil.Process().memory_info().rss
+        self._most = 0
 
     def peak(self) -> int:
         """Most bytes so far."""
         if self._cuda is not None:
             return torch.cuda.max_memory_allocated(self._cuda)
-        return max(0, _most_resident() - self._before)
+        # Linux counts each core's share apart, so that its own maximum can fall by a few pages.
+        self._most = max(self._most, _most_resident() - self._before)
+        return self._most
 
 
 def in_units(count: float) -> str:
