@@ -1,0 +1,226 @@
+"""Which optimizer and rate each family of drafters learns with, on targets of several widths; see train/rates.py.
+
+    python benchmarks/rates.py --targets w128 --families eagle3 --settings muon:6e-3 adamw:1e-3 --steps 150
+    python benchmarks/rates.py --targets FOLDER --schedules cosine wsd
+    python benchmarks/rates.py --targets FOLDER --families draft_model@OTHER    # starts from the model in OTHER
+    python benchmarks/rates.py --show                                    # the table of what has been measured
+
+All runs of a target share its samples: the target continues its own openings, which it writes from BOS at T=1. Each run
+is `*/embedded` of the family with --batch sequences of at most 128 tokens a step. tau is exact on the target's own
+held-out texts at T=0 and T=1 (the forecast's teacher-forced pass), for a chain of the recipe's draft length. One JSON
+line a run is appended to --out; what is there is not run again.
+"""
+
+import argparse
+import json
+import math
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.policies import Chain
+from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.distill.embedded import EmbeddedRecipe, Stage, embedded_target
+from draftsmith.distill.targets import LoadedTarget, load_target
+from draftsmith.errors import DraftsmithError
+from draftsmith.eval.accepted import accepted
+from draftsmith.eval.agreement import acceptance_measure, agreement
+from draftsmith.eval.target_texts import TargetText, sample_texts
+from draftsmith.heads.drafter import Drafter
+from draftsmith.storage import cache_dir
+from draftsmith.train import loop
+from draftsmith.train.launching import make_accelerator
+from draftsmith.train.output import claim_output, read_metrics
+from draftsmith.train.recipe import Recipe, load_recipe
+
+FAMILIES = ("draft_model", "medusa", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash")
+FAMILIES += ("dspark",)
+GRID = ("muon:2e-3", "muon:6e-3", "muon:2e-2", "adamw:3e-4", "adamw:1e-3", "adamw:3e-3", "adamw:1e-2")
+TARGETS = {
+    "w128": EmbeddedRecipe(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=352,
+        stages=(Stage(2, 300, 8, 256), Stage(4, 200, 8, 256)),
+    ),
+    "w256": EmbeddedRecipe(),
+    "w512": EmbeddedRecipe(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        stages=(Stage(2, 100, 8, 128), Stage(3, 40, 8, 128)),
+    ),
+}
+"""Made on this machine from the standard library; w128 has 0.93M parameters, w256 is the embedded target."""
+OPENING, RESPONSE, SAMPLES, HELDOUT, NEW = 16, 112, 1280, 32, 64
+"""Tokens of an opening and of the longest response, training samples, held-out openings and their new tokens."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), help=f"{', '.join(TARGETS)} or folders")
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--settings", nargs="+", default=list(GRID), metavar="OPTIMIZER:RATE")
+    parser.add_argument("--schedules", nargs="+", default=["cosine"], choices=SCHEDULES)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/rates.jsonl"))
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    return parser.parse_args()
+
+
+def wsd(recipe: Recipe, step: int) -> float:
+    """Warm-up, constant, and a linear decay to a tenth over the last fifth of the steps."""
+    settings, left = recipe.train, (recipe.train.steps - step) / recipe.train.steps
+    warmup = max(1, int(settings.steps * settings.warmup_fraction))
+    return settings.learning_rate * min((step + 1) / warmup, 0.1 + 0.9 * min(1.0, left / 0.2))
+
+
+def constant(recipe: Recipe, step: int) -> float:
+    """Warm-up, then no decay."""
+    return recipe.train.learning_rate * min(1.0, (step + 1) / max(1, recipe.train.steps * recipe.train.warmup_fraction))
+
+
+SCHEDULES = {"cosine": loop.learning_rate, "wsd": wsd, "constant": constant}
+
+
+@lru_cache(1)
+def loaded(name: str) -> LoadedTarget:
+    folder = embedded_target(recipe=TARGETS[name]) if name in TARGETS else Path(name)
+    return load_target(str(folder))
+
+
+@lru_cache(1)
+def openings(name: str) -> list[str]:
+    """Different beginnings of texts, as the target writes them from its BOS."""
+    file = cache_dir() / "rates" / f"{Path(name).name}.json"
+    if not file.is_file():
+        target = loaded(name)
+        decoder, bos = SpeculativeDecoder(target.model), target.tokenizer.bos_token_id
+        texts: list[list[int]] = []
+        for seed in range(0, 2 * (SAMPLES + HELDOUT), 128):
+            options = {"max_new_tokens": OPENING, "temperature": 1.0, "seeds": seed}
+            texts += [output.tokens for output in decoder.generate_batch([[bos]] * 128, **options)]
+        written = [target.tokenizer.decode(text, skip_special_tokens=True) for text in texts]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(list(dict.fromkeys(text for text in written if text.strip()))), encoding="utf-8")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@lru_cache(2)
+def heldout(name: str, temperature: float) -> list[TargetText]:
+    target = loaded(name)
+    prompts = [target.tokenizer(text)["input_ids"] for text in openings(name)[:HELDOUT]]
+    return sample_texts(target.model, prompts, Sampling(temperature), max_new_tokens=NEW)
+
+
+def tau(name: str, drafter: Drafter, draft_length: int, temperature: float) -> float:
+    """Tokens a round of the chain, exact on the held-out texts."""
+    sampling, texts = Sampling(temperature), heldout(name, temperature)
+    tables = agreement(loaded(name).model, drafter, texts, draft_length, [acceptance_measure(Processors(sampling))])
+    found = [accepted(Chain(draft_length), *pair, sampling) for pair in zip(tables, texts, strict=True)]
+    return sum(text.tokens for text in found) / sum(text.rounds for text in found)
+
+
+def run(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Train a drafter as `wanted` says, and measure it."""
+    name, started = wanted["target"], time.perf_counter()
+    target = loaded(name)
+    prompts = cache_dir() / "rates" / f"{Path(name).name}.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in openings(name)[HELDOUT:]))
+    output = cache_dir() / "rates" / "runs" / f"{'-'.join(str(value).replace('/', '_') for value in wanted.values())}"
+    steps = wanted["steps"]
+    overrides = {
+        "output": output,
+        "target.model": target.name,
+        "data.prompts": prompts,
+        "data.count": SAMPLES,
+        "data.prompt_tokens": 3 * OPENING,
+        "data.response_tokens": RESPONSE,
+        "data.temperature": 1.0,
+        "teacher.kind": "cached",
+        "train.optimizer": wanted["optimizer"],
+        "train.learning_rate": wanted["rate"],
+        "train.steps": steps,
+        "train.batch_size": wanted["batch"],
+        "train.seed": wanted["seed"],
+        "train.evaluate_every": 10 * steps,
+        "train.checkpoint_every": 10 * steps,
+        "evaluation.count": 1,
+        "evaluation.max_new_tokens": 2,
+    }
+    family, _, start = wanted["family"].partition("@")
+    if start:
+        overrides |= {"drafter.model": start, "drafter.init": "random"}
+    recipe = load_recipe(f"{family}/embedded", [f"{key}={value}" for key, value in overrides.items()])
+    loop.learning_rate = SCHEDULES[wanted["schedule"]]
+    result: dict[str, Any] = {"tau": [math.nan, math.nan]}
+    try:
+        accelerator = make_accelerator(recipe, output)
+        claim_output(recipe)
+        trained = loop.Run(recipe, accelerator, output)
+        trained.train()
+        trained.record.close()
+        trained.drafter.eval()
+        result["tau"] = [round(tau(name, trained.drafter, trained.draft_length, heat), 3) for heat in (0.0, 1.0)]
+    except DraftsmithError as error:
+        result["error"] = str(error)[:200]
+    losses = [row["loss"] for row in read_metrics(output) if "loss" in row]
+    result["losses"] = [round(losses[min(place, len(losses) - 1)], 3) for place in (0, 9, 19, 39, steps - 1)]
+    result["width"] = target.model.config.hidden_size
+    return {**wanted, **result, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """tau at T=0 / T=1 by family and target in rows, by optimizer and rate in columns."""
+    settings = sorted({(row["optimizer"], row["rate"]) for row in rows}, key=lambda pair: (pair[0] != "muon", pair[1]))
+    table = Table(title="tau at T=0 / T=1")
+    for column in ("family", "target", "schedule", *(f"{kind} {rate:g}" for kind, rate in settings)):
+        table.add_column(column)
+    by_line: dict[tuple[Any, ...], dict[Any, list[float]]] = {}
+    for row in rows:
+        line = (row["family"], Path(row["target"]).name, f"{row['schedule']}, {row['steps']} x {row['batch']}")
+        by_line.setdefault((*line, row["seed"]), {})[row["optimizer"], row["rate"]] = row["tau"]
+    for (family, target, schedule, _), found in sorted(by_line.items()):
+        best = max(found, key=lambda setting: sum(value for value in found[setting] if value == value))
+        cells = []
+        for setting in settings:
+            text = " / ".join(f"{value:.2f}" for value in found[setting]) if setting in found else ""
+            cells.append(f"[bold]{text}[/]" if setting == best else text)
+        table.add_row(family, target, schedule, *cells)
+    Console(width=220).print(table)
+
+
+def main() -> None:
+    options = arguments()
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.is_file() else []
+    keys = ("target", "family", "schedule", "optimizer", "rate", "steps", "batch", "seed")
+    done = {tuple(row[key] for key in keys) for row in rows}  # folders by their last part
+    wanted = [
+        (target, family, schedule, setting.split(":")[0], float(setting.split(":")[1]), options.steps, options.batch)
+        for target in options.targets
+        for family in options.families
+        for schedule in options.schedules
+        for setting in options.settings
+    ]
+    for values in [] if options.show else [(*values, seed) for values in wanted for seed in options.seeds]:
+        target, family, *rest = values
+        names = {"target": Path(target).name, "family": "@".join(Path(part).name for part in family.split("@"))}
+        if (*names.values(), *rest) in done:
+            continue
+        rows.append({**run(dict(zip(keys, values, strict=True))), **names})
+        print(json.dumps(rows[-1]), flush=True)
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()
