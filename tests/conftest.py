@@ -81,6 +81,7 @@ def recipe_file(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.Mo
         "train": {
             "steps": 12,
             "batch_size": 8,
+            "optimizer": "adamw",
             "learning_rate": 3e-3,
             "mixed_precision": "no",
             "evaluate_every": 6,

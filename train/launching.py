@@ -15,9 +15,10 @@ from transformers.integrations import unset_hf_deepspeed_config
 from draftsmith.distill.embedded_training import bf16_is_fast
 from draftsmith.errors import ConfigError
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.sections import DEEPSPEED
 from draftsmith.train.trackers import TRACKER_FOLDER
 
-FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
+FSDP, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 

@@ -37,12 +37,14 @@ from draftsmith.train.output import (
 )
 from draftsmith.train.placement import Placement
 from draftsmith.train.publishing import Publisher, check_publish, is_first_process
+from draftsmith.train.rates import described, width_of, with_rate
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.record import Record
 from draftsmith.train.signals import leave
 from draftsmith.train.step import Last
 from draftsmith.train.teachers import make_teacher
 from draftsmith.train.trackers import require_tracker
+from draftsmith.train.watch import rate_warning, watched_steps
 
 
 def train(recipe: Recipe) -> Path:
@@ -57,6 +59,7 @@ def train(recipe: Recipe) -> Path:
         DraftsmithError: for a loss that is no number, a folder that cannot be written, see train/record.py, or behind
             the end of a run whose drafter cannot be published.
     """
+    recipe = with_rate(recipe)
     check_output(recipe)
     require_tracker(recipe.tracker)
     require_compiler(recipe)
@@ -132,6 +135,8 @@ class Run:
                 device=self.placement.load_to,
                 progress=accelerator.is_main_process,
             )
+        self.width = width_of(self.target.model.config)
+        self.console.say(described(recipe, self.width))
         self.draft_length, self.data, self.drafter = data_and_drafter(
             recipe, self.target, accelerator, self.placement, self.console
         )
@@ -167,6 +172,7 @@ class Run:
                 step += 1
                 self.record.log({"step": step, **row})
                 advance(row)
+                self._judge_rate(step)
                 self.evaluated = step % settings.evaluate_every != 0 and step != settings.steps
                 if not self.evaluated and stopping.agreed is None:
                     self._evaluate(step)
@@ -220,6 +226,13 @@ class Run:
             "seconds": seconds,
             "memory_bytes": self.memory.peak(),
         }
+
+    def _judge_rate(self, step: int) -> None:
+        """Once, when the first steps are done: say so where they show that the rate is far off."""
+        if step == watched_steps(self.recipe) and self.accelerator.is_main_process:
+            losses = [row["loss"] for row in read_metrics(self.folder) if "loss" in row]
+            if (warning := rate_warning(self.recipe, losses, self.width)) is not None:
+                self.console.say(warning)
 
     def _refresh(self, step: int) -> None:
         """Where a new round begins: have all prompts answered anew, with the drafter as it is."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.drafter_sections import DRAFTERS, AnyDrafterSection
@@ -47,7 +47,7 @@ class Recipe(Section):
     data: DataSection = DataSection()
     teacher: TeacherSection = TeacherSection()
     objective: ObjectiveSection = ObjectiveSection()
-    train: TrainSection = TrainSection()
+    train: TrainSection = Field(default_factory=TrainSection)
     evaluation: EvaluationSection = EvaluationSection()
     cotrain: CotrainSection | None = None
     """Also train adapters on the target; with Medusa heads this is Medusa-2. What is decoded then is another target."""

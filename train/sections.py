@@ -1,5 +1,6 @@
 """The sections of a recipe, but for the drafter's: every key with what it means."""
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -8,6 +9,12 @@ from draftsmith.train.section import Count, Number, Section, no_as_written, no_t
 
 MONTH = 30 * 24 * 60
 """In minutes."""
+DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+"""The variable by which accelerate says that it was launched with DeepSpeed."""
+
+
+def default_optimizer() -> Literal["adamw", "muon"]:
+    return "adamw" if os.environ.get(DEEPSPEED, "false").lower() == "true" else "muon"
 
 
 class TargetSection(Section):
@@ -129,12 +136,14 @@ class TrainSection(Section):
     """Compute what lies inside the drafter's blocks again in the backward pass instead of keeping it."""
     compile: bool = False
     """Let torch.compile make kernels of the drafter's layers; worth it for long runs on a GPU."""
-    learning_rate: Annotated[Number, Field(gt=0)] = 1e-3
-    """Peak, behind the warm-up; a cosine leads to a tenth of it."""
+    learning_rate: Annotated[Number, Field(gt=0)] | None = None
+    """Peak, after the warm-up; a cosine leads to a tenth of it. By default what the family of drafters learns with, by
+    optimizer and width of the target; see train/rates.py."""
     warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05
     """Share of the steps in which the rate rises."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """'muon' for the matrices inside the drafter's layers, AdamW for the rest: learns much faster in few steps."""
+    optimizer: Literal["adamw", "muon"] = Field(default_factory=default_optimizer)
+    """'muon' for the matrices inside the drafter's layers, AdamW for the rest: learns much faster in few steps. The
+    default, but for DeepSpeed, which has 'adamw' alone."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     """The optimizers'."""
     clip_norm: Annotated[Number, Field(gt=0)] = 1.0

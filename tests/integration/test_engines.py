@@ -115,7 +115,7 @@ def runs(place: Path, processes: Processes, tiny_tokenizer: PreTrainedTokenizerF
         # A head of its own, over a draft vocabulary: weights that the objective reads outside of any module.
         "drafter": {"type": "eagle3", "layers": [1, 2], "draft_vocab_size": 40},
         "data": {"prompts": str(place / "prompts.jsonl"), "prompt_tokens": 16, "response_tokens": 16, "count": 24},
-        "train": {**train, "evaluate_every": 3, "checkpoint_every": 3, "draft_length": 3},
+        "train": {**train, "optimizer": "adamw", "evaluate_every": 3, "checkpoint_every": 3, "draft_length": 3},
         "evaluation": {"count": 2, "max_new_tokens": 8},
     }
     (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))

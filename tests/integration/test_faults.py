@@ -121,6 +121,7 @@ def runs(place: Path, server: Processes, tiny_target_folder: Path) -> Runs:
         "train": {
             "steps": STEPS,
             "batch_size": 8,
+            "optimizer": "adamw",
             "learning_rate": 3e-3,
             "mixed_precision": "no",
             "evaluate_every": 4,

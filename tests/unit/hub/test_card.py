@@ -25,6 +25,7 @@ def _saved(kind: str, folder: Path, target: LlamaForCausalLM, name: str, **value
     drafter = HEADS[kind].from_target(target)
     drafter.attach(target)
     recipe = {"name": "x", "output": "o", "drafter": {"type": kind}, "target": {"model": name}, **values}
+    recipe["train"] = {"optimizer": "adamw", "learning_rate": 1e-3, **recipe.get("train", {})}
     stored = parse_recipe(recipe, "test").model_dump(mode="json")
     save_drafter(drafter, folder, target=describe_target(target, None, name), recipe=stored, draft_length=2)
     return folder

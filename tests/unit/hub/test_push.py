@@ -38,6 +38,7 @@ def run(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTraine
             parameter.data += torch.randn_like(parameter)
         values = {"name": "tiny", "output": str(folder), "drafter": {"type": drafter.type}}
         values |= {"target": {"model": str(tmp_path / "tiny")}, "data": {"prompts": str(tmp_path / "p.jsonl")}}
+        values |= {"train": {"learning_rate": 1e-3}}
         recipe = parse_recipe(values, "test").model_dump(mode="json")
         made_for = describe_target(tiny_target, tiny_tokenizer, str(tmp_path / "tiny"))
         options = {"target": made_for, "recipe": recipe, "draft_length": 3, "tokenizer": tiny_tokenizer}

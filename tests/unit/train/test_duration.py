@@ -18,7 +18,7 @@ SHAPES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def recipe_of(**sections: dict[str, Any]) -> Recipe:
-    train = {"batch_size": 8, "steps": 30, "draft_length": 3, **sections.pop("train", {})}
+    train = {"batch_size": 8, "steps": 30, "draft_length": 3, "optimizer": "adamw", **sections.pop("train", {})}
     data = {"prompt_tokens": 10, "response_tokens": 20, "count": 100, "batch_size": 16, **sections.pop("data", {})}
     values = {"name": "m", "output": "m", "drafter": {"type": "draft_model"}, "data": data, "train": train}
     return parse_recipe({**values, **sections}, "test")
