@@ -17,6 +17,7 @@ from draftsmith.options import (
     named_drafters,
     template_options,
 )
+from draftsmith.reading import read_json
 
 if TYPE_CHECKING:
     from draftsmith.eval.check import Check, CheckSettings
@@ -97,8 +98,8 @@ def _require_folder(settings: "CheckSettings", out: Path) -> None:
     if not file.exists():
         return
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))["settings"]
-    except (ValueError, KeyError, TypeError) as error:
+        before = dict(read_json(file)["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"out={out} holds a check.json that is not ours; expected another folder") from error
     for key, value in json.loads(json.dumps(asdict(settings))).items():
         if before.get(key) != value:

@@ -2,14 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from draftsmith import __version__
 from draftsmith.check_cli import check
 from draftsmith.data_cli import data_app
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.eval_cli import eval_app
 from draftsmith.export_cli import export, import_
 from draftsmith.forecast_cli import forecast
@@ -83,10 +83,12 @@ def memory(
     from draftsmith.train.launching import precision, require_divisible
     from draftsmith.train.memory import estimate_memory
     from draftsmith.train.recipe import load_recipe
+    from draftsmith.train.teachers import check_teacher
 
     checked = load_recipe(recipe, overrides)
     require_divisible(checked, processes)
     require_machine(on)
+    check_teacher(checked)
     target = checked.target
     _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     # All machines that have a name compute bf16 in hardware, whatever this one does.
@@ -159,11 +161,26 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe."
 
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; anything the user can mend is one line and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        app(args=arguments)
+        for argument in arguments:
+            if not argument.isprintable() and argument != argument.encode(errors="replace").decode():
+                raise ConfigError.of("argument", argument, "text in UTF-8")
+        sys.exit(app(args=arguments, prog_name="draftsmith", standalone_mode=False) or 0)
     except DraftsmithError as error:
-        print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        _leave(f"{type(error).__name__}: {error}")
+    except OSError as error:
+        # What this system does not let us do: a name that is too long, a folder that may not be read, a full disk.
+        _leave(f"{type(error).__name__}: {reason_of(error)}")
+    except (KeyboardInterrupt, typer.Abort):
+        _leave("interrupted", 130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what the parser of the command line raises, in each typer's own way
+            raise
+        command = getattr(getattr(error, "ctx", None), "command_path", "draftsmith")
+        _leave(f"{command}: {error.format_message()} (see {command} --help)")
+
+
+def _leave(line: str, code: int = 2) -> NoReturn:
+    print(one_line(printable(line), 500), file=sys.stderr)
+    sys.exit(code)

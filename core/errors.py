@@ -1,8 +1,30 @@
 """The errors that draftsmith raises on purpose. The CLI turns `ConfigError` into one line and exit code 2."""
 
+LONGEST_LINE = 480
+"""Characters of an error's message: with the name of the error in front of it, a line has at most 500."""
+
+
+def one_line(text: str, most: int = LONGEST_LINE) -> str:
+    """Return `text` as one line; of a longer text its beginning and its end, where key and expectation stand."""
+    if len(text) > 8 * most:
+        text = f"{text[: 4 * most]} … {text[-4 * most :]}"
+    line = " ".join(text.split())
+    if len(line) <= most:
+        return line
+    end = most // 3
+    return f"{line[: most - end - 3]} … {line[-end:]}"
+
+
+def reason_of(error: BaseException, most: int = 300) -> str:
+    """Return what an exception of another library says, in one line; its type's name where it says nothing."""
+    return one_line(str(error), most) or type(error).__name__
+
 
 class DraftsmithError(Exception):
-    """Base of every error that draftsmith raises on purpose."""
+    """Base of every error that draftsmith raises on purpose. Its message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class ConfigError(DraftsmithError, ValueError):

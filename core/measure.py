@@ -39,12 +39,13 @@ def measure(request: MeasureRequest, out: Path, *, title: str) -> Evaluation:
     What an earlier call of the same request has measured into `out` is not measured again.
     """
     _check(request, out)
+    runs = {name: read_metrics(Path(path).parent) for name, path in request.drafters.items() if not is_named(path)}
     with hold_folder("out", out):
         check_report_folder(out, request.settings)
-        return _measure(request, out, title)
+        return _measure(request, out, title, {name: metrics for name, metrics in runs.items() if metrics})
 
 
-def _measure(request: MeasureRequest, out: Path, title: str) -> Evaluation:
+def _measure(request: MeasureRequest, out: Path, title: str, runs: dict[str, list[dict]]) -> Evaluation:
     where = {"subset": request.subset, "split": request.split, "count": request.count}
     where |= {"chat_template": request.chat_template, "template_options": request.template_options}
     trust = {"trust_remote_code": request.trust_remote_code}
@@ -58,9 +59,8 @@ def _measure(request: MeasureRequest, out: Path, title: str) -> Evaluation:
     prompts = load_prompts(request.prompts, loaded.tokenizer, context=shortest, **where)
     options = {"tokenizer": loaded.tokenizer, "journal": out / JOURNAL, "diagnose": diagnose}
     evaluation = evaluate(loaded.model, drafters, prompts, request.settings, **options)
-    runs = {name: read_metrics(Path(path).parent) for name, path in request.drafters.items() if not is_named(path)}
     with stage("drawing and writing the report"), writing(out, KEPT):
-        write_report(evaluation, out, title=title, runs={name: metrics for name, metrics in runs.items() if metrics})
+        write_report(evaluation, out, title=title, runs=runs)
     return evaluation
 
 

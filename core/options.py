@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from draftsmith.errors import ConfigError
+from draftsmith.reading import parse_yaml
 
 TARGET_HELP = "'embedded', a local folder or a Hub id."
 TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP)]
@@ -58,7 +58,7 @@ def template_options(entries: list[str] | None) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"--template-option {entry}; expected key=value")
         try:
-            options[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            options[key] = parse_yaml(value)
+        except ValueError:
             options[key] = value  # text such as a bracket, as overrides of a recipe take it
     return options

@@ -6,24 +6,32 @@ wider pass always dearer: matrix kernels change with the number of rows, and two
 pass is then padded to the cheaper width.
 """
 
-import json
 from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
-from draftsmith.errors import ConfigError
+from pydantic import Field, TypeAdapter
+
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.reading import read_json
 from draftsmith.storage import write_json
 
 WORTH_PADDING = 0.95
+
+
+Width = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of one forward pass: the target's by tokens verified (the root among them), the drafter's by nodes."""
 
-    verify: dict[int, float]
-    draft: dict[int, float]
+    verify: Annotated[dict[Width, Seconds], Field(min_length=1)]
+    draft: Annotated[dict[Width, NotNegative], Field(min_length=1)]
     round: float = 0.0
     """What a round costs beside its passes, however long its draft is."""
 
@@ -56,15 +64,11 @@ class Costs:
     def load(cls, path: Path) -> "Costs":
         """ConfigError for a file that is not one of ours."""
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            curves = {
-                key: {int(width): float(value) for width, value in stored[key].items()} for key in ("verify", "draft")
-            }
-            costs = cls(**curves, round=float(stored["round"]))
-            if min(costs.verify) < 1 or min([*costs.verify.values(), *costs.draft.values()]) <= 0:
-                raise ValueError("widths and seconds have to be positive")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"costs={path} cannot be read ({error}); expected a file of measured costs") from error
+            costs = TypeAdapter(cls).validate_python(read_json(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"costs={path} cannot be read ({reason_of(error)}); expected a file of measured costs"
+            ) from error
         return costs
 
 

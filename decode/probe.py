@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftsmith.decode.reader import Reader
 from draftsmith.decode.target import RootedTree
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft import Draft
 
 TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
@@ -41,8 +41,9 @@ def require_tree_reading(model: nn.Module) -> None:
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
         if isinstance(error, ConfigError):
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model_type={kind!r} cannot read draft trees ({reason}); expected another target") from error
+        raise ConfigError(
+            f"model_type={kind!r} cannot read draft trees ({reason_of(error)}); expected another target"
+        ) from error
     for node in (1, 3):  # siblings' children: wrong positions and wrong masks both show here
         expected_V = _as_path(model, [*context, *(draft.tokens[step] for step in draft.path(node))])
         gap = float((logits_NV[node + 1] - expected_V).abs().max() / expected_V.float().std().clamp_min(1e-6))

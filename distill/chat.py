@@ -10,20 +10,38 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.conversations import ASSISTANT, Conversation, Message
+from draftsmith.distill.deadline import OutOfTime, computing_at_most
 from draftsmith.distill.detokenize import text_after
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.provenance import tokenizer_fingerprint
+from draftsmith.reading import read_text
 
 SHIPPED = ("vicuna",)
 """Templates in distill/templates, of models whose tokenizer brings none."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "\ue000"
+RENDERING_SECONDS = 5.0
+"""That a chat template may compute for one conversation."""
+LARGEST_TEMPLATE = 2**20
+"""Bytes."""
+LONGEST_TEXT = 2**22
+"""Characters that are tokenised as one text."""
+CHARACTERS = 128
+"""More than tokens have on average in any text: what is longer than so many times a limit in tokens is beyond it."""
 Span = list[int]
 """[start, end) of tokens that are trained; the token before `start` is read first."""
+
+
+class TooLongText(ConfigError):
+    """A text of so many characters that it is not even tokenised."""
+
+
+def characters(tokens: int) -> int:
+    """Return how many characters a text of at most `tokens` tokens may have to be tokenised."""
+    return min(LONGEST_TEXT, CHARACTERS * tokens)
 
 
 @dataclass(frozen=True)
@@ -45,11 +63,13 @@ class Chat:
     Args:
         template: another template than the tokenizer's: a file, or the name of one of `SHIPPED`.
         options: what the template is given beside the messages, such as `enable_thinking`.
+        longest: characters of a text; tokenising a longer one raises `TooLongText`.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    longest: int = LONGEST_TEXT
 
     def __post_init__(self) -> None:
         if self.template is None:
@@ -60,17 +80,17 @@ class Chat:
         """Tokens behind which the target writes its first answer."""
         if asked.messages:
             return self.behind(asked.asked, asked)
-        return self.plain(asked.text)
+        return self.plain(asked.text, asked.place)
 
-    def plain(self, text: str) -> list[int]:
+    def plain(self, text: str, place: str = "text") -> list[int]:
         """Tokens of text that no template has to do with."""
-        return self.tokenizer(text, verbose=False)["input_ids"]
+        return self._ids(text, place)
 
     def behind(self, messages: list[Message], of: Conversation) -> list[int]:
         """Tokens of messages and of what opens an answer; without a template, the messages one below the other."""
         if not self.tokenizer.chat_template:
-            return self.plain("\n".join(str(message["content"]) for message in messages))
-        return self._ids(self._render(messages, of, opened=True))
+            return self.plain("\n".join(str(message["content"]) for message in messages), of.place)
+        return self._ids(self._render(messages, of, opened=True), of.place, add_special_tokens=False)
 
     def answer(self, messages: list[Message], of: Conversation, prompt: list[int], tokens: list[int]) -> str:
         """Return the content of the message whose tokens were generated after `prompt`, which shows `messages`.
@@ -93,7 +113,7 @@ class Chat:
             ConfigError: for one without an answer, or a template from which the answers cannot be told.
         """
         if whole.input_ids is not None and whole.tokenizer in (None, tokenizer_fingerprint(self.tokenizer)):
-            return [_checked(whole)]
+            return [_checked(whole, len(self.tokenizer))]
         if not whole.messages:
             return [self._text(whole, prompt_tokens)]
         if not any(message["role"] == ASSISTANT for message in whole.messages):
@@ -106,8 +126,8 @@ class Chat:
 
     def _text(self, whole: Conversation, prompt_tokens: int) -> Encoded:
         if not whole.whole:
-            return self._answered(self.plain(whole.text), whole.answer or "", whole.place)
-        ids = self.plain(whole.text)
+            return self._answered(self.plain(whole.text, whole.place), whole.answer or "", whole.place)
+        ids = self.plain(whole.text, whole.place)
         cut = min(prompt_tokens, len(ids) // 2)
         return Encoded(ids, [[cut, len(ids)]])
 
@@ -117,7 +137,9 @@ class Chat:
         return self._answered(self.behind(whole.asked, whole), str(answer), whole.place)
 
     def _answered(self, prompt: list[int], answer: str, place: str) -> Encoded:
-        ids, unspaced = self._ids(answer), self._ids(answer.removeprefix(" "))
+        ids, unspaced = (
+            self._ids(text, place, add_special_tokens=False) for text in (answer, answer.removeprefix(" "))
+        )
         if ids != unspaced and text_after(self.tokenizer, prompt, unspaced) == answer:
             ids = unspaced  # sentencepiece tokenizers put a space before the first word by themselves
         if not ids:
@@ -128,6 +150,7 @@ class Chat:
 
     def _marked(self, whole: Conversation) -> Encoded:
         """By the template's `{% generation %}` blocks."""
+        self._require_tokenisable(self._render(whole.messages, whole, opened=False), whole.place)
         found = self._apply(whole.messages, whole, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         spans: list[Span] = []
         for place, marked in enumerate(found["assistant_masks"]):
@@ -161,7 +184,7 @@ class Chat:
                     f"{whole.place}: the chat template does not show message {index + 1} behind the ones before it, so "
                     "its answers cannot be told; expected a template with generation blocks (data.chat_template)"
                 )
-            first, ids = self._ids(before), self._ids(behind)
+            first, ids = (self._ids(text, whole.place, add_special_tokens=False) for text in (before, behind))
             start = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(first))
             sample = Encoded(ids, [self._until_eos(ids, start, len(ids))])
             last = samples[-1] if samples else None
@@ -181,13 +204,30 @@ class Chat:
 
     def _apply(self, messages: list[Message], of: Conversation, **how: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=of.tools, **how, **self.options)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"{of.place}: the chat template refuses it ({reason}); expected what it takes") from error
+            with computing_at_most(RENDERING_SECONDS):
+                return self.tokenizer.apply_chat_template(messages, tools=of.tools, **how, **self.options)
+        except OutOfTime as error:
+            raise ConfigError(
+                f"{of.place}: the chat template still computes after {RENDERING_SECONDS:g} seconds; expected one that "
+                "ends (data.chat_template names another template)"
+            ) from error
+        except Exception as error:  # a template may raise whatever its expressions come to
+            raise ConfigError(
+                f"{of.place}: the chat template refuses it ({reason_of(error)}); expected what it takes"
+            ) from error
 
-    def _ids(self, rendered: str) -> list[int]:
-        return self.tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
+    def _ids(self, text: str, place: str, **how: Any) -> list[int]:
+        self._require_tokenisable(text, place)
+        return self.tokenizer(text, verbose=False, **how)["input_ids"]
+
+    def _require_tokenisable(self, text: str, place: str) -> None:
+        if len(text) > self.longest:
+            raise TooLongText(f"{place}: {len(text)} characters; expected at most {self.longest}")
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"{place}: half of a character ({text[error.start]!r}); expected Unicode") from error
 
 
 def _unanswered(place: str) -> ConfigError:
@@ -197,17 +237,19 @@ def _unanswered(place: str) -> ConfigError:
     )
 
 
-def _checked(whole: Conversation) -> Encoded:
+def _checked(whole: Conversation, vocab_size: int) -> Encoded:
     """Tokens as a file keeps them."""
     ids, spans = whole.input_ids, whole.spans
     good = _whole_numbers(ids) and isinstance(spans, list) and len(spans) > 0 and all(map(_whole_numbers, spans))
     if not good or any(len(span) != 2 or not 0 < span[0] < span[1] <= len(ids) for span in spans):
         raise ConfigError(f"{whole.place}: spans={spans}; expected [start, end] inside its 'input_ids'")
+    if not all(0 <= token < vocab_size for token in ids):
+        raise ConfigError(f"{whole.place}: input_ids={ids}; expected token ids below {vocab_size}")
     return Encoded(ids, spans)
 
 
 def _whole_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, int) for value in values)
+    return isinstance(values, list) and all(type(value) is int for value in values)
 
 
 def template_text(name: str) -> str:
@@ -215,8 +257,8 @@ def template_text(name: str) -> str:
     if name in SHIPPED:
         return files("draftsmith.distill").joinpath("templates", f"{name}.jinja").read_text(encoding="utf-8")
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(Path(name).expanduser(), LARGEST_TEMPLATE)
+    except (OSError, ValueError) as error:
         known = ", ".join(SHIPPED)
         raise ConfigError(
             f"chat_template={name} cannot be read ({error}); expected a file, or one of {known}"

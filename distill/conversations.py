@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.errors import ConfigError
+from draftsmith.reading import parse_json
 
 Message = dict[str, Any]
 """`role`, `content`, and whatever else the chat template knows, such as `tool_calls` or `reasoning_content`."""
@@ -139,7 +140,7 @@ def _message(place: str, number: int, entry: Any) -> Message:
     # Tables give every message every field that any of them has.
     entry = {key: value for key, value in entry.items() if value is not None}
     if "from" in entry and "value" in entry:
-        role = ROLES.get(entry["from"])
+        role = ROLES.get(entry["from"]) if isinstance(entry["from"], str) else None
         if role is None:
             raise ConfigError(
                 f"{place}: message {number} is from {entry['from']!r}; expected one of {', '.join(ROLES)}"
@@ -154,7 +155,7 @@ def _message(place: str, number: int, entry: Any) -> Message:
 def _tools(place: str, tools: Any) -> list[Any] | None:
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except ValueError as error:
             raise ConfigError(f"{place}: 'tools' is not JSON ({error}); expected a list of tools") from error
     if not tools:

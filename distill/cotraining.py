@@ -5,7 +5,6 @@ part of the loss, is measured on held-out text, and no drafter is kept behind wh
 With Medusa heads this is Medusa-2 (Cai et al. 2024, arXiv:2401.10774, section 2.2.2), distilled from the target itself.
 """
 
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.final_states import final_states, logits_head
 from draftsmith.heads.lora import add_lora, without_lora
 from draftsmith.provenance import fingerprint, model_fingerprint
+from draftsmith.reading import read_json
 from draftsmith.storage import write_json
 
 LORA: dict[str, tuple] = {
@@ -88,8 +88,8 @@ def is_adapter(folder: Path) -> bool:
 def adapter_base(folder: Path) -> str:
     """The target that an adapter was trained on: 'embedded', a folder or a Hub id."""
     try:
-        base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError) as error:
+        base = read_json(folder / CONFIG)["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / CONFIG} names no base_model_name_or_path ({error}); expected one") from error
     if not isinstance(base, str):
         raise ConfigError(f"{folder / CONFIG}: base_model_name_or_path={base!r}; expected a name")
@@ -112,7 +112,7 @@ def _require_lora(folder: Path) -> None:
 
     peft would read pickled weights, import a module that the config names, or take memory for any rank.
     """
-    config, file = json.loads((folder / CONFIG).read_text(encoding="utf-8")), folder / WEIGHTS
+    config, file = read_json(folder / CONFIG), folder / WEIGHTS
     for key, allowed in LORA.items():
         if config.get(key) not in allowed:
             expected = " or ".join(map(repr, allowed))

@@ -3,14 +3,14 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, List, Value, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
 
-from draftsmith.distill.chat import Chat, Encoded
+from draftsmith.distill.chat import Chat, Encoded, TooLongText, characters
 from draftsmith.distill.conversations import Conversation, conversation
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.sources import read_source, source_stamp
@@ -96,6 +96,7 @@ def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, re
 def _write(file: Path, chat: Chat, settings: ExampleSettings, context: int | None) -> Counts:
     """Row by row, so that memory does not grow with the data."""
     counts, kept = Counts(), 0
+    chat = replace(chat, template=None, longest=characters(settings.prompt_tokens + settings.response_tokens))
     with ArrowWriter(features=FEATURES, path=str(file)) as writer:
         for row in _examples(chat, settings, context, counts):
             writer.write(row)
@@ -119,7 +120,12 @@ def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts
         if found.messages and not found.asked:
             counts.leave_out("begin with an answer")
             continue
-        for sample in _samples(chat, found, settings):
+        try:
+            samples = _samples(chat, found, settings)
+        except TooLongText:
+            counts.leave_out(f"have more than {chat.longest:,} characters")
+            continue
+        for sample in samples:
             reason = _too_long(sample, settings, context)
             if reason is None and settings.deduplicate:
                 twin = fingerprint([sample.input_ids, found.turns if settings.every_turn else None])

@@ -122,7 +122,7 @@ class _Reader:
         asked, messages = row.get("prompt"), row.get("messages")
         ids = row.get("prompt_token_ids") or (asked if isinstance(asked, list) else None)
         if ids is None and isinstance(asked, str):
-            ids = self.chat.plain(asked)
+            ids = self.chat.plain(asked, place)
         elif ids is None and messages:
             if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
                 raise ConfigError(f"{place}: messages={messages!r}; expected a list of role and content")

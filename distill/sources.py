@@ -1,21 +1,23 @@
 """Where rows come from: JSON lines, JSON, Parquet, plain text, a folder of them, or a data set of the Hub."""
 
 import gzip
-import json
-import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset, load_from_disk
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.reading import parse_json
 
 Row = tuple[str, dict[str, Any]]
 """Where a row stands, as errors name it, and its fields."""
 
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 LINES = (".jsonl", ".ndjson", ".jsonl.gz")
+LONGEST_ROW = 2**28
+"""Characters of a line; a few bytes that are packed can unpack to any number."""
 KNOWN = (*LINES, ".json", ".txt", *TABLES)
 
 
@@ -57,6 +59,8 @@ def _local(path: Path) -> Iterator[Row]:
         yield from _folder(path)
     elif not path.exists():
         raise ConfigError(f"prompts={path}; expected a file or a folder, and there is none")
+    elif not path.is_file():  # reading a pipe would wait for whoever writes it
+        raise ConfigError(f"prompts={path} is no regular file; expected a file or a folder")
     elif path.suffix in TABLES:
         yield from _numbered(path, _load(str(path), TABLES[path.suffix], data_files=str(path), split="train"))
     elif path.suffix == ".txt":
@@ -68,7 +72,7 @@ def _local(path: Path) -> Iterator[Row]:
 
 def _folder(path: Path) -> Iterator[Row]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        found = load_from_disk(path)
+        found = _loaded(path, lambda: load_from_disk(path))
         if not isinstance(found, Dataset):
             raise ConfigError(f"prompts={path} holds splits {', '.join(found)}; expected the folder of one of them")
         yield from _numbered(path, found)
@@ -84,17 +88,23 @@ def _hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
     yield from _numbered(name, _load(name, name, subset, split=split))
 
 
-def _load(source: str, *arguments: Any, **options: Any) -> Dataset | IterableDataset:
+def _load(source: str, *arguments: Any, **options: Any) -> Any:
+    disable_progress_bars()
+    return _loaded(source, lambda: load_dataset(*arguments, **options))
+
+
+def _loaded(source: str | Path, load: Callable[[], Any]) -> Any:
     try:
-        return load_dataset(*arguments, **options)
+        return load()
     except Exception as error:  # datasets has no common base for what goes wrong
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
-        raise ConfigError(f"prompts={source}; expected a file, a folder or a data set of the Hub ({reason})") from error
+        expected = "expected a file, a folder or a data set of the Hub"
+        raise ConfigError(f"prompts={source}; {expected} ({reason_of(error)})") from error
 
 
 def _numbered(name: str | Path, rows: Dataset | IterableDataset) -> Iterator[Row]:
-    for number, row in enumerate(rows, 1):
+    found, number = iter(rows), 0
+    while (row := _loaded(name, lambda: next(found, None))) is not None:  # damaged columns show when they are read
+        number += 1
         yield f"{name}:{number}", row
 
 
@@ -107,17 +117,21 @@ def _json(path: Path) -> Iterator[Row]:
                 file.seek(0)
                 yield from _array(path, file.read())
                 return
-            file.seek(0, os.SEEK_SET)
-            for number, line in enumerate(file, 1):
+            file.seek(0)
+            number = 0
+            while line := file.readline(LONGEST_ROW):
+                number += 1
+                if len(line) == LONGEST_ROW:
+                    raise ConfigError(f"{path}:{number}: a line of {LONGEST_ROW} characters or more; expected shorter")
                 if line.strip():
                     yield f"{path}:{number}", _object(f"{path}:{number}", line)
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-        raise ConfigError(f"{path} cannot be read as text ({error}); expected JSON in UTF-8") from error
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read as text ({reason_of(error)}); expected JSON in UTF-8") from error
 
 
 def _array(path: Path, text: str) -> Iterator[Row]:
     try:
-        rows = json.loads(text)
+        rows = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); expected an array of objects") from error
     for number, row in enumerate(rows, 1):
@@ -128,7 +142,7 @@ def _array(path: Path, text: str) -> Iterator[Row]:
 
 def _object(place: str, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{place}: not JSON ({error}); expected one JSON object a line") from error
     if not isinstance(row, dict):

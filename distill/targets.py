@@ -17,8 +17,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
 from draftsmith.distill.embedded import embedded_target
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.downloads import require_whole_model
+from draftsmith.reading import require_regular
 
 EMBEDDED = "embedded"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,10 +55,17 @@ def load_tokenizer(
     source = str(embedded_target()) if name == EMBEDDED else str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
+        _require_regular(folder)
         return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"target={name}; expected 'embedded', a local folder or a Hub id ({reason})") from error
+    except Exception as error:  # tokenizers, configs and weights have no common base for what goes wrong
+        raise ConfigError(
+            f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})"
+        ) from error
+
+
+def _require_regular(folder: Path) -> None:
+    if folder.is_dir():
+        require_regular(folder)
 
 
 def load_target(
@@ -94,6 +102,7 @@ def load_target(
     source = str(embedded_target(progress)) if name == EMBEDDED else str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
+        _require_regular(folder)
         require_whole_model("target", source, revision)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         config = AutoConfig.from_pretrained(source, **options)
@@ -101,9 +110,10 @@ def load_target(
         model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **options)
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"target={name}; expected 'embedded', a local folder or a Hub id ({reason})") from error
+    except Exception as error:  # tokenizers, configs and weights have no common base for what goes wrong
+        raise ConfigError(
+            f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})"
+        ) from error
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return LoadedTarget(model.to(device).eval().requires_grad_(False), tokenizer, name, revision)

@@ -4,11 +4,16 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
+from pydantic import BaseModel, Field, model_validator
+
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.output import DecodeOutput, Round
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import Arm
+from draftsmith.eval.stored import PlainSpeeds, StoredSitting, checked
+from draftsmith.reading import parse_json
 from draftsmith.storage import writing
 
 SCHEMA = 2
@@ -29,7 +34,7 @@ class TextRecord:
 
     prompt: str
     tokens: list[int]
-    rounds: list[str]
+    rounds: list[Annotated[str, Field(pattern=f"^[{ACCEPTED}{CORRECTION}{BONUS}{OWN}]*$")]]
     """One letter a token, one string a round, the prefill's token first."""
     tested: list[int]
     """Rounds that had a draft token at each position and accepted everything before it."""
@@ -111,9 +116,23 @@ class Cell:
         place = (self.temperature, self.batch_size, self.group, self.repeat, self.turn)
         return (self.drafter, self.policy, *place)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Cell":
-        return cls(**{**value, "texts": [TextRecord(**text) for text in value["texts"]]})
+
+FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}
+"""What a run finds out once; the others are costs."""
+
+
+class JournalLine(BaseModel):
+    """A line behind the first one, which holds one of these."""
+
+    cell: Cell | None = None
+    fact: tuple[str, Any] | None = None
+    sitting: StoredSitting | None = None
+
+    @model_validator(mode="after")
+    def _require_one(self) -> Self:
+        if sum(part is not None for part in (self.cell, self.fact, self.sitting)) != 1:
+            raise ValueError("one of cell, fact and sitting")
+        return self
 
 
 @dataclass
@@ -155,12 +174,14 @@ class Journal:
         lines = whole_lines(self.path)
         if lines:
             require_same(lines[0]["run"], {"schema": SCHEMA, **identity}, self.path.parent)
-        for line in lines[1:]:
-            if "cell" in line:
-                cell = Cell.from_json(line["cell"])
-                self.cells[cell.key] = cell
-            elif "fact" in line:
-                self.facts[line["fact"][0]] = line["fact"][1]
+        for number, line in enumerate(lines[1:], 2):
+            found = checked(JournalLine, line, f"{self.path}:{number}", "what `draftsmith eval` wrote")
+            if found.cell is not None:
+                self.cells[found.cell.key] = found.cell
+            elif found.fact is not None:
+                name, value = line["fact"]
+                checked(FACTS.get(name, Costs), value, f"{self.path}:{number}", "what `draftsmith eval` wrote")
+                self.facts[name] = value
             else:
                 self.sittings.append(line["sitting"])
 
@@ -188,10 +209,10 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(data[:end].splitlines(), 1):
         try:
-            line = json.loads(text)
-            if (number == 1) != ("run" in line):
+            line = parse_json(text)
+            if not isinstance(line, dict) or (number == 1) != isinstance(line.get("run"), dict):
                 raise ValueError("only the first line says which run it is")
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ConfigError(
                 f"{path}:{number} is damaged ({error}); expected what `draftsmith eval` wrote, or another folder"
             ) from error

@@ -1,6 +1,5 @@
 """From a finished run to what `eval.json` holds: rows, what they rest on, samples, and how far to trust them."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,8 +18,10 @@ from draftsmith.eval.prompts import OVERALL, Prompt
 from draftsmith.eval.samples import samples
 from draftsmith.eval.settings import BASELINE, Arm, Settings
 from draftsmith.eval.stages import stage
+from draftsmith.eval.stored import StoredEvaluation, checked
 from draftsmith.heads.drafter import Drafter
 from draftsmith.provenance import environment
+from draftsmith.reading import read_json
 
 EVALUATION = "eval.json"
 Diagnose = Callable[..., dict[str, Any]]
@@ -55,7 +56,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     """
     file = path / EVALUATION if path.is_dir() else path
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = read_json(file)
     except OSError as error:
         raise ConfigError(f"{path}; expected an eval.json or the folder of one, and there is none") from error
     except ValueError as error:
@@ -63,6 +64,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA:
         raise ConfigError(f"{file}: schema={schema!r}; expected {SCHEMA}: measure again with this version")
+    checked(StoredEvaluation, value, file, "what `draftsmith eval` wrote")
     return value
 
 

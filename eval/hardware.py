@@ -21,7 +21,6 @@ from statistics import median
 from typing import Annotated
 
 import torch
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
@@ -34,11 +33,12 @@ from draftsmith.decode.processors import Processors, Sampling
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.text import Text
 from draftsmith.decode.timing import measure_costs
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.eval.target_texts import TargetText
 from draftsmith.heads.draft import Draft
 from draftsmith.heads.drafter import Drafter
 from draftsmith.heads.retrieval import Hybrid
+from draftsmith.reading import LARGEST_YAML, parse_yaml, read_text
 from draftsmith.storage import write_json
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -112,10 +112,9 @@ class Hardware(BaseModel):
     def load(cls, path: Path) -> "Hardware":
         """ConfigError with the first key that does not fit."""
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"profile={path} cannot be read ({reason}); expected YAML or JSON") from error
+            values = parse_yaml(read_text(path, LARGEST_YAML))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"profile={path} cannot be read ({reason_of(error)}); expected YAML or JSON") from error
         if not isinstance(values, dict):
             raise ConfigError(f"profile={path} holds {type(values).__name__}; expected keys alone, verify and drafters")
         try:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
@@ -165,7 +166,7 @@ class Run:
         fact = f"costs of {name}"
         if fact not in self.journal.facts:
             self.journal.fact(fact, asdict(measure_costs(self.target, drafter)))
-        costs = _costs(self.journal.facts[fact])
+        costs = TypeAdapter(Costs).validate_python(self.journal.facts[fact])  # JSON makes texts of widths
         arms = {}
         for plan in self.plans[name]:
             decoder = SpeculativeDecoder(self.target, drafter, rule=self.settings.rule, costs=costs, **plan)
@@ -241,12 +242,6 @@ class Run:
     def _sampling(self, temperature: float) -> dict[str, Any]:
         cuts = {"top_k": self.settings.top_k, "top_p": self.settings.top_p} if temperature > 0 else {}
         return {"temperature": temperature, **cuts}
-
-
-def _costs(stored: dict[str, Any]) -> Costs:
-    """As JSON gives them back, whose keys are strings."""
-    curves = {key: {int(width): seconds for width, seconds in stored[key].items()} for key in ("verify", "draft")}
-    return Costs(**curves, round=stored["round"])
 
 
 def _key(arm: Arm, place: Place) -> Key:

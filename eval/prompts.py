@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from draftsmith.distill.chat import Chat
+from draftsmith.distill.chat import LONGEST_TEXT, Chat, characters
 from draftsmith.distill.conversations import ASSISTANT, Conversation, conversation
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.sources import read_source
@@ -80,7 +80,8 @@ def load_prompts(
     if source == EMBEDDED:
         rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
         return [Prompt(str(row["id"]), row["category"], row["input_ids"]) for row in rows]
-    chat = Chat(tokenizer, chat_template, template_options or {})
+    longest = LONGEST_TEXT if context is None else characters(context)
+    chat = Chat(tokenizer, chat_template, template_options or {}, longest)
     return [_tokens(row, chat, context) for row in _spread(_read(source, subset, split), count)]
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads import HEADS
 from draftsmith.heads.bounded import bounded, shapes_in
 from draftsmith.heads.downloads import local_folder, require_whole_model
@@ -146,8 +146,9 @@ def _read(folder: Path, stored: StoredDrafter | None, config: dict[str, Any], ta
     except ConfigError:
         raise
     except UNREADABLE as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"drafter={folder} cannot be read ({reason}); expected whole safetensors weights") from error
+        raise ConfigError(
+            f"drafter={folder} cannot be read ({reason_of(error)}); expected whole safetensors weights"
+        ) from error
     return drafter
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 
 SEPARATOR = -1
 """Stands behind each document; nothing matches or continues across it."""
@@ -54,8 +54,7 @@ class Datastore:
                     )
                 tokens_N, suffixes_N = file.get_tensor("tokens"), file.get_tensor("suffixes")
         except (SafetensorError, OSError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"datastore={path} cannot be read ({reason}); expected a whole file") from error
+            raise ConfigError(f"datastore={path} cannot be read ({reason_of(error)}); expected a whole file") from error
         return cls(tokens_N, suffixes_N)
 
     def lookup(

@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 
 DATA = ("*.json", "*.safetensors", "*.txt", "*.model")
 """What is fetched: data. No code, no pickled weights."""
@@ -32,8 +32,9 @@ def local_folder(path_or_repo: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(repo, revision=named if at else revision, allow_patterns=list(DATA)))
     except Exception as error:  # the client has no common base: its own, httpx's, OSError, ValueError
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"drafter={path_or_repo}; expected a local folder or a Hub id ({reason})") from error
+        raise ConfigError(
+            f"drafter={path_or_repo}; expected a local folder or a Hub id ({reason_of(error)})"
+        ) from error
 
 
 def require_whole_model(key: str, name: str, revision: str | None = None) -> None:

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.downloads import require_whole_model
 from draftsmith.heads.drafter import Context, TeacherSignals, TrainableDrafter, Tree, Unrolled
 from draftsmith.heads.final_states import final_states, logits_head
 from draftsmith.heads.lora import add_lora, check_lora
+
+MOST_LAYERS = 1024
+"""Of a model that is built from a recipe's config."""
 
 
 class DraftModel(TrainableDrafter):
@@ -125,9 +128,8 @@ def _pretrained(name: str, target: nn.Module) -> nn.Module:
         model = _built(lambda kind: auto.from_pretrained(name, attn_implementation=kind, **options))
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"drafter.model={name}; expected a language model's folder or Hub id ({reason})") from error
+    except Exception as error:
+        raise _no_model(name, error) from error
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     if model.config.get_text_config(decoder=True).vocab_size != vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
@@ -145,6 +147,18 @@ def _built(build: Callable[[str], nn.Module]) -> nn.Module:
         return build("eager")
 
 
+def pretrained_config(name: str) -> dict[str, Any]:
+    """Return the config of the checkpoint `name`; ConfigError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
+    except Exception as error:  # configs have no common base for what goes wrong
+        raise _no_model(name, error) from error
+
+
+def _no_model(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"drafter.model={name}; expected a language model's folder or Hub id ({reason_of(error)})")
+
+
 def _from_scratch(values: dict[str, Any], target: nn.Module) -> nn.Module:
     """Random weights in the shapes of any transformers config; vocabulary and special tokens are the target's."""
     kind = values.get("model_type")
@@ -153,13 +167,16 @@ def _from_scratch(values: dict[str, Any], target: nn.Module) -> nn.Module:
     theirs = target.config.get_text_config(decoder=True)
     special = {key: getattr(theirs, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     options = {key: value for key, value in values.items() if key != "model_type"}
-    config = AutoConfig.for_model(kind, **{**special, **options, "vocab_size": theirs.vocab_size})
     auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
     try:
+        config = AutoConfig.for_model(kind, **{**special, **options, "vocab_size": theirs.vocab_size})
+        if config.num_hidden_layers > MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers={config.num_hidden_layers}; at most {MOST_LAYERS} are built")
         return _built(lambda kind: auto.from_config(config, dtype=torch.float32, attn_implementation=kind))
-    except (ValueError, TypeError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"drafter.config={values}; expected a language model's config ({reason})") from error
+    except Exception as error:
+        raise ConfigError(
+            f"drafter.config={values}; expected a language model's config ({reason_of(error)})"
+        ) from error
 
 
 def _of_target(
@@ -181,7 +198,10 @@ def _of_target(
     chosen = kept_layers(keep, num_hidden_layers, depth)
     _resize(config, chosen, *own)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = _built(lambda kind: auto.from_config(config, dtype=torch.float32, attn_implementation=kind))
+    try:
+        model = _built(lambda kind: auto.from_config(config, dtype=torch.float32, attn_implementation=kind))
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(f"drafter of sizes {own} cannot be built ({reason_of(error)}); expected smaller") from error
     if init == "target_layers":
         if own != (None, None, None):
             raise ConfigError("drafter.init='target_layers' keeps the target's widths; expected no other width")
@@ -266,5 +286,6 @@ def copy_layers(target: nn.Module, model: nn.Module, layers: list[int]) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:  # T5 keeps the position bias of all layers in its first one
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"drafter.keep={layers}: these make no model ({reason}); expected other layers") from error
+        raise ConfigError(
+            f"drafter.keep={layers}: these make no model ({reason_of(error)}); expected other layers"
+        ) from error

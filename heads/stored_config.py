@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftsmith.errors import ConfigError
+from draftsmith.reading import read_json, require_regular
 
 LARGEST_JSON = 8 * 2**20
 """Bytes of a config or an index; those of the largest models have less than one MiB."""
@@ -59,6 +60,10 @@ def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredD
         ConfigError: for a file that is missing, too large or not JSON, a section with a wrong value, and anything that
             would make a reader leave the folder or run code.
     """
+    try:
+        require_regular(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"drafter={name}: {error}; expected a folder of files") from error
     config = _read_json(folder / "config.json", f"drafter={name}")
     _require_no_kernel(config, name)
     if (folder / INDEX).is_file():
@@ -82,8 +87,8 @@ def _read_json(file: Path, what: str) -> dict[str, Any]:
     if size > LARGEST_JSON:
         raise ConfigError(f"{what}: {file.name} has {size} bytes; expected at most {LARGEST_JSON}")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        value = read_json(file)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not JSON ({error}); expected a drafter's config") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file} is not JSON of an object ({type(value).__name__}); expected a drafter's config")

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 
 TASK = "text-generation"
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
@@ -23,7 +23,7 @@ def check_repo(key: str, name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ConfigError(f"{key}={name!r}; expected user/name ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"{key}={name!r}; expected user/name ({reason_of(error)})") from error
     if "/" not in name:
         raise ConfigError(f"{key}={name!r}; expected user/name")
 

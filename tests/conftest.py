@@ -49,6 +49,10 @@ def tiny_target() -> LlamaForCausalLM:
 
 @pytest.fixture
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """64 tokens: pad, eos, and 62 single characters; unknown characters become pad."""
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
     vocabulary = {"<pad>": 0, "<eos>": 1, **{letter: index + 2 for index, letter in enumerate(letters)}}

@@ -1,10 +1,10 @@
 """Online adaptation: a trained drafter goes on learning from the prompts that its target served."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import ConfigError
+from draftsmith.reading import read_json
 from draftsmith.train.recipe import Recipe, override, parse_recipe
 
 RATE = 0.25
@@ -50,11 +50,11 @@ def adapted_recipe(
 def _stored(drafter: str) -> dict[str, Any]:
     file = Path(drafter).expanduser() / "config.json"
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))["draftsmith"]["recipe"]
+        stored = read_json(file)["draftsmith"]["recipe"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"drafter={drafter} keeps no recipe; expected a folder that `draftsmith train` wrote"
         ) from error
     if stored is None:
         raise ConfigError(f"drafter={drafter} keeps no recipe; expected a folder that `draftsmith train` wrote")
-    return stored
+    return parse_recipe(stored, f"the recipe of {drafter}").model_dump(mode="json")

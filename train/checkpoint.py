@@ -1,16 +1,18 @@
 """Train state on disk: safetensors and JSON, whole or not there at all."""
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from draftsmith.errors import reason_of
+from draftsmith.reading import read_json, require_regular
 from draftsmith.storage import atomic_folder, write_json
 from draftsmith.train.step import Last
 
@@ -74,7 +76,7 @@ def stored_recipes(folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for checkpoint in _newest_first(folder):
         try:
-            recipe = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["recipe"]
+            recipe = read_json(checkpoint / STATE)["recipe"]
         except (OSError, ValueError, TypeError, KeyError):
             continue
         found[str(checkpoint)] = recipe
@@ -106,7 +108,7 @@ def load_state(folder: Path, put: Callable[[TrainState], None]) -> tuple[Progres
         try:
             progress = _put(candidate, put)
         except UNREADABLE as error:
-            problems.append(f"checkpoint {candidate.name} cannot be read ({error}); trying the one before")
+            problems.append(f"checkpoint {candidate.name} cannot be read ({reason_of(error)}); trying the one before")
             continue
         return progress, problems
     return None, problems
@@ -126,13 +128,13 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 
 def _put(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
-    stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    require_regular(checkpoint)
+    progress = TypeAdapter(Progress).validate_python(read_json(checkpoint / STATE))
     weights = load_file(checkpoint / "model.safetensors")
     moments: dict[str, dict[str, Tensor]] = {}
     for place, value in load_file(checkpoint / "optimizer.safetensors").items():
         name, _, key = place.rpartition("/")
         moments.setdefault(name, {})[key] = value
-    progress = Progress(**{key: value for key, value in stored.items() if key != "recipe"})
     put(TrainState(weights, moments))
     return progress
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from draftsmith.train.section import Count, Number, Section, Whole
+from draftsmith.train.section import Count, Depth, Number, Section, Whole
 
 
 class DraftModelSection(Section):
@@ -13,7 +13,7 @@ class DraftModelSection(Section):
     """Start from this checkpoint, a folder or a Hub id, such as a smaller member of the target's family."""
     config: dict[str, Any] | None = None
     """Start from scratch with any transformers config, `model_type` among its keys; the vocabulary is the target's."""
-    num_hidden_layers: Count = 1
+    num_hidden_layers: Depth = 1
     """Layers of the draft model."""
     hidden_size: Count | None = None
     """Width; by default the target's."""
@@ -38,9 +38,9 @@ class VocabularyOption(Section):
 
 class MedusaSection(VocabularyOption):
     type: Literal["medusa"]
-    num_heads: Count = 3
+    num_heads: Depth = 3
     """Heads, i.e. the longest draft."""
-    num_layers: Count = 1
+    num_layers: Depth = 1
     """Residual blocks a head."""
     shared_lm_head: bool = False
     """One lm_head for all heads instead of one each."""
@@ -48,9 +48,9 @@ class MedusaSection(VocabularyOption):
 
 class HydraSection(VocabularyOption):
     type: Literal["hydra"]
-    num_heads: Count = 4
+    num_heads: Depth = 4
     """Heads, i.e. the longest draft."""
-    num_layers: Count = 1
+    num_layers: Depth = 1
     """Layers a head: the first reads state and tokens, the others are residual blocks."""
     shared_lm_head: bool = False
     """One lm_head for all heads instead of one each."""
@@ -58,7 +58,7 @@ class HydraSection(VocabularyOption):
 
 class MlpSpeculatorSection(VocabularyOption):
     type: Literal["mlp_speculator"]
-    num_heads: Count = 3
+    num_heads: Depth = 3
     """Steps, i.e. the longest draft."""
     inner_size: Count | None = None
     """Width of the speculator's state; by default the target's."""
@@ -68,9 +68,9 @@ class MlpSpeculatorSection(VocabularyOption):
 
 class EagleSection(Section):
     type: Literal["eagle"]
-    num_hidden_layers: Count = 1
+    num_hidden_layers: Depth = 1
     """Decoder layers."""
-    train_steps: Count = 1
+    train_steps: Depth = 1
     """Steps that are trained; more than one makes it HASS."""
     noise: Annotated[Number, Field(ge=0)] = 0.1
     """Uniform noise on the target's states while training."""
@@ -78,9 +78,9 @@ class EagleSection(Section):
 
 class HassSection(Section):
     type: Literal["hass"]
-    num_hidden_layers: Count = 1
+    num_hidden_layers: Depth = 1
     """Decoder layers."""
-    train_steps: Count = 3
+    train_steps: Depth = 3
     """Steps that are trained, each on the last one's states."""
     noise: Annotated[Number, Field(ge=0)] = 0.1
     """Uniform noise on the target's states while training."""
@@ -88,13 +88,13 @@ class HassSection(Section):
 
 class Eagle3Section(VocabularyOption):
     type: Literal["eagle3"]
-    num_hidden_layers: Count = 1
+    num_hidden_layers: Depth = 1
     """Decoder layers; the first reads embedding and state side by side."""
     intermediate_size: Count | None = None
     """Width of the MLP; by default the target's."""
     layers: list[Whole] | None = None
     """The target's layers that are read, counted from 1; by default 2, L/2 and L - 3."""
-    train_steps: Count = 7
+    train_steps: Depth = 7
     """Steps of the training-time test."""
     norm_before_residual: bool = False
     """The residual is the normed state."""
@@ -110,17 +110,17 @@ class MtpSection(Section):
     type: Literal["mtp"]
     init: Literal["random", "native"] = "random"
     """'native' starts from the module that the target's own checkpoint brings."""
-    num_hidden_layers: Count = 1
+    num_hidden_layers: Depth = 1
     """Decoder layers."""
-    train_steps: Count = 3
+    train_steps: Depth = 3
     """Steps that are trained, each on the last one's states."""
 
 
 class ParallelEagleSection(VocabularyOption):
     type: Literal["peagle"]
-    num_tokens: Count = 5
+    num_tokens: Depth = 5
     """Draft tokens of the one pass."""
-    num_hidden_layers: Count = 1
+    num_hidden_layers: Depth = 1
     """Decoder layers."""
     layers: list[Whole] | None = None
     """The target's layers that are read, counted from 1; by default 2, L/2 and L - 3."""
@@ -130,9 +130,9 @@ class ParallelEagleSection(VocabularyOption):
 
 class DFlashSection(Section):
     type: Literal["dflash"]
-    block_size: Count = 8
+    block_size: Depth = 8
     """The anchor and the draft tokens of one pass."""
-    num_hidden_layers: Count = 2
+    num_hidden_layers: Depth = 2
     """Layers."""
     layers: list[Whole] | None = None
     """The target's layers that are read, counted from 1; by default five, evenly spaced."""

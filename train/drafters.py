@@ -34,7 +34,7 @@ def data_and_drafter(
     any_tokens = {} if size is None else {"draft_vocabulary": list(range(size))}
     drafter = _started(recipe, target, kind.from_target(model, **options, **any_tokens))
     draft_length = recipe.draft_length(drafter.max_draft_length)
-    _check_target(recipe, model, drafter)
+    check_target(recipe, model, drafter)
     placement.place(target)
     drafter.to(accelerator.device)
     data = prepare_data(recipe, target, drafter, accelerator, placement, console)
@@ -69,7 +69,7 @@ def _started(recipe: Recipe, target: LoadedTarget, fresh: TrainableDrafter) -> T
     return found
 
 
-def _check_target(recipe: Recipe, model: nn.Module, drafter: TrainableDrafter) -> None:
+def check_target(recipe: Recipe, model: nn.Module, drafter: TrainableDrafter) -> None:
     """ConfigError where the target is not one that this recipe can be trained with."""
     OnlineTeacher(model, drafter.needs.layers)
     kind = model.config.model_type

@@ -6,16 +6,18 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from draftsmith.distill.targets import DTYPES
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import HEADS, TrainableDrafter
+from draftsmith.heads.draft_model import pretrained_config
 from draftsmith.heads.drafter import TeacherSignals
 from draftsmith.heads.vocabulary import checked_size
 from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import Batch
+from draftsmith.train.drafters import check_target
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import Last
 
@@ -75,6 +77,7 @@ class DryStep:
 def dry_step(recipe: Recipe, target: nn.Module, *, device: str, processes: int, bf16: bool) -> DryStep:
     """A step over sequences as long as the recipe allows. ConfigError for a drafter that does not fit the target."""
     drafter = _drafter(recipe, target)
+    check_target(recipe, target, drafter)
     step, optimizers, _ = step_and_optimizers(recipe, target, drafter, _teacher(recipe, target, drafter))
     step.train()
     return DryStep(drafter, step, optimizers, partial(_batch, recipe, target.config, processes), device, bf16)
@@ -90,10 +93,7 @@ def sequence_length(recipe: Recipe) -> int:
 def _drafter(recipe: Recipe, target: nn.Module) -> TrainableDrafter:
     options = recipe.drafter_options()
     if options.get("model") is not None:  # its shapes are enough
-        options |= {
-            "model": None,
-            "config": AutoConfig.from_pretrained(options["model"], trust_remote_code=False).to_dict(),
-        }
+        options |= {"model": None, "config": pretrained_config(options["model"])}
     size = checked_size(recipe.draft_vocab_size, target.get_output_embeddings().weight.shape[0])
     if size is not None:
         options["draft_vocabulary"] = list(range(size))

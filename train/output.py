@@ -5,14 +5,16 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.locks import LOCK, hold_folder
+from draftsmith.reading import parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
 from draftsmith.train.checkpoint import checkpoint_folder, stored_recipes
 from draftsmith.train.recipe import Recipe, parse_recipe
@@ -38,8 +40,8 @@ def check_output(recipe: Recipe) -> None:
     if not (folder / RECIPE).is_file():
         raise ConfigError(f"output={folder} holds files but no {RECIPE}; expected an empty folder or an earlier run")
     try:
-        stored = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        stored = parse_yaml(read_text(folder / RECIPE))
+    except (OSError, ValueError) as error:
         raise _unknown(str(folder / RECIPE), error) from error
     _require_same(recipe, stored, str(folder / RECIPE), f"output={folder} holds")
     for place, of_checkpoint in stored_recipes(folder / CHECKPOINTS).items():  # some may have been copied here
@@ -117,6 +119,25 @@ def _first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, A
     return None
 
 
+class _Evaluation(BaseModel):
+    tau: FiniteFloat
+
+
+class _Row(BaseModel):
+    """What is read of a row, where it has it."""
+
+    step: int
+    loss: FiniteFloat = 0.0
+    alpha: list[FiniteFloat] = []
+    evaluation: _Evaluation = _Evaluation(tau=0.0)
+
+    @model_validator(mode="after")
+    def _require_whole(self) -> Self:
+        if ("loss" in self.model_fields_set) != ("alpha" in self.model_fields_set):
+            raise ValueError("loss and alpha together")
+        return self
+
+
 class Metrics:
     """`metrics.jsonl`: one object a line; starting again at a step drops what an interrupted run wrote behind it."""
 
@@ -139,12 +160,24 @@ class Metrics:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Every whole line of a run's metrics; a last line torn by a kill is left out."""
     path = folder / METRICS
+    if not path.exists():
+        return []
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); expected the metrics of a run") from error
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = parse_json(line)
         except ValueError:
             break
+        try:
+            _Row.model_validate(row)
+        except ValidationError as error:
+            key = ".".join(map(str, error.errors()[0]["loc"])) or "it"
+            raise ConfigError(f"{path}:{number}: {key} is none of a run's metrics; expected another folder") from error
+        rows.append(row)
     return rows
 
 
@@ -163,9 +196,9 @@ def is_finished(recipe: Recipe) -> bool:
     """
     folder = Path(recipe.output)
     try:
-        told = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
+        told = read_json(folder / FINISHED)
         step, tau = int(told["best_step"]), float(told["best_tau"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return False  # what is damaged is written again, too
     lost = tau > 0 and is_lost(recipe)
     if lost and not checkpoint_folder(folder / CHECKPOINTS, step).is_dir():

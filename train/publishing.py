@@ -4,7 +4,6 @@ Pushing costs a run nothing: a copy is uploaded from a thread, one at a time, an
 the end what failed is an error, behind everything that the run had to do, and the same command tries again.
 """
 
-import json
 import os
 import shutil
 import threading
@@ -16,6 +15,7 @@ from draftsmith.hub.card_data import check_licence, check_repo
 from draftsmith.hub.hub_errors import PushError
 from draftsmith.hub.publication import STALE, Publication, assemble
 from draftsmith.hub.push import Destination, prepare, upload
+from draftsmith.reading import read_json
 from draftsmith.storage import clear_leftovers, write_json
 from draftsmith.train.console import Console
 from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, read_metrics
@@ -94,7 +94,7 @@ class Publisher:
             self._thread.join()
             self._tell()
         clear_leftovers(self._folder)
-        best_step = json.loads((self._folder / FINISHED).read_text(encoding="utf-8"))["best_step"]
+        best_step = read_json(self._folder / FINISHED)["best_step"]
         done = self._record()
         if done and done["final"] and done["best_step"] == best_step:
             return
@@ -145,8 +145,13 @@ class Publisher:
     def _record(self) -> dict[str, Any]:
         """What was pushed last, if it went to where it would go now."""
         file, publish = self._folder / PUBLISHED, self._recipe.publish
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and publish is not None else {}
-        return found if found and (found["repo"], found["revision"]) == (publish.repo, publish.revision) else {}
+        if publish is None:
+            return {}
+        try:
+            found = read_json(file)
+            return found if (found["repo"], found["revision"]) == (publish.repo, publish.revision) else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}  # nothing was pushed, or nobody can tell what
 
 
 def _destination(recipe: Recipe) -> Destination:

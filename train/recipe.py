@@ -5,10 +5,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.reading import LARGEST_YAML, parse_yaml, read_text
 from draftsmith.train.drafter_sections import DRAFTERS, AnyDrafterSection
 from draftsmith.train.section import Section
 from draftsmith.train.sections import (
@@ -110,9 +110,9 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"recipe={source}; expected a YAML file or one of {', '.join(shipped)}{hint}")
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML ({str(error).splitlines()[0]}); expected a recipe") from error
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{source} is not YAML ({reason_of(error)}); expected a recipe") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{source} holds {type(values).__name__}; expected sections with keys")
     for entry in overrides or []:
@@ -122,8 +122,8 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path, LARGEST_YAML)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"recipe={path} cannot be read ({error}); expected YAML in UTF-8") from error
 
 
@@ -149,8 +149,8 @@ def override(values: dict[str, Any], entry: str) -> None:
         if not isinstance(place, dict):
             raise ConfigError(f"override {entry!r}; {section} is a value, expected a section")
     try:
-        place[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        place[last] = parse_yaml(text)
+    except ValueError:
         place[last] = text  # such as a file name with a bracket or a colon
 
 

@@ -18,7 +18,9 @@ def no_as_written(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(no_truth_value)]
-Count = Annotated[int, Field(ge=1), BeforeValidator(no_truth_value)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(no_truth_value)]
+Depth = Annotated[int, Field(ge=1, le=1024), BeforeValidator(no_truth_value)]
+"""A number of layers, heads or steps that are built one by one."""
 Number = Annotated[float, BeforeValidator(no_truth_value)]
 
 

@@ -101,7 +101,7 @@ class ObjectiveSection(Section):
     with the text's own next token (label), LK-lambda, or the expected accepted length; see distill/objectives.py."""
     mix: dict[Term, Weight] = Field(default_factory=dict)
     """Weights of several of them, instead of `kind`."""
-    temperature: Temperature | list[Temperature] = 1.0
+    temperature: Temperature | Annotated[list[Temperature], Field(min_length=1)] = 1.0
     """Of both p and q inside the objective; several are averaged. For temperature 0 take 'ce'."""
     position_decay: Annotated[Number, Field(gt=0, le=1)] = 0.8
     """Draft position k weighs position_decay ** k."""
@@ -162,7 +162,7 @@ class TrainSection(Section):
     timeout_minutes: Annotated[Number, Field(gt=0, le=MONTH)] = 24 * 60
     """How long a process waits for the others, which may sample, download or evaluate, before the run is given up; of
     several processes only."""
-    seed: Annotated[int, BeforeValidator(no_truth_value)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1), BeforeValidator(no_truth_value)] = 0
     """Of initial weights, order of the data and sampling."""
 
 

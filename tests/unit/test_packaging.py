@@ -10,7 +10,7 @@ import draftsmith
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("heads", "decode", "distill", "eval", "hub", "train")
-GROUND = {"errors", "locks", "provenance", "safe_text", "storage"}
+GROUND = {"errors", "locks", "provenance", "reading", "safe_text", "storage"}
 MAY_IMPORT = {
     "heads": set(),
     "decode": {"heads"},

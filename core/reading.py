@@ -1,0 +1,146 @@
+"""Reading YAML and JSON that anyone may have written: bounded, plain values only, every failure a ValueError."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LARGEST_YAML = 2**18
+"""Characters; the YAML parser reads as few as 60,000 a second."""
+LARGEST_JSON = 2**30
+"""Bytes of a file that is read as a whole."""
+DEEPEST = 64
+"""Lists and mappings inside each other."""
+MOST_VALUES = 100_000
+"""Of a YAML file, where everything that an alias repeats counts each time."""
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""How JSON escapes half of a character."""
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """Refuses what is too deep, or too large once aliases are expanded, before anything is made of it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise ValueError(f"more than {DEEPEST} levels")
+        alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if alias and id(node) not in self._sizes:
+            raise ValueError("an alias of what it stands in")
+        if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
+            raise ValueError("a zero byte")
+        if not alias:
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in _children(node))
+        if self._sizes[id(node)] > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} values")
+        self._depth -= 1
+        return node
+
+
+# Dates stay the text that they are written as.
+_BoundedLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the mappings, lists, texts, numbers and truth values of a YAML document.
+
+    Raises:
+        ValueError: for what is no YAML, holds anything else, or is too large.
+    """
+    if len(text) > LARGEST_YAML:
+        raise ValueError(f"{len(text)} characters; expected at most {LARGEST_YAML}")
+    try:
+        value = _BoundedLoader(text).get_single_data()
+    except Exception as error:  # constructors raise whatever int, a date or a mapping makes of what stands there
+        raise ValueError(str(error) or type(error).__name__) from error
+    require_plain(value)
+    return value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: for what is no JSON, nested too deep, or holds half of a character.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"more than {DEEPEST} levels") from error
+    # Walking through every row of a large file would cost as much as reading it.
+    if text.count("[") + text.count("{") > DEEPEST or SURROGATE.search(text):
+        require_plain(value)
+    return value
+
+
+def require_plain(value: Any) -> None:
+    """ValueError for what JSON has no type for, text that is no Unicode, or more than `DEEPEST` levels."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError(f"more than {DEEPEST} levels")
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                below += [*one, *one.values()]
+            elif isinstance(one, list):
+                below += one
+            elif isinstance(one, str):
+                _require_unicode(one)
+            elif one is not None and not isinstance(one, int | float):
+                raise ValueError(f"a value of type {type(one).__name__}; expected text, a number, a list or a mapping")
+        level = below
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a character ({text[error.start]!r})") from error
+
+
+def require_regular(folder: Path) -> None:
+    """ValueError for a pipe or a device in `folder`: whoever reads it would wait."""
+    for entry in sorted(folder.iterdir()):
+        if entry.exists() and not entry.is_file() and not entry.is_dir():
+            raise ValueError(f"{entry.name} is no regular file")
+
+
+def read_text(path: Path, most: int = LARGEST_JSON) -> str:
+    """Return the text of a regular file: nothing is waited for, as reading a pipe would.
+
+    Raises:
+        OSError: for a file that is missing or cannot be opened.
+        ValueError: for one of more than `most` bytes, that is no file, or not in UTF-8.
+    """
+    size = path.stat().st_size
+    if not path.is_file():
+        raise ValueError("no regular file")
+    if size > most:
+        raise ValueError(f"{size} bytes; expected at most {most}")
+    return path.read_text(encoding="utf-8")
+
+
+def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
+    """Return the value in a JSON file; OSError and ValueError as of `read_text` and `parse_json`."""
+    return parse_json(read_text(path, most))

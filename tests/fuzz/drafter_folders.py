@@ -1,0 +1,76 @@
+"""Drafters of which config, weights, index or tokenizer are damaged; and commands that read them."""
+
+import json
+import struct
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from fuzz.damage import JUNK, TEXTS, as_json, broken, changed
+from fuzz.material import KINDS, Material
+from fuzz.running import Case, Content, Fifo, Link
+
+
+def _damage_drafter(draw: st.DrawFn, files: dict[str, Content]) -> None:
+    name = draw(st.sampled_from(["d/config.json"] * 4 + ["d/model.safetensors"] * 2 + sorted(files)))
+    content = files.get(name)
+    kind = draw(st.sampled_from(["changed", "changed", "broken", "gone", "index", "fifo", "link"]))
+    if name.endswith(".json") and kind == "changed" and isinstance(content, bytes):
+        try:
+            files[name] = as_json(draw(changed(json.loads(content))))
+        except ValueError:
+            files[name] = draw(broken(content))
+    elif name.endswith(".safetensors") and kind == "changed" and isinstance(content, bytes):
+        files[name] = draw(other_header(content))
+    elif kind == "gone":
+        files.pop(name, None)
+    elif kind == "index":
+        names = draw(
+            st.one_of(JUNK, st.dictionaries(TEXTS, st.sampled_from(["model.safetensors", "../x.safetensors", ""])))
+        )
+        files["d/model.safetensors.index.json"] = as_json({"metadata": {}, "weight_map": names})
+    elif kind == "fifo":
+        files[name] = Fifo()
+    elif kind == "link":
+        files[name] = Link(draw(st.sampled_from(["/dev/null", "nowhere", "config.json", "."])))
+    elif isinstance(content, bytes):
+        files[name] = draw(broken(content))
+
+
+@st.composite
+def other_header(draw: st.DrawFn, content: bytes) -> bytes:
+    """Weights whose header is changed, or says another length."""
+    try:
+        (size,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + size])
+    except (ValueError, struct.error):
+        return draw(broken(content))
+    if draw(st.booleans()):
+        new = as_json(draw(changed(header)))
+        return struct.pack("<Q", len(new)) + new + content[8 + size :]
+    return struct.pack("<Q", draw(st.sampled_from([0, 1, size - 1, 2**40, 2**63]))) + content[8:]
+
+
+@st.composite
+def drafter_cases(draw: st.DrawFn, material: Material) -> Case:
+    kind = draw(st.sampled_from(KINDS))
+    files: dict[str, Content] = dict(material.files(Path(material.drafter(kind)), "d"))
+    for _ in range(draw(st.integers(1, 2))):
+        _damage_drafter(draw, files)
+    target = ["--target", material.target]
+    formats = {"draft_model": "transformers", "medusa": "medusa"}
+    arguments = draw(
+        st.sampled_from(
+            [
+                ["generate", "abc", *target, "--drafter", "d", "--max-new-tokens", "4"],
+                ["generate", "abc", *target, "--drafter", "hybrid:drafter=d", "--max-new-tokens", "4"],
+                ["import", "d", *target, "--out", "out"],
+                ["export", "d", *target, "--out", "out", "--format", formats.get(kind, "vllm")],
+                ["push", "d", "user/name", "--dry-run", "--out", "out"],
+                ["adapt", "d", str(material.root / "prompts.jsonl"), "train.steps=1", "--out", "out"],
+                ["train", str(material.root / f"{kind}.yaml"), "output=out", "start_from=d", "train.steps=1"],
+                ["memory", str(material.root / "draft_model.yaml"), "drafter.model=d"],
+            ]
+        )
+    )
+    return Case("drafter", arguments, files)

@@ -1,0 +1,93 @@
+"""YAML and JSON of anyone: plain values, bounded, or one ValueError; and errors of one short line."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from draftsmith.cli import main
+from draftsmith.errors import ConfigError, one_line, reason_of
+from draftsmith.reading import DEEPEST, LARGEST_YAML, parse_json, parse_yaml, read_json, require_regular
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (BOMB, "more than 100000 values"),
+        ("a: &a [*a]", "an alias of what it stands in"),
+        ("[" * 10_000, "more than 64 levels"),
+        ("a: " + "1" * 5000, "integer string conversion"),
+        ("!!int xyz", "invalid literal"),
+        ("!!bool x", "x"),
+        ("!!timestamp x", "groupdict"),
+        ("!!binary aGk=", "a value of type bytes"),
+        ("!!set {a, b}", "a value of type set"),
+        ("? [a, b]\n: c", "constructing a mapping"),
+        ('"\\ud800"', "half of a character"),
+        ('"\\0"', "a zero byte"),
+        ("x" * (LARGEST_YAML + 1), "characters; expected at most"),
+    ],
+)
+def test_yaml_that_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_yaml(text)
+
+
+def test_yaml_that_is_read() -> None:
+    assert parse_yaml("a: 2024-01-01\nb: 2024-13-45") == {"a": "2024-01-01", "b": "2024-13-45"}
+    assert parse_yaml("x: &x {a: 1}\ny:\n  <<: *x\n  b: [*x, 0x10, no, ~]") == {
+        "x": {"a": 1},
+        "y": {"a": 1, "b": [{"a": 1}, 16, False, None]},
+    }
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '["\\ud800"]', "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "1" * 5000])
+def test_json_that_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"levels|half of a character|integer"):
+        parse_json(text)
+
+
+def test_json_that_is_read() -> None:
+    assert parse_json('["\\ud83d\\ude00", {}]') == ["😀", {}]
+    assert parse_json(json.dumps([[1]] * 100)) == [[1]] * 100
+
+
+def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="no regular file"):
+        read_json(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is no regular file"):
+        require_regular(tmp_path)
+
+
+def test_errors_are_one_short_line() -> None:
+    line = str(ConfigError.of("train.steps", "x" * 10**6, ">= 1"))
+    assert len(f"ConfigError: {line}") <= 500
+    assert line.startswith("train.steps='xxx")
+    assert line.endswith("xxx'; expected >= 1")
+    assert one_line("a\n b\tc") == "a b c"
+    assert reason_of(ValueError("")) == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["eval", "--gamma", "x"], "draftsmith eval: Invalid value for '--gamma'"),
+        (["nothing"], "draftsmith: No such command 'nothing'"),
+        (["recipes", "\udcff"], "ConfigError: argument='\\udcff'; expected text in UTF-8"),
+        (["train", "a" * 5000], "aaa"),
+    ],
+)
+def test_command_lines_that_are_none(arguments: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert len(err.strip()) <= 500
