@@ -17,8 +17,8 @@ YAML or JSON. Between two numbers the curve is linear, beyond the last it goes o
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Annotated
+from statistics import fmean, median
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -48,6 +48,8 @@ ANY = "*"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Draft tokens with which rounds are timed: all of them for the target, which also reads trees and copies, and for
 drafters those that they may draft in a row."""
+ABOUT = {"name", "repeats"}
+"""Keys of a profile that hold no seconds of their own."""
 ALONE = ("", 0)
 Timed = dict[tuple[str, int], list[Round]]
 """Rounds by drafter and draft length."""
@@ -74,7 +76,7 @@ class Hardware(BaseModel):
     verify: Annotated[dict[Count, Annotated[dict[Count, Seconds], Field(min_length=1)]], Field(min_length=1)]
     drafters: dict[str, DrafterSeconds] = {}
     repeats: tuple["Hardware", ...] = ()
-    """The same seconds measured again and again, a turn of all lengths each; those above are of all turns together."""
+    """The same seconds measured again and again, a turn of all lengths each; those above are their medians."""
 
     def token_seconds(self, batch: int) -> float:
         """Seconds in which the target alone adds a token to each of `batch` texts."""
@@ -163,9 +165,9 @@ def measure_hardware(
     batches: Sequence[int] = (1,),
     done: Callable[[], None] = lambda: None,
 ) -> Hardware:
-    """Median seconds of real rounds behind real texts, on the present machine and threads.
+    """Seconds of real rounds behind real texts, on the present machine and threads: medians over turns of their means.
 
-    Draft lengths take turns, so that a slow second hits all alike; each turn's own medians are the `repeats`. A round's
+    Draft lengths take turns, so that a slow second hits all alike; each turn's own means are the `repeats`. A round's
     parts are those that `Round` records: the pass with its rule is `verify`, and what is left beside drafting is
     `round`. `done` is called after each of the `turns`.
     """
@@ -183,12 +185,11 @@ def measure_hardware(
         batch: _timed(arms, [texts[number % len(texts)] for number in range(batch)], temperature, done)
         for batch in batches
     }
-    together = {batch: _joined(timed) for batch, timed in of_batch.items()}
-    repeats = [_medians({batch: of_batch[batch][turn] for batch in batches}, drafters) for turn in range(TURNS)]
-    hardware = _medians(together, drafters)
+    repeats = [_means({batch: of_batch[batch][turn] for batch in batches}, drafters) for turn in range(TURNS)]
+    hardware = Hardware(name="measured", **_medians([repeat.model_dump(exclude=ABOUT) for repeat in repeats]))
     hardware.require(drafters)
     known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
-    return hardware.model_copy(update={"name": "measured", "repeats": tuple(known)})
+    return hardware.model_copy(update={"repeats": tuple(known)})
 
 
 def turns(batches: Sequence[int]) -> int:
@@ -196,20 +197,32 @@ def turns(batches: Sequence[int]) -> int:
     return len(batches) * (TURNS + 1)
 
 
-def _medians(rounds: dict[int, Timed], drafters: Iterable[str]) -> Hardware:
-    """Median seconds of the rounds that were timed at each batch size."""
+def _medians(values: Sequence[Any]) -> Any:
+    """Return the median of numbers, entry by entry in dictionaries; what some lack is the median of the others."""
+    if not isinstance(values[0], dict):
+        return median(values)
+    keys = dict.fromkeys(key for value in values for key in value)
+    return {key: _medians([value[key] for value in values if key in value]) for key in keys}
+
+
+def _means(rounds: dict[int, Timed], drafters: Iterable[str]) -> Hardware:
+    """Mean seconds of the rounds that were timed at each batch size.
+
+    Where other processes take the processor away, they take it once in so many seconds: medians of short passes would
+    never see it, those of long ones always. Means, like the time of whole texts, grow by the same share.
+    """
     alone, verify = {}, {}
     seconds: dict[str, dict[str, dict]] = {name: {"draft": {}, "round": {}} for name in drafters}
     for batch, timed in rounds.items():
-        alone[batch] = median(record.seconds for record in timed[ALONE])
-        verify[batch] = {n + 1: median(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
-        verify[batch][1] = median(record.verify_seconds for record in timed[ALONE])
+        alone[batch] = fmean(record.seconds for record in timed[ALONE])
+        verify[batch] = {n + 1: fmean(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
+        verify[batch][1] = fmean(record.verify_seconds for record in timed[ALONE])
         for name, entry in seconds.items():
             mine = {length: records for (owner, length), records in timed.items() if owner == name and records}
             if mine:
-                entry["draft"][batch] = {n: median(r.draft_seconds for r in records) for n, records in mine.items()}
+                entry["draft"][batch] = {n: fmean(r.draft_seconds for r in records) for n, records in mine.items()}
                 rests = [r.seconds - r.draft_seconds - verify[batch][n + 1] for n, rs in mine.items() for r in rs]
-                entry["round"][batch] = max(median(rests), 0.0)
+                entry["round"][batch] = max(fmean(rests), 0.0)
     known = {name: DrafterSeconds(**entry) for name, entry in seconds.items() if entry["draft"]}
     return Hardware(alone=alone, verify=verify, drafters=known)
 
@@ -266,7 +279,3 @@ def _timed(
         turns.append(timed)
         done()
     return turns[1:]
-
-
-def _joined(turns: Sequence[Timed]) -> Timed:
-    return {key: [record for timed in turns for record in timed[key]] for key in turns[0]}

@@ -131,6 +131,7 @@ def test_a_profile_decides_what_is_best(
     assert written["best"][0]["policy"] == "chain:draft_length=3", "with four the last round drafts in vain"
     assert written["best"][1]["drafter"] is None
     assert "At T=0 speculation stops paying at batch size 8." in written["notes"]
+    assert any("over texts alone: the profile holds no repeated timings" in note for note in written["notes"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "batch size 8: the target alone; no drafter is forecast to pay" in shown
     assert "checking, in passes of the target alone at T=0, batch size 1: 9 tokens 1.00" in shown

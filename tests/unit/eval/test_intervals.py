@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from draftsmith.decode.output import Round
 from draftsmith.eval.accepted import Accepted
 from draftsmith.eval.forecast import numbers, timing_errors
-from draftsmith.eval.hardware import DrafterSeconds, Hardware
+from draftsmith.eval.hardware import ALONE as TARGET_ALONE
+from draftsmith.eval.hardware import LENGTHS, DrafterSeconds, Hardware, _means, _medians
 
 TEXTS, TIMINGS, TRIALS = 40, 6, 1000
 NOISE = 0.04
@@ -68,3 +70,20 @@ def test_the_spread_of_timings_is_students() -> None:
     assert np.isclose(logs.std(ddof=1), 0.1)
     factors = timing_errors(list(np.exp(logs)), 100_000, np.random.default_rng(0))
     assert np.allclose(np.log(np.quantile(factors, [0.025, 0.975])), [-0.1591, 0.1591], atol=0.0032)
+
+
+def taken(milliseconds: list[float], drafted: int = 0) -> list[Round]:
+    """Rounds that are nothing but the target's pass."""
+    rest = {"depth": drafted, "accepted": 0, "committed": 1, "overlap": (), "draft_seconds": 0.0}
+    return [Round(drafted=drafted, verify_seconds=n / 1000, seconds=n / 1000, **rest) for n in milliseconds]
+
+
+def test_a_shared_processor_slows_short_and_long_passes_by_the_same_share() -> None:
+    """Taken away for 4 ms in every 4 ms of work: short passes are slow now and then, long ones always."""
+    timed = {TARGET_ALONE: taken([1, 1, 1, 5, 1, 1, 1, 5]), **{("", n): [] for n in LENGTHS}}
+    timed["", 8] = taken([8, 8], drafted=8)
+    found = _means({1: timed}, [])
+    assert found.alone[1] == 0.002, "1 ms alone; its median would say 1 ms"
+    assert found.verify[1] == {1: 0.002, 9: 0.008}, "4 ms alone"
+    assert _medians([found.model_dump(include={"alone"})] * 2) == {"alone": {1: 0.002}}
+    assert _medians([{"a": 1.0}, {"a": 3.0, "b": 5.0}, {"a": 9.0}]) == {"a": 3.0, "b": 5.0}
