@@ -68,7 +68,7 @@ def hold_cache(path: Path) -> Iterator[None]:
 
 
 def require_cache() -> None:
-    """ConfigError unless the cache can be written, and has room."""
+    """ConfigError unless the cache can be written and has room."""
     require_room(CACHE_KEY, cache_dir())
 
 

@@ -1,0 +1,160 @@
+"""Full and read-only disks: one line before the work; in the middle of it, what is known is kept or shown."""
+
+import errno
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from draftsmith import cli, forecast, measure, storage
+from draftsmith.distill import examples, samples
+from draftsmith.eval.cells import Journal
+from draftsmith.train import loop
+from draftsmith.train.recipe import load_recipe
+
+SMALL = ["--max-new-tokens", "6", "--temperature", "0"]
+
+
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Files end there, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def refuse_to_write(*_: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcd", "hello", "xyz")))
+    return file
+
+
+@pytest.fixture
+def asked(recipe_file: Path, prompts: Path, tmp_path: Path) -> dict[str, list[str]]:
+    """Command lines, by what they do; each writes into `out` alone, or into the cache."""
+    target = ["--target", str(tmp_path / "tiny-target")]
+    pair = [*target, "--drafter", "prompt-lookup", "--prompts", str(prompts)]
+    out = ["--out", str(tmp_path / "out")]
+    return {
+        "eval": ["eval", *pair, *out, "--repeats", "2", *SMALL],
+        "check": ["check", *pair, *out, "--tokens", "500", "--temperature", "0"],
+        "forecast": ["forecast", *pair, *out, "--max-draft-length", "2", *SMALL],
+        "regenerate": ["data", "regenerate", str(prompts), *target, *out],
+        "prepare": ["data", "prepare", str(recipe_file)],
+        "train": ["train", str(recipe_file), f"output={tmp_path / 'out'}"],
+        "export": ["export", str(tmp_path / "tiny-target"), *target, "--format", "vllm", *out],
+        "import": ["import", str(tmp_path / "tiny-target"), *target, *out],
+    }
+
+
+def run(command: list[str]) -> int:
+    try:
+        cli.main(command)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_a_disk_without_room_is_told_before_anything_is_loaded(
+    asked: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    before = {*tmp_path.rglob("*")}
+    for name, command in asked.items():
+        with no_file_beyond(50_000):
+            code = run(command)
+        said = capsys.readouterr().err.splitlines()
+        assert (code, len(said)) == (2, 1), (name, said)
+        assert "cannot be written (File too large); expected a folder with at least 1 MiB of room" in said[0]
+        assert ({*tmp_path.rglob("*")} - before) <= {tmp_path / "cache"}, name
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_anything_is_loaded(
+    asked: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    assert run(asked["prepare"]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"ConfigError: DRAFTSMITH_CACHE={tmp_path / 'file'} cannot be written (File exists); expected a folder with at "
+        "least 1 MiB of room\n"
+    )
+
+
+def test_a_complete_cache_is_read_where_nothing_can_be_written(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["train.steps=1", "evaluation.count=1"]
+    loop.train(load_recipe(str(recipe_file), overrides))
+    for module in (examples, samples):
+        monkeypatch.setattr(module, "hold_cache", None)
+    assert loop.train(load_recipe(str(recipe_file), [*overrides, f"output={tmp_path}/again"])).is_dir()
+
+
+def test_a_measurement_goes_on_where_the_disk_was_full(
+    asked: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Full in the middle of a cell, which leaves half a line; then while the report is written."""
+    file, original, added = tmp_path / "out" / "cells.jsonl", Journal.add, []
+
+    def add(self: Journal, cell: Any) -> None:
+        added.append(cell.key)
+        with no_file_beyond(file.stat().st_size + 20 if len(added) == 4 else resource.RLIM_INFINITY):
+            original(self, cell)
+
+    def write_report(*arguments: Any, **options: Any) -> None:
+        with no_file_beyond(100):
+            report(*arguments, **options)
+
+    report = measure.write_report
+    monkeypatch.setattr(Journal, "add", add)
+    with monkeypatch.context() as patched:
+        patched.setattr(measure, "write_report", write_report)
+        for place in (file, tmp_path / "out"):
+            assert run(asked["eval"]) == 2
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert line == (
+                f"DraftsmithError: {place} cannot be written (File too large); what was measured before is kept; once "
+                "there is room, the same command goes on from there"
+            )
+    everything = len(added)
+    assert run(asked["eval"]) == 0
+    assert len(added) == everything, "nothing is measured again"
+    assert len(added) - 1 == len(set(added)) == 12, "the cell in hand alone was lost"
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(("name", "shown"), [("check", "LOSSLESS"), ("forecast", "best at T=0, batch size 1:")])
+def test_what_cannot_be_kept_is_shown(
+    name: str,
+    shown: str,
+    asked: dict[str, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for module in (storage, forecast):
+        monkeypatch.setattr(module, "write_json", refuse_to_write)
+    assert run(asked[name]) == 2
+    told = capsys.readouterr()
+    assert shown in " ".join(told.out.split())
+    assert told.err.splitlines()[-1] == (
+        f"DraftsmithError: {tmp_path / 'out' / name}.json cannot be written (No space left on device); what is printed "
+        "above was found all the same"
+    )
