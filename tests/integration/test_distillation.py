@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.distill.packing import pack
+from draftsmith.distill.samples import Sampler
 from draftsmith.distill.targets import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.checkpoint import load_drafter
@@ -65,6 +66,42 @@ def test_rounds_ask_anew_and_resume_bit_by_bit(
     assert losses(resumed) == losses(whole)
     a, b = (load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("whole", "run"))
     assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_what_sampling_took_is_counted_over_kills(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the second of three parts, between the last one and the row that is written, and in the round."""
+    rounds = ["train.steps=6", "data.refresh_every=3", "data.count=10", "data.batch_size=3"]
+    rounds += ["data.response_tokens=6", "evaluation.count=1", "evaluation.max_new_tokens=2"]
+    whole = run(recipe_file, *rounds, f"output={tmp_path}/whole")
+    calls: list[str] = []
+
+    def killed_at(owner: Any, name: str, call: int, patch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, name)
+
+        def killed(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            return original(*arguments, **options)
+
+        calls.clear()
+        patch.setattr(owner, name, killed)
+
+    for owner, name, call in ((Sampler, "answer", 2), (loop, "read_metrics", 1), (loop.Run, "step", 2)):
+        with monkeypatch.context() as patch:
+            killed_at(owner, name, call, patch)
+            with pytest.raises(KeyboardInterrupt):
+                run(recipe_file, *rounds)
+    resumed = run(recipe_file, *rounds)
+    (expected,), (found,) = ([row["sampling"] for row in rows if "sampling" in row] for rows in (whole, resumed))
+    for key in ("round", "tokens", "rounds", "tau"):
+        assert found[key] == expected[key]
+    assert found["tokens_per_second"] == found["tokens"] / found["seconds"]
+    sampled = load_from_disk(tmp_path / "run" / "samples" / "round-001" / "rows")
+    assert found["tokens"] == sum(end - start for spans in sampled["spans"] for start, end in spans)
+    assert losses(resumed) == losses(whole)
 
 
 @pytest.mark.parametrize(
