@@ -1,13 +1,14 @@
 # Two commands matter: `make quickstart` and `make test`. Both set everything up first.
 PYTHON ?= python3
 VENV := .venv
+LOWEST := .venv-lowest
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 # Tests run in as many processes as there are cores, four at most, each with one thread of torch.
 WORKERS := OMP_NUM_THREADS=1
 
-.PHONY: quickstart test test-slow test-gpu lint format clean
+.PHONY: quickstart test test-slow test-gpu test-lowest lint format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftsmith quickstart
@@ -19,7 +20,10 @@ test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -m slow
 
 test-gpu: $(VENV)/.installed-dev
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -m gpu tests/gpu
+
+test-lowest: $(LOWEST)/.installed
+	$(WORKERS) $(LOWEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -44,5 +48,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable ".[dev]"
 	@touch $@ $(VENV)/.installed
 
+# Every dependency at the lower bound that pyproject.toml declares. What those need in turn is the newest that fits.
+$(LOWEST)/.installed: pyproject.toml
+	@echo "Installing the lower bounds of every dependency into $(LOWEST)"
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(PYTHON) tests/lower_bounds.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/pip --disable-pip-version-check install --quiet --constraint $(LOWEST)/constraints.txt --editable ".[dev]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info
+	rm -rf $(VENV) $(LOWEST) runs build dist *.egg-info
