@@ -1,5 +1,7 @@
 """What a drafter says when the decoder asks it, along tokens that a test chooses."""
 
+from copy import copy
+
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -13,6 +15,9 @@ from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.text import Text
 from draftsmith.heads.draft import ROOT
 from draftsmith.heads.drafter import TrainableDrafter
+
+Said = tuple[list[int], list[int], Tensor]
+"""Committed tokens, draft tokens behind them, and the logits [V] that the drafter gave there."""
 
 
 class Recorder:
@@ -36,6 +41,55 @@ class Recorder:
 
     def observe(self, *arguments: object) -> None:
         pass
+
+
+class Planned:
+    """A policy whose drafts are a text's own greedy tokens for a planned number of levels a round, then wrong ones.
+
+    With `siblings` each right token stands behind a wrong one, so that accepted nodes are not the first ones.
+    """
+
+    learns = False
+
+    def __init__(self, wholes: list[list[int]], plans: list[list[int]], depth: int, *, siblings: bool) -> None:
+        self.wholes, self.plans, self.depth, self.siblings = wholes, plans, depth, siblings
+        self.said: list[Said] = []
+        self._rounds = 0
+
+    def fresh(self) -> "Planned":
+        return copy(self)  # with the same list, so that what all texts were shown is together
+
+    def grow(self, growth: Growth) -> Growing:
+        text = growth._text
+        committed, right = list(text.tokens), self.plans[text.number][self._rounds]
+        self._rounds += 1
+        nodes, paths = [ROOT], [[]]
+        for level in range(self.depth):
+            logits_nV = yield nodes
+            self.said += [(committed, path, logits_V) for path, logits_V in zip(paths, logits_nV.clone(), strict=True)]
+            token = self.wholes[text.number][len(committed) + level]
+            wrong = (token + 7) % logits_nV.shape[-1]
+            tokens = [wrong] if level >= right else [wrong, token] if self.siblings else [token]
+            parent, before = nodes[-1], paths[-1]
+            nodes = [growth.choose(parent, each) for each in tokens]
+            paths = [[*before, each] for each in tokens]
+        return growth.draft()
+
+    def observe(self, *arguments: object) -> None:
+        pass
+
+
+def planned_rounds(
+    drafter: TrainableDrafter, target: LlamaForCausalLM, prompts: list[list[int]], policy: Planned
+) -> list[Said]:
+    """Decode the texts together for as many rounds as are planned, and check that drafts were accepted as planned."""
+    texts = [Text(list(prompt), len(prompt) + 40, SeededChance(0), number=n) for n, prompt in enumerate(prompts)]
+    decoding = Decoding(TransformersTarget(target), drafter, policy, texts, Processors(Sampling(0.0)))
+    decoding.prefill()
+    for _ in policy.plans[0]:
+        decoding.round()
+    assert [[record.accepted for record in text.rounds] for text in texts] == policy.plans[: len(texts)]
+    return policy.said
 
 
 def decoded_logits(drafter: TrainableDrafter, target: LlamaForCausalLM, prompt: list[int], behind: list[int]) -> Tensor:
