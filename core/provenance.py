@@ -29,21 +29,34 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def model_fingerprint(model: Any) -> str:
     """Changes when the weights do: hashes up to 1,024 evenly spaced numbers of every parameter, rounded to bfloat16 so
     that the same checkpoint loaded in float32 and in bfloat16 is recognised as one target."""
-    known = getattr(model, "draftsmith_fingerprint", None)
+    return model_fingerprints(model)[0]
+
+
+def model_fingerprints(model: Any) -> list[str]:
+    """Return `model_fingerprint` of the weights as they are and as they would be in float16.
+
+    A weight that is rounded to float16 first may become another bfloat16 number. Of two models that are casts of the
+    same float32 weights, one of them in float32 or float16, at least one fingerprint is equal.
+    """
+    known = getattr(model, "draftsmith_fingerprints", None)
     # Of a target with adapters added in: the sums would depend on the dtype they were added in.
-    return weights_fingerprint(model.state_dict()) if known is None else known
+    if known is not None:
+        return known
+    tensors = model.state_dict()
+    return [weights_fingerprint(tensors), weights_fingerprint(tensors, float16=True)]
 
 
-def weights_fingerprint(tensors: dict[str, Any]) -> str:
-    """`model_fingerprint` of a model with these tensors by name."""
+def weights_fingerprint(tensors: dict[str, Any], *, float16: bool = False) -> str:
+    """`model_fingerprint` of a model with these tensors by name, which are first rounded to float16 where asked."""
     import torch
 
     digest = hashlib.sha256()
     for name, parameter in sorted(tensors.items()):
         flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 1024)].to(torch.bfloat16).view(torch.int16).cpu().numpy()
+        sample = flat[:: max(1, flat.numel() // 1024)]
+        rounded = (sample.half() if float16 else sample).to(torch.bfloat16)
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(sample.tobytes())
+        digest.update(rounded.view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

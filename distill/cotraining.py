@@ -22,7 +22,7 @@ from draftsmith.distill.objectives import at_least_float32
 from draftsmith.errors import ConfigError
 from draftsmith.heads.final_states import final_states, logits_head
 from draftsmith.heads.lora import add_lora, without_lora
-from draftsmith.provenance import fingerprint, model_fingerprint
+from draftsmith.provenance import fingerprint, model_fingerprints
 from draftsmith.reading import read_json
 from draftsmith.storage import write_json
 
@@ -99,11 +99,12 @@ def adapter_base(folder: Path) -> str:
 def with_adapter(model: nn.Module, folder: Path) -> nn.Module:
     """`model` with the adapter's weights added to its own: an ordinary model again, with a fingerprint of its own."""
     _require_lora(folder)
-    known = adapted_fingerprint(model_fingerprint(model), load_file(folder / WEIGHTS))
+    tensors = load_file(folder / WEIGHTS)
+    known = [adapted_fingerprint(base, tensors) for base in model_fingerprints(model)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about what peft asks of transformers, not about us
         merged = PeftModel.from_pretrained(model, folder, use_safetensors=True).merge_and_unload()
-    merged.draftsmith_fingerprint = known
+    merged.draftsmith_fingerprints = known
     return merged
 
 

@@ -24,7 +24,7 @@ from draftsmith.heads.named import drafter_named, is_named
 from draftsmith.heads.published import read_published
 from draftsmith.heads.stored_config import LONGEST_DRAFT, StoredDrafter, read_config
 from draftsmith.heads.vocabulary import DraftVocabulary
-from draftsmith.provenance import model_fingerprint, tokenizer_fingerprint
+from draftsmith.provenance import model_fingerprints, tokenizer_fingerprint
 from draftsmith.storage import write_json
 
 WEIGHTS = "model.safetensors"
@@ -39,12 +39,14 @@ def describe_target(
 ) -> dict[str, Any]:
     """What a checkpoint records of its target, to be recognised later."""
     config = model.config.get_text_config(decoder=True)
+    own, in_float16 = model_fingerprints(model)
     return {
         "name": name,
         "revision": revision,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "model_fingerprint": model_fingerprint(model),
+        "model_fingerprint": own,
+        "float16_fingerprint": in_float16,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer) if tokenizer is not None else None,
     }
 
@@ -193,7 +195,8 @@ def _require_fit(
     recorded = made_for.tokenizer_fingerprint
     if tokenizer is not None and recorded is not None and recorded != tokenizer_fingerprint(tokenizer):
         raise ConfigError(f"drafter={name} was trained for {made_for.name} with another tokenizer; expected the same")
-    if needs_hidden and made_for.model_fingerprint != model_fingerprint(target):
+    fingerprints = {made_for.model_fingerprint, made_for.float16_fingerprint}
+    if needs_hidden and fingerprints.isdisjoint(model_fingerprints(target)):
         raise ConfigError(
             f"drafter={name} reads the hidden states of {made_for.name}, and the target's weights are others; "
             "expected the target that it was trained on"

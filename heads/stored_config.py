@@ -34,6 +34,8 @@ class StoredTarget(_Stored):
     vocab_size: Annotated[int, Field(ge=1, le=2**24)]
     hidden_size: Annotated[int, Field(ge=1, le=2**20)]
     model_fingerprint: Text
+    float16_fingerprint: Text | None = None
+    """Of the same weights in float16; see `model_fingerprints`."""
     tokenizer_fingerprint: Text | None = None
     quality: dict[str, float] | None = None
 

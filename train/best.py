@@ -7,7 +7,7 @@ from draftsmith.distill.cotraining import Adapters, adapted_fingerprint
 from draftsmith.distill.targets import LoadedTarget
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.provenance import model_fingerprint
+from draftsmith.provenance import model_fingerprints
 from draftsmith.storage import atomic_folder
 from draftsmith.train.output import DRAFTER, TARGET
 from draftsmith.train.recipe import Recipe
@@ -22,7 +22,7 @@ class BestDrafter:
         self.adapters: Adapters | None = None
         self._recipe, self._target, self._drafter, self._draft_length = recipe, target, drafter, draft_length
         self._described = describe_target(target.model, target.tokenizer, target.name, target.revision)
-        self._base_fingerprint = model_fingerprint(target.model)
+        self._base_fingerprints = model_fingerprints(target.model)
 
     def offer(self, step: int, result: dict[str, Any]) -> None:
         """Keep the drafter as it is when its tau is the best so far, and its target has not moved too far."""
@@ -36,9 +36,11 @@ class BestDrafter:
         """Write the drafter as it is; `quality`: what was measured of a target that is trained too."""
         folder, target = Path(self._recipe.output), self._target
         if self.adapters is not None:
-            fingerprint = adapted_fingerprint(self._base_fingerprint, self.adapters.tensors())
+            tensors = self.adapters.tensors()
+            own, in_float16 = (adapted_fingerprint(base, tensors) for base in self._base_fingerprints)
             name = f"{target.name} with the adapter {self._recipe.name}"
-            self._described |= {"name": name, "model_fingerprint": fingerprint, "quality": quality}
+            self._described |= {"name": name, "model_fingerprint": own, "quality": quality}
+            self._described["float16_fingerprint"] = in_float16
             with atomic_folder(folder / TARGET) as temporary:
                 self.adapters.save(temporary, target.name, quality)
                 target.tokenizer.save_pretrained(temporary)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from draftsmith.distill.targets import LoadedTarget
 from draftsmith.errors import ConfigError
-from draftsmith.provenance import model_fingerprint
+from draftsmith.provenance import model_fingerprints
 from draftsmith.train.recipe import Recipe
 
 
@@ -60,7 +60,7 @@ class Placement:
                 f"target.{key}=True with {type(model).__name__}; expected a decoder-only model with a list of layers "
                 "and floating-point weights"
             )
-        model.draftsmith_fingerprint = model_fingerprint(model)  # as long as all of it is here
+        model.draftsmith_fingerprints = model_fingerprints(model)  # as long as all of it is here
         if self._offload:
             self._put_off(model, layers)
         else:

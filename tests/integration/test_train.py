@@ -191,6 +191,8 @@ def test_drafter_and_target_are_trained_together(drafter: str, recipe_file: Path
     plain = load_target(str(tmp_path / "tiny-target"))
     loaded = load_drafter(folder, adapted.model, adapted.tokenizer)
     assert loaded.target_quality == quality
+    halved = load_target(str(tmp_path / "run" / "target"), dtype="float16")
+    assert load_drafter(folder, halved.model).target_quality == quality
     out = SpeculativeDecoder(adapted.model, loaded).generate([5, 6, 7, 8], max_new_tokens=30)
     assert out.tokens == SpeculativeDecoder(adapted.model).generate([5, 6, 7, 8], max_new_tokens=30).tokens
     ids = torch.arange(2, 30)[None]

@@ -15,7 +15,7 @@ from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.draft_model import spread
 
 
-def _save(drafter: Drafter, folder: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
+def _save(drafter: Drafter, folder: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast | None) -> Path:
     made_for = describe_target(target, tokenizer, "tiny")
     save_drafter(drafter, folder, target=made_for, recipe={"a": 1}, draft_length=3, tokenizer=tokenizer)
     return folder
@@ -52,6 +52,39 @@ def test_a_plain_transformers_checkpoint_is_a_draft_model(
     drafter = load_drafter(tiny_target_folder, tiny_target, tiny_tokenizer)
     assert isinstance(drafter, DraftModel)
     assert drafter.draft_length_hint is None
+
+
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("stored", "trained", "loaded"),
+    [
+        (FLOAT32, FLOAT32, FLOAT16),
+        (FLOAT32, FLOAT32, BFLOAT16),
+        (FLOAT32, FLOAT16, FLOAT32),
+        (FLOAT32, BFLOAT16, FLOAT32),
+        (BFLOAT16, BFLOAT16, FLOAT16),
+        (BFLOAT16, FLOAT16, BFLOAT16),
+        (FLOAT16, BFLOAT16, FLOAT16),
+    ],
+    ids=str,
+)
+def test_a_cast_target_is_the_same_target(
+    stored: torch.dtype, trained: torch.dtype, loaded: torch.dtype, tmp_path: Path
+) -> None:
+    """Small weights included, which float16 rounds away; and weights that are others stay others in every dtype."""
+
+    def target(dtype: torch.dtype, change: float = 1.0) -> LlamaForCausalLM:
+        made = make_llama()
+        made.model.embed_tokens.weight.data[3] *= 1e-6
+        made.lm_head.weight.data[:, ::3] *= change
+        return made.to(stored).to(dtype)
+
+    folder = _save(Medusa.from_target(target(trained)), tmp_path / "d", target(trained), None)
+    assert load_drafter(folder, target(loaded)).type == "medusa"
+    with pytest.raises(ConfigError, match="the target's weights are others"):
+        load_drafter(folder, target(loaded, change=1.01))
 
 
 def test_misfits_are_refused(
