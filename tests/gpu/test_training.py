@@ -92,14 +92,13 @@ def test_heads_in_float32_learn_from_a_target_in_half_precision(
 
 
 def test_the_meter_reads_the_allocators_peak(device: torch.device) -> None:
-    """On a GPU torch's own number; on a CPU, where pages count, at least what was written to."""
+    """On a GPU torch's own number, which stays when memory is freed; on a CPU at least the pages that were written."""
     size = 256 * 2**20
     meter = MemoryMeter(device)
-    before = meter.peak()
     taken = torch.ones(size, dtype=torch.uint8, device=device)
-    assert meter.peak() - before >= 0.9 * size
+    assert meter.peak() >= 0.9 * size
     if device.type == "cuda":
         assert meter.peak() == torch.cuda.max_memory_allocated(device)
         del taken
-        assert meter.peak() - before >= size, "a peak stays when its memory is freed"
+        assert meter.peak() >= size
         assert MemoryMeter(device).peak() < size

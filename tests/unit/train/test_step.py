@@ -17,7 +17,7 @@ from draftsmith.train.assembly import step_and_optimizers
 from draftsmith.train.batches import collate
 from draftsmith.train.optimizers import optimizers
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.step import CotrainSettings, CotrainStep, Last
+from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Last
 
 CPU = torch.device("cpu")
 ROWS = Dataset.from_list(
@@ -34,6 +34,18 @@ def test_an_encoder_reads_prompts_and_a_decoder_responses() -> None:
     assert batch.mask_BT.tolist() == [[True, True, True, False], [True, False, False, False]]
     plain = collate(ROWS, [0], CPU)
     assert plain.mask_BT.tolist() == [[False, True, True, True, False]]
+
+
+@pytest.mark.parametrize("objective", [Objective(dpace=0.5), Objective("accepted_length")], ids=["dpace", "length"])
+def test_heads_that_are_read_without_gradient_first_are_trained_in_bf16(objective: Objective) -> None:
+    """Older torch gives them no gradient: autocast keeps the cast of the first reading (pytorch/pytorch#165068)."""
+    target = make_llama().requires_grad_(False)
+    drafter = Medusa.from_target(target)
+    step = AgreementStep(drafter, objective, OnlineTeacher(target))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = step(collate(ROWS, [0, 1], CPU), 0.0, Last())[0]
+    loss.backward()
+    assert [name for name, weight in drafter.named_parameters() if weight.grad is None or not weight.grad.any()] == []
 
 
 def gradients(settings: CotrainSettings, done: float = 1.0, kl: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
