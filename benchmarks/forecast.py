@@ -210,7 +210,7 @@ def speed_cell(
         texts = target_alone(target, ids, sampling, options.max_new_tokens)
         found, _ = predicted(target, drafter, policies, texts, sampling)
         length = max([depth(policy) for policy in policies if policy is not None] or [1])
-        measures = {"draft_length": length, "temperature": temperature}
+        measures = {"draft_length": length, "sampling": sampling}
         hardware = measure_hardware(target.model, {name: drafter}, texts, **measures)
         settings = Settings(
             target=options.target,

@@ -84,9 +84,8 @@ def _require_valid(settings: "CheckSettings", out: Path | None) -> None:
     from draftsmith.requests import require_valid
 
     require_valid(settings, {"gamma": [settings.draft_length], "count": [settings.count]}, {}, out)
-    for key, value, lowest in (("seed", settings.seed, 0), ("tokens", settings.tokens, LEAST_TOKENS)):
-        if value < lowest:
-            raise ConfigError.of(key, value, f">= {lowest}")
+    if settings.tokens < LEAST_TOKENS:
+        raise ConfigError.of("tokens", settings.tokens, f">= {LEAST_TOKENS}")
     if settings.draft_length is not None and settings.policies:
         raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
     check_prompts(settings.prompts)

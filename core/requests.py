@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from draftsmith.decode.chance import require_seed
 from draftsmith.decode.policies import check_policy
 from draftsmith.decode.processors import Sampling
 from draftsmith.decode.verify import rule_named
@@ -26,6 +27,7 @@ class Request(Protocol):
     top_p: float | None
     dtype: str
     chat_template: str | None
+    seed: int
 
 
 def require_valid(
@@ -44,6 +46,7 @@ def require_valid(
         raise ConfigError("drafter is missing; expected at least one")
     for temperature in request.temperatures:
         Sampling(temperature, request.top_k, request.top_p)
+    require_seed("seed", request.seed)
     for key, values in counts.items():
         for value in values:
             if value is not None and value < 1:

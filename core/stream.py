@@ -4,6 +4,7 @@ import sys
 
 from rich.text import Text
 
+from draftsmith.decode.chance import require_seed
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.output import Round
 from draftsmith.decode.policies import check_policy
@@ -31,6 +32,7 @@ def stream(
 ) -> None:
     """Decode `prompt` and print it while it grows; the summary goes to stderr."""
     Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
+    require_seed("seed", settings["seed"])
     if plan["draft_length"] is not None and plan["draft_length"] < 1:
         raise ConfigError.of("gamma", plan["draft_length"], ">= 1")
     if plan["policy"] is not None:

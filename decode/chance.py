@@ -5,6 +5,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.errors import ConfigError
+
+LARGEST_SEED = 2**32 - 1
+"""That a user may give: seeds of single texts are made from it by multiplication, and must fit 64 bits."""
+
+
+def require_seed(key: str, seed: int, largest: int = LARGEST_SEED) -> None:
+    """ConfigError for a seed out of range."""
+    if not 0 <= seed <= largest:
+        raise ConfigError.of(key, seed, f">= 0 and at most {largest}")
+
 
 class Chance(Protocol):
     """A source of randomness. `SeededChance` draws; the exact tests branch over every outcome instead."""

@@ -1,6 +1,5 @@
 """The public decoder: checks what it is given, decodes one prompt or a batch, and says what happened."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, TypedDict, Unpack
@@ -9,20 +8,22 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
-from draftsmith.decode.chance import SeededChance
+from draftsmith.decode.chance import SeededChance, require_seed
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.decoding import Decoding
+from draftsmith.decode.decoding import Decoding, now
 from draftsmith.decode.output import DecodeOutput, Round
 from draftsmith.decode.policies import Policy, default_policy, plans, policy_named
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.probe import require_tree_reading
 from draftsmith.decode.processors import Processors, Sampling
-from draftsmith.decode.prompts import prompt_rows
+from draftsmith.decode.prompts import prompt_rows, require_known
+from draftsmith.decode.propose import example_draft
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.text import Stops, Text
 from draftsmith.decode.timing import measure_costs
-from draftsmith.decode.verify import rule_named
+from draftsmith.decode.verify import Rule, rule_named
 from draftsmith.errors import ConfigError
+from draftsmith.heads.draft import Draft
 from draftsmith.heads.drafter import Drafter
 
 OnTokens = Callable[[list[int], Round | None], None]
@@ -89,6 +90,8 @@ class SpeculativeDecoder:
                 costs = measure_costs(target, drafter) if costs is None and plans(self.policy) else costs
                 self.policy = policy_named(self.policy, costs)
             _require_same_vocabulary(drafter, target)
+        if self.rule is not None and drafter is not None:
+            _require_fitting(self.rule, drafter, self.policy)
         require_tree_reading(target)
         self.costs = costs
         self._target.widths = {} if costs is None else costs.verify_widths
@@ -171,9 +174,13 @@ class SpeculativeDecoder:
         stops = Stops(self._eos(eos_token_id), [*stopping_criteria, *_stop_strings(stop_strings, tokenizer)])
         if isinstance(seeds, int):
             seeds = range(seeds, seeds + len(rows))
+        for seed in (seeds[0], seeds[-1]) if isinstance(seeds, range) else seeds:
+            require_seed("seed", seed, 2**64 - 1)
         if len(seeds) != len(rows):
             raise ConfigError.of("seeds", list(seeds), f"one for each of the {len(rows)} prompts")
         prompts, sources = self._prompts(rows, decoder_input_ids)
+        require_known(prompts, self._model)
+        require_known(sources, self._model)
         texts = [
             self._text(number, prompt, max_new_tokens, stops, seed)
             for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
@@ -185,11 +192,13 @@ class SpeculativeDecoder:
         widths = None if self.costs is None else self.costs.draft_widths
         decoding = Decoding(self._target, self.drafter, self.policy, texts, processors, self.rule, widths)
         self._last = texts[0]
-        started = time.perf_counter()
-        for text, new in decoding.prefill():
+        device = next(self._model.parameters()).device
+        started = now(device)
+        read = decoding.prefill()
+        prefill_seconds = now(device) - started  # the drafter's pass over the prompt, which is only queued, included
+        for text, new in read:
             if on_tokens is not None:
                 on_tokens(text.number, new, None)
-        prefill_seconds = time.perf_counter() - started
         while decoding.texts:
             for text, new, record in decoding.round():
                 if on_tokens is not None:
@@ -273,6 +282,15 @@ def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
     if tokenizer is None:
         raise ConfigError(f"stop_strings={list(strings)!r} without a tokenizer; expected tokenizer=the target's")
     return [StopStringCriteria(tokenizer, list(strings))]
+
+
+def _require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> None:
+    """ConfigError where the rule would refuse what the drafter copies, or a draft as the policy grows it."""
+    if type(drafter).retrieve is not Drafter.retrieve:
+        rule.require(Draft.chain([0, 0]))
+    if policy is not None:
+        for sharpness in (0.0, 4.0):
+            rule.require(example_draft(policy, sharpness))
 
 
 def _require_same_vocabulary(drafter: Drafter, target: nn.Module) -> None:

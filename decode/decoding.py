@@ -68,15 +68,17 @@ class Decoding:
 
     def round(self) -> list[tuple[Text, list[int], Round]]:
         """Propose, verify and commit once: every running text with its new tokens and the round's record."""
-        started = _now(self.texts[0].hidden)
+        hidden = self.texts[0].hidden
+        device = None if hidden is None else hidden.device
+        started = now(device)
         drafts = [Draft() for _ in self.texts]
         if self._drafter is not None:
             growths = [Growth(text, self._room(text), self._processors, self._shared) for text in self.texts]
             drafts = propose(self._drafter, [text.policy for text in self.texts], growths)
-        drafted = _now(self.texts[0].hidden)
+        drafted = now(device)
         logits = self._target.verify([text.tokens[-1] for text in self.texts], drafts)
         verdicts = self._verdicts(logits, drafts)
-        verified = _now(self.texts[0].hidden)
+        verified = now(device)
         new = []
         for row, (text, draft, verdict) in enumerate(zip(self.texts, drafts, verdicts, strict=True)):
             text.hidden = self._target.hidden(row, verdict.path[-1] if verdict.path else ROOT)
@@ -85,7 +87,7 @@ class Decoding:
         self._target.commit([list(verdict.path) for verdict in verdicts])
         if self._drafter is not None:
             self._observe(growths, drafts, verdicts)
-        ended = _now(self.texts[0].hidden)
+        ended = now(device)
         out = []
         for text, draft, verdict, tokens in zip(self.texts, drafts, verdicts, new, strict=True):
             record = Round(
@@ -160,8 +162,8 @@ def _contexts(text: Text, draft: Draft) -> list[list[int]]:
     return [shown, *(shown + [draft.tokens[i] for i in draft.path(node)] for node in range(len(draft)))]
 
 
-def _now(hidden: Tensor | None) -> float:
+def now(device: torch.device | None) -> float:
     """Seconds; on an accelerator, after the work queued so far is done."""
-    if hidden is not None and hidden.is_cuda:
-        torch.cuda.synchronize(hidden.device)
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -22,6 +22,11 @@ class Round:
     seconds: float
     """The whole round; what draft and verify leave is overhead."""
 
+    @property
+    def tested(self) -> int:
+        """Draft positions at which the accepted path had a draft token: of a tree, another path may be deeper."""
+        return len(self.overlap)
+
 
 @dataclass(frozen=True)
 class DecodeOutput:
@@ -70,16 +75,15 @@ class DecodeOutput:
 
     @property
     def acceptance_at(self) -> list[float]:
-        """For each draft position, the share accepted among rounds that accepted everything before it."""
+        """For each draft position, the share accepted among rounds that accepted everything before it and had a draft
+        token behind that."""
         return acceptance_at(self.rounds)
 
 
 def acceptance_at(rounds: list[Round]) -> list[float]:
-    """Measured acceptance by draft position, given that the positions before it were accepted."""
+    """Return measured acceptance by draft position, given a draft token there below what was accepted."""
     shares = []
-    for position in range(max((record.depth for record in rounds), default=0)):
-        tested = [record for record in rounds if record.depth > position and record.accepted >= position]
-        if not tested:
-            break
-        shares.append(sum(record.accepted > position for record in tested) / len(tested))
+    for position in range(max((record.tested for record in rounds), default=0)):
+        accepted = [record.accepted > position for record in rounds if record.tested > position]
+        shares.append(sum(accepted) / len(accepted))
     return shares

@@ -44,6 +44,12 @@ def require_tree_reading(model: nn.Module) -> None:
         raise ConfigError(
             f"model_type={kind!r} cannot read draft trees ({reason_of(error)}); expected another target"
         ) from error
+    if bool(logits_NV.isnan().any()):
+        dtype = str(logits_NV.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"model_type={kind!r} gives logits that are NaN in {dtype}: its weights are damaged, or overflow in that "
+            "dtype; expected finite logits"
+        )
     for node in (1, 3):  # siblings' children: wrong positions and wrong masks both show here
         expected_V = _as_path(model, [*context, *(draft.tokens[step] for step in draft.path(node))])
         gap = float((logits_NV[node + 1] - expected_V).abs().max() / expected_V.float().std().clamp_min(1e-6))

@@ -13,12 +13,21 @@ from draftsmith.errors import ConfigError, DraftsmithError
 
 # Shapes: N rows of logits, V vocabulary.
 
+HOTTEST, COLDEST = 1e30, 1e-6
+"""The largest temperature, and the one below which logits divided by it may leave float32."""
 Contexts = Callable[[], Sequence[list[int]]]
 """The tokens before each row of logits; made only when a processor asks for them."""
 
 # transformers' processors that look at the scores alone.
 _CONTEXT_FREE = (
-    *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper"),
+    *(
+        "TemperatureLogitsWarper",
+        "_Cold",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TopHLogitsWarper",
+    ),
     *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
     *("SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
 )
@@ -51,8 +60,8 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ConfigError.of("temperature", self.temperature, ">= 0 (0 is greedy)")
+        if not 0 <= self.temperature <= HOTTEST:
+            raise ConfigError.of("temperature", self.temperature, f">= 0 (0 is greedy) and at most {HOTTEST:g}")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError.of("top_k", self.top_k, ">= 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -68,12 +77,32 @@ class Sampling:
         if self.greedy:
             return warpers
         if self.temperature != 1:
-            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
+            warpers.append(_tempered(TemperatureLogitsWarper(float(self.temperature))))
         if self.top_k is not None:
             warpers.append(TopK(self.top_k))
         if self.top_p is not None and self.top_p < 1:
             warpers.append(TopP(self.top_p))
         return warpers
+
+
+class _Cold(LogitsProcessor):
+    """Divides by a temperature so small that a quotient may overflow: exact in the limit, where the largest share all.
+
+    The softmax does not change when the largest score is subtracted first; it is 0 then, and others overflow to -inf.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        below = scores - scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+        return torch.where(below == 0, below, below / self._temperature)
+
+
+def _tempered(processor: LogitsProcessor) -> LogitsProcessor:
+    """Return the processor itself, or what computes the same for temperatures at which it would overflow."""
+    cold = type(processor) is TemperatureLogitsWarper and processor.temperature < COLDEST
+    return _Cold(processor.temperature) if cold else processor
 
 
 class Processors:
@@ -91,7 +120,7 @@ class Processors:
                 raise ConfigError(
                     f"logits_processor={name} {_STATEFUL[name]}; expected one that depends on the text alone"
                 )
-        self._all = [*extra, *sampling.warpers()]
+        self._all = [*map(_tempered, extra), *sampling.warpers()]
         self.may_empty = bool(extra)
         """Whether a row may be left without any token; temperature, top-k and top-p always leave one."""
         self.none = not self._all

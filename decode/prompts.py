@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.errors import ConfigError
 
@@ -38,3 +38,14 @@ def prompt_rows(
     if not rows:
         raise ConfigError("prompts=0; expected at least 1")
     return rows, paddings or [[] for _ in rows]
+
+
+def require_known(rows: Sequence[list[int]], model: nn.Module) -> None:
+    """ConfigError for tokens that the model has no embedding of."""
+    known = model.get_input_embeddings().weight.shape[0]
+    for number, row in enumerate(rows):
+        for token in (min(row), max(row)) if row else ():
+            if not 0 <= token < known:
+                raise ConfigError(
+                    f"prompt {number} holds token {token}; expected 0 to {known - 1}, which the target knows"
+                )

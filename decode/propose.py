@@ -1,9 +1,17 @@
 """One round's drafts for every text: retrieved where the drafter can, otherwise grown by the policy, in lockstep."""
 
+import torch
+
+from draftsmith.decode.chance import SeededChance
 from draftsmith.decode.growth import Growth
 from draftsmith.decode.policies.policy import Growing, Policy
+from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.decode.text import Text
 from draftsmith.heads.draft import ROOT, Draft
 from draftsmith.heads.drafter import Drafter
+
+EXAMPLE = 8
+"""Levels of an example."""
 
 
 def propose(drafter: Drafter, policies: list[Policy | None], growths: list[Growth]) -> list[Draft]:
@@ -54,3 +62,19 @@ def propose(drafter: Drafter, policies: list[Policy | None], growths: list[Growt
         for row in list(growing):
             advance(row, logits[row])
     return drafts
+
+
+def example_draft(policy: Policy, sharpness: float) -> Draft:
+    """Return a draft that the policy grows at temperature 1 with a drafter whose logits are the same behind every node.
+
+    `sharpness`: the difference between one logit and the next.
+    """
+    growth = Growth(Text([0], 2 + EXAMPLE, SeededChance(0)), EXAMPLE, Processors(Sampling(1.0)))
+    logits_V = -sharpness * torch.arange(2.0 * EXAMPLE)
+    growing = policy.fresh().grow(growth)
+    try:
+        nodes = next(growing)
+        while True:
+            nodes = growing.send(logits_V.expand(len(nodes), -1))
+    except StopIteration as end:
+        return end.value

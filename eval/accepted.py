@@ -121,9 +121,12 @@ def accepted(
     else:
         rooms_A = np.minimum(room_A, reach) if reach is not None else room_A
         survival_AK, lengths_A, nodes_A = _grown(policy, table, rooms_A, sampling, rule)
+    offered_AK = _offered(policy, table["rank"]) if isinstance(policy, StaticTree) else np.ones_like(survival_AK)
     if retrieved is not None:
         survival_AK, lengths_A, nodes_A = _with_copies(survival_AK, lengths_A, nodes_A, retrieved)
-    walked = walk(survival_AK, lengths_A)
+        offered_AK = np.pad(offered_AK, ((0, 0), (0, survival_AK.shape[1] - offered_AK.shape[1])))
+        offered_AK[retrieved.taken_A] = 1.0
+    walked = walk(survival_AK, lengths_A, offered_AK)
     work: Counter[tuple[int, int]] = Counter()
     for visits, nodes, length, copied in zip(
         walked.visits_A, nodes_A, lengths_A, retrieved.taken_A if retrieved else [False] * A, strict=True
@@ -168,6 +171,12 @@ def _inside(tree: StaticTree, rank_AK: Floats) -> Floats:
     return inside_AK
 
 
+def _offered(tree: StaticTree, rank_AK: Floats) -> Floats:
+    """[A, K]: 1 where the tree has a draft token below the text's tokens before a position."""
+    above = {path[:-1] for path in tree.shape}
+    return np.array([[float(tuple(ranks[:depth]) in above) for depth in range(len(ranks))] for ranks in rank_AK])
+
+
 def _with_copies(
     survival_AK: Floats, lengths_A: Lengths, nodes_A: Lengths, retrieved: Retrieved
 ) -> tuple[Floats, Lengths, Lengths]:
@@ -209,10 +218,10 @@ def retrieved(drafter: Drafter, text: TargetText) -> Retrieved | None:
 
 def of_rounds(text: TargetText, rounds: Sequence[Round]) -> Accepted:
     """What was replayed, or decoded, in the same form."""
-    deepest = max((record.depth for record in rounds), default=0)
+    deepest = max((record.tested for record in rounds), default=0)
     tested_K, accepted_K = np.zeros(deepest), np.zeros(deepest)
     for record in rounds:
-        tested_K[: min(record.depth, record.accepted + 1)] += 1
+        tested_K[: record.tested] += 1
         accepted_K[: record.accepted] += 1
     work = Counter((record.drafted, record.depth) for record in rounds)
     return Accepted(text.decode_tokens, float(len(rounds)), Counter(work), tested_K, accepted_K)

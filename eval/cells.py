@@ -37,7 +37,7 @@ class TextRecord:
     rounds: list[Annotated[str, Field(pattern=f"^[{ACCEPTED}{CORRECTION}{BONUS}{OWN}]*$")]]
     """One letter a token, one string a round, the prefill's token first."""
     tested: list[int]
-    """Rounds that had a draft token at each position and accepted everything before it."""
+    """Rounds that accepted everything before each position and had a draft token there, below what was accepted."""
     accepted: list[int]
     """Of those, the ones that accepted it."""
     overlap: float
@@ -46,8 +46,8 @@ class TextRecord:
 
     @classmethod
     def of(cls, prompt: str, output: DecodeOutput) -> "TextRecord":
-        deepest = max((record.depth for record in output.rounds), default=0)
-        reached = [[r for r in output.rounds if r.depth > i and r.accepted >= i] for i in range(deepest)]
+        deepest = max((record.tested for record in output.rounds), default=0)
+        reached = [[r for r in output.rounds if r.tested > i] for i in range(deepest)]
         return cls(
             prompt=prompt,
             tokens=list(output.tokens),
@@ -72,7 +72,7 @@ def _kinds(record: Round) -> str:
     if record.drafted == 0:
         return OWN
     # Where the accepted path has no child, nothing was tested behind it, in trees as in chains.
-    last = CORRECTION if len(record.overlap) > record.accepted else BONUS
+    last = CORRECTION if record.tested > record.accepted else BONUS
     return (ACCEPTED * record.accepted + last)[: record.committed]
 
 

@@ -168,7 +168,7 @@ def _at(
     if hardware is None:
         lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes}
         with stage(f"T={temperature:g}: timing rounds", turns(settings.batch_sizes), shown=progress) as done:
-            hardware = measure_hardware(target, drafters, texts, temperature=temperature, **lengths, done=done)
+            hardware = measure_hardware(target, drafters, texts, sampling=sampling, **lengths, done=done)
     untimed = len(hardware.repeats) < 2
     rows = [
         {"drafter": name, "temperature": temperature, "policy": policy}

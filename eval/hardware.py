@@ -161,7 +161,7 @@ def measure_hardware(
     texts: Sequence[TargetText],
     *,
     draft_length: int,
-    temperature: float,
+    sampling: Sampling,
     batches: Sequence[int] = (1,),
     done: Callable[[], None] = lambda: None,
 ) -> Hardware:
@@ -182,7 +182,7 @@ def measure_hardware(
         reached = [length for length in LENGTHS if length <= longest]
         arms |= {(name, length): Arm(target, drafter, length, costs) for length in reached}
     of_batch = {
-        batch: _timed(arms, [texts[number % len(texts)] for number in range(batch)], temperature, done)
+        batch: _timed(arms, [texts[number % len(texts)] for number in range(batch)], sampling, done)
         for batch in batches
     }
     repeats = [_means({batch: of_batch[batch][turn] for batch in batches}, drafters) for turn in range(TURNS)]
@@ -238,7 +238,7 @@ class Arm:
     """For the widths that passes are padded to, as the decoder pads them."""
 
     @torch.inference_mode()
-    def rounds(self, texts: Sequence[TargetText], temperature: float, seed: int) -> list[Round]:
+    def rounds(self, texts: Sequence[TargetText], sampling: Sampling, seed: int) -> list[Round]:
         """A few rounds behind half of each text, where they cost what they cost on average; the first warms up.
 
         Only those of full length: there are none where the context holds no such draft.
@@ -252,7 +252,7 @@ class Arm:
             most = len(half) + (ROUNDS + 2) * (self.draft_length + 2)
             longest = most if target.context_limit is None else min(most, target.context_limit)
             rows.append(Text(half, longest, SeededChance(seed + number), source=text.source, number=number))
-        processors, policy = Processors(Sampling(temperature), texts=len(rows)), Chain(max(self.draft_length, 1))
+        processors, policy = Processors(sampling, texts=len(rows)), Chain(max(self.draft_length, 1))
         decoding = Decoding(target, self.drafter, policy, rows, processors, None, widths)
         decoding.prefill()
         records = []
@@ -262,7 +262,7 @@ class Arm:
 
 
 def _timed(
-    arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], temperature: float, done: Callable[[], None]
+    arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], sampling: Sampling, done: Callable[[], None]
 ) -> list[Timed]:
     """Rounds of every arm in each turn; the first turn, which allocates and chooses kernels, is left out.
 
@@ -275,7 +275,7 @@ def _timed(
         first = turn * len(others) // (TURNS + 1)
         for place, key in enumerate([*others[first:], *others[:first]]):
             for some in (ALONE, key) if place % 2 == 0 else (key,):
-                timed[some] += arms[some].rounds(texts, temperature, turn)
+                timed[some] += arms[some].rounds(texts, sampling, turn)
         turns.append(timed)
         done()
     return turns[1:]

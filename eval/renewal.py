@@ -67,7 +67,7 @@ class Walk:
     visits_A: Floats
     """Expected rounds (0 to 1) that are anchored at each committed token."""
     tested_K: Floats
-    """Expected rounds in which draft position k was reached by what was accepted."""
+    """Expected rounds in which draft position k was reached by what was accepted, and had a draft token."""
     accepted_K: Floats
 
     @property
@@ -76,13 +76,14 @@ class Walk:
         return float(self.visits_A.sum())
 
 
-def walk(survival_AK: Floats, lengths_A: NDArray[np.int64]) -> Walk:
+def walk(survival_AK: Floats, lengths_A: NDArray[np.int64], offered_AK: Floats) -> Walk:
     """Begin behind the prefill's token and go on to the end of the text.
 
     Args:
         survival_AK: the chance that a round from each anchor has at least k + 1 draft tokens of the text accepted.
         lengths_A: draft tokens from each anchor, where they follow the text. What would reach beyond the text's end is
             cut there, as an EOS or the length cuts it.
+        offered_AK: whether a draft token stands at k below the text's tokens before it; of a tree, perhaps elsewhere.
     """
     A, K = survival_AK.shape
     visits_A, tested_K, accepted_K = np.zeros(A), np.zeros(K), np.zeros(K)
@@ -95,7 +96,7 @@ def walk(survival_AK: Floats, lengths_A: NDArray[np.int64]) -> Walk:
         drafted = min(int(lengths_A[anchor]), left)
         assert drafted <= K, f"a draft of {drafted} tokens, and {K} positions are known"
         at_least_k = np.concatenate(([1.0], survival_AK[anchor, :drafted]))
-        tested_K[:drafted] += visited * at_least_k[:-1]
+        tested_K[:drafted] += visited * at_least_k[:-1] * offered_AK[anchor, :drafted]
         accepted_K[:drafted] += visited * at_least_k[1:]
         committed = -np.diff(at_least_k, append=0.0)  # exactly 0, 1, ... draft tokens, and one of the target's own
         steps = min(len(committed), left - 1)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from draftsmith.decode.chance import LARGEST_SEED
 from draftsmith.train.section import Count, Number, Section, no_as_written, no_truth_value
 
 MONTH = 30 * 24 * 60
@@ -162,7 +163,7 @@ class TrainSection(Section):
     timeout_minutes: Annotated[Number, Field(gt=0, le=MONTH)] = 24 * 60
     """How long a process waits for the others, which may sample, download or evaluate, before the run is given up; of
     several processes only."""
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1), BeforeValidator(no_truth_value)] = 0
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(no_truth_value)] = 0
     """Of initial weights, order of the data and sampling."""
 
 

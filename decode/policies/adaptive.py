@@ -14,9 +14,8 @@ from typing import ClassVar, Self
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.growth import Growth
 from draftsmith.decode.policies.dynamic_trees import Candidates, top
-from draftsmith.decode.policies.policy import Growing
+from draftsmith.decode.policies.policy import Growing, require_counts
 from draftsmith.decode.verify.verdict import Verdict
-from draftsmith.errors import ConfigError
 from draftsmith.heads.draft import ROOT, Draft
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
@@ -162,8 +161,7 @@ class AdaptiveChain:
     """By greedy or not. A text begins with a copy of it, see `fresh`."""
 
     def __post_init__(self) -> None:
-        if self.draft_length < 1:
-            raise ConfigError.of("draft_length", self.draft_length, ">= 1")
+        require_counts(self, "draft_length")
         for greedy in (False, True):
             self.experience.setdefault(greedy, Experience(self.costs, greedy=greedy))
 
@@ -231,9 +229,7 @@ class OptimalTree:
     """By greedy or not. A text begins with a copy of it, see `fresh`."""
 
     def __post_init__(self) -> None:
-        for key in ("size", "depth", "top_k"):
-            if getattr(self, key) < 1:
-                raise ConfigError.of(key, getattr(self, key), ">= 1")
+        require_counts(self, "size", "depth", "top_k")
         for greedy in (False, True):
             self.experience.setdefault(greedy, Experience(self.costs, greedy=greedy))
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from draftsmith.decode.growth import Growth
-from draftsmith.decode.policies.policy import Growing
+from draftsmith.decode.policies.policy import Growing, require_counts
 from draftsmith.decode.verify.verdict import Verdict
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft import ROOT, Draft
@@ -18,8 +18,7 @@ class Chain:
     draft_length: int = 4
 
     def __post_init__(self) -> None:
-        if self.draft_length < 1:
-            raise ConfigError.of("draft_length", self.draft_length, ">= 1")
+        require_counts(self, "draft_length")
 
     def fresh(self) -> Self:
         """Itself: it remembers nothing."""
@@ -56,8 +55,7 @@ class ConfidenceChain:
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
             raise ConfigError.of("threshold", self.threshold, "a probability")
-        if self.draft_length < 1:
-            raise ConfigError.of("draft_length", self.draft_length, ">= 1")
+        require_counts(self, "draft_length")
 
     def fresh(self) -> Self:
         """Itself: it remembers nothing."""

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple, Self
 from torch import Tensor
 
 from draftsmith.decode.growth import Growth
-from draftsmith.decode.policies.policy import Growing, require_positive
+from draftsmith.decode.policies.policy import Growing, require_counts
 from draftsmith.decode.verify.verdict import Verdict
 from draftsmith.heads.draft import ROOT, Draft
 
@@ -98,7 +98,7 @@ class DynamicTree:
     top_k: int = 8
 
     def __post_init__(self) -> None:
-        require_positive(self, "size", "depth", "top_k")
+        require_counts(self, "size", "depth", "top_k")
 
     def fresh(self) -> Self:
         """Itself: it remembers nothing."""
@@ -137,7 +137,7 @@ class BestFirst:
     depth: int = 8
 
     def __post_init__(self) -> None:
-        require_positive(self, "size", "depth")
+        require_counts(self, "size", "depth")
 
     def fresh(self) -> Self:
         """Itself: it remembers nothing."""

@@ -14,12 +14,12 @@ from draftsmith.errors import ConfigError
 
 def _tree(*, widths: str = "3x2x1", siblings: str = "best") -> StaticTree:
     try:
-        shape = widths_shape([int(width) for width in widths.split("x")])
+        counts = [int(width) for width in widths.split("x")]
     except ValueError as error:
         raise ConfigError.of("widths", widths, "numbers of children a level, as in 3x2x1") from error
     if siblings not in SIBLINGS:
         raise ConfigError.of("siblings", siblings, f"one of {', '.join(SIBLINGS)}")
-    return StaticTree(shape, siblings)
+    return StaticTree(widths_shape(counts), siblings)
 
 
 SIBLINGS = ("best", "without-replacement", "iid")

@@ -17,6 +17,10 @@ Texts of a batch grow in lockstep, so one forward pass of the drafter serves the
 """
 
 
+MOST = 1024
+"""Draft tokens of a round, on a path, or beside each other: each costs a row of logits over the vocabulary."""
+
+
 class Policy(Protocol):
     """Decides how a round's draft grows. It may use all that happened before, and q before a token is drawn from it."""
 
@@ -39,8 +43,9 @@ class Policy(Protocol):
         """The name and settings, in the form that `policy_named` reads."""
 
 
-def require_positive(policy: object, *keys: str) -> None:
-    """ConfigError unless these settings of `policy` are at least 1."""
+def require_counts(policy: object, *keys: str) -> None:
+    """ConfigError unless these settings of `policy` are from 1 to `MOST`."""
     for key in keys:
-        if getattr(policy, key) < 1:
-            raise ConfigError.of(key, getattr(policy, key), ">= 1")
+        value = getattr(policy, key)
+        if not 1 <= value <= MOST:
+            raise ConfigError.of(key, value, ">= 1" if value < 1 else f"at most {MOST}")

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Self
 from torch import Tensor
 
 from draftsmith.decode.growth import Growth
-from draftsmith.decode.policies.policy import Growing, require_positive
+from draftsmith.decode.policies.policy import MOST, Growing, require_counts
 from draftsmith.decode.verify.verdict import Verdict
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft import ROOT, Draft
@@ -30,6 +30,8 @@ def widths_shape(widths: Sequence[int]) -> tuple[Path, ...]:
     paths: list[Path] = []
     level: list[Path] = [()]
     for width in widths:
+        if len(paths) + len(level) * width > MOST:
+            raise ConfigError.of("widths", "x".join(map(str, widths)), f"at most {MOST} nodes together")
         level = [(*path, rank) for path in level for rank in range(width)]
         paths += level
     return tuple(paths)
@@ -131,7 +133,7 @@ class MeasuredTree:
     _tree: StaticTree | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        require_positive(self, "size")
+        require_counts(self, "size")
 
     def fresh(self) -> Self:
         """A text begins with the shape that the counts so far suggest, and counts on."""
@@ -180,9 +182,7 @@ class SampledTree:
     siblings: Siblings = "without-replacement"
 
     def __post_init__(self) -> None:
-        for key in ("width", "depth"):
-            if getattr(self, key) < 1:
-                raise ConfigError.of(key, getattr(self, key), ">= 1")
+        require_counts(self, "width", "depth")
         if self.siblings == "best":
             raise ConfigError.of("siblings", self.siblings, "without-replacement or iid: a sampled tree is drawn")
 

@@ -28,6 +28,13 @@ class Rule:
     """What `fits` asks for, in words."""
     lossless: bool = True
 
+    def require(self, draft: Draft) -> None:
+        """ConfigError for a kind of draft that the rule would be wrong for."""
+        if not self.fits(draft):
+            kind = "drawn from q" if isinstance(draft, DrawnDraft) else "chosen, not drawn"
+            shape = "chain" if draft.is_chain else "tree"
+            raise ConfigError(f"rule={self.name!r} needs {self.takes}; this draft is a {shape} {kind}")
+
 
 def _drawn_chain(draft: Draft) -> bool:
     return isinstance(draft, DrawnDraft) and draft.is_chain
@@ -88,10 +95,7 @@ def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, chance: Chance) -> Ver
     if len(draft) == 0:
         return Verdict((), chance.categorical(p_PV[0]), ())
     rule = rule or best_rule(draft)
-    if not rule.fits(draft):
-        kind = "drawn from q" if isinstance(draft, DrawnDraft) else "chosen, not drawn"
-        shape = "chain" if draft.is_chain else "tree"
-        raise ConfigError(f"rule={rule.name!r} needs {rule.takes}; this draft is a {shape} {kind}")
+    rule.require(draft)
     return rule.verify(p_PV, draft, chance)
 
 

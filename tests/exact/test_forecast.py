@@ -143,6 +143,45 @@ def test_static_trees_of_the_best_candidates(tree: StaticTree, sampling: str) ->
         assert_exact(pair, tree, None, 4)
 
 
+def test_acceptance_of_a_tree_is_given_that_the_accepted_path_goes_on() -> None:
+    """Over every outcome of a round: nodes accepted at a depth / paths accepted above that have children there."""
+    for seed in range(PAIRS):
+        pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
+
+        def make(pair: Pair = pair) -> Decoding:
+            text = Text(list(PROMPT), len(PROMPT) + 6, SeededChance(0), Stops())
+            return Decoding(ToyTarget(pair.target), pair.drafter, TREE, [text], pair.processors)
+
+        found = np.zeros((2, 3))
+        for weight, state in outcomes(lambda chance, make=make: played(make, chance, 1)):
+            (record,) = state.texts[0].rounds
+            found[0, : record.accepted] += weight
+            found[1, : record.tested] += weight
+        assert found == pytest.approx(_by_paths(pair), abs=EXACT)
+        assert found[1, 2] < found[0, 1] - 1e-3, "some accepted nodes have no child"
+
+
+def _by_paths(pair: Pair) -> np.ndarray:
+    """[2, depth]: the chance that a round accepts, and that it tests, a draft token at each depth of `TREE`."""
+
+    def p(tokens: Tokens) -> torch.Tensor:
+        return pair.processors.probabilities(pair.target.logits(tokens)[None], list)[0]
+
+    expected = np.zeros((2, 3))
+    for first in range(len(p(PROMPT))):
+        root = (*PROMPT, first)
+        chances, drafted = {(): float(p(PROMPT)[first])}, {(): root}
+        for path in sorted(TREE.shape, key=len):
+            above = drafted[path[:-1]]
+            q_V = pair.processors.probabilities(pair.drafter.model.logits(above)[None], list)[0]
+            drafted[path] = (*above, int(q_V.topk(path[-1] + 1).indices[-1]))
+            chances[path] = chances[path[:-1]] * float(p(above)[drafted[path][-1]])
+            expected[0, len(path) - 1] += chances[path]
+        for inner in {path[:-1] for path in TREE.shape}:
+            expected[1, len(inner)] += chances[inner]
+    return expected
+
+
 @pytest.mark.parametrize("policy", [Chain(3), ConfidenceChain(0.5, 3), StaticTree(TREE.shape, "iid")], ids=str)
 def test_greedy(policy: Policy) -> None:
     moved = 0

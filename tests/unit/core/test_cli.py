@@ -31,6 +31,8 @@ def _run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
         (["--prompts", "absent.jsonl"], "ConfigError: prompts=absent.jsonl; expected a file or a folder"),
         (["--top-p", "2"], "ConfigError: top_p=2.0; expected a number above 0"),
         (["--drafter", "d"], "ConfigError: drafter=d: the name 'd' is taken"),
+        (["--seed", "1" + "0" * 23], f"ConfigError: seed=1{'0' * 23}; expected >= 0 and at most 4294967295"),
+        (["--policy", "best-first:size=100000"], "ConfigError: size=100000; expected at most 1024"),
     ],
 )
 def test_bad_evaluations_stop_early(
@@ -48,6 +50,17 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
     absent = str(tmp_path / "a" / "b")
     assert _run(capsys, "generate", "x", "--target", absent)[0] == 2
     assert _run(capsys, "generate", "x", "--target", "embedded", "--temperature", "-2")[0] == 2
+    seed, out = f"{10**23}", str(tmp_path / "out")
+    regenerate = ["data", "regenerate", "p.jsonl", "--target", absent, "--out", out]
+    for command in (
+        ["generate", "x", "--target", absent, "--seed", seed],
+        [*regenerate, "--seed", seed],
+        ["forecast", "--target", absent, "--drafter", "d", "--seed", seed],
+        ["check", "--target", absent, "--drafter", "d", "--seed", seed],
+        ["train", "quickstart/medusa", f"train.seed={seed}"],
+    ):
+        code, _, err = _run(capsys, *command)
+        assert (code, f"seed={seed}; expected" in err) == (2, True), err
     code, _, err = _run(capsys, "train", "quickstart/medusa", "train.stepz=1")
     assert (code, "did you mean train.steps?" in err) == (2, True)
     assert _run(capsys, "recipes", "nothing")[0] == 2

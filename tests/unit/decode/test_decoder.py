@@ -17,10 +17,16 @@ from transformers import (
     MptForCausalLM,
 )
 
+from draftsmith import as_custom_generate
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.decoding import now
 from draftsmith.decode.output import DecodeOutput, Round
 from draftsmith.decode.policies import BestFirst
 from draftsmith.errors import ConfigError
+from draftsmith.eval.accepted import of_rounds
+from draftsmith.eval.cells import TextRecord
+from draftsmith.eval.metrics import acceptance_at
+from draftsmith.eval.target_texts import TargetText
 from draftsmith.heads import DraftModel, Medusa
 
 PROMPT = [5, 9, 33, 2]
@@ -92,6 +98,22 @@ def test_numbers_of_a_decoded_text() -> None:
     assert out.tokens_per_second == 4.0
 
 
+def test_a_path_that_ends_above_the_deepest_was_not_tested_there() -> None:
+    rounds = [
+        Round(3, 2, 1, 2, (1.0,), 0, 0, 0),  # accepted a leaf at depth 1; another path of the tree is 2 deep
+        Round(3, 2, 2, 3, (1.0, 1.0), 0, 0, 0),
+        Round(3, 2, 1, 2, (1.0, 0.0), 0, 0, 0),
+        Round(3, 2, 0, 1, (0.0,), 0, 0, 0),
+        Round(0, 0, 0, 1, (), 0, 0, 0),
+    ]
+    out = DecodeOutput([1], [4] * 10, rounds, 0.2, "length")
+    assert out.acceptance_at == [0.75, 0.5]
+    of_text = TextRecord.of("a", out)
+    assert acceptance_at([of_text]) == out.acceptance_at
+    replayed = of_rounds(TargetText([1, 4, 4], 1, 20), rounds)
+    assert (replayed.tested_K.tolist(), replayed.accepted_K.tolist()) == (of_text.tested, of_text.accepted)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -100,6 +122,9 @@ def test_numbers_of_a_decoded_text() -> None:
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_k": 0}, "top_k=0"),
         ({"max_new_tokens": 0}, "max_new_tokens=0; expected >= 1"),
+        ({"temperature": float("inf")}, "temperature=inf; expected >= 0 .* at most 1e[+]30"),
+        ({"seed": 10**23}, f"seed={10**23}; expected >= 0 and at most {2**64 - 1}"),
+        ({"seed": -1}, "seed=-1; expected >= 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(decoder: SpeculativeDecoder, options: dict, message: str) -> None:
@@ -112,6 +137,66 @@ def test_prompts_that_do_not_fit_are_refused(decoder: SpeculativeDecoder) -> Non
         decoder.generate([3] * 128)
     with pytest.raises(ConfigError, match="prompt=0 tokens"):
         decoder.generate([])
+
+
+def test_tokens_that_the_target_does_not_have_are_refused(
+    decoder: SpeculativeDecoder, tiny_target: LlamaForCausalLM
+) -> None:
+    for token in (64, -1, 10**9):
+        with pytest.raises(
+            ConfigError, match=rf"prompt 1 holds token {token}; expected 0 to 63, which the target knows"
+        ):
+            decoder.generate_batch([PROMPT, [3, token, 5]])
+    own = as_custom_generate(None)
+    with pytest.raises(ConfigError, match="prompt 0 holds token 64"):
+        tiny_target.generate(torch.tensor([[64]]), max_new_tokens=2, custom_generate=own, pad_token_id=0)
+
+
+def test_a_damaged_target_is_called_damaged() -> None:
+    target = make_llama()
+    with torch.no_grad():
+        target.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+    with pytest.raises(ConfigError, match="logits that are NaN in float32: its weights are damaged, or overflow"):
+        SpeculativeDecoder(target)
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 1e-30, 1e-38, 1e-45, 5e-324])
+def test_very_small_temperatures_write_the_greedy_text(
+    tiny_target: LlamaForCausalLM, decoder: SpeculativeDecoder, temperature: float
+) -> None:
+    greedy = decoder.generate(PROMPT).tokens
+    for more in ({}, {"top_p": 1e-300}, {"top_k": 10**9, "top_p": 1 - 1e-16}):
+        assert decoder.generate(PROMPT, temperature=temperature, seed=4, **more).tokens == greedy
+    own, ids = as_custom_generate(decoder.drafter), torch.tensor([PROMPT])
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "pad_token_id": 0, "custom_generate": own}
+    assert tiny_target.generate(ids, max_new_tokens=20, **options)[0, len(PROMPT) :].tolist() == greedy[:20]
+
+
+def test_prefill_seconds_wait_for_the_drafters_pass(
+    tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator passes are only queued: the clock is read after all of them, and waits for their end."""
+    events: list[str] = []
+
+    class Slow(DraftModel):
+        def start(self, context: object) -> None:
+            super().start(context)
+            events.append("drafter has read the prompt")
+
+    def clock(device: torch.device) -> float:
+        assert device == tiny_target.device
+        events.append("clock")
+        return float(len(events))
+
+    monkeypatch.setattr("draftsmith.decode.decoder.now", clock)
+    out = SpeculativeDecoder(tiny_target, Slow(make_llama(1))).generate(PROMPT, max_new_tokens=4)
+    assert events == ["clock", "drafter has read the prompt", "clock"]
+    assert out.prefill_seconds == 2.0
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in (None, torch.device("cpu"), torch.device("cuda", 0)):
+        now(device)
+    assert waited == [torch.device("cuda", 0)]
 
 
 def test_draft_lengths_out_of_range_are_refused(tiny_target: LlamaForCausalLM) -> None:

@@ -41,6 +41,7 @@ from draftsmith.heads.draft import Draft, DrawnDraft
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.drafter import Drafter, Tree
 from draftsmith.heads.medusa import Medusa
+from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
 VOCAB = 6
 FLAT = Costs(verify={1: 1.0, 64: 1.0}, draft={1: 1e-6})
@@ -294,6 +295,14 @@ def test_names_are_read_as_they_are_written() -> None:
         ("tree:siblings=any", "siblings='any'; expected one of best"),
         ("sampled-tree:siblings=best", "a sampled tree is drawn"),
         ("best-first:size=0", "size=0; expected >= 1"),
+        ("best-first:size=100000", "size=100000; expected at most 1024"),
+        ("best-first:depth=1000000000", "depth=1000000000; expected at most 1024"),
+        ("dynamic-tree:top_k=99999", "top_k=99999; expected at most 1024"),
+        ("measured-tree:size=2000", "size=2000; expected at most 1024"),
+        ("optimal-tree:size=2000", "size=2000; expected at most 1024"),
+        ("sampled-tree:width=10000000", "width=10000000; expected at most 1024"),
+        ("tree:widths=1000x1000x1000", "widths='1000x1000x1000'; expected at most 1024 nodes together"),
+        ("chain:draft_length=10000000000", "draft_length=10000000000; expected at most 1024"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(name: str, message: str) -> None:
@@ -302,9 +311,24 @@ def test_names_that_do_not_fit_are_refused(name: str, message: str) -> None:
 
 
 def test_a_rule_that_does_not_fit_the_draft_is_refused(tiny_target: LlamaForCausalLM) -> None:
-    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), policy="best-first", rule="token")
-    with pytest.raises(ConfigError, match="rule='token' needs a chain drawn from q; this draft is a tree chosen"):
-        decoder.generate([3, 4], temperature=1.0)
+    """Before anything is decoded, whatever the drafter will find to copy and however sure it will be."""
+    drafter = DraftModel(make_llama(1))
+    for policy in ("best-first", "dynamic-tree", "tree", "measured-tree"):
+        with pytest.raises(ConfigError, match="rule='token' needs a chain drawn from q; this draft is a tree chosen"):
+            SpeculativeDecoder(tiny_target, drafter, policy=policy, rule="token")
+    for policy in (OptimalTree(FLAT), "sampled-tree", "tree:siblings=without-replacement"):
+        SpeculativeDecoder(tiny_target, drafter, policy=policy, rule="traversal")
+        for rule in ("block", "siblings-iid"):
+            with pytest.raises(ConfigError, match=f"rule='{rule}' needs .* this draft is a tree drawn"):
+                SpeculativeDecoder(tiny_target, drafter, policy=policy, rule=rule)
+    for copies in (Hybrid(drafter), SuffixRetrieval()):
+        for rule in ("token", "block", "traversal"):
+            with pytest.raises(ConfigError, match=f"rule='{rule}' needs .* this draft is a chain chosen"):
+                SpeculativeDecoder(tiny_target, copies, rule=rule)
+        for rule in ("point-mass", "typical"):
+            SpeculativeDecoder(tiny_target, copies, rule=rule)
+    for policy in ("chain", "confidence", AdaptiveChain(FLAT)):
+        SpeculativeDecoder(tiny_target, drafter, policy=policy, rule="token")
     with pytest.raises(ConfigError, match="rule='tokens'; expected one of token, block"):
         SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), rule="tokens")
     assert not SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), rule="typical").lossless

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith.decode.chance import SeededChance
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.decoding import Decoding
 from draftsmith.decode.growth import Growth
@@ -23,7 +24,7 @@ from draftsmith.decode.verify import Verdict
 from draftsmith.errors import ConfigError
 from draftsmith.eval.accepted import accepted, of_rounds, retrieved
 from draftsmith.eval.agreement import acceptance_measure, agreement
-from draftsmith.eval.forecast import ForecastSettings, candidates, depth, predict
+from draftsmith.eval.forecast import ForecastSettings, candidates, depth, forecast, predict
 from draftsmith.eval.replay import replay
 from draftsmith.eval.target_texts import TargetText, sample_texts, target_text
 from draftsmith.heads import HEADS, DraftModel
@@ -158,6 +159,8 @@ def test_greedy_rounds_are_the_decoders_own(kind: str, policy: Policy, target: L
     if not isinstance(policy, ConfidenceChain):  # its chains in vain are as long as q says beside the text
         for one, out in zip(found, outs, strict=True):
             assert sum(nodes * w for (nodes, _), w in one.work.items()) == sum(r.drafted for r in out.rounds)
+            assert one.tested_K.sum() == sum(r.tested for r in out.rounds)
+            assert one.accepted_K.sum() == sum(r.accepted for r in out.rounds)
     assert any(one.rounds < one.tokens for one in found)
 
 
@@ -269,3 +272,24 @@ def test_tables_reach_as_deep_as_the_deepest_policy(target: LlamaForCausalLM) ->
     predicted = predict(target, drafter, [text], settings, Sampling(0.0))
     assert predicted.tables[0]["rank"].shape == (text.anchors, 5)
     assert not predicted.refused
+
+
+def test_hardware_is_timed_with_the_cuts_of_the_forecast(
+    target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cuts take time: the rounds that are timed apply those that the forecast applies."""
+    applied: list[Sampling] = []
+
+    class Recording(Processors):
+        def __init__(self, sampling: Sampling, *rest: object, **more: object) -> None:
+            super().__init__(sampling, *rest, **more)
+            applied.append(sampling)
+
+    monkeypatch.setattr("draftsmith.eval.hardware.Processors", Recording)
+    monkeypatch.setattr("draftsmith.eval.hardware.LENGTHS", (1,))
+    monkeypatch.setattr("draftsmith.eval.hardware.TURNS", 2)
+    monkeypatch.setattr("draftsmith.eval.hardware.measure_costs", lambda *_: Costs({1: 1.0}, {1: 0.1}))
+    settings = ForecastSettings("t", {"d": "x"}, "p", temperatures=(0.7,), top_k=5, top_p=0.9, max_new_tokens=8)
+    forecast(target, {"d": EarlyExit(target, layers=2)}, PROMPTS, settings)
+    assert applied
+    assert set(applied) == {Sampling(0.7, 5, 0.9)}
