@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import LETTERS, make_llama
+from forked import Processes
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -286,11 +287,20 @@ def test_two_processes_and_accumulation_give_the_same_losses(recipe_file: Path, 
         "together": (0, ("drafter={type: medusa}", "cotrain.warmup_fraction=0.1", "cotrain.lora_rank=4")),
         "together_two": (2, ("drafter={type: medusa}", "cotrain.warmup_fraction=0.1", "cotrain.lora_rank=4")),
     }
-    curves = {}
+    curves, server = {}, Processes({})  # forked ones, which import nothing anew
     for name, (processes, overrides) in runs.items():
-        result = _run(recipe_file, f"output={tmp_path / name}", *overrides, processes=processes)
-        assert result.returncode == 0, result.stderr[-2000:]
+        arguments = (f"output={tmp_path / name}", *overrides)
+        if name == "two":  # one of them through the launcher
+            result = _run(recipe_file, *arguments, processes=processes)
+            assert result.returncode == 0, result.stderr[-2000:]
+        elif processes:
+            log, environment = tmp_path / f"{name}.log", {"ACCELERATE_USE_CPU": "true"}
+            started = server.start([str(recipe_file), *arguments], log, processes, environment)
+            assert server.wait(started) == [0] * processes, log.read_text()[-2000:]
+        else:
+            loop.train(load_recipe(str(recipe_file), list(arguments)))
         curves[name] = torch.tensor(_losses(tmp_path / name))
+    server.close()
     assert len(curves["one"]) == 12
     for name in runs:
         kind = name.partition("_")[0]
