@@ -20,7 +20,7 @@ class Console:
         self._tell: Callable[[str], None] | None = None
 
     def doing(self, text: str) -> None:
-        """Show `text` in place of the numbers of the running bar, until its next step."""
+        """Show `text` in place of the numbers of the running bar; '' shows the last numbers again."""
         if self._tell is not None:
             self._tell(text)
 
@@ -45,12 +45,14 @@ class Console:
             TextColumn("{task.fields[numbers]}"),
         )
         with Progress(*columns, console=self._rich, disable=not self.visible) as progress:
-            task = progress.add_task(name, total=steps, completed=done, numbers="")
+            task, numbers = progress.add_task(name, total=steps, completed=done, numbers=""), ""
 
             def advance(row: dict[str, Any]) -> None:
-                progress.update(task, advance=1, numbers=_numbers(row) if row else "")
+                nonlocal numbers
+                numbers = _numbers(row) if row else ""
+                progress.update(task, advance=1, numbers=numbers)
 
-            self._tell = lambda text: progress.update(task, numbers=text)
+            self._tell = lambda text: progress.update(task, numbers=text or numbers)
             yield advance
             self._tell = None
 

@@ -309,6 +309,7 @@ class Run:
                     self.record.offer(step, result)
                     self.evaluated = True
             self.placement.meet()
+        self.console.doing("")
         self.record.meet()
 
     def _checkpoint(self, step: int) -> None:
