@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from draftsmith.cli import main
-from draftsmith.eval.cells import Cell
+from draftsmith.eval.cells import JournalLine
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.card import CardRequest, write_card
@@ -143,7 +143,7 @@ def _texts(file: Path) -> dict[tuple, list[list[int]]]:
     found: dict[tuple, list[list[int]]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
         if "cell" in line:
-            cell = Cell.from_json(line["cell"])
+            cell = JournalLine.model_validate(line).cell
             assert cell.key not in found
             found[cell.key] = [text.tokens for text in cell.texts]
     return found
