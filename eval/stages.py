@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from draftsmith.safe_text import Terminal
 
 
 @contextmanager
@@ -13,7 +14,7 @@ def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterato
 
     Yields a function to be called after each part. Where stderr is no terminal, the name alone is printed.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Terminal(stderr=True)
     moving = shown and console.is_terminal
     if shown and not moving:
         console.print(f"  stage: {name}", markup=False, soft_wrap=True)
