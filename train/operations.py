@@ -24,9 +24,15 @@ class Operations(TorchDispatchMode):
         result = operation(*arguments, **(options or {}))
         kind = operation._overloadpacket
         if kind is ATEN._scaled_dot_product_flash_attention_for_cpu:
-            self.total += sdpa_flop_count(*(tensor.shape for tensor in arguments[:3]))
+            self.total += sdpa_flop_count(*_every_head(arguments[:3]))
         elif kind is ATEN._scaled_dot_product_flash_attention_for_cpu_backward:
-            self.total += sdpa_backward_flop_count(*(tensor.shape for tensor in arguments[:4]))
+            self.total += sdpa_backward_flop_count(*_every_head(arguments[:4]))
         elif kind in flop_registry:
             self.total += flop_registry[kind](*arguments, **(options or {}), out_val=result)
         return result
+
+
+def _every_head(tensors: tuple) -> list[tuple[int, ...]]:
+    """Return the shapes [B, heads, T, d] with the query's heads throughout: torch 2.11 counts no shared keys."""
+    heads = max(tensor.shape[1] for tensor in tensors)
+    return [(tensor.shape[0], heads, *tensor.shape[2:]) for tensor in tensors]
