@@ -182,7 +182,7 @@ def _expected(problem: Any) -> str:
         return "a section with keys"
     for name, sign, bound in BOUNDS:
         if kind == name:
-            return f"{sign} {bounds[bound]:g}"
+            return f"{sign} {bounds[bound]:.12g}"
     return problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
 
 

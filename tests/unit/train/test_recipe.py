@@ -25,6 +25,7 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
         (["train.steps=yes"], r"train\.steps=True; expected a number"),
         (["train.steps=many"], r"train\.steps='many'; expected a valid integer"),
         (["objective.position_decay=2"], r"objective\.position_decay=2; expected <= 1"),
+        (["train.seed=4294967296"], r"train\.seed=4294967296; expected <= 4294967295"),
         (["train=3"], r"train=3; expected a section with keys"),
         (["objective.kind=kll"], r"objective\.kind='kll'; expected 'kl', 'reverse_kl', 'js', 'tv'"),
         (["drafter.type=medsua"], r"drafter\.type='medsua'; expected one of draft_model, medusa, hydra"),
