@@ -15,9 +15,10 @@ def one_line(text: str, most: int = LONGEST_LINE) -> str:
     return f"{line[: most - end - 3]} … {line[-end:]}"
 
 
-def reason_of(error: BaseException, most: int = 300) -> str:
-    """Return what an exception of another library says, in one line; its type's name where it says nothing."""
-    return one_line(str(error), most) or type(error).__name__
+def reason_of(error: BaseException, *, whole: bool = False) -> str:
+    """Return the first line of an exception of another library, or all of it as one; its type's name for none."""
+    text = str(error).strip() or type(error).__name__
+    return one_line(text if whole else text.splitlines()[0], 300)
 
 
 class DraftsmithError(Exception):

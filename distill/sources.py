@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset, load_from_disk
+from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset, load_from_disk, logging
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.reading import parse_json
@@ -94,11 +94,15 @@ def _load(source: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _loaded(source: str | Path, load: Callable[[], Any]) -> Any:
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said in our line
     try:
         return load()
     except Exception as error:  # datasets has no common base for what goes wrong
         expected = "expected a file, a folder or a data set of the Hub"
         raise ConfigError(f"prompts={source}; {expected} ({reason_of(error)})") from error
+    finally:
+        logging.set_verbosity(level)
 
 
 def _numbered(name: str | Path, rows: Dataset | IterableDataset) -> Iterator[Row]:

@@ -116,7 +116,9 @@ class Hardware(BaseModel):
         try:
             values = parse_yaml(read_text(path, LARGEST_YAML))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"profile={path} cannot be read ({reason_of(error)}); expected YAML or JSON") from error
+            raise ConfigError(
+                f"profile={path} cannot be read ({reason_of(error, whole=True)}); expected YAML or JSON"
+            ) from error
         if not isinstance(values, dict):
             raise ConfigError(f"profile={path} holds {type(values).__name__}; expected keys alone, verify and drafters")
         try:

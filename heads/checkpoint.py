@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.bounded import bounded, shapes_in
 from draftsmith.heads.downloads import local_folder, require_whole_model
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.drafter import Drafter, TrainableDrafter
+from draftsmith.heads.drafter import FINAL, Drafter, TeacherSignals, TrainableDrafter
 from draftsmith.heads.lora import merged_state
 from draftsmith.heads.named import drafter_named, is_named
 from draftsmith.heads.published import read_published
@@ -114,6 +115,7 @@ def load_drafter(
     if stored is not None:
         _require_fit(stored, path_or_repo, target, tokenizer)
     drafter = _read(folder, stored, config, target)
+    _require_layers(drafter, path_or_repo, target)
     drafter.attach(target)
     wanted = target.config.get_text_config(decoder=True).vocab_size
     foreign = stored is None or drafter.vocab_size != wanted  # an imported one keeps the padding that it had
@@ -130,7 +132,10 @@ def load_drafter(
         asked = f"drafts of {drafter.draft_length_hint} tokens"
         raise ConfigError(f"drafter={path_or_repo} asks for {asked}; expected at most {LONGEST_DRAFT}")
     drafter.target_quality = stored.target.quality if stored else None
-    return drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
+    drafter = drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
+    if drafter.needs.hidden:
+        _require_runs(drafter, path_or_repo, target)
+    return drafter
 
 
 def _read(folder: Path, stored: StoredDrafter | None, config: dict[str, Any], target: nn.Module) -> TrainableDrafter:
@@ -149,9 +154,34 @@ def _read(folder: Path, stored: StoredDrafter | None, config: dict[str, Any], ta
         raise
     except UNREADABLE as error:
         raise ConfigError(
-            f"drafter={folder} cannot be read ({reason_of(error)}); expected whole safetensors weights"
+            f"drafter={folder} cannot be read ({reason_of(error, whole=True)}); expected whole safetensors weights"
         ) from error
     return drafter
+
+
+def _require_layers(drafter: TrainableDrafter, name: str | Path, target: nn.Module) -> None:
+    """ConfigError for features of layers that the target has not."""
+    layers, depth = drafter.needs.layers, target.config.get_text_config(decoder=True).num_hidden_layers
+    if not all(type(layer) is int and (layer == FINAL or 1 <= layer <= depth) for layer in layers):
+        raise ConfigError(f"drafter={name}: layers={list(layers)} in config.json; expected the target's, 1 to {depth}")
+
+
+@torch.no_grad()
+def _require_runs(drafter: TrainableDrafter, name: str | Path, target: nn.Module) -> None:
+    """ConfigError for a config with which the weights compute nothing: sizes may fit, and other values not."""
+    weight = next(drafter.parameters())
+    hidden = target.config.get_text_config(decoder=True).hidden_size
+    ids_BT = torch.zeros(1, 4, dtype=torch.long, device=weight.device)
+    states_BTH = weight.new_zeros(1, 4, hidden)
+    features_BTF = weight.new_zeros(1, 4, hidden * len(drafter.needs.layers))
+    signals = TeacherSignals(ids_BT, torch.ones_like(ids_BT), states_BTH, torch.ones_like(ids_BT).bool(), features_BTF)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for unrolled in drafter.unroll(signals):
+                unrolled.head(unrolled.hidden_BTD[:, -1])
+    except UNREADABLE as error:
+        why = reason_of(error, whole=True)
+        raise ConfigError(f"drafter={name} cannot compute with its config.json ({why}); expected another") from error
 
 
 def _require_vocabulary(vocabulary: DraftVocabulary | None, stored: StoredDrafter, folder: Path) -> None:

@@ -287,5 +287,5 @@ def copy_layers(target: nn.Module, model: nn.Module, layers: list[int]) -> None:
         model.load_state_dict(weights)
     except RuntimeError as error:  # T5 keeps the position bias of all layers in its first one
         raise ConfigError(
-            f"drafter.keep={layers}: these make no model ({reason_of(error)}); expected other layers"
+            f"drafter.keep={layers}: these make no model ({reason_of(error, whole=True)}); expected other layers"
         ) from error

@@ -63,7 +63,8 @@ def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredD
             would make a reader leave the folder or run code.
     """
     try:
-        require_regular(folder)
+        if folder.is_dir():
+            require_regular(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"drafter={name}: {error}; expected a folder of files") from error
     config = _read_json(folder / "config.json", f"drafter={name}")

@@ -11,7 +11,8 @@ from conftest import LETTERS, make_llama, make_tokenizer
 
 from fuzz.running import Case, run
 
-KINDS = ("draft_model", "medusa", "eagle3", "dflash")
+KINDS = {"draft_model": {}, "medusa": {}, "eagle3": {"layers": [1, 1, 2]}, "dflash": {"layers": [1, 2]}}
+"""Drafters that are trained, and their options."""
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 
 
@@ -57,18 +58,20 @@ def make(root: Path, main: Callable[[list[str]], object]) -> Material:
         "evaluation": {"count": 2, "max_new_tokens": 6},
     }
     material = Material(root, str(target), recipe)
-    for kind in KINDS:
-        file = root / f"{kind}.yaml"
-        file.write_text(yaml.safe_dump({**recipe, "output": str(material.run(kind)), "drafter": {"type": kind}}))
-        _require(Case("train", ["train", str(file)]), root, main)
+    for kind, options in KINDS.items():
+        file, drafter = root / f"{kind}.yaml", {"type": kind, **options}
+        file.write_text(yaml.safe_dump({**recipe, "output": str(material.run(kind)), "drafter": drafter}))
+        _require(Case("train", ["train", str(file)]), root, main, material.run(kind) / "drafter" / "config.json")
     measured = ["eval", "--target", str(target), "--drafter", f"a={material.drafter()}"]
     measured += ["--drafter", "suffix", "--prompts", str(prompts), "--count", "2", "--max-new-tokens", "6"]
     measured += ["--repeats", "1", "--temperature", "0", "--out"]
     for name in ("a", "b"):
-        _require(Case("eval", [*measured, str(root / "measured" / name)]), root, main)
+        out = root / "measured" / name
+        _require(Case("eval", [*measured, str(out)]), root, main, out / "eval.json")
     return material
 
 
-def _require(case: Case, root: Path, main: Callable[[list[str]], object]) -> None:
+def _require(case: Case, root: Path, main: Callable[[list[str]], object], made: Path) -> None:
     problem = run(case, root / "made", main)
     assert problem is None, f"{problem.why}\n{problem.detail}"
+    assert made.is_file(), (root / "made" / "stderr").read_text(encoding="utf-8")

@@ -23,7 +23,8 @@ CRASHED = 70
 VERDICTS = (0, 1, 3)
 """Exit codes of commands that did what they were asked; 1 and 3 are what `draftsmith check` found."""
 REMARK = re.compile(
-    r"(note|warning|memory|data|teacher cache|draft vocabulary|.*: resuming.*|checkpoint .*|  .*): |.*━|.*left out$"
+    r"(note|warning|memory|data|optimizer|teacher cache|draft vocabulary|.*: resuming.*|checkpoint .*|  .*): "
+    r"|.*━|.*left out$"
 )
 """What commands say on their way, before the one line."""
 
@@ -115,6 +116,7 @@ def _child(case: Case, folder: Path, main: Callable[[list[str]], object]) -> Non
         os.environ[key] = str(folder / name)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), number)
+        setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     room = pages * resource.getpagesize() + MEMORY
