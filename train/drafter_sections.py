@@ -92,7 +92,7 @@ class Eagle3Section(VocabularyOption):
     """Decoder layers; the first reads embedding and state side by side."""
     intermediate_size: Count | None = None
     """Width of the MLP; by default the target's."""
-    layers: list[Whole] | None = None
+    layers: Annotated[list[Whole], Field(min_length=1)] | None = None
     """The target's layers that are read, counted from 1; by default 2, L/2 and L - 3."""
     train_steps: Depth = 7
     """Steps of the training-time test."""
@@ -122,7 +122,7 @@ class ParallelEagleSection(VocabularyOption):
     """Draft tokens of the one pass."""
     num_hidden_layers: Depth = 1
     """Decoder layers."""
-    layers: list[Whole] | None = None
+    layers: Annotated[list[Whole], Field(min_length=1)] | None = None
     """The target's layers that are read, counted from 1; by default 2, L/2 and L - 3."""
     mask_token: Whole | None = None
     """A token that texts hardly hold; by default the last."""
@@ -134,7 +134,7 @@ class DFlashSection(Section):
     """The anchor and the draft tokens of one pass."""
     num_hidden_layers: Depth = 2
     """Layers."""
-    layers: list[Whole] | None = None
+    layers: Annotated[list[Whole], Field(min_length=1)] | None = None
     """The target's layers that are read, counted from 1; by default five, evenly spaced."""
     anchors: Count = 64
     """Random positions of each text behind which a block is trained."""

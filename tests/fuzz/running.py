@@ -51,7 +51,7 @@ class Case:
     kind: str
     arguments: list[str]
     files: dict[str, Content] = field(default_factory=dict)
-    writes: tuple[str, ...] = ("out",)
+    writes: tuple[str, ...] = ("out", "runs")
     """Files and folders at the top."""
 
 

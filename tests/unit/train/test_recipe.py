@@ -26,6 +26,7 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
         (["train.steps=many"], r"train\.steps='many'; expected a valid integer"),
         (["objective.position_decay=2"], r"objective\.position_decay=2; expected <= 1"),
         (["train.seed=4294967296"], r"train\.seed=4294967296; expected <= 4294967295"),
+        (["drafter={type: eagle3, layers: []}"], r"drafter\.layers=\[\]; expected"),
         (["train=3"], r"train=3; expected a section with keys"),
         (["objective.kind=kll"], r"objective\.kind='kll'; expected 'kl', 'reverse_kl', 'js', 'tv'"),
         (["drafter.type=medsua"], r"drafter\.type='medsua'; expected one of draft_model, medusa, hydra"),
