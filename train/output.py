@@ -46,6 +46,7 @@ def check_output(recipe: Recipe) -> None:
     _require_same(recipe, stored, str(folder / RECIPE), f"output={folder} holds")
     for place, of_checkpoint in stored_recipes(folder / CHECKPOINTS).items():  # some may have been copied here
         _require_same(recipe, of_checkpoint, place, f"checkpoint {place} is of")
+    read_metrics(folder)  # refused before anything is loaded
 
 
 @contextmanager

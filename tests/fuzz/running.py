@@ -23,8 +23,8 @@ CRASHED = 70
 VERDICTS = (0, 1, 3)
 """Exit codes of commands that did what they were asked; 1 and 3 are what `draftsmith check` found."""
 REMARK = re.compile(
-    r"(note|warning|memory|data|optimizer|teacher cache|draft vocabulary|.*: resuming.*|checkpoint .*|  .*): "
-    r"|.*━|.*left out$"
+    r"(note|warning|memory|data|optimizer|teacher cache|draft vocabulary|  .*): "
+    r"|.*: resuming |checkpoint .* cannot be read|.*━|.*left out$"
 )
 """What commands say on their way, before the one line."""
 

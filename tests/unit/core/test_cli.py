@@ -125,3 +125,20 @@ def test_options_of_a_template_are_values_or_text() -> None:
     assert template_options(entries) == expected
     with pytest.raises(ConfigError, match="--template-option mark; expected key=value"):
         template_options(["mark"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["drafter.model=./nosuch"], "drafter.model=./nosuch; expected a language model's folder"),
+        (["cotrain.modules=[q_prj]"], "cotrain.modules=['q_prj']"),
+        (["drafter={type: medusa}", "teacher.kind=logprobs", "teacher.file=x.jsonl"], "medusa"),
+    ],
+)
+def test_memory_refuses_what_train_refuses(
+    overrides: list[str], said: str, recipe_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    code, _, err = _run(capsys, "memory", str(recipe_file), *overrides)
+    assert code == 2
+    assert said in err
+    assert len(err.strip().splitlines()) == 1

@@ -156,3 +156,23 @@ def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:
     (tmp_path / "eval.json").write_text("[]")
     with pytest.raises(ConfigError, match="schema=None; expected 2"):
         read_evaluation(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "said"),
+    [
+        (("rows", 0, "alpha"), "x", r"rows\.0\.alpha='x'"),
+        (("rows", 0), None, r"rows\.0=None"),
+        (("settings", "drafters"), [], r"settings\.drafters=\[\]"),
+        (("identity",), 3, r"identity=3"),
+        (("notes",), [{}], r"notes\.0=\{\}"),
+    ],
+)
+def test_evaluations_of_another_shape_are_refused(keys: tuple, value: object, said: str, tmp_path: Path) -> None:
+    whole = place = json.loads(json.dumps(evaluation().as_json(), default=str))
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    (tmp_path / "eval.json").write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=rf"eval\.json: {said} .*expected what `draftsmith eval` wrote"):
+        read_evaluation(tmp_path)

@@ -102,3 +102,27 @@ def test_no_step_is_in_the_metrics_twice(tmp_path: Path) -> None:
     assert read_metrics(tmp_path)[-1]["again"]
     Metrics(tmp_path, None).write({"step": 0})
     assert read_metrics(tmp_path) == [{"step": 0}]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("objective.temperature=[]", "objective.temperature"),
+        ("drafter.num_layers=2000000", "drafter.num_layers=2000000; expected <= 1024"),
+        ("train.seed=12345678901234567890", "train.seed=12345678901234567890; expected <= 4294967295"),
+        ("train.steps=" + "[" * 60 + "]" * 60, "train.steps"),
+    ],
+)
+def test_values_beyond_all_bounds_are_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("quickstart/medusa", [override])
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("row", ["null", "[]", '{"loss": 1}', '{"step": "x"}', '{"step": 1, "loss": 2.0}'])
+def test_metrics_of_another_shape_are_refused(row: str, tmp_path: Path) -> None:
+    recipe = parse_recipe({**BASE, "output": str(tmp_path / "run")}, "here")
+    claim_output(recipe)
+    (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": 0}}\n{row}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: .* is none of a run's metrics"):
+        check_output(recipe)
