@@ -142,9 +142,12 @@ def _built(build: Callable[[str], nn.Module]) -> nn.Module:
     It is named in each case, so that no config of the model's chooses one.
     """
     try:
-        return build("sdpa")
+        model = build("sdpa")
     except ValueError:
         return build("eager")
+    if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # transformers 5.17 takes sdpa, which leaves the cap out without a word
+    return model
 
 
 def pretrained_config(name: str) -> dict[str, Any]:
