@@ -78,7 +78,8 @@ class DraftModel(TrainableDrafter):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         options = {key: value for key, value in config.items() if key != "model_type"}
-        return cls(AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **options)))
+        made = AutoConfig.for_model(config["model_type"], **options)
+        return cls(_built(lambda kind: AutoModelForCausalLM.from_config(made, attn_implementation=kind)))
 
     def start(self, context: Context) -> None:
         super().start(context)

@@ -277,7 +277,8 @@ def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy) ->
     torch.manual_seed(3)
     target = Gemma2ForCausalLM(Gemma2Config(**sizes, **caps, sliding_window=4, initializer_range=0.5)).double().eval()
     drafter = DraftModel.from_target(target, init="target_layers").double().eval()
-    assert drafter.model.config._attn_implementation == "eager"
+    stored = DraftModel.from_config(drafter.model.config.to_dict())
+    assert [made.model.config._attn_implementation for made in (drafter, stored)] == ["eager", "eager"]
     assert _gap(target, drafter, policy) < EXACT_ENOUGH
 
 
