@@ -15,7 +15,7 @@ YAML or JSON. Between two numbers the curve is linear, beyond the last it goes o
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -48,8 +48,6 @@ ANY = "*"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Draft tokens with which rounds are timed: all of them for the target, which also reads trees and copies, and for
 drafters those that they may draft in a row."""
-ABOUT = {"name", "repeats"}
-"""Keys of a profile that hold no seconds of their own."""
 ALONE = ("", 0)
 Timed = dict[tuple[str, int], list[Round]]
 """Rounds by drafter and draft length."""
@@ -169,29 +167,28 @@ def measure_hardware(
 ) -> Hardware:
     """Seconds of real rounds behind real texts, on the present machine and threads: medians over turns of their means.
 
-    Draft lengths take turns, so that a slow second hits all alike; each turn's own means are the `repeats`. A round's
-    parts are those that `Round` records: the pass with its rule is `verify`, and what is left beside drafting is
-    `round`. `done` is called after each of the `turns`.
+    Draft lengths take turns, so that a slow second hits all alike; each turn's own means are the `repeats`. `verify` is
+    the target's pass with the rule for tokens that were not drawn, and what a drafter's whole rounds take beside it is
+    `draft`. `done` is called after each of the `turns`.
     """
+    of_target = measure_costs(target)
     arms = {ALONE: Arm(target)}
-    arms |= {("", length): Arm(target, _Fixed(length), length) for length in LENGTHS}
+    arms |= {("", length): Arm(target, _Fixed(length), length, of_target) for length in LENGTHS}
     for name, drafter in drafters.items():
         if drafter.only_retrieves:
             continue
         drafter = drafter.drafter if isinstance(drafter, Hybrid) else drafter  # copies are measured apart
-        costs = measure_costs(target, drafter)
+        # All passes are padded alike: noise may decide otherwise of the same width from one measurement to the next.
+        costs = replace(measure_costs(target, drafter), verify=of_target.verify)
         longest = min(draft_length, drafter.max_draft_length or draft_length)
         reached = [length for length in LENGTHS if length <= longest]
         arms |= {(name, length): Arm(target, drafter, length, costs) for length in reached}
-    of_batch = {
-        batch: _timed(arms, [texts[number % len(texts)] for number in range(batch)], sampling, done)
-        for batch in batches
-    }
-    repeats = [_means({batch: of_batch[batch][turn] for batch in batches}, drafters) for turn in range(TURNS)]
-    hardware = Hardware(name="measured", **_medians([repeat.model_dump(exclude=ABOUT) for repeat in repeats]))
+    of_batch = {batch: _timed(arms, texts, batch, sampling, done) for batch in batches}
+    means = [_means({batch: of_batch[batch][turn] for batch in batches}, drafters) for turn in range(TURNS)]
+    hardware = _profile(_medians(means))
     hardware.require(drafters)
-    known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
-    return hardware.model_copy(update={"repeats": tuple(known)})
+    repeats = [repeat for repeat in map(_profile, means) if repeat.drafters.keys() == hardware.drafters.keys()]
+    return hardware.model_copy(update={"name": "measured", "repeats": tuple(repeats)})
 
 
 def turns(batches: Sequence[int]) -> int:
@@ -207,26 +204,42 @@ def _medians(values: Sequence[Any]) -> Any:
     return {key: _medians([value[key] for value in values if key in value]) for key in keys}
 
 
-def _means(rounds: dict[int, Timed], drafters: Iterable[str]) -> Hardware:
-    """Mean seconds of the rounds that were timed at each batch size.
+def _means(rounds: dict[int, Timed], drafters: Iterable[str]) -> dict[str, Any]:
+    """Return the mean seconds of the rounds that were timed at each batch size, whole ones for each drafter.
 
     Where other processes take the processor away, they take it once in so many seconds: medians of short passes would
     never see it, those of long ones always. Means, like the time of whole texts, grow by the same share.
     """
     alone, verify = {}, {}
-    seconds: dict[str, dict[str, dict]] = {name: {"draft": {}, "round": {}} for name in drafters}
+    whole: dict[str, dict[int, dict[int, float]]] = {name: {} for name in drafters}
     for batch, timed in rounds.items():
         alone[batch] = fmean(record.seconds for record in timed[ALONE])
         verify[batch] = {n + 1: fmean(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
         verify[batch][1] = fmean(record.verify_seconds for record in timed[ALONE])
-        for name, entry in seconds.items():
+        for name, entry in whole.items():
             mine = {length: records for (owner, length), records in timed.items() if owner == name and records}
             if mine:
-                entry["draft"][batch] = {n: fmean(r.draft_seconds for r in records) for n, records in mine.items()}
-                rests = [r.seconds - r.draft_seconds - verify[batch][n + 1] for n, rs in mine.items() for r in rs]
-                entry["round"][batch] = max(fmean(rests), 0.0)
-    known = {name: DrafterSeconds(**entry) for name, entry in seconds.items() if entry["draft"]}
-    return Hardware(alone=alone, verify=verify, drafters=known)
+                entry[batch] = {n: fmean(r.seconds for r in records) for n, records in mine.items()}
+    return {"alone": alone, "verify": verify, "whole": {name: entry for name, entry in whole.items() if entry}}
+
+
+def _profile(means: dict[str, Any]) -> Hardware:
+    """Return the profile in which a round of every timed draft length costs its own mean.
+
+    What a drafter's rounds cost beside the target's pass grows with the draft: a drawn token is also verified by a
+    dearer rule, and its hidden states are handed over. So all of it is `draft`, and nothing is `round`.
+    """
+    verify = means["verify"]
+    drafters = {
+        name: DrafterSeconds(
+            draft={
+                batch: {n: max(seconds - verify[batch][n + 1], 0.0) for n, seconds in curve.items()}
+                for batch, curve in whole.items()
+            }
+        )
+        for name, whole in means["whole"].items()
+    }
+    return Hardware(alone=means["alone"], verify=verify, drafters=drafters)
 
 
 @dataclass(frozen=True)
@@ -264,20 +277,26 @@ class Arm:
 
 
 def _timed(
-    arms: dict[tuple[str, int], Arm], texts: Sequence[TargetText], sampling: Sampling, done: Callable[[], None]
+    arms: dict[tuple[str, int], Arm],
+    texts: Sequence[TargetText],
+    batch: int,
+    sampling: Sampling,
+    done: Callable[[], None],
 ) -> list[Timed]:
     """Rounds of every arm in each turn; the first turn, which allocates and chooses kernels, is left out.
 
-    The target alone comes up again and again, since every speedup is relative to it. Each turn begins with another arm.
+    The target alone comes up again and again, since every speedup is relative to it. Each turn begins with another arm,
+    and is timed on other texts.
     """
     turns: list[Timed] = []
     others = [key for key in arms if key != ALONE]
     for turn in range(TURNS + 1):
         timed: Timed = {key: [] for key in arms}
         first = turn * len(others) // (TURNS + 1)
+        together = [texts[(turn * batch + row) % len(texts)] for row in range(batch)]
         for place, key in enumerate([*others[first:], *others[:first]]):
             for some in (ALONE, key) if place % 2 == 0 else (key,):
-                timed[some] += arms[some].rounds(texts, sampling, turn)
+                timed[some] += arms[some].rounds(together, sampling, turn)
         turns.append(timed)
         done()
     return turns[1:]

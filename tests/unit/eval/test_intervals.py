@@ -6,7 +6,7 @@ from draftsmith.decode.output import Round
 from draftsmith.eval.accepted import Accepted
 from draftsmith.eval.forecast import numbers, timing_errors
 from draftsmith.eval.hardware import ALONE as TARGET_ALONE
-from draftsmith.eval.hardware import LENGTHS, DrafterSeconds, Hardware, _means, _medians
+from draftsmith.eval.hardware import LENGTHS, DrafterSeconds, Hardware, _means, _medians, _profile
 
 TEXTS, TIMINGS, TRIALS = 40, 6, 1000
 NOISE = 0.04
@@ -72,18 +72,36 @@ def test_the_spread_of_timings_is_students() -> None:
     assert np.allclose(np.log(np.quantile(factors, [0.025, 0.975])), [-0.1591, 0.1591], atol=0.0032)
 
 
-def taken(milliseconds: list[float], drafted: int = 0) -> list[Round]:
-    """Rounds that are nothing but the target's pass."""
-    rest = {"depth": drafted, "accepted": 0, "committed": 1, "overlap": (), "draft_seconds": 0.0}
-    return [Round(drafted=drafted, verify_seconds=n / 1000, seconds=n / 1000, **rest) for n in milliseconds]
+def taken(milliseconds: list[float], drafted: int = 0, drafting: float = 0.0, after: float = 0.0) -> list[Round]:
+    """Rounds by the milliseconds of their passes of the target, with so many for drafting and after the pass."""
+    rest = {"depth": drafted, "accepted": 0, "committed": 1, "overlap": (), "draft_seconds": drafting / 1000}
+    return [
+        Round(drafted=drafted, verify_seconds=n / 1000, seconds=(drafting + n + after) / 1000, **rest)
+        for n in milliseconds
+    ]
 
 
 def test_a_shared_processor_slows_short_and_long_passes_by_the_same_share() -> None:
     """Taken away for 4 ms in every 4 ms of work: short passes are slow now and then, long ones always."""
     timed = {TARGET_ALONE: taken([1, 1, 1, 5, 1, 1, 1, 5]), **{("", n): [] for n in LENGTHS}}
     timed["", 8] = taken([8, 8], drafted=8)
-    found = _means({1: timed}, [])
+    found = _profile(_means({1: timed}, []))
     assert found.alone[1] == 0.002, "1 ms alone; its median would say 1 ms"
     assert found.verify[1] == {1: 0.002, 9: 0.008}, "4 ms alone"
     assert _medians([found.model_dump(include={"alone"})] * 2) == {"alone": {1: 0.002}}
     assert _medians([{"a": 1.0}, {"a": 3.0, "b": 5.0}, {"a": 9.0}]) == {"a": 3.0, "b": 5.0}
+
+
+def test_every_timed_draft_length_costs_its_own_mean() -> None:
+    """The passes of a drafter's rounds are dearer by a millisecond a token, and so is what comes after them."""
+    timed = {TARGET_ALONE: taken([10, 10]), **{("", n): taken([10 + n], n) for n in LENGTHS}}
+    timed |= {("d", n): taken([10 + 2 * n - 1, 10 + 2 * n + 1], n, drafting=3 * n, after=n) for n in (1, 2, 4)}
+    timed["free", 2] = taken([11], 2)
+    hardware = _profile(_means({1: timed}, ["d", "free"]))
+    for length in (1, 2, 3, 4):
+        assert np.isclose(hardware.round_seconds("d", length, length, 1), (10 + 6 * length) / 1000)
+    assert np.isclose(hardware.round_seconds("d", 5, 2, 1), (15 + 10) / 1000), "a tree of two levels: wider, not deeper"
+    assert hardware.round_seconds("free", 2, 2, 1) == 0.012, "drafting takes no time back"
+    longer = {name: {1: {4: curve[1][4] + 0.002}} for name, curve in _means({1: timed}, ["d"])["whole"].items()}
+    means = [_means({1: timed}, ["d"]), _means({1: timed}, ["d"]) | {"whole": longer}]
+    assert np.isclose(_profile(_medians(means)).round_seconds("d", 4, 4, 1), 0.035), "the median of whole rounds"
