@@ -202,6 +202,8 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: for a line before the last that is no JSON, or a file that is no journal.
     """
+    if not path.is_file():  # reading a pipe would wait
+        raise ConfigError(f"{path} is no regular file; expected what `draftsmith eval` wrote, or another folder")
     data = path.read_bytes()
     end = data.rfind(b"\n") + 1
     if end < len(data):
