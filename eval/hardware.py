@@ -17,7 +17,7 @@ YAML or JSON. Between two numbers the curve is linear, beyond the last it goes o
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Annotated, Any
 
 import torch
@@ -51,7 +51,7 @@ drafters those that they may draft in a row."""
 ALONE = ("", 0)
 Timed = dict[tuple[str, int], list[Round]]
 """Rounds by drafter and draft length."""
-ROUNDS, TURNS = 5, 6
+ROUNDS, TURNS = 5, 8
 """Rounds that are timed in a row, and turns of all lengths, whose differences say how far the seconds may be off."""
 
 
@@ -74,7 +74,7 @@ class Hardware(BaseModel):
     verify: Annotated[dict[Count, Annotated[dict[Count, Seconds], Field(min_length=1)]], Field(min_length=1)]
     drafters: dict[str, DrafterSeconds] = {}
     repeats: tuple["Hardware", ...] = ()
-    """The same seconds measured again and again, a turn of all lengths each; those above are their medians."""
+    """The same seconds measured again and again, a turn of all lengths each; those above are means over all turns."""
 
     def token_seconds(self, batch: int) -> float:
         """Seconds in which the target alone adds a token to each of `batch` texts."""
@@ -165,7 +165,7 @@ def measure_hardware(
     batches: Sequence[int] = (1,),
     done: Callable[[], None] = lambda: None,
 ) -> Hardware:
-    """Seconds of real rounds behind real texts, on the present machine and threads: medians over turns of their means.
+    """Return the mean seconds of real rounds behind real texts, on the present machine and threads.
 
     Draft lengths take turns, so that a slow second hits all alike; each turn's own means are the `repeats`. `verify` is
     the target's pass with the rule for tokens that were not drawn, and what a drafter's whole rounds take beside it is
@@ -184,11 +184,14 @@ def measure_hardware(
         reached = [length for length in LENGTHS if length <= longest]
         arms |= {(name, length): Arm(target, drafter, length, costs) for length in reached}
     of_batch = {batch: _timed(arms, texts, batch, sampling, done) for batch in batches}
-    means = [_means({batch: of_batch[batch][turn] for batch in batches}, drafters) for turn in range(TURNS)]
-    hardware = _profile(_medians(means))
+    together = {
+        b: {arm: [record for turn in timed for record in turn[arm]] for arm in arms} for b, timed in of_batch.items()
+    }
+    hardware = _profile(_means(together, drafters))
     hardware.require(drafters)
-    repeats = [repeat for repeat in map(_profile, means) if repeat.drafters.keys() == hardware.drafters.keys()]
-    return hardware.model_copy(update={"name": "measured", "repeats": tuple(repeats)})
+    repeats = [_profile(_means({b: timed[turn] for b, timed in of_batch.items()}, drafters)) for turn in range(TURNS)]
+    known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
+    return hardware.model_copy(update={"name": "measured", "repeats": tuple(known)})
 
 
 def turns(batches: Sequence[int]) -> int:
@@ -196,19 +199,12 @@ def turns(batches: Sequence[int]) -> int:
     return len(batches) * (TURNS + 1)
 
 
-def _medians(values: Sequence[Any]) -> Any:
-    """Return the median of numbers, entry by entry in dictionaries; what some lack is the median of the others."""
-    if not isinstance(values[0], dict):
-        return median(values)
-    keys = dict.fromkeys(key for value in values for key in value)
-    return {key: _medians([value[key] for value in values if key in value]) for key in keys}
-
-
 def _means(rounds: dict[int, Timed], drafters: Iterable[str]) -> dict[str, Any]:
     """Return the mean seconds of the rounds that were timed at each batch size, whole ones for each drafter.
 
     Where other processes take the processor away, they take it once in so many seconds: medians of short passes would
-    never see it, those of long ones always. Means, like the time of whole texts, grow by the same share.
+    never see it, those of long ones always, and so would medians of turns, in which the target alone is timed most
+    often. Means, like the time of whole texts, grow by the same share.
     """
     alone, verify = {}, {}
     whole: dict[str, dict[int, dict[int, float]]] = {name: {} for name in drafters}
