@@ -107,6 +107,21 @@ def test_a_pause_counts_in_the_turn_that_it_hits(monkeypatch: pytest.MonkeyPatch
     assert [repeat.alone[1] for repeat in found.repeats] == [0.0025, *[0.001] * (hardware.TURNS - 1)]
 
 
+def test_each_turn_times_all_arms_on_other_texts() -> None:
+    seen: dict[int, list[str]] = {}
+
+    class Recording(hardware.Arm):
+        def rounds(self, texts: list[str], sampling: Sampling, seed: int) -> list[Round]:
+            seen.setdefault(seed, []).append("".join(texts))
+            return []
+
+    arms = {TARGET_ALONE: Recording(nn.Identity()), ("", 1): Recording(nn.Identity())}
+    hardware._timed(arms, ["a", "b", "c"], 2, Sampling(0.0), lambda: None)
+    assert {turn: set(texts) for turn, texts in seen.items()} == {
+        turn: {("ab", "ca", "bc")[turn % 3]} for turn in range(hardware.TURNS + 1)
+    }
+
+
 def test_every_timed_draft_length_costs_its_own_mean() -> None:
     """The passes of a drafter's rounds are dearer by a millisecond a token, and so is what comes after them."""
     timed = {TARGET_ALONE: taken([10, 10]), **{("", n): taken([10 + n], n) for n in LENGTHS}}
