@@ -13,6 +13,7 @@ from rich.text import Text
 
 from draftsmith.decode.cache import config_limit, context_limit
 from draftsmith.decode.chance import require_seed
+from draftsmith.decode.processors import Sampling
 from draftsmith.distill.chat import Chat
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.examples import ExampleSettings, length_statistics, read_examples
@@ -117,6 +118,7 @@ def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, dra
     Killed and started again, it goes on behind the last batch that was finished.
     """
     require_seed("--seed", settings.seed)
+    Sampling(settings.temperature)  # refused before anything is loaded
     with hold_name("--out", out):
         if out.exists():
             raise ConfigError(f"--out {out} exists; expected a new file")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftsmith.decode.cache import config_limit
 from draftsmith.distill.targets import EMBEDDED, load_target, load_tokenizer
+from draftsmith.errors import ConfigError
 from draftsmith.eval.cells import JOURNAL, KEPT
 from draftsmith.eval.diagnostics import diagnose
 from draftsmith.eval.evaluation import Evaluation, evaluate
@@ -19,6 +20,9 @@ from draftsmith.requests import require_valid
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import writing
 from draftsmith.train.output import read_metrics
+
+MOST_REPEATS = 1000
+"""Each decodes every text again."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ def _check(request: MeasureRequest, out: Path) -> None:
     several = {"gamma": request.draft_lengths, "batch_size": request.batch_sizes}
     counts = {"count": [request.count], "max_new_tokens": [request.max_new_tokens], "repeats": [request.repeats]}
     require_valid(request, {**several, **counts}, {**several, "policy": request.policies}, out)
+    if request.repeats > MOST_REPEATS:
+        raise ConfigError.of("repeats", request.repeats, f"at most {MOST_REPEATS}")
     check_prompts(request.prompts, request.subset, request.split)
 
 

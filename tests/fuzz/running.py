@@ -10,7 +10,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+
+from draftsmith.reading import parse_yaml
 
 CPU_SECONDS = 20
 """Of the process itself: other work on the machine makes no case unclean."""
@@ -52,7 +55,7 @@ class Case:
     arguments: list[str]
     files: dict[str, Content] = field(default_factory=dict)
     writes: tuple[str, ...] = ("out", "runs")
-    """Files and folders at the top."""
+    """Files and folders at the top, beside those that the command line or the recipe names as its output."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,33 @@ def run(case: Case, folder: Path, main: Callable[[list[str]], object]) -> Unclea
     work.mkdir(parents=True)
     for name, content in case.files.items():
         _write(work / name, content)
-    before = _seen(work, case.writes)
+    writes = (*case.writes, *_outputs(case))
+    before = _seen(work, writes)
     pid = os.fork()
     if not pid:
         _child(case, folder, main)
     code, killed = _wait(pid)
     said = (folder / "stderr").read_text(encoding="utf-8", errors="replace")
     why = _why(code, killed, said)
-    if why is None and _seen(work, case.writes) != before:
-        why = f"changed {sorted(set(_seen(work, case.writes).items()) ^ set(before.items()))[:4]}"
+    if why is None and (after := _seen(work, writes)) != before:
+        why = f"changed {sorted(set(after.items()) ^ set(before.items()))[:4]}"
     return None if why is None else Unclean(case, why, said[-6000:])
+
+
+def _outputs(case: Case) -> list[str]:
+    """Return the first part of every path that the case names as its output; '.' for the folder that it is run in."""
+    words = case.arguments
+    found = [value for word, value in pairwise(words) if word == "--out"]
+    found += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
+    read = [word.removeprefix("output=") for word in words if word.startswith("output=")]
+    recipe = case.files.get("r.yaml", b"")
+    try:
+        section = parse_yaml(recipe.decode()) if isinstance(recipe, bytes) else None
+        found += [str(section["output"])] if isinstance(section, dict) and "output" in section else []
+        found += [str(parse_yaml(value)) for value in read]
+    except ValueError:  # refused by the command, too
+        pass
+    return [(Path(value).parts or (".",))[0] for value in found]
 
 
 def _write(file: Path, content: Content) -> None:
@@ -103,7 +123,7 @@ def _seen(folder: Path, writes: tuple[str, ...]) -> dict[str, tuple[int, int, in
     """Every file that a command has to leave alone, with what changes when it is written."""
     found = {}
     for file in folder.rglob("*"):
-        if file.relative_to(folder).parts[0] not in writes:
+        if not {".", file.relative_to(folder).parts[0]} & {*writes}:
             state = file.lstat()
             found[str(file)] = (state.st_mode, 0 if file.is_dir() else state.st_size, state.st_mtime_ns)
     return found

@@ -27,6 +27,7 @@ def _run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
         (["--temperature", "-1"], "ConfigError: temperature=-1.0; expected >= 0"),
         (["--temperature", "1", "--temperature", "1"], "ConfigError: temperature=[1.0, 1.0]; expected each only once"),
         (["--max-new-tokens", "0"], "ConfigError: max_new_tokens=0; expected >= 1"),
+        (["--repeats", "1001"], "ConfigError: repeats=1001; expected at most 1000"),
         (["--dtype", "int3"], "ConfigError: dtype='int3'; expected one of float32"),
         (["--prompts", "absent.jsonl"], "ConfigError: prompts=absent.jsonl; expected a file or a folder"),
         (["--top-p", "2"], "ConfigError: top_p=2.0; expected a number above 0"),
@@ -61,6 +62,8 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
     ):
         code, _, err = _run(capsys, *command)
         assert (code, f"seed={seed}; expected" in err) == (2, True), err
+    code, _, err = _run(capsys, *regenerate, "--temperature", "-1")
+    assert (code, err.startswith("ConfigError: temperature=-1.0; expected >= 0")) == (2, True), err
     code, _, err = _run(capsys, "train", "quickstart/medusa", "train.stepz=1")
     assert (code, "did you mean train.steps?" in err) == (2, True)
     assert _run(capsys, "recipes", "nothing")[0] == 2
