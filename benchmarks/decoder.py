@@ -22,12 +22,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.decode.timing import measure_costs
-from draftsmith.distill.targets import load_target
+from draftsmith.decode.profiling import measure_costs
+from draftsmith.distill.load_target import load_target
 from draftsmith.eval.prompts import load_prompts
 from draftsmith.heads import DraftModel
-from draftsmith.heads.early_exit import first_layers
-from draftsmith.heads.retrieval import Hybrid, PromptLookup
+from draftsmith.heads.draft_model import first_layers
+from draftsmith.heads.ngram import Hybrid, PromptLookup
 from draftsmith.provenance import environment
 
 LOOKUP_TOKENS = 10
@@ -39,7 +39,7 @@ SMOL |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None
 
 
 @dataclass
-class Arm:
+class Variant:
     """One way of decoding, and what was measured of it."""
 
     run: Callable[[list[int]], int]
@@ -93,18 +93,20 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, DraftModel, list[list[
 
 def make_arms(
     options: argparse.Namespace, target: nn.Module, drafter: DraftModel, learn: list[list[int]]
-) -> dict[str, Arm]:
+) -> dict[str, Variant]:
     sampling = {"temperature": options.temperature}
     count = options.max_new_tokens
     costs = measure_costs(target, drafter)
 
-    def ours(drafter: object = None, **plan: object) -> Arm:
+    def ours(drafter: object = None, **plan: object) -> Variant:
         decoder = SpeculativeDecoder(target, drafter, costs=None if drafter is None else costs, **plan)
         if plan.get("policy"):
             decoder.calibrate(learn, max_new_tokens=count, **sampling)
-        return Arm(lambda ids: len(decoder.generate(ids, max_new_tokens=count, eos_token_id=None, **sampling).tokens))
+        return Variant(
+            lambda ids: len(decoder.generate(ids, max_new_tokens=count, eos_token_id=None, **sampling).tokens)
+        )
 
-    def theirs(gamma: int | None = None, **settings: object) -> Arm:
+    def theirs(gamma: int | None = None, **settings: object) -> Variant:
         def run(prompt: list[int]) -> int:
             if gamma is not None:
                 config = drafter.model.generation_config
@@ -118,7 +120,7 @@ def make_arms(
             )
             return out.shape[1] - len(prompt)
 
-        return Arm(run)
+        return Variant(run)
 
     gammas = sorted({options.gamma, *options.gammas})
     arms = {"ours: target alone": ours(), "theirs: generate": theirs()}
@@ -180,7 +182,7 @@ def compare(options: argparse.Namespace) -> None:
     report(arms, options.gamma)
 
 
-def report(arms: dict[str, Arm], gamma: int) -> None:
+def report(arms: dict[str, Variant], gamma: int) -> None:
     base = arms["theirs: generate"].speed
     print(f"{'':34s} tokens/s  x generate  overhead   (prefill included)")
     for name, arm in arms.items():

@@ -25,13 +25,13 @@ from rich.progress import track
 from rich.table import Table
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.distill.targets import LoadedTarget, load_target
+from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.eval.prompts import load_prompts
 from draftsmith.heads import HEADS, Drafter
 from draftsmith.provenance import environment
 from draftsmith.storage import write_json
-from draftsmith.train.loop import train
 from draftsmith.train.recipe import load_recipe
+from draftsmith.train.trainer import train
 
 RECIPE = "quickstart/draft_model"
 WAYS: dict[str, list[str]] = {

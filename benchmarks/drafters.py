@@ -23,15 +23,15 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith import load_drafter
-from draftsmith.decode.timing import measure_costs
-from draftsmith.distill.targets import load_target
+from draftsmith.decode.profiling import measure_costs
+from draftsmith.distill.load_target import load_target
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.prompts import load_prompts
 from draftsmith.eval.settings import Settings
 from draftsmith.storage import write_json
-from draftsmith.train.loop import train
-from draftsmith.train.output import DRAFTER, RECIPE, TARGET, read_metrics
 from draftsmith.train.recipe import load_recipe
+from draftsmith.train.run_folder import DRAFTER, RECIPE, TARGET, read_metrics
+from draftsmith.train.trainer import train
 
 FAMILIES = ("draft_model", "medusa", "medusa2", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle")
 FAMILIES += ("dflash", "dspark")

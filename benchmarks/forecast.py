@@ -32,25 +32,31 @@ from rich.table import Table
 
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.decode.policies import Policy, policy_named
-from draftsmith.decode.processors import Processors, Sampling
-from draftsmith.distill.targets import LoadedTarget, load_target
-from draftsmith.eval.accepted import Accepted, accepted, needs_replay, of_rounds, retrieved
-from draftsmith.eval.agreement import acceptance_measure, agreement
+from draftsmith.decode.sampling import Processors, Sampling
+from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.eval.diagnostics import difference_measure, summary
-from draftsmith.eval.drawing import COLOURS, STYLE
 from draftsmith.eval.evaluation import evaluate
-from draftsmith.eval.forecast import depth, numbers
-from draftsmith.eval.hardware import measure_hardware
+from draftsmith.eval.forecast.expected_rounds import ExpectedRounds, accepted, needs_replay, of_rounds, retrieved
+from draftsmith.eval.forecast.forecast import depth, numbers
+from draftsmith.eval.forecast.hardware import measure_hardware
+from draftsmith.eval.forecast.replay import replay
+from draftsmith.eval.harness import fastest_threads, threads
+from draftsmith.eval.plots import COLOURS, STYLE
 from draftsmith.eval.prompts import Prompt, load_prompts
-from draftsmith.eval.replay import replay
 from draftsmith.eval.settings import Settings
-from draftsmith.eval.target_texts import TOGETHER, TargetText, sample_texts, target_text
-from draftsmith.eval.threads import fastest_threads, threads
-from draftsmith.heads.drafter import Drafter
+from draftsmith.eval.teacher_forced import (
+    TOGETHER,
+    TargetText,
+    acceptance_measure,
+    agreement,
+    sample_texts,
+    target_text,
+)
+from draftsmith.heads.base import Drafter
 from draftsmith.storage import write_json
-from draftsmith.train.loop import train
-from draftsmith.train.output import DRAFTER
 from draftsmith.train.recipe import load_recipe
+from draftsmith.train.run_folder import DRAFTER
+from draftsmith.train.trainer import train
 
 FAMILIES = ("draft_model", "medusa", "eagle", "hydra", "mtp")
 UNTRAINED = {"early-exit": "early-exit:layers=8", "prompt-lookup": "prompt-lookup"}
@@ -129,7 +135,7 @@ def policies_of(drafter: Drafter, options: argparse.Namespace) -> list[Policy | 
 def predicted(
     target: LoadedTarget, drafter: Drafter, policies: list[Policy | None], texts: list[TargetText], sampling: Sampling,
     *, statistics: bool = False,
-) -> tuple[dict[str, list[Accepted]], dict[str, Any] | None]:  # fmt: skip
+) -> tuple[dict[str, list[ExpectedRounds]], dict[str, Any] | None]:  # fmt: skip
     """Expected rounds of each policy on each text and, where asked for, the simple statistics."""
     tables, found = [], {}
     if not drafter.only_retrieves:
@@ -149,7 +155,7 @@ def predicted(
     return found, summary(tables) if tables and statistics else None
 
 
-def tau(per_text: list[Accepted]) -> float:
+def tau(per_text: list[ExpectedRounds]) -> float:
     return sum(text.tokens for text in per_text) / sum(text.rounds for text in per_text)
 
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from draftsmith.distill.divergences import forward_kl, total_variation
-from draftsmith.distill.objectives import KINDS, Objective
-from draftsmith.heads.drafter import TeacherSignals, Unrolled
+from draftsmith.distill.losses import forward_kl, total_variation
+from draftsmith.distill.objective import KINDS, Objective
+from draftsmith.heads.base import DraftStates, TeacherSignals
 
 REPEATS = 3
 
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> None:
         mask = torch.ones(shape[:2], dtype=torch.bool)
         signals = TeacherSignals(mask.long(), mask.long(), teacher, mask)
         loss = Objective(options.kind, chunk_tokens=options.chunk)(
-            [Unrolled(state, head)], signals, lm_head, [0.5]
+            [DraftStates(state, head)], signals, lm_head, [0.5]
         ).loss
     loss.backward()
     seconds = time.perf_counter() - started

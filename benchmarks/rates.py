@@ -1,4 +1,4 @@
-"""Which optimizer and rate each family of drafters learns with, on targets of several widths; see train/rates.py.
+"""Which optimizer and rate each family of drafters learns with, on targets of several widths (train/learning_rates.py).
 
     python benchmarks/rates.py --targets w128 --families eagle3 --settings muon:6e-3 adamw:1e-3 --steps 150
     python benchmarks/rates.py --targets FOLDER --schedules cosine wsd
@@ -24,19 +24,18 @@ from rich.table import Table
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.policies import Chain
-from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.embedded import EmbeddedRecipe, Stage, embedded_target
-from draftsmith.distill.targets import LoadedTarget, load_target
+from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.errors import DraftsmithError
-from draftsmith.eval.accepted import accepted
-from draftsmith.eval.agreement import acceptance_measure, agreement
-from draftsmith.eval.target_texts import TargetText, sample_texts
-from draftsmith.heads.drafter import Drafter
+from draftsmith.eval.forecast.expected_rounds import accepted
+from draftsmith.eval.teacher_forced import TargetText, acceptance_measure, agreement, sample_texts
+from draftsmith.heads.base import Drafter
 from draftsmith.storage import cache_dir
-from draftsmith.train import loop
-from draftsmith.train.launching import make_accelerator
-from draftsmith.train.output import claim_output, read_metrics
+from draftsmith.train import trainer as loop
+from draftsmith.train.accelerator import make_accelerator
 from draftsmith.train.recipe import Recipe, load_recipe
+from draftsmith.train.run_folder import claim_output, read_metrics
 
 FAMILIES = ("draft_model", "medusa", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash")
 FAMILIES += ("dspark",)

@@ -4,8 +4,8 @@
     python benchmarks/recipe_costs.py --write     # also into the headers of recipes/, which is where users look
 
 The shapes are those of tests/recipes/architectures.yaml. Memory is what `draftsmith memory` says, under bf16 autocast
-on one process. Time is operations and bytes by 40 % and 50 % of what the machine can do at most (train/duration.py);
-what Python and launching kernels cost comes on top of it, most of all in sampling.
+on one process. Time is operations and bytes by 40 % and 50 % of what the machine can do at most, see
+train/estimate/time.py; what Python and launching kernels cost comes on top of it, most of all in sampling.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from draftsmith.train.duration import MACHINES, estimate_work
-from draftsmith.train.memory import estimate_memory
+from draftsmith.train.estimate.memory import estimate_memory
+from draftsmith.train.estimate.time import MACHINES, estimate_work
 from draftsmith.train.recipe import Recipe, load_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ def architectures() -> dict[str, dict[str, Any]]:
 
 
 def costs(name: str, shapes: dict[str, dict[str, Any]], on: str | None) -> tuple[str, str]:
-    """The lines `Hardware` and `Time` of a recipe's header."""
+    """The lines `CostModel` and `Time` of a recipe's header."""
     recipe = load_recipe(name)
     with tempfile.TemporaryDirectory() as folder:
         if getattr(recipe.drafter, "model", None) is not None:

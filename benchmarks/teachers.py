@@ -17,18 +17,17 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.distill.divergences import forward_kl
-from draftsmith.distill.objectives import Objective
-from draftsmith.distill.signal_cache import DTYPES, CachedTeacher, SignalCache
-from draftsmith.distill.targets import LoadedTarget, load_target
+from draftsmith.distill.hidden_state_cache import DTYPES, CachedTeacher, SignalCache
+from draftsmith.distill.load_target import LoadedTarget, load_target
+from draftsmith.distill.losses import forward_kl
+from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.train.batches import batch_indices, collate
-from draftsmith.train.console import Console as TrainConsole
-from draftsmith.train.drafters import data_and_drafter
-from draftsmith.train.optimizers import optimizers
-from draftsmith.train.placement import Placement
+from draftsmith.train.builders import data_and_drafter, optimizers
+from draftsmith.train.data import batch_indices, collate
+from draftsmith.train.progress import Console as TrainConsole
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.target_placement import Placement
 
 
 def arguments() -> argparse.Namespace:

@@ -32,17 +32,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.distill.objectives import Objective
+from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS, TrainableDrafter
-from draftsmith.heads.drafter import FINAL, TeacherSignals
-from draftsmith.train import loop
-from draftsmith.train.batches import Batch, collate
-from draftsmith.train.launching import autocast, make_accelerator
-from draftsmith.train.meter import MemoryMeter
-from draftsmith.train.operations import Operations
-from draftsmith.train.output import claim_output
+from draftsmith.heads.base import FINAL, TeacherSignals
+from draftsmith.train import trainer as loop
+from draftsmith.train.accelerator import autocast, make_accelerator
+from draftsmith.train.data import Batch, collate
+from draftsmith.train.estimate.fake_run import Operations
+from draftsmith.train.progress import MemoryMeter
 from draftsmith.train.recipe import Recipe, load_recipe
+from draftsmith.train.run_folder import claim_output
 
 ROWS = 64
 PARTS = ("data wait", "target forward", "drafter", "objective", "optimizer")

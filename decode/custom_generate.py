@@ -16,10 +16,10 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.generation.streamers import BaseStreamer
 
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.output import DecodeOutput, Round
 from draftsmith.decode.policies import Policy
+from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
-from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.base import Drafter
 
 # What transformers prepares for its own loops and this decoder has no use for.
 _IGNORED = {"attention_mask", "encoder_outputs", "past_key_values", "use_cache", "position_ids", "logits_to_keep"}

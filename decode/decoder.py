@@ -1,4 +1,7 @@
-"""The public decoder: checks what it is given, decodes one prompt or a batch, and says what happened."""
+"""The public decoder: checks what it is given, decodes one prompt or a batch, and says what happened.
+
+Prompts in the forms that callers have them: lists of tokens, or padded tensors.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,23 +11,62 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
-from draftsmith.decode.chance import SeededChance, require_seed
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.decoding import Decoding, now
-from draftsmith.decode.output import DecodeOutput, Round
+from draftsmith.decode.loop import DecodeLoop, example_draft, now
 from draftsmith.decode.policies import Policy, default_policy, plans, policy_named
 from draftsmith.decode.policies.chain import Chain
-from draftsmith.decode.probe import require_tree_reading
-from draftsmith.decode.processors import Processors, Sampling
-from draftsmith.decode.prompts import prompt_rows, require_known
-from draftsmith.decode.propose import example_draft
-from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.text import Stops, Text
-from draftsmith.decode.timing import measure_costs
-from draftsmith.decode.verify import Rule, rule_named
+from draftsmith.decode.profiling import measure_costs
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng, require_seed
+from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops
+from draftsmith.decode.target import TransformersTarget, require_tree_reading
+from draftsmith.decode.verification import Rule, rule_named
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft import Draft
-from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_tree import Draft
+
+
+def prompt_rows(
+    input_ids: Tensor | Sequence, attention_mask: Tensor | None = None, *, may_be_empty: bool = False
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Each prompt's tokens, and the padding that stood on their left.
+
+    Accepts [T], [B, T], a list of tokens, or a list of such lists. The model never reads the padding; logits processors
+    and stopping criteria see it, as they do in transformers' `generate`.
+    """
+    paddings: list[list[int]] | None = None
+    if isinstance(input_ids, Tensor):
+        ids = input_ids if input_ids.dim() > 1 else input_ids[None]
+        if attention_mask is not None:
+            mask = attention_mask if attention_mask.dim() > 1 else attention_mask[None]
+            if mask.shape != ids.shape:
+                raise ConfigError.of("attention_mask shape", list(mask.shape), f"that of input_ids, {list(ids.shape)}")
+            rows = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+            paddings = [row[: int(keep.argmax())].tolist() for row, keep in zip(ids, mask, strict=True)]
+        else:
+            rows = ids.tolist()
+    else:
+        if attention_mask is not None:
+            raise ConfigError("attention_mask with lists of tokens; expected it beside a tensor of input_ids only")
+        nested = bool(input_ids) and isinstance(input_ids[0], (list, tuple, Tensor))
+        rows = [torch.as_tensor(row).tolist() for row in input_ids] if nested else [list(input_ids)]
+    for number, row in enumerate(rows):
+        if not row and not may_be_empty:
+            raise ConfigError(f"prompt{f' {number}' if len(rows) > 1 else ''}=0 tokens; expected at least 1")
+    if not rows:
+        raise ConfigError("prompts=0; expected at least 1")
+    return rows, paddings or [[] for _ in rows]
+
+
+def require_known(rows: Sequence[list[int]], model: nn.Module) -> None:
+    """ConfigError for tokens that the model has no embedding of."""
+    known = model.get_input_embeddings().weight.shape[0]
+    for number, row in enumerate(rows):
+        for token in (min(row), max(row)) if row else ():
+            if not 0 <= token < known:
+                raise ConfigError(
+                    f"prompt {number} holds token {token}; expected 0 to {known - 1}, which the target knows"
+                )
+
 
 OnTokens = Callable[[list[int], Round | None], None]
 EosTokens = int | list[int] | Literal["model"] | None
@@ -55,7 +97,7 @@ class SpeculativeDecoder:
         policy: how drafts grow: a `Policy` or its name, see `draftsmith.decode.policies`.
         costs: measured seconds of this pair on this machine, from `measure_costs`: for policies that plan with them,
             and to pad passes to cheaper widths. Policies that plan measure them by themselves.
-        rule: the verification rule by name, see `draftsmith.decode.verify.RULES`; by default the best lossless one for
+        rule: the verification rule by name, see `decode.verification.RULES`; by default the best lossless one for
             each draft. Under greedy decoding there is one rule only.
     """
 
@@ -190,7 +232,7 @@ class SpeculativeDecoder:
         for text, states_TH in zip(texts, encoder_states or (), strict=encoder_states is not None):
             text.encoded = states_TH
         widths = None if self.costs is None else self.costs.draft_widths
-        decoding = Decoding(self._target, self.drafter, self.policy, texts, processors, self.rule, widths)
+        decoding = DecodeLoop(self._target, self.drafter, self.policy, texts, processors, self.rule, widths)
         self._last = texts[0]
         device = next(self._model.parameters()).device
         started = now(device)
@@ -226,7 +268,7 @@ class SpeculativeDecoder:
         """Whether `calibrate` changes anything."""
         return self.policy is not None and self.policy.learns
 
-    def _text(self, number: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int) -> Text:
+    def _text(self, number: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int) -> DecodeSequence:
         if max_new_tokens < 1:
             raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
         limit = self._target.context_limit
@@ -238,7 +280,7 @@ class SpeculativeDecoder:
             )
         length = len(prompt) + max_new_tokens
         length = length if limit is None else min(length, limit)
-        return Text(list(prompt), length, SeededChance(seed), stops, number=number)
+        return DecodeSequence(list(prompt), length, SeededRng(seed), stops, number=number)
 
     def _prompts(
         self, rows: list[list[int]], decoder_input_ids: Sequence[list[int]] | None

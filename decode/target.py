@@ -1,16 +1,25 @@
-"""The target: an unmodified transformers model behind prefill, verify and commit."""
+"""The target: an unmodified transformers model behind prefill, verify and commit.
 
+One small question to every model before it is trusted: does it read a tree of tokens as it reads their paths?
+
+Some architectures derive positions from places in the cache, ignore masks or keep state that cannot be rolled back.
+Decoding with them would be wrong without any sign of it, so they are refused.
+"""
+
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
-from draftsmith.decode.cache import context_limit
-from draftsmith.decode.reader import Reader
-from draftsmith.errors import ConfigError
-from draftsmith.heads.draft import ROOT, Draft
-from draftsmith.heads.drafter import Text
+from draftsmith.decode.kv_cache import context_limit
+from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.base import SequenceState
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 # Shapes: B texts, N draft nodes of one text, H hidden size, V vocabulary.
 
@@ -20,7 +29,7 @@ class Target(Protocol):
 
     context_limit: int | None
 
-    def prefill(self, texts: Sequence[Text], layers: tuple[int, ...] = ()) -> Tensor:
+    def prefill(self, texts: Sequence[SequenceState], layers: tuple[int, ...] = ()) -> Tensor:
         """Begin: read all texts; the logits [B, V] behind their last tokens. `layers`: whose features are wanted."""
 
     def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
@@ -63,28 +72,95 @@ class TransformersTarget:
         self.widths: dict[int, int] = {}
         """Tokens of a verification to the number that it is padded to, where that is cheaper."""
 
-    def prefill(self, texts: Sequence[Text], layers: tuple[int, ...] = ()) -> Tensor:
+    def prefill(self, texts: Sequence[SequenceState], layers: tuple[int, ...] = ()) -> Tensor:
         sources = [text.source for text in texts]
         encoded = [text.encoded for text in texts if text.encoded is not None] or None
         watched = {"remember": True, "layers": layers}
-        self._reader = Reader(self.model, len(texts), sources, widths=self.widths, encoded=encoded, **watched)
-        return self._reader.append([text.tokens for text in texts])
+        self._runner = ModelRunner(self.model, len(texts), sources, widths=self.widths, encoded=encoded, **watched)
+        return self._runner.append([text.tokens for text in texts])
 
     def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
         trees = [RootedTree.of(root, draft) for root, draft in zip(roots, drafts, strict=True)]
-        return self._reader.branch(trees, [list(range(len(tree.tokens))) for tree in trees])
+        return self._runner.branch(trees, [list(range(len(tree.tokens))) for tree in trees])
 
     def commit(self, paths: list[list[int]]) -> None:
-        self._reader.commit([[0, *(node + 1 for node in path)] for path in paths])
+        self._runner.commit([[0, *(node + 1 for node in path)] for path in paths])
 
     def hidden(self, row: int, node: int) -> Tensor | None:
-        return self._reader.states[row][node + 1]
+        return self._runner.states[row][node + 1]
 
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
-        if not self._reader.features:
+        if not self._runner.features:
             return None
-        features_nF = self._reader.features[row]
+        features_nF = self._runner.features[row]
         return features_nF if nodes is None else features_nF[[0, *(node + 1 for node in nodes)]]
 
     def drop(self, rows: list[int]) -> None:
-        self._reader.drop(rows)
+        self._runner.drop(rows)
+
+
+TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
+HALF_TOLERANCE = 0.2
+"""Of the logits' standard deviation: rounding stays below it, a wrong position or mask rarely does."""
+
+_PASSED: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
+
+
+@torch.inference_mode()
+def require_tree_reading(model: nn.Module) -> None:
+    """ConfigError, with the reason, unless `model` reads trees right. Asked once for each model."""
+    if model in _PASSED:
+        return
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    if not model.config.is_encoder_decoder and "position_ids" not in inspect.signature(model.forward).parameters:
+        # ALiBi and its like: so small a difference that the question below could miss it in half precision.
+        raise ConfigError(
+            f"model_type={kind!r} takes no position_ids: its positions follow from places in the cache, which a draft "
+            "tree's siblings share out wrongly; expected another target"
+        )
+    context, draft = _question(model)
+    tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
+    try:
+        logits_NV = _as_tree(model, context, draft)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"model_type={kind!r} cannot read draft trees ({reason_of(error)}); expected another target"
+        ) from error
+    if bool(logits_NV.isnan().any()):
+        dtype = str(logits_NV.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"model_type={kind!r} gives logits that are NaN in {dtype}: its weights are damaged, or overflow in that "
+            "dtype; expected finite logits"
+        )
+    for node in (1, 3):  # siblings' children: wrong positions and wrong masks both show here
+        expected_V = _as_path(model, [*context, *(draft.tokens[step] for step in draft.path(node))])
+        gap = float((logits_NV[node + 1] - expected_V).abs().max() / expected_V.float().std().clamp_min(1e-6))
+        if not gap < tolerance:
+            raise ConfigError(
+                f"model_type={kind!r} reads a draft tree otherwise than its paths (logits differ by {gap:.2g} standard "
+                "deviations): its positions or masks cannot be set from outside; expected another target"
+            )
+    _PASSED[model] = True
+
+
+def _question(model: nn.Module) -> tuple[list[int], Draft]:
+    """Some tokens and two branches of two tokens behind them."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(vocabulary, (10,), generator=torch.Generator().manual_seed(0)).tolist()
+    return ids[:6], Draft(tuple(ids[6:]), (-1, 0, -1, 2))
+
+
+def _as_tree(model: nn.Module, context: list[int], draft: Draft) -> Tensor:
+    runner = ModelRunner(model, 1, [context])
+    runner.append([context[:-1]])
+    return runner.branch([RootedTree.of(context[-1], draft)], [list(range(len(draft) + 1))])[0]
+
+
+def _as_path(model: nn.Module, tokens: list[int]) -> Tensor:
+    """Logits [V] behind `tokens`, by a plain forward pass."""
+    ids = torch.tensor([tokens], device=next(model.parameters()).device)
+    if model.config.is_encoder_decoder:
+        return model(input_ids=ids[:, :6], decoder_input_ids=ids).logits[0, -1]
+    return model(input_ids=ids, use_cache=False).logits[0, -1]

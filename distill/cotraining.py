@@ -16,11 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftsmith.distill.chunked import chunked_sums
-from draftsmith.distill.divergences import forward_kl
-from draftsmith.distill.objectives import at_least_float32
+from draftsmith.distill.losses import chunked_sums, forward_kl
+from draftsmith.distill.objective import at_least_float32
 from draftsmith.errors import ConfigError
-from draftsmith.heads.final_states import final_states, logits_head
+from draftsmith.heads.hidden_states import final_states, logits_head
 from draftsmith.heads.lora import add_lora, without_lora
 from draftsmith.provenance import fingerprint, model_fingerprints
 from draftsmith.reading import read_json

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from draftsmith.heads.sharding import like, whole
+from draftsmith.heads.lora import like, whole
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Newton-Schulz coefficients of the authors: after five rounds all singular values lie in about 0.7 to 1.2."""

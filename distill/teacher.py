@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from draftsmith.decode.features import Features
 from draftsmith.errors import ConfigError
-from draftsmith.heads.documents import document_numbers
-from draftsmith.heads.drafter import TeacherSignals
-from draftsmith.heads.final_states import final_states, logits_head
+from draftsmith.heads.base import TeacherSignals
+from draftsmith.heads.hidden_states import Features, document_numbers, final_states, logits_head
 
 # Shapes: B batch, T positions, H hidden size.
 
@@ -40,8 +38,8 @@ class OnlineTeacher:
     ) -> TeacherSignals:
         """The batch as the target sees it; see `TeacherSignals` for what mask, source and documents mean.
 
-        `rows` are for a teacher that has been asked before (distill/signal_cache.py). `gradient`: the signals lead back
-        into the target, whose adapters are trained with the drafter.
+        `rows` are for a teacher that has been asked before (distill/hidden_state_cache.py). `gradient`: the signals
+        lead back into the target, whose adapters are trained with the drafter.
         """
         text = (input_ids_BT, attention_mask_BT)
         with torch.set_grad_enabled(gradient):

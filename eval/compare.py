@@ -9,25 +9,16 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.bootstrap import (
-    Draws,
-    Series,
-    percentiles,
-    ratio,
-    resampled_speedups,
-    resampled_taus,
-    speedup,
-    tau,
-)
-from draftsmith.eval.drawing import short_policy
+from draftsmith.eval.metrics import Draws, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau
+from draftsmith.eval.plots import short_policy
 from draftsmith.eval.settings import BASELINE
 
 MATTER = ("max_new_tokens", "top_k", "top_p", "seed", "dtype")
 """Settings that decide what is decoded; target and prompts are compared by fingerprint, wherever they lie.
 Temperatures, drafters, draft lengths and rules are what is compared."""
 MACHINE = ("cpu", "accelerator", "torch_threads")
-Arm = tuple[str, str]
-Place = tuple[float, int]
+Variant = tuple[str, str]
+BatchKey = tuple[float, int]
 """Temperature and batch size."""
 
 
@@ -105,8 +96,8 @@ def compare_evaluations(a: dict[str, Any], b: dict[str, Any] | None) -> list[Ver
     return verdicts
 
 
-def _measured(evaluation: dict[str, Any]) -> dict[Place, dict[Arm, Series]]:
-    found: dict[Place, dict[Arm, Series]] = {}
+def _measured(evaluation: dict[str, Any]) -> dict[BatchKey, dict[Variant, Series]]:
+    found: dict[BatchKey, dict[Variant, Series]] = {}
     for entry in evaluation["measurements"]:
         place = (entry["temperature"], entry["batch_size"])
         found.setdefault(place, {})[(entry["drafter"], entry["policy"])] = Series.from_json(entry)
@@ -128,7 +119,7 @@ def _require_comparable(a: dict[str, Any], b: dict[str, Any]) -> None:
             raise ConfigError(f"{key}={ours!r} in A, {theirs!r} in B; expected the same, or the numbers say nothing")
 
 
-def _pairs(a: list[Arm], b: list[Arm]) -> list[tuple[Arm, Arm]]:
+def _pairs(a: list[Variant], b: list[Variant]) -> list[tuple[Variant, Variant]]:
     common = [policy for policy in dict.fromkeys(policy for _, policy in a) if any(policy == own for _, own in b)]
     if not common:
         return list(product(a, b))
@@ -142,7 +133,7 @@ def _pairs(a: list[Arm], b: list[Arm]) -> list[tuple[Arm, Arm]]:
 
 
 def _verdict(
-    a: dict[Arm, Series], b: dict[Arm, Series], arms: tuple[Arm, Arm], place: Place, *, named: bool
+    a: dict[Variant, Series], b: dict[Variant, Series], arms: tuple[Variant, Variant], place: BatchKey, *, named: bool
 ) -> Verdict:
     """Paired by unit: every resample has the same prompts on both sides, and each side's own repeats within them.
 

@@ -8,11 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from draftsmith.distill.positions import at_least_float32
+from draftsmith.distill.alignment import at_least_float32
 from draftsmith.errors import ConfigError
-from draftsmith.eval.agreement import Agreement, Measure, Rows, agreement
-from draftsmith.eval.target_texts import target_text
-from draftsmith.heads.drafter import Drafter
+from draftsmith.eval.teacher_forced import Measure, PositionStats, Rows, agreement, target_text
+from draftsmith.heads.base import Drafter
 
 # Shapes: N tokens, V vocabulary, A anchors, K draft positions.
 
@@ -98,7 +97,7 @@ def _cosine(drafter: Drafter, rows: Rows) -> Tensor:
     return torch.nn.functional.cosine_similarity(states_ND.double(), target_NH.double(), dim=-1)
 
 
-def summary(tables: Sequence[Agreement]) -> dict[str, Any]:
+def summary(tables: Sequence[PositionStats]) -> dict[str, Any]:
     """What `diagnose` returns, from the numbers of each text."""
     positions = tables[0]["tv"].shape[1]
     rows, all_cosine, all_alpha = [], [], []

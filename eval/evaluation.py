@@ -1,4 +1,7 @@
-"""From a finished run to what `eval.json` holds: rows, what they rest on, samples, and how far to trust them."""
+"""From a finished run to what `eval.json` holds: rows, what they rest on, samples, and how far to trust them.
+
+A few texts with where each token came from: what acceptance looks like.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -8,20 +11,80 @@ from typing import Any
 from torch import nn
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.errors import ConfigError
-from draftsmith.eval.bootstrap import Series
-from draftsmith.eval.cells import SCHEMA, Journal
 from draftsmith.eval.guards import dtype_of, guards, notes
-from draftsmith.eval.harness import Place, Run
-from draftsmith.eval.metrics import expected_tau, greedy_identity, row_numbers
+from draftsmith.eval.harness import BatchKey, Run
+from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, OWN, SCHEMA, Journal, Measurement
+from draftsmith.eval.metrics import Series, expected_tau, greedy_identity, row_numbers
 from draftsmith.eval.prompts import OVERALL, Prompt
-from draftsmith.eval.samples import samples
-from draftsmith.eval.settings import BASELINE, Arm, Settings
+from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.eval.stages import stage
-from draftsmith.eval.stored import StoredEvaluation, checked
-from draftsmith.heads.drafter import Drafter
+from draftsmith.eval.stored_results import StoredEvaluation, checked
+from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment
 from draftsmith.reading import read_json
+
+PROMPTS, TOKENS = 3, 160
+"""Texts an arm and temperature, and tokens shown of each."""
+KINDS = {ACCEPTED: "accepted", CORRECTION: "corrected", BONUS: "bonus", OWN: "target"}
+Piece = tuple[str, str]
+"""The text of one token and its kind."""
+
+
+def samples(run: Run, tokenizer: Any) -> list[dict[str, Any]]:
+    """The first prompts of as many categories, each as every arm wrote it in the first repeat."""
+    chosen = {prompt.id: prompt for prompt in _chosen(run.prompts)}
+    size = run.settings.batch_sizes[0]
+    found = []
+    for prompt in chosen.values():
+        for temperature in run.settings.temperatures:
+            for arm in run.arms:
+                if arm == BASELINE:
+                    continue
+                for cell in run.cells(arm, temperature, size):
+                    if cell.repeat == cell.turn == 0:
+                        found += [_sample(cell, place, prompt, tokenizer) for place in _places(cell, prompt)]
+    return found
+
+
+def _chosen(prompts: list[Prompt]) -> list[Prompt]:
+    first = list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
+    return (first + [prompt for prompt in prompts if prompt not in first])[:PROMPTS]
+
+
+def _places(cell: Measurement, prompt: Prompt) -> list[int]:
+    return [place for place, text in enumerate(cell.texts) if text.prompt == prompt.id]
+
+
+def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: Any) -> dict[str, Any]:
+    text = cell.texts[place]
+    pieces = token_texts(text.tokens[:TOKENS], tokenizer, prompt.input_ids)
+    rounds, start = [], 0
+    for kinds in text.rounds:
+        ours = list(zip(pieces[start : start + len(kinds)], (KINDS[kind] for kind in kinds), strict=False))
+        if ours:
+            rounds.append(ours)
+        start += len(kinds)
+    return {
+        "prompt": prompt.id,
+        "category": prompt.category,
+        "question": tokenizer.decode(prompt.input_ids),
+        "drafter": cell.drafter,
+        "policy": cell.policy,
+        "temperature": cell.temperature,
+        "tau": text.decode_tokens / text.decode_rounds if text.decode_rounds else 0.0,
+        "rounds": rounds,
+        "cut": len(text.tokens) > TOKENS,
+    }
+
+
+def token_texts(tokens: list[int], tokenizer: Any, prompt: list[int]) -> list[str]:
+    """The text that each token adds after `prompt`; an unfinished character is shown with the token that ends it."""
+    text = IncrementalText(tokenizer, prompt, skip_special_tokens=False)
+    texts = [text.add(token) for token in tokens]
+    return [*texts[:-1], *(last + text.rest() for last in texts[-1:])]
+
 
 EVALUATION = "eval.json"
 Diagnose = Callable[..., dict[str, Any]]
@@ -117,7 +180,7 @@ def evaluate(
     )
 
 
-def _rows(run: Run, arm: Arm, decoder: SpeculativeDecoder) -> list[dict[str, Any]]:
+def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[dict[str, Any]]:
     """For each temperature and batch size the row over all prompts and, of several categories, one for each."""
     settings = run.settings
     categories = sorted({prompt.category for prompt in run.prompts})
@@ -194,7 +257,7 @@ def _texts(run: Run, temperature: float, category: str | None) -> list[tuple[lis
     found = []
     for cell in run.cells(BASELINE, temperature, run.settings.batch_sizes[0], category):
         if cell.repeat == 0:
-            place = Place(0, temperature, cell.batch_size, cell.group, cell.turn)
+            place = BatchKey(0, temperature, cell.batch_size, cell.group, cell.turn)
             asked = {prompt.id: ids for prompt, ids in run.asked(place)}
             found += [(asked[text.prompt] + text.tokens, len(asked[text.prompt])) for text in cell.texts]
     return found

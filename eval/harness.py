@@ -1,29 +1,64 @@
-"""The measurement: every drafter and the target alone on the same prompts, interleaved, in one process and engine."""
+"""The measurement: every drafter and the target alone on the same prompts, interleaved, in one process and engine.
+
+How many CPU threads to measure with: what serves the target alone best, so that the baseline is never held back.
+"""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from pydantic import TypeAdapter
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
-from draftsmith.decode.cache import context_limit
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.timing import measure_costs
-from draftsmith.distill.chat import Chat
+from draftsmith.decode.kv_cache import context_limit
+from draftsmith.decode.profiling import measure_costs
+from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
-from draftsmith.eval.batches import Batch, batches
-from draftsmith.eval.cells import Cell, Journal, Key
-from draftsmith.eval.plain import compare_with_generate
-from draftsmith.eval.prompts import Prompt, prompts_fingerprint
-from draftsmith.eval.settings import BASELINE, Arm, Settings
+from draftsmith.eval.hf_baseline import compare_with_generate
+from draftsmith.eval.journal import Journal, Key, Measurement
+from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint
+from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.eval.stages import stage
-from draftsmith.eval.threads import fastest_threads, threads
-from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.safe_text import Terminal
+
+PROBE_TOKENS = 24
+TRIALS = 3
+
+
+def fastest_threads(target: nn.Module, prompt: list[int]) -> int:
+    """The thread count with the highest speed of the target alone: one, or as many as torch was given.
+
+    A small model decodes no faster with several threads, and far slower once another process wants a core. On an
+    accelerator threads do not matter and torch's number stays.
+    """
+    given = torch.get_num_threads()
+    if given == 1 or next(target.parameters()).device.type != "cpu":
+        return given
+    decoder, speeds = SpeculativeDecoder(target), {}
+    for count in (given, 1):
+        with threads(count):
+            runs = [decoder.generate(prompt, max_new_tokens=PROBE_TOKENS, eos_token_id=None) for _ in range(TRIALS)]
+        speeds[count] = max(run.tokens_per_second for run in runs)
+    return max(speeds, key=speeds.__getitem__)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run a block with `count` CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 WARM_UP_TOKENS = 16
 CALIBRATION = 4
@@ -31,7 +66,7 @@ REPEAT_APART, TURN_APART = 10_007, 1_000_003
 """Between the seeds of two repeats and of two turns."""
 
 
-class Place(NamedTuple):
+class BatchKey(NamedTuple):
     """One question to one batch, which every arm answers in turn."""
 
     repeat: int
@@ -75,7 +110,7 @@ class Run:
         self.plans = {name: self._plans(name, drafter) for name, drafter in self.drafters.items()}
         for drafter in self.drafters.values():
             SpeculativeDecoder(self.target, drafter)  # refuses pairs that do not fit
-        self.arms: dict[Arm, SpeculativeDecoder] = {}
+        self.arms: dict[Variant, SpeculativeDecoder] = {}
 
     def measure(self, progress: bool = True) -> None:
         """Put every cell into the journal that is not there yet."""
@@ -113,7 +148,9 @@ class Run:
         """Policies that change with what is accepted."""
         return sorted({arm[1] for arm, decoder in self.arms.items() if decoder.learns})
 
-    def cells(self, arm: Arm, temperature: float, batch_size: int, category: str | None = None) -> list[Cell]:
+    def cells(
+        self, arm: Variant, temperature: float, batch_size: int, category: str | None = None
+    ) -> list[Measurement]:
         """Of all batches, or of those that hold one category only."""
         groups = self.batches[batch_size]
         return [
@@ -123,7 +160,7 @@ class Run:
             and (category is None or groups[cell.group].category == category)
         ]
 
-    def asked(self, place: Place) -> list[tuple[Prompt, list[int]]] | None:
+    def asked(self, place: BatchKey) -> list[tuple[Prompt, list[int]]] | None:
         """The prompts of a batch that have a question at this turn, each with the tokens behind which it is answered.
 
         Behind earlier turns stand the target's own answers, those of the baseline in this repeat and batch size, so
@@ -161,7 +198,7 @@ class Run:
         plans += [{"policy": policy} for policy in self.settings.policies]
         return plans or [{}]
 
-    def _arms(self, name: str, drafter: Drafter) -> dict[Arm, SpeculativeDecoder]:
+    def _arms(self, name: str, drafter: Drafter) -> dict[Variant, SpeculativeDecoder]:
         """The drafter with each of its plans."""
         fact = f"costs of {name}"
         if fact not in self.journal.facts:
@@ -174,7 +211,7 @@ class Run:
             arms[(name, label)] = decoder  # a drafter that only retrieves is the same under every policy
         return arms
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[BatchKey]:
         """Everything that is asked, in order."""
         settings = self.settings
         for repeat in range(settings.repeats):
@@ -182,12 +219,12 @@ class Run:
                 for size in settings.batch_sizes:
                     for group, batch in enumerate(self.batches[size]):
                         for turn in range(batch.turns):
-                            yield Place(repeat, temperature, size, group, turn)
+                            yield BatchKey(repeat, temperature, size, group, turn)
 
-    def _batch(self, place: Place) -> Batch:
+    def _batch(self, place: BatchKey) -> Batch:
         return self.batches[place.batch_size][place.group]
 
-    def _pending(self, place: Place) -> list[Arm]:
+    def _pending(self, place: BatchKey) -> list[Variant]:
         """The arms that have not answered here yet, the one that begins changing from place to place."""
         if self.asked(place) == []:
             return []
@@ -208,7 +245,7 @@ class Run:
         for arm in self.arms:
             for temperature in self.settings.temperatures:
                 for size in self.settings.batch_sizes:
-                    place = Place(0, temperature, size, 0, 0)
+                    place = BatchKey(0, temperature, size, 0, 0)
                     self._answer(arm, place, self.asked(place), WARM_UP_TOKENS)
 
     def _decode_all(self, progress: bool) -> None:
@@ -227,7 +264,7 @@ class Run:
                     total -= len(self.arms)
                     bar.update(task, total=total)
 
-    def _answer(self, arm: Arm, place: Place, asked: list[tuple[Prompt, list[int]]], tokens: int) -> Cell:
+    def _answer(self, arm: Variant, place: BatchKey, asked: list[tuple[Prompt, list[int]]], tokens: int) -> Measurement:
         """Decode one batch. Each text has a seed of its own, another one in each repeat and turn."""
         first = self.settings.seed + REPEAT_APART * place.repeat + TURN_APART * place.turn
         outputs = self.arms[arm].generate_batch(
@@ -237,12 +274,12 @@ class Run:
             **self._sampling(place.temperature),
         )
         where = {"drafter": arm[0], "policy": arm[1], **place._asdict()}
-        return Cell.of(where, [prompt.id for prompt, _ in asked], outputs)
+        return Measurement.of(where, [prompt.id for prompt, _ in asked], outputs)
 
     def _sampling(self, temperature: float) -> dict[str, Any]:
         cuts = {"top_k": self.settings.top_k, "top_p": self.settings.top_p} if temperature > 0 else {}
         return {"temperature": temperature, **cuts}
 
 
-def _key(arm: Arm, place: Place) -> Key:
+def _key(arm: Variant, place: BatchKey) -> Key:
     return (*arm, place.temperature, place.batch_size, place.group, place.repeat, place.turn)

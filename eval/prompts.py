@@ -1,14 +1,17 @@
-"""Prompt sets: the embedded held-out text, or the rows of a file or a Hub data set in the layouts that people use."""
+"""Prompt sets: the embedded held-out text, or the rows of a file or a Hub data set in the layouts that people use.
+
+Which prompts are decoded together.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
-from draftsmith.distill.chat import LONGEST_TEXT, Chat, characters
-from draftsmith.distill.conversations import ASSISTANT, Conversation, conversation
+from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, characters
 from draftsmith.distill.embedded import embedded_prompts
-from draftsmith.distill.sources import read_source
-from draftsmith.distill.targets import EMBEDDED
+from draftsmith.distill.load_target import EMBEDDED
+from draftsmith.distill.sources import ASSISTANT, Conversation, conversation, read_source
 from draftsmith.errors import ConfigError
 from draftsmith.provenance import fingerprint
 
@@ -151,3 +154,31 @@ def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
     return fingerprint(
         [[p.id, p.category, p.input_ids, None if p.conversation is None else p.conversation.turns] for p in prompts]
     )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are decoded together, in every arm."""
+
+    prompts: list[Prompt]
+    category: str | None
+    """None for what was left of several categories: it counts towards the whole only."""
+
+    @property
+    def turns(self) -> int:
+        return max(prompt.turns for prompt in self.prompts)
+
+
+def batches(prompts: list[Prompt], size: int) -> list[Batch]:
+    """Full batches of one category each, then what is left of all categories together, the last perhaps not full."""
+    full, rest = [], []
+    for category, found in groupby(sorted(prompts, key=lambda p: p.category), key=lambda p: p.category):
+        members = list(found)
+        end = len(members) - len(members) % size
+        full += [Batch(members[start : start + size], category) for start in range(0, end, size)]
+        rest += members[end:]
+    for start in range(0, len(rest), size):
+        part = rest[start : start + size]
+        categories = {prompt.category for prompt in part}
+        full.append(Batch(part, categories.pop() if len(categories) == 1 else None))
+    return full

@@ -9,12 +9,11 @@ import jinja2
 from rich.table import Table
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.cells import JOURNAL, SCHEMA, require_same, whole_lines
 from draftsmith.eval.evaluation import EVALUATION, Evaluation, read_evaluation
-from draftsmith.eval.plots import evaluation_plots
+from draftsmith.eval.journal import JOURNAL, SCHEMA, require_same, whole_lines
+from draftsmith.eval.plots import evaluation_plots, plot_training
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.settings import Settings
-from draftsmith.eval.training_plot import plot_training
 from draftsmith.safe_text import markdown_environment, printable
 from draftsmith.storage import write_json, write_text
 

@@ -1,15 +1,15 @@
 """Drafters: one file a family, what they share in `drafter.py`, and how they are saved in `checkpoint.py`."""
 
+from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.drafter import Drafter, TrainableDrafter
 from draftsmith.heads.eagle import Eagle, Hass
 from draftsmith.heads.eagle3 import Eagle3
 from draftsmith.heads.hydra import Hydra
 from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.mlp_speculator import MlpSpeculator
 from draftsmith.heads.mtp import Mtp
-from draftsmith.heads.parallel_eagle import ParallelEagle
+from draftsmith.heads.peagle import ParallelEagle
 
 HEADS: dict[str, type[TrainableDrafter]] = {
     "draft_model": DraftModel,

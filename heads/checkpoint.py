@@ -1,9 +1,13 @@
 """A drafter on disk: `config.json` with a `draftsmith` section, `model.safetensors`, and nothing that executes.
 
 A draft model is saved as a plain transformers checkpoint, so that it also loads as `assistant_model` elsewhere.
+
+Drafters that need no checkpoint, by name: `suffix`, `suffix:datastore=FILE`, `early-exit:layers=2`, `hybrid:…`.
 """
 
+import difflib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +20,73 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads import HEADS
-from draftsmith.heads.bounded import bounded, shapes_in
-from draftsmith.heads.downloads import local_folder, require_whole_model
-from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.drafter import FINAL, Drafter, TeacherSignals, TrainableDrafter
+from draftsmith.heads.base import FINAL, Drafter, TeacherSignals, TrainableDrafter
+from draftsmith.heads.draft_model import DraftModel, EarlyExit
+from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.formats.speculators import read_published
 from draftsmith.heads.lora import merged_state
-from draftsmith.heads.named import drafter_named, is_named
-from draftsmith.heads.published import read_published
-from draftsmith.heads.stored_config import LONGEST_DRAFT, StoredDrafter, read_config
-from draftsmith.heads.vocabulary import DraftVocabulary
+from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
+from draftsmith.heads.validation import (
+    LONGEST_DRAFT,
+    StoredDrafter,
+    bounded,
+    local_folder,
+    read_config,
+    require_whole_model,
+    shapes_in,
+)
 from draftsmith.provenance import model_fingerprints, tokenizer_fingerprint
 from draftsmith.storage import write_json
+
+_RETRIEVAL = {"draft_length": int, "min_match": int, "factor": float}
+SETTINGS: dict[str, dict[str, type]] = {
+    "prompt-lookup": {"max_ngram": int, **_RETRIEVAL},
+    "suffix": {"datastore": str, **_RETRIEVAL},
+    "early-exit": {"layers": int},
+    "hybrid": {"drafter": str, "datastore": str, "min_match": int},
+}
+"""Name: its settings."""
+
+
+def is_named(text: str) -> bool:
+    """Whether `text` names a drafter of this file, rather than a folder or a repository."""
+    return text.partition(":")[0] in SETTINGS
+
+
+def parse_named(text: str) -> tuple[str, dict[str, object]]:
+    """The name and its settings; ConfigError for a key or value that does not fit."""
+    name, _, rest = text.partition(":")
+    settings, values = SETTINGS[name], {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if key not in settings or not equals:
+            close = difflib.get_close_matches(key, settings, 1)
+            nearest = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(
+                f"drafter={text}: {part!r}; expected {name}:KEY=VALUE with {', '.join(settings)}{nearest}"
+            )
+        try:
+            values[key] = settings[key](value)
+        except ValueError as error:
+            kinds = {int: "a whole number", float: "a number"}
+            raise ConfigError(f"drafter={text}: {key}={value!r}; expected {kinds[settings[key]]}") from error
+    if name == "hybrid" and "drafter" not in values:
+        raise ConfigError(f"drafter={text}; expected hybrid:drafter=FOLDER, the trained drafter to fall back on")
+    return name, values
+
+
+def drafter_named(text: str, target: nn.Module, load: Callable[[str], Drafter]) -> Drafter:
+    """The drafter that `text` names; `load` reads the checkpoint inside a hybrid."""
+    name, values = parse_named(text)
+    if name == "prompt-lookup":
+        return PromptLookup(**values)
+    if name == "suffix":
+        return SuffixRetrieval(**values)
+    if name == "early-exit":
+        return EarlyExit(target, **values)
+    retrieval = SuffixRetrieval(datastore=values.pop("datastore", None))
+    return Hybrid(load(values.pop("drafter")), retrieval, **values)
+
 
 WEIGHTS = "model.safetensors"
 FORMAT = 1
@@ -99,8 +159,8 @@ def load_drafter(
 
     Args:
         path_or_repo: a local folder or a Hub id: a draftsmith checkpoint, a plain transformers causal LM or
-            encoder-decoder model, or what another project published, see heads/published.py. Or the name of a drafter
-            that needs none: `suffix`, see heads/named.py.
+            encoder-decoder model, or what another project published, see heads/formats/. Or the name of a drafter that
+            needs no checkpoint, such as `suffix`.
         target: the model it will draft for; the drafter takes its device and dtype.
         tokenizer: the target's, when at hand: its vocabulary is then compared with the drafter's.
         revision: a branch, tag or commit of the Hub repository; `user/name@revision` says the same.

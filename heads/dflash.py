@@ -22,12 +22,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.body import Body, BodyDrafter, BodyOutput
-from draftsmith.heads.documents import positions_like
-from draftsmith.heads.draft import ROOT
-from draftsmith.heads.drafter import Context, TeacherSignals, Tree, Unrolled
+from draftsmith.heads.autoregressive import DraftNetwork, NetworkDrafter, NetworkOutput
+from draftsmith.heads.base import Context, DraftStates, TeacherSignals, Tree
+from draftsmith.heads.draft_tree import ROOT
+from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.layers import Attention, Rope, attention, last_gain, layer_config, norm
-from draftsmith.heads.parallel_eagle import Line, default_mask_token
+from draftsmith.heads.peagle import Line, default_mask_token
 
 # Shapes: B rows, T positions, F features, A anchors, b block size, S keys, H hidden size, h heads, d head size.
 
@@ -87,7 +87,7 @@ class _AnchoredBlocks:
         return attention(q_BhTd, torch.cat([keys, k_BhTd], 2), torch.cat([values, v_BhTd], 2), self._mask)
 
 
-class DFlashBody(Body):
+class DFlashNetwork(DraftNetwork):
     """Layers on a block; the features go into their keys and values."""
 
     def __init__(self, config: LlamaConfig, features: int) -> None:
@@ -124,18 +124,18 @@ class DFlashBody(Body):
         past_key_values: Any,
         features: Tensor | None = None,
         use_cache: bool = True,
-    ) -> BodyOutput:
+    ) -> NetworkOutput:
         """With `features` [B, T, H]: put them into the cache. Without: fill a block, whose first token is real."""
         if features is not None:
             rope = self.rotary(features, position_ids)
             for index, layer in enumerate(self.layers):
                 past_key_values.update(*layer.context_keys(features, rope), index)
             nothing = features[..., :1]
-            return BodyOutput(nothing, nothing)
+            return NetworkOutput(nothing, nothing)
         embeds_BTH = self.block(input_ids[:, 0], input_ids.shape[1])
         attend = _CachedBlock(past_key_values, attention_mask)
         states_BTH = self.step(embeds_BTH, None, self.rotary(embeds_BTH, position_ids), attend)
-        return BodyOutput(self.target_head(states_BTH[:, 1:]), states_BTH[:, 1:])
+        return NetworkOutput(self.target_head(states_BTH[:, 1:]), states_BTH[:, 1:])
 
 
 class MarkovBias(nn.Module):
@@ -152,7 +152,7 @@ class MarkovBias(nn.Module):
 class _Head:
     """The head of an unrolled place: states [n, H + rank] to logits, the bias of the token before included."""
 
-    body: DFlashBody
+    body: DFlashNetwork
     markov: MarkovBias | None
 
     def __call__(self, states_nD: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class _Head:
         return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(states_nD[..., hidden:])
 
 
-class DFlash(BodyDrafter):
+class DFlash(NetworkDrafter):
     """One pass a round, whatever the draft length."""
 
     type: ClassVar[str] = "dflash"
@@ -176,7 +176,7 @@ class DFlash(BodyDrafter):
         markov_rank: int = 0,
         confidence_head: bool = False,
     ) -> None:
-        super().__init__(DFlashBody(body, len(layers)), layers)
+        super().__init__(DFlashNetwork(body, len(layers)), layers)
         self.block_size, self.anchors = block_size, anchors
         self.markov = MarkovBias(body.vocab_size, markov_rank) if markov_rank else None
         self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
@@ -225,25 +225,25 @@ class DFlash(BodyDrafter):
 
     def start(self, context: Context) -> None:
         super().start(context)
-        self._reader = context.reader(self.body, padded=False)
+        self._runner = context.runner(self.body, padded=False)
         self._read([text.tokens[:-1] for text in context.texts])
 
     def _read(self, tokens: list[list[int]]) -> None:
         """Put the features of committed tokens into the cache."""
         features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
-        self._reader.append(tokens, [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features])
+        self._runner.append(tokens, [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features])
 
     def begin(self, rows: list[int]) -> Tensor:
         texts = self.context.texts
         unread: list[list[int]] = [[] for _ in texts]
         for row in rows:
-            unread[row] = texts[row].tokens[self._reader.lengths[row] : -1]
+            unread[row] = texts[row].tokens[self._runner.lengths[row] : -1]
         if any(unread):
             self._read(unread)
         lines = [Line([text.tokens[-1]] + [0] * (self.block_size - 1)) for text in texts]
-        logits = self._reader.branch(lines, [list(range(self.block_size))] * len(lines))
-        self._logits_BKV, self._states_BKH = torch.stack(logits), torch.stack(self._reader.states)
-        self._reader.commit([[] for _ in texts])
+        logits = self._runner.branch(lines, [list(range(self.block_size))] * len(lines))
+        self._logits_BKV, self._states_BKH = torch.stack(logits), torch.stack(self._runner.states)
+        self._runner.commit([[] for _ in texts])
         roots_B = torch.tensor([text.tokens[-1] for text in texts], device=self._logits_BKV.device)
         return self._biased(self._logits_BKV[:, 0], roots_B)
 
@@ -255,17 +255,17 @@ class DFlash(BodyDrafter):
             logits.append(self._biased(self._logits_BKV[row, depths], tokens_n))
         return logits
 
-    def chances(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[list[float]] | None:
+    def confidences(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[list[float]] | None:
         if self.confidence is None:
             return None
-        chances = []
+        confidences = []
         for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True)):
             depths = [0 if node == ROOT else tree.depths[node] for node in wanted]
             last = self.context.texts[row].tokens[-1]
             before = [last if node == ROOT else tree.tokens[node] for node in wanted]
             states_nD = self._with_token(self._states_BKH[row, depths], torch.tensor(before, dtype=torch.long))
-            chances.append(self._sureness(states_nD).sigmoid().tolist())
-        return chances
+            confidences.append(self._sureness(states_nD).sigmoid().tolist())
+        return confidences
 
     def _with_token(self, states_nH: Tensor, before_n: Tensor) -> Tensor:
         """[..., H + rank]: states beside what the Markov bias knows of the tokens before them."""
@@ -277,9 +277,9 @@ class DFlash(BodyDrafter):
         return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(self.markov.markov_w1(before_n))
 
     def drop(self, rows: list[int]) -> None:
-        self._reader.drop(rows)
+        self._runner.drop(rows)
 
-    def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
+    def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         """Blocks behind random anchors; place k of a block is to agree with the target k - 1 positions further on."""
         body, ids_BT, size = self.body, signals.input_ids_BT, self.block_size
         B, T = ids_BT.shape
@@ -305,7 +305,7 @@ class DFlash(BodyDrafter):
                 places_BA = places_BA.masked_fill(left_BA, -1)
             states_BAD = self._with_token(states_BAbH[:, :, k], ids_BT.gather(1, places_BA.clamp_min(0)))
             unrolled.append(
-                Unrolled(
+                DraftStates(
                     states_BAD,
                     _Head(body, self.markov),
                     places_BT=places_BA,

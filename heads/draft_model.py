@@ -4,10 +4,17 @@
 
 It reads only tokens, so any transformers causal LM with the same tokenizer serves, trained here or not.
 Leviathan et al. 2023, arXiv:2211.17192.
+
+Self-speculation: the target's own first layers and its lm_head, as a draft model without a weight of its own.
+
+    committed tokens ──▶ layer 1 … layer k ──▶ norm ──▶ lm_head ──▶ d1 ──▶ d2 ──▶ …
+
+How well that agrees depends on the target; models trained for early exit (LayerSkip, Elhoushi et al. 2024,
+arXiv:2404.16710) agree far better than others.
 """
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -15,10 +22,10 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.downloads import require_whole_model
-from draftsmith.heads.drafter import Context, TeacherSignals, TrainableDrafter, Tree, Unrolled
-from draftsmith.heads.final_states import final_states, logits_head
+from draftsmith.heads.base import Context, DraftStates, TeacherSignals, TrainableDrafter, Tree
+from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, logits_head
 from draftsmith.heads.lora import add_lora, check_lora
+from draftsmith.heads.validation import require_whole_model
 
 MOST_LAYERS = 1024
 """Of a model that is built from a recipe's config."""
@@ -83,15 +90,15 @@ class DraftModel(TrainableDrafter):
 
     def start(self, context: Context) -> None:
         super().start(context)
-        self._reader = context.reader(self.model)
-        self._reader.append([self._known(text.tokens[:-1]) for text in context.texts])
+        self._runner = context.runner(self.model)
+        self._runner.append([self._known(text.tokens[:-1]) for text in context.texts])
 
     def begin(self, rows: list[int]) -> Tensor:
         # What it has not read yet: the last committed token, and after a round of full acceptance one more.
         unread: list[list[int]] = [[] for _ in self.context.texts]
         for row in rows:
-            unread[row] = self._known(self.context.texts[row].tokens[self._reader.lengths[row] :])
-        return self._reader.append(unread)
+            unread[row] = self._known(self.context.texts[row].tokens[self._runner.lengths[row] :])
+        return self._runner.append(unread)
 
     def _known(self, tokens: list[int]) -> list[int]:
         """`tokens` as this model can read them: a target with a larger padded vocabulary may have ids beyond it."""
@@ -100,15 +107,15 @@ class DraftModel(TrainableDrafter):
         return [token if token < self.vocab_size else 0 for token in tokens]
 
     def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        return self._reader.branch(trees, nodes)
+        return self._runner.branch(trees, nodes)
 
-    def observe(self, paths: list[list[int]]) -> None:
-        self._reader.commit(paths)
+    def rollback(self, paths: list[list[int]]) -> None:
+        self._runner.commit(paths)
 
     def drop(self, rows: list[int]) -> None:
-        self._reader.drop(rows)
+        self._runner.drop(rows)
 
-    def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
+    def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         states_BTD = final_states(
             self.model,
             signals.input_ids_BT,
@@ -117,7 +124,7 @@ class DraftModel(TrainableDrafter):
             signals.source_mask_BS,
             signals.documents_BT,
         )
-        return [Unrolled(states_BTD, logits_head(self.model), offset=0)]
+        return [DraftStates(states_BTD, logits_head(self.model), offset=0)]
 
 
 def _pretrained(name: str, target: nn.Module) -> nn.Module:
@@ -254,25 +261,6 @@ def spread(count: int, depth: int) -> list[int]:
     return [round(i * (depth - 1) / (count - 1)) for i in range(count)]
 
 
-def layers_name(model: nn.Module) -> str:
-    """The name of a decoder-only model's list of layers."""
-    return layer_lists(model)[0]
-
-
-def layer_lists(model: nn.Module) -> list[str]:
-    """The names of a model's lists of layers: one, or an encoder's and a decoder's."""
-    depth = model.config.get_text_config(decoder=True).num_hidden_layers
-    names = [
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    wanted = 2 if model.config.is_encoder_decoder else 1
-    if len(names) < wanted:
-        raise ConfigError(
-            f"model {type(model).__name__} has no list of {depth} layers to copy from; expected init='random'"
-        )
-    return names[:wanted]
-
-
 @torch.no_grad()
 def copy_layers(target: nn.Module, model: nn.Module, layers: list[int]) -> None:
     """Copy the target's weights into `model`, whose layer i becomes the target's layer `layers[i]`."""
@@ -293,3 +281,40 @@ def copy_layers(target: nn.Module, model: nn.Module, layers: list[int]) -> None:
         raise ConfigError(
             f"drafter.keep={layers}: these make no model ({reason_of(error, whole=True)}); expected other layers"
         ) from error
+
+
+class EarlyExit(DraftModel):
+    """A draft model that shares the target's modules; only the list of layers is shorter."""
+
+    type: ClassVar[str] = "early-exit"
+
+    def __init__(self, target: nn.Module, *, layers: int | None = None) -> None:
+        if target.config.is_encoder_decoder:
+            raise ConfigError(f"model_type={target.config.model_type!r}; expected a decoder-only target for early exit")
+        depth = target.config.num_hidden_layers
+        layers = max(1, depth // 4) if layers is None else layers
+        if not 1 <= layers < depth:
+            raise ConfigError.of("layers", layers, f"1 to {depth - 1}, fewer than the target has")
+        super().__init__(first_layers(target, layers))
+        self.layers = layers
+
+
+def first_layers(target: nn.Module, count: int) -> nn.Module:
+    """`target` with its first `count` layers only. Every module below is the target's own, not a copy."""
+    config = deepcopy(target.config)
+    config.num_hidden_layers = count
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:count]
+    return _shortened(target, layers_name(target).split("."), config, count)
+
+
+def _shortened(module: nn.Module, path: list[str], config: object, count: int) -> nn.Module:
+    """A shallow copy of `module` in which the list of layers at `path` ends after `count`."""
+    if not path:
+        return nn.ModuleList(list(module)[:count])
+    clone = copy(module)
+    clone._modules = dict(module._modules)
+    if "config" in clone.__dict__:
+        clone.config = config
+    clone._modules[path[0]] = _shortened(module._modules[path[0]], path[1:], config, count)
+    return clone

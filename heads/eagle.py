@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from draftsmith.heads.body import Body
-from draftsmith.heads.drafter import FINAL, TeacherSignals
+from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
+from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config
-from draftsmith.heads.recurrent import Recurrent
 
 
-class EagleBody(Body):
+class EagleNetwork(DraftNetwork):
     """fc on [embedding; state], then decoder layers, the first without its input norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -43,7 +42,7 @@ class EagleBody(Body):
         return self.target_head(states_nH)
 
 
-class Eagle(Recurrent):
+class Eagle(AutoregressiveDrafter):
     """EAGLE-1. EAGLE-2 is this drafter decoded with the policy `dynamic-tree`."""
 
     type: ClassVar[str] = "eagle"
@@ -57,7 +56,7 @@ class Eagle(Recurrent):
         noise: float = 0.1,
         layers: tuple[int, ...] = (FINAL,),
     ) -> None:
-        super().__init__(EagleBody(body), layers, train_steps)
+        super().__init__(EagleNetwork(body), layers, train_steps)
         self.noise = noise
 
     @classmethod

@@ -16,10 +16,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.body import Body, BodyDrafter
+from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
+from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, last_gain, layer_config, norm
-from draftsmith.heads.recurrent import Recurrent
-from draftsmith.heads.vocabulary import DraftVocabulary
 
 
 class FirstLayer(nn.Module):
@@ -41,7 +40,7 @@ class FirstLayer(nn.Module):
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
 
 
-class Eagle3Body(Body):
+class Eagle3Network(DraftNetwork):
     """See the file's head. EAGLE-3.1's norms are options: on the features before fc, and on what is fed back."""
 
     def __init__(
@@ -91,7 +90,7 @@ class Eagle3Body(Body):
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-class Eagle3(Recurrent):
+class Eagle3(AutoregressiveDrafter):
     """EAGLE-3, and with its options EAGLE-3.1."""
 
     type: ClassVar[str] = "eagle3"
@@ -105,7 +104,7 @@ class Eagle3(Recurrent):
         draft_vocab_size: int | None = None,
         **options: bool,
     ) -> None:
-        network = Eagle3Body(body, len(layers), draft_vocab_size=draft_vocab_size, **options)
+        network = Eagle3Network(body, len(layers), draft_vocab_size=draft_vocab_size, **options)
         super().__init__(network, layers, train_steps)
         self._options = options
 
@@ -137,7 +136,7 @@ class Eagle3(Recurrent):
         return {**super().options(), **vocabulary_size(self), **self._options}
 
 
-def vocabulary_size(drafter: BodyDrafter) -> dict[str, int | None]:
+def vocabulary_size(drafter: NetworkDrafter) -> dict[str, int | None]:
     """The key of a stored config that tells the size of a draft vocabulary."""
     return {"draft_vocab_size": None if drafter.draft_vocabulary is None else len(drafter.draft_vocabulary)}
 
@@ -153,7 +152,7 @@ def three_depths(target: nn.Module) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def start_from_target(body: Eagle3Body, target: nn.Module, draft_vocabulary: list[int] | None) -> None:
+def start_from_target(body: Eagle3Network, target: nn.Module, draft_vocabulary: list[int] | None) -> None:
     """Begin near what the target does: its lm_head in the rows of the draft vocabulary, the gain of its last norm, and
     of the features the highest alone, whose state is nearest to what the lm_head reads."""
     weight_VH = target.get_output_embeddings().weight

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.heads.medusa import ResidualBlock
-from draftsmith.heads.state_heads import LmHeads, check_heads
-from draftsmith.heads.token_heads import TokenHeads, target_sizes
+from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 
 # Shapes: n nodes, H hidden size, E width of the embeddings, S = H + kE what head k is handed.
 

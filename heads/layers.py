@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.documents import causal_in_documents
+from draftsmith.heads.hidden_states import causal_in_documents
 
 # Shapes: B rows, T tokens fed, S keys, h heads, d head size, H hidden size.
 

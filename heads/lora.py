@@ -1,4 +1,7 @@
-"""LoRA adapters inside a transformers model, by peft, in place: its class, and all that reads it, stays as is."""
+"""LoRA adapters inside a transformers model, by peft, in place: its class, and all that reads it, stays as is.
+
+Weights that torch keeps in shards over several processes (DTensor), as whole tensors and back.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -8,6 +11,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from draftsmith.errors import ConfigError
 
@@ -79,3 +83,16 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
             is_weight = plain == f"{owner}.weight"
             merged[plain] = value + layers[owner].get_delta_weight("default").to(value.dtype) if is_weight else value
     return merged
+
+
+def whole(value: Tensor) -> Tensor:
+    """The whole tensor, on every process; all of them have to call it when it is in shards."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def like(value: Tensor, weight: Tensor) -> Tensor:
+    """`value`, which every process has whole, in shards as `weight` is; no process has to wait for another one."""
+    if not isinstance(weight, DTensor):
+        return value
+    replicated = DTensor.from_local(value, weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=weight.placements)

@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from draftsmith.heads.by_depth import ByDepth
-from draftsmith.heads.drafter import Context, Needs, TeacherSignals, Unrolled
-from draftsmith.heads.state_heads import LmHeads, check_heads, last_states, require_states
-from draftsmith.heads.vocabulary import DraftVocabulary
+from draftsmith.heads.base import Context, DraftStates, Needs, TeacherSignals
+from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.multi_head import LmHeads, PathIndependentDrafter, check_heads, last_states, require_states
 
 
 class ResidualBlock(nn.Module):
@@ -33,7 +32,7 @@ class ResidualBlock(nn.Module):
         return x + self.activation(self.linear(x))
 
 
-class Medusa(ByDepth):
+class Medusa(PathIndependentDrafter):
     """K heads, each a few residual blocks and an lm_head; with `shared_lm_head` one lm_head for all."""
 
     type: ClassVar[str] = "medusa"
@@ -99,10 +98,10 @@ class Medusa(ByDepth):
     def logits_at(self, depth: int) -> Tensor:
         return self.lm_heads.full(depth, self.blocks[depth](self._hidden_BH))
 
-    def unroll(self, signals: TeacherSignals) -> list[Unrolled]:
+    def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         # A target in half precision may train heads that are kept in fp32.
         hidden_BTH = signals.hidden_BTH.to(self.blocks[0][0].linear.weight.dtype)
         return [
-            Unrolled(block(hidden_BTH), self.lm_heads[k], offset=k + 1, vocabulary_D=self.lm_heads.tokens_D)
+            DraftStates(block(hidden_BTH), self.lm_heads[k], offset=k + 1, vocabulary_D=self.lm_heads.tokens_D)
             for k, block in enumerate(self.blocks)
         ]

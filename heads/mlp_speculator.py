@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from draftsmith.heads.state_heads import LmHeads, check_heads
-from draftsmith.heads.token_heads import TokenHeads, target_sizes
+from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 
 STATE_SHARE = 0.5
 """How much of the new state's variance comes from the old one, to the power of the number of heads (section 3)."""

@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.body import Body
-from draftsmith.heads.drafter import FINAL
+from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
+from draftsmith.heads.base import FINAL
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
-from draftsmith.heads.recurrent import Recurrent
 
 PREFIXES = ("mtp_layers.0.", "model.mtp_layers.0.")
 """Where targets with modules of this shape keep the first one (MiMo's names)."""
 
 
-class MtpBody(Body):
+class MtpNetwork(DraftNetwork):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.token_layernorm, self.hidden_layernorm = norm(config), norm(config)
@@ -48,13 +47,13 @@ class MtpBody(Body):
         return self.target_head(states_nH)
 
 
-class Mtp(Recurrent):
+class Mtp(AutoregressiveDrafter):
     """One shared MTP module with the target's embeddings and lm_head."""
 
     type: ClassVar[str] = "mtp"
 
     def __init__(self, body: LlamaConfig, *, train_steps: int = 3, layers: tuple[int, ...] = (FINAL,)) -> None:
-        super().__init__(MtpBody(body), layers, train_steps)
+        super().__init__(MtpNetwork(body), layers, train_steps)
 
     @classmethod
     def from_target(

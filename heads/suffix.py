@@ -1,9 +1,144 @@
 """A suffix automaton over a growing text: the longest end of the text that has occurred before, at once.
 
 Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text"; each token costs amortised O(1).
+
+A corpus to draft from: its suffix array finds where the end of a text occurs, and what followed most often.
+
+Manber & Myers 1990, by prefix doubling; as a drafter's memory: REST, He et al. 2023, arXiv:2311.08252.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from draftsmith.errors import ConfigError, reason_of
+
+SEPARATOR = -1
+"""Stands behind each document; nothing matches or continues across it."""
+FORMAT = "1"
+LOOKED_AT = 512
+"""Occurrences that are counted for the most frequent next token; of more, that many evenly spread."""
+
+# Shapes: N tokens of the corpus, separators included.
+
+
+class Datastore:
+    """Tokens and their suffix array, both int32 [N]. Made by `build` or `load`."""
+
+    def __init__(self, tokens_N: np.ndarray, suffixes_N: np.ndarray) -> None:
+        self._tokens, self._suffixes = tokens_N, suffixes_N
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @classmethod
+    def build(cls, documents: Iterable[list[int]]) -> Self:
+        """Sort all suffixes of the documents."""
+        parts = [np.asarray([*document, SEPARATOR], np.int32) for document in documents]
+        tokens_N = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        return cls(tokens_N, _suffix_array(tokens_N))
+
+    def save(self, path: Path) -> None:
+        """Write one safetensors file."""
+        save_file({"tokens": self._tokens, "suffixes": self._suffixes}, path, metadata={"draftsmith_datastore": FORMAT})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """ConfigError for a missing, damaged or foreign file."""
+        try:
+            with safe_open(path, "np") as file:
+                if (file.metadata() or {}).get("draftsmith_datastore") != FORMAT:
+                    raise ConfigError(
+                        f"datastore={path} is not one of ours; expected a file that `Datastore.save` wrote"
+                    )
+                tokens_N, suffixes_N = file.get_tensor("tokens"), file.get_tensor("suffixes")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"datastore={path} cannot be read ({reason_of(error)}); expected a whole file") from error
+        return cls(tokens_N, suffixes_N)
+
+    def lookup(
+        self, context: list[int], count: int, *, max_match: int = 16, min_match: int = 1
+    ) -> tuple[int, list[int]]:
+        """The longest suffix of `context` in the corpus that something follows: (its length, up to `count` tokens).
+
+        The continuation takes the most frequent next token again and again, among the occurrences that agree so far.
+        (0, []) when no suffix of at least `min_match` tokens occurs.
+        """
+        # A longer suffix occurs only where its shorter ones do: the longest is found by bisection on the length.
+        low, high, best = min_match, min(max_match, len(context)), (0, 0, 0)
+        while low <= high:
+            middle = (low + high) // 2
+            start, end = self._interval(context[-middle:])
+            if start < end:
+                best, low = (middle, start, end), middle + 1
+            else:
+                high = middle - 1
+        length, start, end = best
+        tokens: list[int] = []
+        while length and len(tokens) < count:
+            token = self._most_frequent(start, end, length + len(tokens))
+            if token is None:
+                break
+            tokens.append(token)
+            start, end = self._narrowed(start, end, length + len(tokens) - 1, token)
+        return (length, tokens) if tokens else (0, [])
+
+    def _interval(self, pattern: list[int]) -> tuple[int, int]:
+        """Where in the suffix array the suffixes begin with `pattern`."""
+        size = len(pattern)
+
+        def prefix(suffix: int) -> list[int]:
+            return self._tokens[suffix : suffix + size].tolist()
+
+        return bisect_left(self._suffixes, pattern, key=prefix), bisect_right(self._suffixes, pattern, key=prefix)
+
+    def _next(self, suffix: int, offset: int) -> int:
+        place = suffix + offset
+        return int(self._tokens[place]) if place < len(self._tokens) else SEPARATOR
+
+    def _most_frequent(self, start: int, end: int, offset: int) -> int | None:
+        """The token that most often stands `offset` behind the suffixes; None where only ends of documents do."""
+        step = max(1, (end - start) // LOOKED_AT)
+        places = self._suffixes[start:end:step].astype(np.int64) + offset
+        tokens = self._tokens[np.minimum(places, len(self._tokens) - 1)]
+        found, counts = np.unique(tokens[tokens != SEPARATOR], return_counts=True)
+        return int(found[counts.argmax()]) if len(found) else None
+
+    def _narrowed(self, start: int, end: int, offset: int, token: int) -> tuple[int, int]:
+        """The part of an interval in which `token` stands at `offset`."""
+
+        def following(suffix: int) -> int:
+            return self._next(suffix, offset)
+
+        return (
+            bisect_left(self._suffixes, token, start, end, key=following),
+            bisect_right(self._suffixes, token, start, end, key=following),
+        )
+
+
+def _suffix_array(tokens_N: np.ndarray) -> np.ndarray:
+    """Start of every suffix, sorted: ranks by the first 1, 2, 4, ... tokens until all differ. int32 [N]."""
+    N = len(tokens_N)
+    if N == 0:
+        return np.empty(0, np.int32)
+    rank_N = np.unique(tokens_N, return_inverse=True)[1].astype(np.int64) + 1
+    width = 1
+    while True:
+        second_N = np.zeros(N, np.int64)
+        second_N[:-width] = rank_N[width:]
+        key_N = rank_N * (N + 1) + second_N
+        order_N = np.argsort(key_N, kind="stable")
+        sorted_N = key_N[order_N]
+        new_N = np.empty(N, np.int64)
+        new_N[order_N] = np.cumsum(np.concatenate(([True], sorted_N[1:] != sorted_N[:-1])))
+        rank_N, width = new_N, 2 * width
+        if rank_N.max() == N or width >= N:
+            return order_N.astype(np.int32)
 
 
 class SuffixAutomaton:

@@ -13,10 +13,19 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import EVALUATION, read_evaluation
 from draftsmith.heads.checkpoint import WEIGHTS
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.hub.card import KINDS, PLOTS, CardRequest, checkpoint_section, hub_target, write_card
-from draftsmith.hub.card_data import check_licence, check_repo
-from draftsmith.hub.layouts.custom_generate import CODE, write_generate
-from draftsmith.hub.private_values import require_no_secret, without_local_paths
+from draftsmith.heads.formats.transformers import CODE, write_generate
+from draftsmith.hub.model_card import (
+    KINDS,
+    PLOTS,
+    CardRequest,
+    check_licence,
+    check_repo,
+    checkpoint_section,
+    hub_target,
+    require_no_secret,
+    without_local_paths,
+    write_card,
+)
 from draftsmith.provenance import weights_fingerprint
 from draftsmith.storage import atomic_folder, require_apart, require_writable, write_json
 

@@ -73,8 +73,9 @@ def serve() -> None:
     from transformers.models.llama import modeling_llama  # noqa: F401 (so that forked runs have it)
     from traps import Traps
 
-    from draftsmith import cli, measure  # noqa: F401
-    from draftsmith.train import loop, zero  # noqa: F401
+    from draftsmith import cli
+    from draftsmith.eval import run as measure  # noqa: F401
+    from draftsmith.train import trainer as loop  # noqa: F401
     from draftsmith.train.__main__ import main
 
     programs = {"train": main, "draftsmith": cli.main}

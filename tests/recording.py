@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftsmith.decode.chance import SeededChance
-from draftsmith.decode.decoding import Decoding
-from draftsmith.decode.growth import Growth
-from draftsmith.decode.policies.policy import Growing
-from draftsmith.decode.processors import Processors, Sampling
+from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.policies.base import Growing
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.text import Text
-from draftsmith.heads.draft import ROOT
-from draftsmith.heads.drafter import TrainableDrafter
+from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.draft_tree import ROOT
 
 Said = tuple[list[int], list[int], Tensor]
 """Committed tokens, draft tokens behind them, and the logits [V] that the drafter gave there."""
@@ -31,13 +30,13 @@ class Recorder:
     def fresh(self) -> "Recorder":
         return self
 
-    def grow(self, growth: Growth) -> Growing:
+    def grow(self, builder: DraftBuilder) -> Growing:
         node = ROOT
-        for token in self.tokens[: growth.room]:
+        for token in self.tokens[: builder.room]:
             logits_1V = yield [node]
             self.logits.append(logits_1V[0].clone())
-            node = growth.choose(node, token)
-        return growth.draft()
+            node = builder.choose(node, token)
+        return builder.draft()
 
     def observe(self, *arguments: object) -> None:
         pass
@@ -59,8 +58,8 @@ class Planned:
     def fresh(self) -> "Planned":
         return copy(self)  # with the same list, so that what all texts were shown is together
 
-    def grow(self, growth: Growth) -> Growing:
-        text = growth._text
+    def grow(self, builder: DraftBuilder) -> Growing:
+        text = builder._text
         committed, right = list(text.tokens), self.plans[text.number][self._rounds]
         self._rounds += 1
         nodes, paths = [ROOT], [[]]
@@ -71,9 +70,9 @@ class Planned:
             wrong = (token + 7) % logits_nV.shape[-1]
             tokens = [wrong] if level >= right else [wrong, token] if self.siblings else [token]
             parent, before = nodes[-1], paths[-1]
-            nodes = [growth.choose(parent, each) for each in tokens]
+            nodes = [builder.choose(parent, each) for each in tokens]
             paths = [[*before, each] for each in tokens]
-        return growth.draft()
+        return builder.draft()
 
     def observe(self, *arguments: object) -> None:
         pass
@@ -83,8 +82,8 @@ def planned_rounds(
     drafter: TrainableDrafter, target: LlamaForCausalLM, prompts: list[list[int]], policy: Planned
 ) -> list[Said]:
     """Decode the texts together for as many rounds as are planned, and check that drafts were accepted as planned."""
-    texts = [Text(list(prompt), len(prompt) + 40, SeededChance(0), number=n) for n, prompt in enumerate(prompts)]
-    decoding = Decoding(TransformersTarget(target), drafter, policy, texts, Processors(Sampling(0.0)))
+    texts = [DecodeSequence(list(prompt), len(prompt) + 40, SeededRng(0), number=n) for n, prompt in enumerate(prompts)]
+    decoding = DecodeLoop(TransformersTarget(target), drafter, policy, texts, Processors(Sampling(0.0)))
     decoding.prefill()
     for _ in policy.plans[0]:
         decoding.round()
@@ -95,8 +94,8 @@ def planned_rounds(
 def decoded_logits(drafter: TrainableDrafter, target: LlamaForCausalLM, prompt: list[int], behind: list[int]) -> Tensor:
     """[K, V]: what the drafter says behind `prompt` and along the tokens `behind`, by the decoder's own path."""
     policy = Recorder(behind[1:])
-    text = Text(list(prompt), len(prompt) + 40, SeededChance(0))
-    decoding = Decoding(TransformersTarget(target), drafter, policy, [text], Processors(Sampling(0.0)))
+    text = DecodeSequence(list(prompt), len(prompt) + 40, SeededRng(0))
+    decoding = DecodeLoop(TransformersTarget(target), drafter, policy, [text], Processors(Sampling(0.0)))
     decoding.prefill()
     if text.tokens[-1] != behind[0]:  # the target wrote another token: the test's text goes on as it was told
         text.tokens[-1] = behind[0]

@@ -15,10 +15,10 @@ from accelerate import Accelerator
 import draftsmith.heads.checkpoint
 import draftsmith.train.checkpoint
 from draftsmith import storage
-from draftsmith.distill.targets import LoadedTarget
-from draftsmith.train import loop
-from draftsmith.train.loop import Run
+from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.trainer import Run
 
 
 class Traps:

@@ -8,7 +8,7 @@ __all__ = ["load_recipe", "train"]
 def __getattr__(name: str) -> Any:
     # Lazily, so that reading a recipe does not load torch and accelerate.
     if name == "train":
-        from draftsmith.train.loop import train
+        from draftsmith.train.trainer import train
 
         return train
     if name == "load_recipe":

@@ -5,8 +5,8 @@ import sys
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.safe_text import printable
-from draftsmith.train.loop import train
 from draftsmith.train.recipe import load_recipe
+from draftsmith.train.trainer import train
 
 
 def main(arguments: list[str]) -> int:

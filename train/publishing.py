@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.hub.card_data import check_licence, check_repo
-from draftsmith.hub.hub_errors import PushError
+from draftsmith.hub.model_card import check_licence, check_repo
 from draftsmith.hub.publication import STALE, Publication, assemble
-from draftsmith.hub.push import Destination, prepare, upload
+from draftsmith.hub.push import Destination, PushError, prepare, upload
 from draftsmith.reading import read_json
 from draftsmith.storage import clear_leftovers, write_json
-from draftsmith.train.console import Console
-from draftsmith.train.output import CHECKPOINTS, DRAFTER, FINISHED, read_metrics
+from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.run_folder import CHECKPOINTS, DRAFTER, FINISHED, read_metrics
 
 PUBLISHED = "published.json"
 

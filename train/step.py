@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from draftsmith.distill.cotraining import Adapters, quality_kl
-from draftsmith.distill.logprobs import LogprobTeacher
-from draftsmith.distill.objectives import Objective
-from draftsmith.distill.signal_cache import CachedTeacher
+from draftsmith.distill.hidden_state_cache import CachedTeacher
+from draftsmith.distill.logprob_teacher import LogprobTeacher
+from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.base import Drafter
 from draftsmith.heads.lora import without_lora
-from draftsmith.train.batches import Batch
+from draftsmith.train.data import Batch
 
 Teacher = OnlineTeacher | CachedTeacher | LogprobTeacher
 Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -1,12 +1,77 @@
-"""How a round's draft grows: chains of fixed, confident or adaptive length, and trees; by name in `named.py`."""
+"""How a round's draft grows: chains of fixed, confident or adaptive length, and trees; by name in `named.py`.
 
+Policies by name, as the command line and reports write them: `best-first:size=16,depth=8`.
+"""
+
+import difflib
+from collections.abc import Callable
+
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
+from draftsmith.decode.policies.base import Growing, Policy
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
-from draftsmith.decode.policies.dynamic_trees import BestFirst, DynamicTree
-from draftsmith.decode.policies.named import KINDS, check_policy, plans, policy_named
-from draftsmith.decode.policies.policy import Growing, Policy
-from draftsmith.decode.policies.static_trees import MeasuredTree, SampledTree, StaticTree, best_shape, widths_shape
-from draftsmith.heads.drafter import Drafter
+from draftsmith.decode.policies.dynamic_tree import BestFirst, DynamicTree
+from draftsmith.decode.policies.static_tree import MeasuredTree, SampledTree, StaticTree, best_shape, widths_shape
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Drafter
+
+
+def _tree(*, widths: str = "3x2x1", siblings: str = "best") -> StaticTree:
+    try:
+        counts = [int(width) for width in widths.split("x")]
+    except ValueError as error:
+        raise ConfigError.of("widths", widths, "numbers of children a level, as in 3x2x1") from error
+    if siblings not in SIBLINGS:
+        raise ConfigError.of("siblings", siblings, f"one of {', '.join(SIBLINGS)}")
+    return StaticTree(widths_shape(counts), siblings)
+
+
+SIBLINGS = ("best", "without-replacement", "iid")
+KINDS: dict[str, tuple[Callable[..., Policy], dict[str, type]]] = {
+    "chain": (Chain, {"draft_length": int}),
+    "confidence": (ConfidenceChain, {"threshold": float, "draft_length": int}),
+    "adaptive": (AdaptiveChain, {"draft_length": int}),
+    "tree": (_tree, {"widths": str, "siblings": str}),
+    "measured-tree": (MeasuredTree, {"size": int}),
+    "sampled-tree": (SampledTree, {"width": int, "depth": int, "siblings": str}),
+    "dynamic-tree": (DynamicTree, {"size": int, "depth": int, "top_k": int}),
+    "best-first": (BestFirst, {"size": int, "depth": int}),
+    "optimal-tree": (OptimalTree, {"size": int, "depth": int, "top_k": int}),
+}
+"""Name: what makes it, and its settings."""
+PLANNED = ("adaptive", "optimal-tree")
+
+
+def check_policy(text: str) -> None:
+    """ConfigError unless `policy_named` can read `text`; nothing is measured."""
+    policy_named(text, Costs({1: 1.0, 2: 1.5}, {1: 0.1}))
+
+
+def plans(text: str) -> bool:
+    """Whether the policy that `text` names plans with measured costs."""
+    return text.partition(":")[0] in PLANNED
+
+
+def policy_named(text: str, costs: Costs | None = None) -> Policy:
+    """The policy that `text` names. `costs` for those that plan with them."""
+    name, _, rest = text.partition(":")
+    if name not in KINDS:
+        raise ConfigError.of("policy", name, f"one of {', '.join(KINDS)}")
+    make, settings = KINDS[name]
+    values: dict[str, object] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if key not in settings or not equals:
+            close = difflib.get_close_matches(key, settings, 1)
+            nearest = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"policy={text}: {part!r}; expected {name}:KEY=VALUE with {', '.join(settings)}{nearest}")
+        try:
+            values[key] = settings[key](value)
+        except ValueError as error:
+            kinds = {int: "a whole number", float: "a number"}
+            raise ConfigError(f"policy={text}: {key}={value!r}; expected {kinds[settings[key]]}") from error
+    return make(costs, **values) if name in PLANNED else make(**values)
+
 
 DEFAULT_DRAFT_LENGTH = 4
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.growth import Growth
-from draftsmith.decode.policies.dynamic_trees import Candidates, top
-from draftsmith.decode.policies.policy import Growing, require_counts
-from draftsmith.decode.verify.verdict import Verdict
-from draftsmith.heads.draft import ROOT, Draft
+from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.policies.base import Growing, require_counts
+from draftsmith.decode.policies.dynamic_tree import Candidates, top
+from draftsmith.decode.verification_rules import VerifyResult
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 PRIOR, MOST = 4.0, 60.0
@@ -168,10 +168,10 @@ class AdaptiveChain:
     def fresh(self) -> Self:
         return replace(self, experience=deepcopy(self.experience))
 
-    def grow(self, growth: Growth) -> Growing:
-        known = self.experience[growth.greedy]
+    def grow(self, builder: DraftBuilder) -> Growing:
+        known = self.experience[builder.greedy]
         node, survival, speed = ROOT, 1.0, known.speed.tokens_per_second
-        while (depth := growth.depth(node)) < min(self.draft_length, growth.room):
+        while (depth := builder.depth(node)) < min(self.draft_length, builder.room):
             check = self.costs.verify_seconds(depth + 2) - self.costs.verify_seconds(depth + 1)
             step = self.costs.draft_seconds(1) + check
             explores = self.explores and depth < EXPLORED
@@ -181,28 +181,28 @@ class AdaptiveChain:
                 and known.survival.rate(survival * known.first.mean, depth + 1) < speed * step
             ):
                 break
-            q_V = growth.probabilities((yield [node]), [node])[0]
+            q_V = builder.probabilities((yield [node]), [node])[0]
             confidence = float(q_V.max())
             survival *= known.first.rate(confidence)
             if depth > 0 and not explores and known.survival.rate(survival, depth + 1) < speed * check:
                 break
-            child = growth.follow_q(q_V, node)
+            child = builder.follow_q(q_V, node)
             if child is None:
                 break
-            growth.confidence.append(confidence)
-            growth.chances.append(survival)
+            builder.confidence.append(confidence)
+            builder.survival.append(survival)
             node = child
-        return growth.draft()
+        return builder.draft()
 
-    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
-        known = self.experience[growth.greedy]
-        for confidence, overlap in zip(growth.confidence, verdict.overlap, strict=False):
+    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+        known = self.experience[builder.greedy]
+        for confidence, overlap in zip(builder.confidence, result.overlap, strict=False):
             known.first.observe(confidence, overlap)
-        for place, chance in enumerate(growth.chances):
-            known.survival.observe(chance, place + 1, place < verdict.accepted)
+        for place, chance in enumerate(builder.survival):
+            known.survival.observe(chance, place + 1, place < result.accepted)
         steps = max(len(draft), 1)
         seconds = steps * self.costs.draft_seconds(1) + self.costs.verify_seconds(len(draft) + 1) + self.costs.round
-        known.speed.observe(verdict.accepted + 1, seconds)
+        known.speed.observe(result.accepted + 1, seconds)
 
     def __str__(self) -> str:
         return f"adaptive:draft_length={self.draft_length}"
@@ -236,28 +236,28 @@ class OptimalTree:
     def fresh(self) -> Self:
         return replace(self, experience=deepcopy(self.experience))
 
-    def grow(self, growth: Growth) -> Growing:
-        return (yield from self._chosen(growth) if growth.greedy else self._drawn(growth))
+    def grow(self, builder: DraftBuilder) -> Growing:
+        return (yield from self._chosen(builder) if builder.greedy else self._drawn(builder))
 
-    def _chosen(self, growth: Growth) -> Growing:
+    def _chosen(self, builder: DraftBuilder) -> Growing:
         known = self.experience[True]
-        candidates, nodes = Candidates(growth), [ROOT]
-        for depth in range(1, min(self.depth, growth.room) + 1):
-            q_nV = growth.probabilities((yield nodes), nodes)
-            growth.passes += 1
+        candidates, nodes = Candidates(builder), [ROOT]
+        for depth in range(1, min(self.depth, builder.room) + 1):
+            q_nV = builder.probabilities((yield nodes), nodes)
+            builder.passes += 1
             for node, chances, tokens in zip(nodes, *top(q_nV, self.top_k), strict=True):
                 rates = [known.rank(rank).rate(chance) for rank, chance in enumerate(chances)]
                 candidates.add(node, rates, tokens, chances)
             worth = self._worth(candidates, known)
             new = [place for place in worth if candidates.depth(place) == depth]
             mass = sum(known.survival.rate(candidates.weight(place), depth) for place in new)
-            if depth == min(self.depth, growth.room) or not self._next_level_pays(mass, len(new), len(worth), known):
+            if depth == min(self.depth, builder.room) or not self._next_level_pays(mass, len(new), len(worth), known):
                 break
             nodes = [candidates.node(place) for place in new]
         draft = candidates.draft(self._worth(candidates, known) or candidates.best(1))
-        kept = [candidates.of_node(node) for node in growth.kept]
-        growth.confidence, growth.ranks = [c.confidence for c in kept], [c.rank for c in kept]
-        growth.chances = [c.weight for c in kept]
+        kept = [candidates.of_node(node) for node in builder.kept]
+        builder.confidence, builder.ranks = [c.confidence for c in kept], [c.rank for c in kept]
+        builder.survival = [c.weight for c in kept]
         return draft
 
     def _worth(self, candidates: Candidates, known: Experience) -> list[int]:
@@ -268,37 +268,37 @@ class OptimalTree:
                 return places[:count]
         return places
 
-    def _drawn(self, growth: Growth) -> Growing:
+    def _drawn(self, builder: DraftBuilder) -> Growing:
         known = self.experience[False]
         level, speed = [(ROOT, 1.0)], known.speed.tokens_per_second
-        for depth in range(1, min(self.depth, growth.room) + 1):
+        for depth in range(1, min(self.depth, builder.room) + 1):
             nodes = [node for node, _ in level]
-            q_nV = growth.probabilities((yield nodes), nodes)
-            growth.passes += 1
+            q_nV = builder.probabilities((yield nodes), nodes)
+            builder.passes += 1
             confidences = q_nV.max(-1).values.tolist()
             below: list[tuple[int, float]] = []
             first = nodes[0]
             for (node, weight), q_V, confidence in zip(level, q_nV, confidences, strict=True):
                 for rank in range(self.top_k):
                     chance = weight * known.rank(rank).rate(confidence)
-                    least = max(speed * self._slope(len(growth.tokens)), LEVELS / self.size)
-                    paid = known.survival.rate(chance, depth) >= least and len(growth.tokens) < self.size
+                    least = max(speed * self._slope(len(builder.tokens)), LEVELS / self.size)
+                    paid = known.survival.rate(chance, depth) >= least and len(builder.tokens) < self.size
                     explores = self.explores and rank == 0 and node == first
-                    if not paid and not explores and growth.tokens:  # the first token is always drafted
+                    if not paid and not explores and builder.tokens:  # the first token is always drafted
                         break
-                    child = growth.draw(node, q_V)
+                    child = builder.draw(node, q_V)
                     if child is None:
                         break
-                    growth.confidence.append(confidence)
-                    growth.ranks.append(rank)
-                    growth.chances.append(chance)
+                    builder.confidence.append(confidence)
+                    builder.ranks.append(rank)
+                    builder.survival.append(chance)
                     below.append((child, chance))
             mass = sum(known.survival.rate(chance, depth) for _, chance in below)
             explores = self.explores and below and depth < EXPLORED
-            if not explores and not self._next_level_pays(mass, len(below), len(growth.tokens), known):
+            if not explores and not self._next_level_pays(mass, len(below), len(builder.tokens), known):
                 break
             level = below
-        return growth.draft()
+        return builder.draft()
 
     def _next_level_pays(self, mass: float, width: int, nodes: int, known: Experience) -> bool:
         """Whether a pass over `width` nodes, reached with chance `mass` in all, is likely to bring what it costs."""
@@ -311,17 +311,17 @@ class OptimalTree:
         """Seconds that the next node adds to a verification of `nodes`; averaged, since a measured curve has steps."""
         return (self.costs.verify_seconds(nodes + 5) - self.costs.verify_seconds(nodes + 1)) / 4
 
-    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
-        known = self.experience[growth.greedy]
-        accepted, reached = set(verdict.path), {ROOT, *verdict.path}
+    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+        known = self.experience[builder.greedy]
+        accepted, reached = set(result.path), {ROOT, *result.path}
         for node, parent in enumerate(draft.parents):
-            known.survival.observe(growth.chances[node], draft.depths[node], node in accepted)
+            known.survival.observe(builder.survival[node], draft.depths[node], node in accepted)
             if parent in reached:
-                known.rank(growth.ranks[node]).observe(growth.confidence[node], float(node in accepted))
-        width = max(1, len(draft) // max(growth.passes, 1))
-        seconds = self.costs.verify_seconds(len(draft) + 1) + growth.passes * self.costs.draft_seconds(width)
+                known.rank(builder.ranks[node]).observe(builder.confidence[node], float(node in accepted))
+        width = max(1, len(draft) // max(builder.passes, 1))
+        seconds = self.costs.verify_seconds(len(draft) + 1) + builder.passes * self.costs.draft_seconds(width)
         seconds += self.costs.round
-        known.speed.observe(verdict.accepted + 1, seconds)
+        known.speed.observe(result.accepted + 1, seconds)
 
     def __str__(self) -> str:
         return f"optimal-tree:size={self.size},depth={self.depth},top_k={self.top_k}"

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from draftsmith.decode.growth import Growth
-from draftsmith.decode.policies.policy import Growing, require_counts
-from draftsmith.decode.verify.verdict import Verdict
+from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.policies.base import Growing, require_counts
+from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft import ROOT, Draft
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Chain:
         """Itself: it remembers nothing."""
         return self
 
-    def grow(self, growth: Growth) -> Growing:
+    def grow(self, builder: DraftBuilder) -> Growing:
         node: int | None = ROOT
-        while growth.depth(node) < min(self.draft_length, growth.room):
+        while builder.depth(node) < min(self.draft_length, builder.room):
             logits_1V = yield [node]
-            node = growth.follow(logits_1V[0], node)
+            node = builder.follow(logits_1V[0], node)
             if node is None:
                 break
-        return growth.draft()
+        return builder.draft()
 
-    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
         """A fixed length learns nothing."""
 
     def __str__(self) -> str:
@@ -61,18 +61,18 @@ class ConfidenceChain:
         """Itself: it remembers nothing."""
         return self
 
-    def grow(self, growth: Growth) -> Growing:
+    def grow(self, builder: DraftBuilder) -> Growing:
         node: int | None = ROOT
-        while growth.depth(node) < min(self.draft_length, growth.room):
-            q_V = growth.probabilities((yield [node]), [node])[0]
-            if node != ROOT and growth.estimates.get(node, float(q_V.max())) < self.threshold:
+        while builder.depth(node) < min(self.draft_length, builder.room):
+            q_V = builder.probabilities((yield [node]), [node])[0]
+            if node != ROOT and builder.estimates.get(node, float(q_V.max())) < self.threshold:
                 break
-            node = growth.follow_q(q_V, node)
+            node = builder.follow_q(q_V, node)
             if node is None:
                 break
-        return growth.draft()
+        return builder.draft()
 
-    def observe(self, growth: Growth, draft: Draft, verdict: Verdict) -> None:
+    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
         """A fixed threshold learns nothing."""
 
     def __str__(self) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.decode.decoding import Decoding
-from draftsmith.decode.text import Text
+from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.sequence import DecodeSequence
 
 Tokens = tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Open:
     __eq__ = __hash__ = __int__ = __index__ = __bool__ = _look
 
 
-class BranchingChance:
+class BranchingRng:
     """Follows `path`, then takes the first possible outcome of every further choice and notes the others.
 
     With `leave_open`, a token drawn behind `path` is an `Open` one.
@@ -75,19 +75,19 @@ class BranchingChance:
 
 
 def outcomes(
-    run: Callable[[BranchingChance], Any], *, start: tuple[int, ...] = (), leave_open: bool = False
+    run: Callable[[BranchingRng], Any], *, start: tuple[int, ...] = (), leave_open: bool = False
 ) -> Iterator[tuple[float, Any]]:
     """(probability, result) of every way that `run` can go after the choices `start`."""
     pending = [start]
     while pending:
-        chance = BranchingChance(pending.pop(), leave_open=leave_open)
+        rng = BranchingRng(pending.pop(), leave_open=leave_open)
         try:
-            result = run(chance)
+            result = run(rng)
         except LookedAt:
-            pending += [*chance.alternatives, *((*chance.taken, token) for token, _ in chance.open.outcomes)]
+            pending += [*rng.alternatives, *((*rng.taken, token) for token, _ in rng.open.outcomes)]
             continue
-        pending += chance.alternatives
-        yield chance.weight, result
+        pending += rng.alternatives
+        yield rng.weight, result
 
 
 def spread(token: int | Open) -> list[tuple[int, float]]:
@@ -123,9 +123,9 @@ def string_distribution(
 class State:
     """A decoder after some rounds, with its texts, which it forgets when they have ended."""
 
-    decoding: Decoding
-    texts: tuple[Text, ...]
-    chance: BranchingChance
+    decoding: DecodeLoop
+    texts: tuple[DecodeSequence, ...]
+    rng: BranchingRng
     rounds: int
 
     @property
@@ -133,30 +133,30 @@ class State:
         return tuple(tuple(text.tokens) for text in self.texts)
 
 
-def played(make: Callable[[], Decoding], chance: BranchingChance, rounds: int | None = None) -> State:
+def played(make: Callable[[], DecodeLoop], rng: BranchingRng, rounds: int | None = None) -> State:
     """A decoder from its prompts through `rounds` rounds, or to the end."""
     decoding = make()
     texts = tuple(decoding.texts)
     for text in texts:
-        text.chance = chance
+        text.rng = rng
     decoding.prefill()
     done = 0
     while decoding.texts and done != rounds:
         decoding.round()
         done += 1
-    return State(decoding, texts, chance, done)
+    return State(decoding, texts, rng, done)
 
 
-def whole_runs(make: Callable[[], Decoding]) -> dict[tuple[Tokens, ...], float]:
+def whole_runs(make: Callable[[], DecodeLoop]) -> dict[tuple[Tokens, ...], float]:
     """The probability of every batch of texts, with nothing merged."""
     found: dict[tuple[Tokens, ...], float] = {}
-    for weight, state in outcomes(lambda chance: played(make, chance)):
+    for weight, state in outcomes(lambda rng: played(make, rng)):
         add(found, state.tokens, weight)
     return found
 
 
 def merged_runs(
-    make: Callable[[], Decoding], same_state: Callable[[Decoding, Decoding], bool]
+    make: Callable[[], DecodeLoop], same_state: Callable[[DecodeLoop, DecodeLoop], bool]
 ) -> dict[tuple[Tokens, ...], float]:
     """The same, one round at a time, with histories of equal tokens merged.
 
@@ -175,12 +175,12 @@ def merged_runs(
         assert same_state(first.decoding, state.decoding), f"the state depends on more than the tokens {tokens}"
         waiting[tokens] = (mass + weight, first)
 
-    for weight, state in outcomes(lambda chance: played(make, chance, 0)):
+    for weight, state in outcomes(lambda rng: played(make, rng, 0)):
         arrive(weight, state)
     while waiting:
         shortest = min(waiting, key=lambda tokens: sum(map(len, tokens)))
         mass, before = waiting.pop(shortest)
         after = partial(played, make, rounds=before.rounds + 1)
-        for weight, state in outcomes(after, start=before.chance.taken):
-            arrive(mass * weight / before.chance.weight, state)
+        for weight, state in outcomes(after, start=before.rng.taken):
+            arrive(mass * weight / before.rng.weight, state)
     return finished

@@ -11,19 +11,18 @@ from functools import cache
 from types import SimpleNamespace
 
 import torch
-from exact.enumeration import BranchingChance, Tokens, add, outcomes, spread, string_distribution, total_variation
+from exact.enumeration import BranchingRng, Tokens, add, outcomes, spread, string_distribution, total_variation
 from exact.toys import ToyDrafter, ToyModel, below
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from draftsmith.decode.chance import Chance
-from draftsmith.decode.growth import Growth
+from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.loop import propose
 from draftsmith.decode.policies import Policy
-from draftsmith.decode.processors import Processors, Sampling
-from draftsmith.decode.propose import propose
-from draftsmith.decode.text import Stops, Text
-from draftsmith.decode.verify import RULES, Verdict, verify, verify_greedy
-from draftsmith.heads.draft import ROOT, Draft
+from draftsmith.decode.sampling import Processors, Rng, Sampling
+from draftsmith.decode.sequence import DecodeSequence, Stops
+from draftsmith.decode.verification import RULES, VerifyResult, verify, verify_greedy
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 PROMPT = (0, 3, 0, 3)
 """Repeats itself, so that repetition penalties and forbidden n-grams apply from the first token on."""
@@ -34,7 +33,7 @@ PLAIN = Sampling(1.0)
 DRAFTER_SEEDS = 1000
 """Drafter i has seed 1000 + i, so that no drafter is any target."""
 
-Verify = Callable[[Tensor, Draft, Chance], Verdict]
+Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
 Drafts = list[tuple[float, Draft]]
 
 
@@ -87,8 +86,8 @@ class Round:
         """p behind the root and behind each node of `draft`."""
         return torch.stack([self.p_V(below(draft, node)) for node in range(ROOT, len(draft))])
 
-    def _text(self, chance: Chance | None = None) -> Text:
-        return Text(list(PROMPT), len(PROMPT) + self.count, chance or BranchingChance(), Stops(self.setting.eos))
+    def _text(self, rng: Rng | None = None) -> DecodeSequence:
+        return DecodeSequence(list(PROMPT), len(PROMPT) + self.count, rng or BranchingRng(), Stops(self.setting.eos))
 
     def drafts(self, policy: Policy) -> Drafts:
         """Every draft that the real policy can grow, with its probability."""
@@ -98,10 +97,10 @@ class Round:
         return self._known[settings]
 
     def _drafts(self, policy: Policy) -> Drafts:
-        def grow(chance: Chance) -> Draft:
-            text = self._text(chance)
+        def grow(rng: Rng) -> Draft:
+            text = self._text(rng)
             self.drafter.start(SimpleNamespace(texts=[text]))
-            return propose(self.drafter, [policy], [Growth(text, text.room, self.processors)])[0]
+            return propose(self.drafter, [policy], [DraftBuilder(text, text.room, self.processors)])[0]
 
         return list(outcomes(grow))
 
@@ -114,9 +113,9 @@ class Round:
         found: dict[Tokens, float] = {}
         for drawn, draft in drafts:
             p_PV = self.p_PV(draft)
-            for decided, verdict in outcomes(lambda chance, p=p_PV, d=draft: rule(p, d, chance), leave_open=True):
-                kept = tuple(draft.tokens[node] for node in verdict.path)
-                for token, weight in spread(verdict.next_token):
+            for decided, result in outcomes(lambda rng, p=p_PV, d=draft: rule(p, d, rng), leave_open=True):
+                kept = tuple(draft.tokens[node] for node in result.path)
+                for token, weight in spread(result.next_token):
                     add(found, self.cut((*kept, token)), drawn * decided * weight)
         return found
 
@@ -133,14 +132,14 @@ class Round:
     def expected_accepted(self, rule: Verify, drafts: Drafts) -> float:
         """The mean number of accepted draft tokens."""
         return sum(
-            drawn * decided * verdict.accepted
+            drawn * decided * result.accepted
             for drawn, draft in drafts
-            for decided, verdict in outcomes(lambda chance, d=draft: rule(self.p_PV(d), d, chance), leave_open=True)
+            for decided, result in outcomes(lambda rng, d=draft: rule(self.p_PV(d), d, rng), leave_open=True)
         )
 
 
 def the_rule(name: str) -> Verify:
     """The decoder's own rule of that name, behind its own check of the draft; "greedy" for greedy decoding's."""
     if name == "greedy":
-        return lambda p_PV, draft, chance: verify_greedy(p_PV.argmax(-1).tolist(), draft)
-    return lambda p_PV, draft, chance: verify(RULES[name], p_PV, draft, chance)
+        return lambda p_PV, draft, rng: verify_greedy(p_PV.argmax(-1).tolist(), draft)
+    return lambda p_PV, draft, rng: verify(RULES[name], p_PV, draft, rng)

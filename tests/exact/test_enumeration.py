@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from exact.enumeration import BranchingChance, Open, add, outcomes, spread, total_variation
+from exact.enumeration import BranchingRng, Open, add, outcomes, spread, total_variation
 
 DIE = torch.tensor([1.0, 2.0, 0.0, 1.0], dtype=torch.float64)
 
 
-def coin_then_die(chance: BranchingChance) -> tuple[bool, int]:
-    return (True, chance.categorical(DIE)) if chance.bernoulli(0.25) else (False, 0)
+def coin_then_die(rng: BranchingRng) -> tuple[bool, int]:
+    return (True, rng.categorical(DIE)) if rng.bernoulli(0.25) else (False, 0)
 
 
 def test_every_outcome_comes_with_its_probability() -> None:
@@ -20,7 +20,7 @@ def test_every_outcome_comes_with_its_probability() -> None:
 
 
 def test_certain_choices_have_one_outcome() -> None:
-    assert list(outcomes(lambda chance: (chance.bernoulli(1.0), chance.bernoulli(0.0)))) == [(1.0, (True, False))]
+    assert list(outcomes(lambda rng: (rng.bernoulli(1.0), rng.bernoulli(0.0)))) == [(1.0, (True, False))]
 
 
 def test_outcomes_begin_behind_given_choices() -> None:
@@ -28,7 +28,7 @@ def test_outcomes_begin_behind_given_choices() -> None:
 
 
 def test_a_token_that_nobody_looks_at_stands_for_all() -> None:
-    ((weight, token),) = outcomes(lambda chance: chance.categorical(DIE), leave_open=True)
+    ((weight, token),) = outcomes(lambda rng: rng.categorical(DIE), leave_open=True)
     assert isinstance(token, Open)
     assert (weight, spread(token)) == (1.0, [(0, 0.25), (1, 0.5), (3, 0.25)])
 
@@ -36,22 +36,20 @@ def test_a_token_that_nobody_looks_at_stands_for_all() -> None:
 @pytest.mark.parametrize(
     "look",
     [
-        lambda token, chance: (token == 1, token),
-        lambda token, chance: (token in {1, 2}, token),
-        lambda token, chance: (bool(token), token),
-        lambda token, chance: ("abcd"[token], token),
-        lambda token, chance: (int(token) + 1, token),
-        lambda token, chance: (chance.bernoulli(0.5), token),
-        lambda token, chance: (chance.categorical(DIE), token),
+        lambda token, rng: (token == 1, token),
+        lambda token, rng: (token in {1, 2}, token),
+        lambda token, rng: (bool(token), token),
+        lambda token, rng: ("abcd"[token], token),
+        lambda token, rng: (int(token) + 1, token),
+        lambda token, rng: (rng.bernoulli(0.5), token),
+        lambda token, rng: (rng.categorical(DIE), token),
     ],
     ids=["==", "in", "bool", "index", "int", "flip", "draw"],
 )
-def test_a_token_that_is_looked_at_is_branched_over(look: Callable[[Any, BranchingChance], Any]) -> None:
+def test_a_token_that_is_looked_at_is_branched_over(look: Callable[[Any, BranchingRng], Any]) -> None:
     found: tuple[dict, dict] = ({}, {})
     for leave_open, distribution in zip((True, False), found, strict=True):
-        for weight, (seen, token) in outcomes(
-            lambda chance: look(chance.categorical(DIE), chance), leave_open=leave_open
-        ):
+        for weight, (seen, token) in outcomes(lambda rng: look(rng.categorical(DIE), rng), leave_open=leave_open):
             for value, share in spread(token):
                 for other, rest in spread(seen):
                     add(distribution, (other, value), weight * share * rest)
@@ -62,6 +60,6 @@ def test_a_token_that_is_looked_at_is_branched_over(look: Callable[[Any, Branchi
 def test_what_is_no_distribution_is_refused() -> None:
     for wrong in (DIE - 1, DIE * 0, DIE * torch.nan):
         with pytest.raises(AssertionError):
-            list(outcomes(lambda chance, wrong=wrong: chance.categorical(wrong)))
+            list(outcomes(lambda rng, wrong=wrong: rng.categorical(wrong)))
     with pytest.raises(AssertionError):
-        list(outcomes(lambda chance: chance.bernoulli(float("nan"))))
+        list(outcomes(lambda rng: rng.bernoulli(float("nan"))))

@@ -10,15 +10,13 @@ from exact.enumeration import State, Tokens, outcomes, played
 from exact.one_round import DRAFTER_SEEDS, EXACT
 from exact.toys import ToyDrafter, ToyModel, ToyTarget
 
-from draftsmith.decode.chance import SeededChance
-from draftsmith.decode.decoding import Decoding
+from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, StaticTree, widths_shape
-from draftsmith.decode.processors import Processors, Sampling
-from draftsmith.decode.text import Stops, Text
-from draftsmith.decode.verify import RULES
-from draftsmith.eval.accepted import NotPredicted, accepted
-from draftsmith.eval.agreement import Agreement, Rows, acceptance_measure
-from draftsmith.eval.target_texts import TargetText
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sequence import DecodeSequence, Stops
+from draftsmith.decode.verification import RULES
+from draftsmith.eval.forecast.expected_rounds import NotPredicted, accepted
+from draftsmith.eval.teacher_forced import PositionStats, Rows, TargetText, acceptance_measure
 
 PROMPT = (0, 3)
 PAIRS = 2
@@ -39,9 +37,11 @@ class Pair:
     ) -> dict[Tokens, tuple[float, float]]:
         """Of the real decoder, every outcome: text -> (probability, expected rounds given that text)."""
 
-        def make() -> Decoding:
-            text = Text(list(PROMPT), len(PROMPT) + count, SeededChance(0), Stops(eos))
-            return Decoding(ToyTarget(self.target), self.drafter, policy, [text], self.processors, rule and RULES[rule])
+        def make() -> DecodeLoop:
+            text = DecodeSequence(list(PROMPT), len(PROMPT) + count, SeededRng(0), Stops(eos))
+            return DecodeLoop(
+                ToyTarget(self.target), self.drafter, policy, [text], self.processors, rule and RULES[rule]
+            )
 
         # One round at a time, histories of equal tokens merged: what follows depends on the tokens alone, which
         # test_lossless.py asserts of every drafter. With the mass goes the mean number of rounds so far.
@@ -54,17 +54,17 @@ class Pair:
             before = into.get(tokens, (0.0, 0.0, state))
             into[tokens] = (before[0] + mass, before[1] + rounds, *before[2:])
 
-        for weight, state in outcomes(lambda chance: played(make, chance, 0)):
+        for weight, state in outcomes(lambda rng: played(make, rng, 0)):
             arrive(weight, 0.0, state)
         while waiting:
             mass, rounds, before = waiting.pop(min(waiting, key=len))
             after = partial(played, make, rounds=before.rounds + 1)
-            for weight, state in outcomes(after, start=before.chance.taken):
-                share = weight / before.chance.weight
+            for weight, state in outcomes(after, start=before.rng.taken):
+                share = weight / before.rng.weight
                 arrive(mass * share, (rounds + mass) * share, state)
         return {tokens: (entry[0], entry[1] / entry[0]) for tokens, entry in finished.items()}
 
-    def agreement(self, text: TargetText, positions: int) -> Agreement:
+    def agreement(self, text: TargetText, positions: int) -> PositionStats:
         """What the teacher-forced pass gives for real models, from the toys' tables."""
         tokens, measure = tuple(text.tokens), acceptance_measure(self.processors)
         tables = {name: np.zeros((text.anchors, positions)) for name in ("log_p", "log_q", "rank", "sure")}
@@ -148,12 +148,12 @@ def test_acceptance_of_a_tree_is_given_that_the_accepted_path_goes_on() -> None:
     for seed in range(PAIRS):
         pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
 
-        def make(pair: Pair = pair) -> Decoding:
-            text = Text(list(PROMPT), len(PROMPT) + 6, SeededChance(0), Stops())
-            return Decoding(ToyTarget(pair.target), pair.drafter, TREE, [text], pair.processors)
+        def make(pair: Pair = pair) -> DecodeLoop:
+            text = DecodeSequence(list(PROMPT), len(PROMPT) + 6, SeededRng(0), Stops())
+            return DecodeLoop(ToyTarget(pair.target), pair.drafter, TREE, [text], pair.processors)
 
         found = np.zeros((2, 3))
-        for weight, state in outcomes(lambda chance, make=make: played(make, chance, 1)):
+        for weight, state in outcomes(lambda rng, make=make: played(make, rng, 1)):
             (record,) = state.texts[0].rounds
             found[0, : record.accepted] += weight
             found[1, : record.tested] += weight
@@ -170,15 +170,15 @@ def _by_paths(pair: Pair) -> np.ndarray:
     expected = np.zeros((2, 3))
     for first in range(len(p(PROMPT))):
         root = (*PROMPT, first)
-        chances, drafted = {(): float(p(PROMPT)[first])}, {(): root}
+        confidences, drafted = {(): float(p(PROMPT)[first])}, {(): root}
         for path in sorted(TREE.shape, key=len):
             above = drafted[path[:-1]]
             q_V = pair.processors.probabilities(pair.drafter.model.logits(above)[None], list)[0]
             drafted[path] = (*above, int(q_V.topk(path[-1] + 1).indices[-1]))
-            chances[path] = chances[path[:-1]] * float(p(above)[drafted[path][-1]])
-            expected[0, len(path) - 1] += chances[path]
+            confidences[path] = confidences[path[:-1]] * float(p(above)[drafted[path][-1]])
+            expected[0, len(path) - 1] += confidences[path]
         for inner in {path[:-1] for path in TREE.shape}:
-            expected[1, len(inner)] += chances[inner]
+            expected[1, len(inner)] += confidences[inner]
     return expected
 
 

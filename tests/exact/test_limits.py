@@ -8,12 +8,11 @@ from exact.toys import VOCAB, ToyDrafter, ToyModel, ToyTarget
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from draftsmith.decode.chance import SeededChance
-from draftsmith.decode.decoding import Decoding
+from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, Policy, SampledTree
-from draftsmith.decode.processors import Processors, Sampling, _Cold
-from draftsmith.decode.text import Text
-from draftsmith.decode.verify import RULES
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng, _Cold
+from draftsmith.decode.sequence import DecodeSequence
+from draftsmith.decode.verification import RULES
 
 COLD = (1e-7, 1e-30, 1e-38, 1e-45, 1e-300, 5e-324)
 PROMPT = (0, 3)
@@ -71,9 +70,9 @@ def test_texts_follow_the_limit(policy: Policy, rule: str) -> None:
     for seed in range(2):
         target, drafter = Tied(seed), ToyDrafter(Tied(DRAFTER_SEEDS + seed))
 
-        def make(target: Tied = target, drafter: ToyDrafter = drafter) -> Decoding:
-            text = Text(list(PROMPT), len(PROMPT) + COUNT, SeededChance(0))
-            return Decoding(ToyTarget(target), drafter, policy, [text], Processors(Sampling(1e-38)), RULES[rule])
+        def make(target: Tied = target, drafter: ToyDrafter = drafter) -> DecodeLoop:
+            text = DecodeSequence(list(PROMPT), len(PROMPT) + COUNT, SeededRng(0))
+            return DecodeLoop(ToyTarget(target), drafter, policy, [text], Processors(Sampling(1e-38)), RULES[rule])
 
         def p(new: Tokens, target: Tied = target) -> list[float]:
             return limit(target.logits(PROMPT + new)[None])[0].tolist()

@@ -18,10 +18,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from draftsmith.decode.cache import PointerLayer
-from draftsmith.decode.chance import SeededChance
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.decoding import Decoding
+from draftsmith.decode.kv_cache import RollbackLayer
+from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies import (
     AdaptiveChain,
     BestFirst,
@@ -34,26 +34,25 @@ from draftsmith.decode.policies import (
     StaticTree,
     widths_shape,
 )
-from draftsmith.decode.processors import Processors, Sampling
-from draftsmith.decode.reader import Reader
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sequence import DecodeSequence, Stops
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.text import Stops, Text
-from draftsmith.decode.verify import RULES
+from draftsmith.decode.verification import RULES
 from draftsmith.heads import HEADS, DraftModel
-from draftsmith.heads.drafter import Drafter
+from draftsmith.heads.base import Drafter
 
 PROMPT, OTHER_PROMPT = (0, 3), (1, 4, 2)
 PAIRS = 5
 GREEDY, TOP_2, TOP_3 = Sampling(0.0), Sampling(1.0, top_k=2), Sampling(1.3, top_k=3)
 NO_EOS: frozenset[int] = frozenset()
-NEVER_DRAWN = SeededChance(0)
+NEVER_DRAWN = SeededRng(0)
 """Stands in a text until the enumeration puts its own chance there."""
 
 Logits = Callable[[Tokens], Tensor]
 
 
-def text_of(prompt: Tokens, count: int, eos: frozenset[int] = NO_EOS) -> Text:
-    return Text(list(prompt), len(prompt) + count, NEVER_DRAWN, Stops(eos))
+def text_of(prompt: Tokens, count: int, eos: frozenset[int] = NO_EOS) -> DecodeSequence:
+    return DecodeSequence(list(prompt), len(prompt) + count, NEVER_DRAWN, Stops(eos))
 
 
 def target_alone(
@@ -84,9 +83,9 @@ def toy_gap(
     p, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
     processors = Processors(sampling, extra)
 
-    def make() -> Decoding:
+    def make() -> DecodeLoop:
         texts = [text_of(PROMPT, count, eos)]
-        return Decoding(ToyTarget(p), drafter, policy, texts, processors, rule and RULES[rule])
+        return DecodeLoop(ToyTarget(p), drafter, policy, texts, processors, rule and RULES[rule])
 
     actual = merged_runs(make, lambda a, b: a._target.read == b._target.read)
     assert sum(actual.values()) == pytest.approx(1, abs=EXACT)
@@ -160,7 +159,9 @@ def test_policies_that_learn_are_lossless(policy: Policy, eos: frozenset[int]) -
     for seed in range(PAIRS):
         p, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
         actual = whole_runs(
-            lambda p=p, drafter=drafter: Decoding(ToyTarget(p), drafter, policy, [text_of(PROMPT, 5, eos)], processors)
+            lambda p=p, drafter=drafter: DecodeLoop(
+                ToyTarget(p), drafter, policy, [text_of(PROMPT, 5, eos)], processors
+            )
         )
         assert total_variation(actual, target_alone(p.logits, PROMPT, 5, processors, eos)) < EXACT, f"pair {seed}"
 
@@ -171,8 +172,8 @@ def test_texts_of_a_batch_are_lossless_and_independent(policy: Policy) -> None:
     p, drafter, processors = ToyModel(5), ToyDrafter(ToyModel(DRAFTER_SEEDS + 5)), Processors(TOP_2)
     sizes = ((PROMPT, 3), (OTHER_PROMPT, 4))
 
-    def make() -> Decoding:
-        return Decoding(ToyTarget(p), drafter, policy, [text_of(*size) for size in sizes], processors)
+    def make() -> DecodeLoop:
+        return DecodeLoop(ToyTarget(p), drafter, policy, [text_of(*size) for size in sizes], processors)
 
     one, other = (target_alone(p.logits, prompt, count, processors) for prompt, count in sizes)
     expected = {a + b: one[a] * other[b] for a, b in product(one, other)}
@@ -188,7 +189,7 @@ EXACT_ENOUGH = 1e-10
 """Looser than the toys': the cached and the uncached forward pass differ in the last bits of fp64."""
 
 
-def _readers_agree(one: Reader, other: Reader) -> bool:
+def _readers_agree(one: ModelRunner, other: ModelRunner) -> bool:
     """What both have read is equal up to rounding; beyond it the storage holds forgotten drafts."""
     (length,) = map(min, zip(one.lengths, other.lengths, strict=True))
     return all(
@@ -198,21 +199,21 @@ def _readers_agree(one: Reader, other: Reader) -> bool:
     )
 
 
-def _caches_agree(a: Decoding, b: Decoding) -> bool:
+def _caches_agree(a: DecodeLoop, b: DecodeLoop) -> bool:
     (text,) = a.texts
-    if not a._target._reader.lengths == b._target._reader.lengths == [len(text.tokens) - 1]:
+    if not a._target._runner.lengths == b._target._runner.lengths == [len(text.tokens) - 1]:
         return False
     if hasattr(a._drafter, "_reader"):
-        readers = a._drafter._reader, b._drafter._reader
+        readers = a._drafter._runner, b._drafter._runner
         # It may or may not have read the tokens that the last round drafted and kept.
-        if any(reader.lengths[0] >= len(text.tokens) for reader in readers) or not _readers_agree(*readers):
+        if any(runner.lengths[0] >= len(text.tokens) for runner in readers) or not _readers_agree(*readers):
             return False
     if text.features is not None:  # likewise what of the target it has not taken yet
         one, other = text.features, b.texts[0].features
         common = min(len(one), len(other))
         if common and not torch.allclose(one[-common:], other[-common:], rtol=0, atol=ROUNDING):
             return False
-    return _readers_agree(a._target._reader, b._target._reader)
+    return _readers_agree(a._target._runner, b._target._runner)
 
 
 HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
@@ -253,8 +254,8 @@ def _llama_gap(kind: str, policy: Policy) -> float:
 def _gap(target: nn.Module, drafter: Drafter, policy: Policy) -> float:
     processors = Processors(Sampling(0.8, top_k=3))
 
-    def make() -> Decoding:
-        return Decoding(TransformersTarget(target), drafter, policy, [text_of(PROMPT, 4)], processors)
+    def make() -> DecodeLoop:
+        return DecodeLoop(TransformersTarget(target), drafter, policy, [text_of(PROMPT, 4)], processors)
 
     def logits(text: Tokens) -> Tensor:
         return target(input_ids=torch.tensor([text])).logits[0, -1]
@@ -285,6 +286,6 @@ def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy) ->
 @pytest.mark.parametrize("kind", ["draft_model", "medusa"])
 def test_a_cache_that_loses_the_accepted_path_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control for the merging above: accepted nodes of a tree stay where they were read."""
-    monkeypatch.setattr(PointerLayer, "gather", lambda self, row, start, slots_n: None)
+    monkeypatch.setattr(RollbackLayer, "gather", lambda self, row, start, slots_n: None)
     with pytest.raises(AssertionError, match="depends on more than the tokens"):
         _llama_gap(kind, DRAWN_TREES[0])

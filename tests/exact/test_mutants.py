@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.decode.policies import Chain, ConfidenceChain, Policy, StaticTree, widths_shape
-from draftsmith.decode.processors import Sampling
-from draftsmith.decode.verify import RULES
-from draftsmith.heads.draft import ROOT, Draft, DrawnDraft
+from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.verification import RULES
+from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
 
 SEED = 7
 PLAIN_SETTING = Setting()

@@ -21,7 +21,7 @@ from draftsmith.decode.policies import (
     StaticTree,
     widths_shape,
 )
-from draftsmith.decode.processors import Sampling
+from draftsmith.decode.sampling import Sampling
 
 PAIRS = 20
 

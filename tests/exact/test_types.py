@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exact.enumeration import BranchingChance
+from exact.enumeration import BranchingRng
 
-from draftsmith.decode.verify import RULES, best_rule, verify
+from draftsmith.decode.verification import RULES, best_rule, verify
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft import ROOT, Draft, Drawing, DrawnDraft
+from draftsmith.heads.draft_tree import ROOT, Draft, Drawing, DrawnDraft
 
 Q_V = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.1], dtype=torch.float64)
 RATIO_RULES = ("token", "block", "siblings-iid", "siblings-without-replacement", "traversal")
 
 
 def drawn(parents: list[int], *, replacement: bool = False) -> DrawnDraft:
-    drawing = Drawing(BranchingChance().categorical, replacement=replacement)
+    drawing = Drawing(BranchingRng().categorical, replacement=replacement)
     for parent in parents:
         drawing.add(parent, Q_V)
     return drawing.draft()
@@ -36,7 +36,7 @@ CHOSEN = {
 def require_refusal(rule: str, draft: Draft, kind: str) -> None:
     """ConfigError that names the rule, what it needs and what it was given."""
     with pytest.raises(ConfigError) as refusal:
-        verify(RULES[rule], Q_V.expand(len(draft) + 1, -1), draft, BranchingChance())
+        verify(RULES[rule], Q_V.expand(len(draft) + 1, -1), draft, BranchingRng())
     for part in (rule, RULES[rule].takes, kind):
         assert part in str(refusal.value)
 
@@ -72,7 +72,7 @@ def test_every_rule_takes_a_drawn_chain(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["point-mass", "typical"])
 @pytest.mark.parametrize("draft", [*CHOSEN.values(), TREE, IID_TREE])
 def test_rules_without_a_ratio_take_any_draft(rule: str, draft: Draft) -> None:
-    assert verify(RULES[rule], Q_V.expand(len(draft) + 1, -1), draft, BranchingChance()).accepted <= draft.depth
+    assert verify(RULES[rule], Q_V.expand(len(draft) + 1, -1), draft, BranchingRng()).accepted <= draft.depth
 
 
 @pytest.mark.parametrize("draft", [*CHOSEN.values(), CHAIN, TREE, IID_TREE])

@@ -8,8 +8,8 @@ import torch
 from exact.enumeration import Tokens
 from torch import Tensor
 
-from draftsmith.heads.draft import ROOT, Draft
-from draftsmith.heads.drafter import Drafter, Text, Tree
+from draftsmith.heads.base import Drafter, SequenceState, Tree
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 VOCAB = 5
 """With three tokens or fewer, wrong rules can agree with right ones by accident."""
@@ -41,7 +41,7 @@ class ToyTarget:
         self.model = model
         self.read: list[Tokens] = []
 
-    def prefill(self, texts: Sequence[Text], layers: tuple[int, ...] = ()) -> Tensor:
+    def prefill(self, texts: Sequence[SequenceState], layers: tuple[int, ...] = ()) -> Tensor:
         self.read = [tuple(text.tokens) for text in texts]
         return torch.stack([self.model.logits(read) for read in self.read])
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from draftsmith.decode.chance import Chance
-from draftsmith.decode.verify import Verdict
-from draftsmith.decode.verify.chains import residual, token_rule
-from draftsmith.heads.draft import ROOT, Draft, DrawnDraft
+from draftsmith.decode.sampling import Rng
+from draftsmith.decode.verification import VerifyResult
+from draftsmith.decode.verification_rules import residual, token_rule
+from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
 
 FIFTH = 0.2
 """Any threshold on p is wrong; at this one both outcomes are common."""
@@ -25,72 +25,72 @@ def _ratio(p: float, q: float) -> float:
 def token(
     p_PV: Tensor,
     draft: DrawnDraft,
-    chance: Chance,
+    rng: Rng,
     *,
     accept: Callable[[float, float], float] = _ratio,
     correct: Callable[[Tensor, Tensor], Tensor] = residual,
-) -> Verdict:
+) -> VerifyResult:
     """The token rule, with how it accepts and what it draws after a rejection to choose."""
     for i, x in enumerate(draft.tokens):
-        if not chance.bernoulli(min(1.0, accept(float(p_PV[i, x]), float(draft.q[i][x])))):
-            return Verdict(tuple(range(i)), chance.categorical(correct(p_PV[i], draft.q[i])), ())
-    return Verdict(tuple(range(len(draft))), chance.categorical(p_PV[-1]), ())
+        if not rng.bernoulli(min(1.0, accept(float(p_PV[i, x]), float(draft.q[i][x])))):
+            return VerifyResult(tuple(range(i)), rng.categorical(correct(p_PV[i], draft.q[i])), ())
+    return VerifyResult(tuple(range(len(draft))), rng.categorical(p_PV[-1]), ())
 
 
-def residual_of_p(p_PV: Tensor, draft: DrawnDraft, chance: Chance) -> Verdict:
+def residual_of_p(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     """After a rejection draws from p instead of norm(max(p - q, 0))."""
-    return token(p_PV, draft, chance, correct=lambda p_V, q_V: p_V)
+    return token(p_PV, draft, rng, correct=lambda p_V, q_V: p_V)
 
 
-def inverted_ratio(p_PV: Tensor, draft: DrawnDraft, chance: Chance) -> Verdict:
+def inverted_ratio(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     """Accepts with probability q/p."""
-    return token(p_PV, draft, chance, accept=lambda p, q: q / p)
+    return token(p_PV, draft, rng, accept=lambda p, q: q / p)
 
 
-def accepts_what_p_finds_likely(p_PV: Tensor, draft: DrawnDraft, chance: Chance) -> Verdict:
+def accepts_what_p_finds_likely(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     """Accepts whatever has more than a fifth under p."""
-    return token(p_PV, draft, chance, accept=lambda p, q: float(p > FIFTH))
+    return token(p_PV, draft, rng, accept=lambda p, q: float(p > FIFTH))
 
 
-def off_by_one_p(p_PV: Tensor, draft: DrawnDraft, chance: Chance) -> Verdict:
+def off_by_one_p(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     """Compares each draft token with the distribution one position later."""
-    return token_rule(torch.cat([p_PV[1:], p_PV[-1:]]), draft, chance)
+    return token_rule(torch.cat([p_PV[1:], p_PV[-1:]]), draft, rng)
 
 
-def bonus_from_the_position_before(p_PV: Tensor, draft: DrawnDraft, chance: Chance) -> Verdict:
+def bonus_from_the_position_before(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     """Draws the bonus token from the p of the last draft token."""
-    return token_rule(torch.cat([p_PV[:-1], p_PV[-2:-1]]), draft, chance)
+    return token_rule(torch.cat([p_PV[:-1], p_PV[-2:-1]]), draft, rng)
 
 
-def dropped_bonus(p_PV: Tensor, draft: DrawnDraft, chance: Chance) -> Verdict:
+def dropped_bonus(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     """Repeats the last draft token in place of the bonus."""
-    verdict = token_rule(p_PV, draft, chance)
-    return verdict if verdict.accepted < len(draft) else Verdict(verdict.path, draft.tokens[-1], ())
+    result = token_rule(p_PV, draft, rng)
+    return result if result.accepted < len(draft) else VerifyResult(result.path, draft.tokens[-1], ())
 
 
-def reused_uniform(p_PV: Tensor, draft: DrawnDraft, chance: Chance) -> Verdict:
+def reused_uniform(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     """Compares every draft token with one and the same uniform number."""
     ratios = [min(1.0, float(p_PV[i, x] / draft.q[i][x])) for i, x in enumerate(draft.tokens)]
     # The number falls between two of the sorted ratios: all that lie above it are accepted together.
     edges = sorted({0.0, 1.0, *ratios})
     widths = torch.tensor([high - low for low, high in pairwise(edges)], dtype=torch.float64)
-    uniform = edges[chance.categorical(widths)]
-    return token(p_PV, draft, _Comparing(uniform, chance))
+    uniform = edges[rng.categorical(widths)]
+    return token(p_PV, draft, _Comparing(uniform, rng))
 
 
 class _Comparing:
-    """Draws tokens as `chance` does, but compares every probability with one number."""
+    """Draws tokens as `rng` does, but compares every probability with one number."""
 
-    def __init__(self, uniform: float, chance: Chance) -> None:
-        self._uniform, self.categorical = uniform, chance.categorical
+    def __init__(self, uniform: float, rng: Rng) -> None:
+        self._uniform, self.categorical = uniform, rng.categorical
 
     def bernoulli(self, probability: float) -> bool:
         return self._uniform < probability
 
 
 def block(
-    p_PV: Tensor, draft: DrawnDraft, chance: Chance, *, scaled: bool = True, stop_at_failure: bool = False
-) -> Verdict:
+    p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, scaled: bool = True, stop_at_failure: bool = False
+) -> VerifyResult:
     """The block rule, with its two subtleties to switch off."""
     N = len(draft)
     weights, passes = [1.0], []
@@ -99,28 +99,28 @@ def block(
     for i in range(1, N):
         surplus = float((weights[i] * p_PV[i] - draft.q[i]).clamp_min(0).sum())
         whole = surplus + 1 - weights[i]
-        passes.append(chance.bernoulli(surplus / whole if whole > 0 else 1.0))
-    passes.append(chance.bernoulli(weights[N]))
+        passes.append(rng.bernoulli(surplus / whole if whole > 0 else 1.0))
+    passes.append(rng.bernoulli(weights[N]))
     if stop_at_failure:
         accepted = passes.index(False) if False in passes else N
     else:
         accepted = max((i + 1 for i, passed in enumerate(passes) if passed), default=0)
     if accepted == N:
-        return Verdict(tuple(range(N)), chance.categorical(p_PV[N]), ())
+        return VerifyResult(tuple(range(N)), rng.categorical(p_PV[N]), ())
     rest_V = residual(p_PV[accepted], draft.q[accepted], weights[accepted] if scaled else 1.0)
-    return Verdict(tuple(range(accepted)), chance.categorical(rest_V), ())
+    return VerifyResult(tuple(range(accepted)), rng.categorical(rest_V), ())
 
 
 def siblings(
-    p_PV: Tensor, draft: DrawnDraft, chance: Chance, *, renormalise_p: bool = True, renormalise_q: bool = True
-) -> Verdict:
+    p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, renormalise_p: bool = True, renormalise_q: bool = True
+) -> VerifyResult:
     """The rule for siblings without replacement, with its two normalisations to switch off."""
     children, node, path = draft.children, ROOT, []
     while below := children[node + 1]:
         p_V, q_V = p_PV[node + 1], draft.q[below[0]]
         for child in below:
             x = draft.tokens[child]
-            if chance.bernoulli(min(1.0, float(p_V[x] / q_V[x]))):
+            if rng.bernoulli(min(1.0, float(p_V[x] / q_V[x]))):
                 break
             p_V = residual(p_V, q_V)
             q_V = q_V.clone()
@@ -130,29 +130,29 @@ def siblings(
             if renormalise_q and q_V.any():
                 q_V = q_V / q_V.sum()
         else:
-            return Verdict(tuple(path), chance.categorical(p_V), ())
+            return VerifyResult(tuple(path), rng.categorical(p_V), ())
         path.append(child)
         node = child
-    return Verdict(tuple(path), chance.categorical(p_PV[node + 1]), ())
+    return VerifyResult(tuple(path), rng.categorical(p_PV[node + 1]), ())
 
 
 def traversal(
-    p_PV: Tensor, draft: DrawnDraft, chance: Chance, *, update_weight: bool = True, renormalise_q: bool = True
-) -> Verdict:
+    p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, update_weight: bool = True, renormalise_q: bool = True
+) -> VerifyResult:
     """Traversal verification by recursion, with two of its steps to switch off.
 
     Below a node of weight a every child's subtree is tried in turn; when none is accepted the node itself is, with
     what its weight has become. The root's is 1.
     """
 
-    def try_below(node: int, weight: float) -> Verdict | None:
+    def try_below(node: int, weight: float) -> VerifyResult | None:
         p_V, below = p_PV[node + 1], children[node + 1]
         q_V = draft.q[below[0]] if below else p_V
         for child in below:
             x = draft.tokens[child]
-            verdict = try_below(child, min(1.0, weight * float(p_V[x] / q_V[x])))
-            if verdict is not None:
-                return verdict
+            result = try_below(child, min(1.0, weight * float(p_V[x] / q_V[x])))
+            if result is not None:
+                return result
             surplus = float((weight * p_V - q_V).clamp_min(0).sum())
             p_V = residual(p_V, q_V, weight)
             p_V = p_V / p_V.sum()
@@ -162,20 +162,20 @@ def traversal(
             q_V[x] = 0
             if renormalise_q and q_V.any():
                 q_V = q_V / q_V.sum()
-        if node != ROOT and not chance.bernoulli(weight):
+        if node != ROOT and not rng.bernoulli(weight):
             return None
-        return Verdict(tuple(draft.path(node)), chance.categorical(p_V), ())
+        return VerifyResult(tuple(draft.path(node)), rng.categorical(p_V), ())
 
     children = draft.children
     return try_below(ROOT, 1.0)
 
 
-def point_mass_drawn_again(p_PV: Tensor, draft: Draft, chance: Chance) -> Verdict:
+def point_mass_drawn_again(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """The point-mass rule with a new y ~ p for every child."""
     children, node, path = draft.children, ROOT, []
     while True:
-        match = next((x for x in children[node + 1] if chance.categorical(p_PV[node + 1]) == draft.tokens[x]), None)
+        match = next((x for x in children[node + 1] if rng.categorical(p_PV[node + 1]) == draft.tokens[x]), None)
         if match is None:
-            return Verdict(tuple(path), chance.categorical(p_PV[node + 1]), ())
+            return VerifyResult(tuple(path), rng.categorical(p_PV[node + 1]), ())
         path.append(match)
         node = match

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from draftsmith.train.drafter_sections import DRAFTERS
+from draftsmith.heads.configs import DRAFTERS
 from draftsmith.train.recipe import OPTIONAL, Recipe, shipped_recipes
 from fuzz.damage import BOMB, JUNK, NESTED, NUMBERS, TEXTS, YAML_TRAPS, argument, broken, changed, encoded
 from fuzz.material import Material

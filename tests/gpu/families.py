@@ -7,7 +7,7 @@ from conftest import make_llama
 from transformers import LlamaForCausalLM
 
 from draftsmith.heads import HEADS
-from draftsmith.heads.drafter import TrainableDrafter
+from draftsmith.heads.base import TrainableDrafter
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model": ("draft_model", {"init": "target_layers", "keep": [0, 3]}),

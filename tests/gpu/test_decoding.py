@@ -9,15 +9,15 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.processors import Sampling
-from draftsmith.decode.timing import measure_costs
-from draftsmith.eval.check import ALPHA
-from draftsmith.eval.greedy_check import check_greedy
+from draftsmith.decode.profiling import measure_costs
+from draftsmith.decode.sampling import Sampling
+from draftsmith.eval.lossless.check import ALPHA
+from draftsmith.eval.lossless.draws import Plan
+from draftsmith.eval.lossless.greedy import check_greedy
+from draftsmith.eval.lossless.sampling import check_sampling
 from draftsmith.eval.prompts import Prompt
-from draftsmith.eval.sampled import Plan
-from draftsmith.eval.sampling_check import check_sampling
 from draftsmith.heads import Medusa
-from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
+from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
 
 pytestmark = pytest.mark.gpu
 NEW_TOKENS = 24

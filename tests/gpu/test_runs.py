@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from draftsmith.cli import main
-from draftsmith.train import loop
-from draftsmith.train.output import read_metrics
+from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import load_recipe
+from draftsmith.train.run_folder import read_metrics
 
 pytestmark = pytest.mark.gpu
 WAITS = 300.0
@@ -73,7 +73,7 @@ def test_train_resume_and_evaluate(
 def test_check(dtype: str, recipe_file: Path, tiny_target_folder: Path, tmp_path: Path) -> None:
     """The target drafts for itself with two of its layers: greedy texts and draws, in each precision.
 
-    A false alarm has probability 1e-3 for the fixed seed (`draftsmith.eval.check.ALPHA`).
+    A false alarm has probability 1e-3 for the fixed seed (`draftsmith.eval.lossless.check.ALPHA`).
     """
     out = tmp_path / "check"
     call = ["check", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--dtype", dtype]

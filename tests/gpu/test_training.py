@@ -8,10 +8,10 @@ from datasets import Dataset
 from gpu.families import FAMILIES, make_drafter, target_model
 from transformers import LlamaForCausalLM
 
-from draftsmith.distill.objectives import Objective
+from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.train.batches import Batch, collate
-from draftsmith.train.meter import MemoryMeter
+from draftsmith.train.data import Batch, collate
+from draftsmith.train.progress import MemoryMeter
 from draftsmith.train.step import AgreementStep, Last
 
 pytestmark = pytest.mark.gpu

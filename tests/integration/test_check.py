@@ -13,7 +13,7 @@ from conftest import make_llama
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from draftsmith.cli import main
-from draftsmith.eval import check as check_module
+from draftsmith.eval.lossless import check as check_module
 
 
 @pytest.fixture

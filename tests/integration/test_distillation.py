@@ -13,15 +13,14 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli import main
-from draftsmith.distill.packing import pack
-from draftsmith.distill.samples import Sampler
-from draftsmith.distill.targets import load_target
+from draftsmith.distill.dataset import pack
+from draftsmith.distill.load_target import load_target
+from draftsmith.distill.regeneration import Sampler
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.checkpoint import load_drafter
-from draftsmith.train import loop
-from draftsmith.train.adapt import adapted_recipe
-from draftsmith.train.output import read_metrics
-from draftsmith.train.recipe import load_recipe
+from draftsmith.train import trainer as loop
+from draftsmith.train.recipe import adapted_recipe, load_recipe
+from draftsmith.train.run_folder import read_metrics
 
 
 def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:

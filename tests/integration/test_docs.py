@@ -17,19 +17,18 @@ from typer.main import get_command
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.cli import app
+from draftsmith.config import Section
 from draftsmith.decode.policies import Chain
-from draftsmith.decode.processors import Processors, Sampling
-from draftsmith.distill.divergences import DIVERGENCES, overlap
-from draftsmith.distill.objectives import Objective
+from draftsmith.decode.sampling import Processors, Sampling
+from draftsmith.distill.losses import DIVERGENCES, overlap
+from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.eval.agreement import acceptance_measure, agreement
-from draftsmith.eval.hardware import Hardware
-from draftsmith.eval.target_texts import sample_texts
-from draftsmith.heads.drafter import TrainableDrafter
-from draftsmith.train.batches import Batch
-from draftsmith.train.drafter_sections import DRAFTERS
+from draftsmith.eval.forecast.hardware import CostModel
+from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts
+from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.configs import DRAFTERS
+from draftsmith.train.data import Batch
 from draftsmith.train.recipe import parse_recipe
-from draftsmith.train.section import Section
 from draftsmith.train.step import AgreementStep, Last
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +134,7 @@ def yaml_blocks() -> list[tuple[str, dict[str, Any]]]:
 def test_yaml_of_the_documentation_is_taken(page: str, values: dict[str, Any]) -> None:
     """A recipe, sections of one, or a machine's seconds."""
     if "alone" in values:
-        Hardware.model_validate(values)
+        CostModel.model_validate(values)
     else:
         parse_recipe({"name": "page", "output": "page", "drafter": {"type": "medusa"}, **values}, page)
 

@@ -21,7 +21,7 @@ from forked import Processes
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.train.output import read_metrics
+from draftsmith.train.run_folder import read_metrics
 
 ENGINES = {
     "one": (1, {}),

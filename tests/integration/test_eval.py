@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from draftsmith.cli import main
-from draftsmith.eval.cells import JournalLine
+from draftsmith.eval.journal import JournalLine
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.hub.card import CardRequest, write_card
+from draftsmith.hub.model_card import CardRequest, write_card
 
 ROW_KEYS = [
     *("drafter", "drafter_type", "temperature", "policy", "rule", "lossless", "category", "prompts"),

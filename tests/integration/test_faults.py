@@ -22,7 +22,7 @@ from forked import Processes
 from safetensors.torch import load_file
 
 from draftsmith import storage
-from draftsmith.train.output import read_metrics
+from draftsmith.train.run_folder import read_metrics
 
 KILLED = -signal.SIGKILL
 STEPS = 32

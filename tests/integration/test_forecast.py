@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.errors import ConfigError
-from draftsmith.eval.hardware import Hardware
+from draftsmith.eval.forecast.hardware import CostModel
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 
@@ -61,10 +61,10 @@ def test_a_whole_forecast(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for place, value in {"eval.hardware.TURNS": 3, "eval.hardware.ROUNDS": 1, "forecast.REPEATS": 1}.items():
-        monkeypatch.setattr(f"draftsmith.{place}", value)
-    monkeypatch.setattr("draftsmith.decode.timing.WIDTHS", (1, 4))
-    monkeypatch.setattr("draftsmith.decode.timing.TURNS", 1)
+    for place, value in {"hardware.TURNS": 3, "hardware.ROUNDS": 1, "run.REPEATS": 1}.items():
+        monkeypatch.setattr(f"draftsmith.eval.forecast.{place}", value)
+    monkeypatch.setattr("draftsmith.decode.profiling.WIDTHS", (1, 4))
+    monkeypatch.setattr("draftsmith.decode.profiling.TURNS", 1)
     out, saved = tmp_path / "out", tmp_path / "profile.json"
     call = ["forecast", "--target", tiny_target_folder, "--drafter", medusa_folder, "--drafter", "prompt-lookup"]
     call += ["--drafter", f"self={tiny_target_folder}", "--prompts", prompts, "--max-new-tokens", 16, "--out", out]
@@ -139,7 +139,7 @@ def test_a_profile_decides_what_is_best(
 
 
 def test_seconds_between_and_beyond_what_a_profile_knows(profile: Path) -> None:
-    hardware = Hardware.load(profile)
+    hardware = CostModel.load(profile)
     assert hardware.round_seconds("self", 3, 3, 1) == pytest.approx(1.0 + 0.3)
     assert hardware.round_seconds("self", 4, 1, 8) == pytest.approx(9.0 + 0.1)
     assert hardware.round_seconds("another", 2, 1, 1) == pytest.approx(1.0 + 0.5 + 0.25)
@@ -168,7 +168,7 @@ def test_a_profile_that_does_not_fit_is_refused(changes: dict[str, object], mess
     file = tmp_path / "profile.yaml"
     file.write_text(yaml.safe_dump({**PROFILE, **changes}))
     with pytest.raises(ConfigError) as refusal:
-        Hardware.load(file)
+        CostModel.load(file)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -178,7 +178,7 @@ def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None
     file = tmp_path / "profile.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"profile=.*expected"):
-        Hardware.load(file)
+        CostModel.load(file)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from draftsmith import cli, forecast, measure, storage
-from draftsmith.distill import examples, samples
-from draftsmith.eval.cells import Journal
-from draftsmith.train import loop
+from draftsmith import cli, storage
+from draftsmith.distill import dataset as examples
+from draftsmith.distill import regeneration as samples
+from draftsmith.eval import run as measure
+from draftsmith.eval.forecast.forecast import run as forecast
+from draftsmith.eval.journal import Journal
+from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import load_recipe
 
 SMALL = ["--max-new-tokens", "6", "--temperature", "0"]

@@ -9,11 +9,12 @@ from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM
 
 from draftsmith import load_drafter
-from draftsmith.distill.targets import load_target
+from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.train import loop, publishing
-from draftsmith.train.output import read_metrics
+from draftsmith.train import publishing
+from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import load_recipe
+from draftsmith.train.run_folder import read_metrics
 
 REPO = "user/tiny"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draftsmith import quickstart as quickstart_module
 from draftsmith.cli import main
+from draftsmith.cli import quickstart as quickstart_module
 
 
 @pytest.mark.slow

@@ -29,14 +29,15 @@ from transformers import (
 )
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.decode.output import DecodeOutput, Round
-from draftsmith.distill.targets import load_target
+from draftsmith.decode.sequence import DecodeOutput, Round
+from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.train import drafters, loop
-from draftsmith.train.output import read_metrics
-from draftsmith.train.placement import Placement
+from draftsmith.train import builders as drafters
+from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.shown import LEGEND, Sample, acceptance_chart
+from draftsmith.train.run_folder import read_metrics
+from draftsmith.train.target_placement import Placement
+from draftsmith.train.trackers import LEGEND, Sample, acceptance_chart
 
 
 def _run(recipe: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from forked import Processes
 
-from draftsmith.train.output import read_metrics
+from draftsmith.train.run_folder import read_metrics
 
 KILLED = -signal.SIGKILL
-ANSWER = "draftsmith.distill.samples:Sampler.answer"
-BUILD = "draftsmith.distill.signal_cache:SignalCache._write"
+ANSWER = "draftsmith.distill.regeneration:Sampler.answer"
+BUILD = "draftsmith.distill.hidden_state_cache:SignalCache._write"
 SHORT = ("train.steps=2", "train.evaluate_every=2", "evaluation.count=2", "data.batch_size=4")
 PARTS = 10
 """38 prompts are answered, four together."""
@@ -147,7 +147,7 @@ def test_one_measurement_belongs_to_one_process(started: Started, tmp_path: Path
         tmp_path / "prompts.jsonl",
     ]
     asked += ["--count", 3, "--max-new-tokens", 6, "--repeats", 1, "--temperature", 0, "--out", out]
-    paused = started.noted("cells", "draftsmith.eval.cells:Journal.add", pause_at=3)
+    paused = started.noted("cells", "draftsmith.eval.journal:Journal.add", pause_at=3)
     (first,) = started.command("first", *asked, note_calls=paused)
     started.until(lambda: len(started.calls("cells")) == 3, "first")
     assert started.wait(started.command("second", *asked)) == [2]

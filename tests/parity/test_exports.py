@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith import ConfigError, load_drafter
 from draftsmith.heads import HEADS as TYPES
-from draftsmith.heads.drafter import TrainableDrafter
+from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.hub.export import Exported, export_drafter
-from draftsmith.hub.layouts import LAYOUTS
 
 A, K, H, V, M, D = HEADS * HEAD, KV_HEADS * HEAD, HIDDEN, VOCAB, INNER, len(KEPT)
 Shapes = dict[str, tuple[int, ...]]

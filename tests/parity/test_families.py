@@ -27,13 +27,13 @@ from transformers import (
 )
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.chance import SeededChance
 from draftsmith.decode.policies import BestFirst, Chain, StaticTree, widths_shape
+from draftsmith.decode.sampling import SeededRng
+from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.text import Text
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft import Draft
 from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.draft_tree import Draft
 
 VOCAB = 61
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -139,7 +139,7 @@ def test_a_tree_is_read_as_its_paths_are(family: str) -> None:
     texts = []
     for prompt in PROMPTS[:3]:
         own = [0, 17] if encoder_decoder else [*prompt, 17]
-        texts.append(Text(own, 60, SeededChance(0), source=prompt if encoder_decoder else []))
+        texts.append(DecodeSequence(own, 60, SeededRng(0), source=prompt if encoder_decoder else []))
     with torch.inference_mode():
         target = TransformersTarget(model)
         for text in texts:

@@ -42,7 +42,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith import load_drafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.heads.parallel_eagle import Line
+from draftsmith.heads.peagle import Line
 
 
 @pytest.fixture
@@ -222,8 +222,12 @@ def test_dflash(rank: int, sees: bool, tmp_path: Path, target: LlamaForCausalLM)
         sure = read @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]
     with torch.no_grad():
         assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
-        chances = drafter.chances([Line(DRAFTED[1:])], [[0, 1]])
-    assert chances is None if not rank else torch.allclose(torch.tensor(chances[0]), sure[1:].sigmoid(), atol=CLOSE)
+        confidences = drafter.confidences([Line(DRAFTED[1:])], [[0, 1]])
+    assert (
+        confidences is None
+        if not rank
+        else torch.allclose(torch.tensor(confidences[0]), sure[1:].sigmoid(), atol=CLOSE)
+    )
 
 
 def test_mtp(tmp_path: Path, target: LlamaForCausalLM) -> None:

@@ -9,8 +9,7 @@ import torch
 from conftest import make_llama
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.early_exit import EarlyExit
+from draftsmith.heads.draft_model import DraftModel, EarlyExit
 
 quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 

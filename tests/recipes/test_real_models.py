@@ -10,10 +10,10 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.distill.targets import load_target
+from draftsmith.distill.load_target import load_target
 from draftsmith.train.__main__ import main
-from draftsmith.train.output import read_metrics
 from draftsmith.train.recipe import load_recipe, shipped_recipes
+from draftsmith.train.run_folder import read_metrics
 
 SHAPES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "architectures.yaml").read_text())
 REAL = [name for name in shipped_recipes() if load_recipe(name).target.model != "embedded"]

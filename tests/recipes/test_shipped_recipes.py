@@ -8,10 +8,10 @@ from conftest import make_llama
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.distill.targets import load_target
+from draftsmith.distill.load_target import load_target
 from draftsmith.train.__main__ import main
-from draftsmith.train.output import read_metrics
 from draftsmith.train.recipe import load_recipe, shipped_recipes
+from draftsmith.train.run_folder import read_metrics
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from conftest import make_llama
 from transformers import LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.output import DecodeOutput, Round
+from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.drafter import Drafter
 from draftsmith.heads.medusa import Medusa
-from draftsmith.heads.retrieval import Hybrid
+from draftsmith.heads.ngram import Hybrid
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48], [3, 3, 3, 3, 3], [12, 50]]
 POLICIES = ("chain", "confidence:threshold=0.2", "adaptive", "optimal-tree", "best-first", "sampled-tree")

@@ -19,14 +19,14 @@ from transformers import (
 
 from draftsmith import as_custom_generate
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.decoding import now
-from draftsmith.decode.output import DecodeOutput, Round
+from draftsmith.decode.loop import now
 from draftsmith.decode.policies import BestFirst
+from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
-from draftsmith.eval.accepted import of_rounds
-from draftsmith.eval.cells import TextRecord
+from draftsmith.eval.forecast.expected_rounds import of_rounds
+from draftsmith.eval.journal import TextRecord
 from draftsmith.eval.metrics import acceptance_at
-from draftsmith.eval.target_texts import TargetText
+from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import DraftModel, Medusa
 
 PROMPT = [5, 9, 33, 2]

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.chance import SeededChance
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.growth import Growth
+from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.loop import propose
 from draftsmith.decode.policies import (
     AdaptiveChain,
     BestFirst,
@@ -32,16 +32,15 @@ from draftsmith.decode.policies import (
     policy_named,
     widths_shape,
 )
-from draftsmith.decode.processors import Processors, Sampling
-from draftsmith.decode.propose import propose
-from draftsmith.decode.text import Text
-from draftsmith.decode.timing import measure_costs
+from draftsmith.decode.profiling import measure_costs
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft import Draft, DrawnDraft
+from draftsmith.heads.base import Drafter, Tree
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.drafter import Drafter, Tree
+from draftsmith.heads.draft_tree import Draft, DrawnDraft
 from draftsmith.heads.medusa import Medusa
-from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
+from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
 
 VOCAB = 6
 FLAT = Costs(verify={1: 1.0, 64: 1.0}, draft={1: 1e-6})
@@ -68,9 +67,9 @@ class Table(Drafter):
 
 
 def draft(policy: Policy, *, greedy: bool = True, room: int = 8, seed: int = 0, table: Table | None = None) -> Draft:
-    text = Text([1, 0], 50, SeededChance(seed))
-    growth = Growth(text, room, Processors(Sampling(0.0 if greedy else 1.0)))
-    return propose(table or Table(), [policy], [growth])[0]
+    text = DecodeSequence([1, 0], 50, SeededRng(seed))
+    builder = DraftBuilder(text, room, Processors(Sampling(0.0 if greedy else 1.0)))
+    return propose(table or Table(), [policy], [builder])[0]
 
 
 def path_weights(shown: Draft, table: Table) -> list[float]:

@@ -8,12 +8,12 @@ import pytest
 from piece_tokenizer import make_piece_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.chat import Chat
-from draftsmith.distill.conversations import Conversation, conversation
+from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import WINDOW, IncrementalText, text_after
-from draftsmith.distill.samples import _Asked
+from draftsmith.distill.regeneration import _Asked
+from draftsmith.distill.sources import Conversation, conversation
+from draftsmith.eval.evaluation import token_texts
 from draftsmith.eval.prompts import Prompt
-from draftsmith.eval.samples import token_texts
 
 TEXT = "there was a little é girl€. a 🙂é€🙂 ok é"
 

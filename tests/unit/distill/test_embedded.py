@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from draftsmith.distill import embedded
-from draftsmith.distill.corpus import corpus_hash, embedded_prompts, read_modules
 from draftsmith.distill.embedded import EmbeddedRecipe, Stage, build_info, embedded_target, find_damage
-from draftsmith.distill.embedded_training import batches, grow, model_config
+from draftsmith.distill.embedded.corpus import corpus_hash, embedded_prompts, read_modules
+from draftsmith.distill.embedded.training import batches, grow, model_config
 from draftsmith.errors import ConfigError
 
 MINIATURE = EmbeddedRecipe(

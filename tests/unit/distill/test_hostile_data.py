@@ -9,11 +9,10 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill import chat as chat_module
-from draftsmith.distill.chat import Chat
-from draftsmith.distill.conversations import conversation
-from draftsmith.distill.examples import ExampleSettings, read_examples
-from draftsmith.distill.sources import read_source
+from draftsmith.distill import chat_template as chat_module
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.dataset import ExampleSettings, read_examples
+from draftsmith.distill.sources import conversation, read_source
 from draftsmith.errors import ConfigError
 
 ROW = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}

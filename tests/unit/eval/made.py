@@ -3,10 +3,10 @@
 import random
 from typing import Any
 
-from draftsmith.decode.output import DecodeOutput, Round
-from draftsmith.eval.bootstrap import Series
-from draftsmith.eval.cells import Cell
+from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.eval.evaluation import Evaluation
+from draftsmith.eval.journal import Measurement
+from draftsmith.eval.metrics import Series
 from draftsmith.eval.settings import BASELINE, Settings
 from draftsmith.provenance import environment
 
@@ -16,10 +16,10 @@ def output(rounds: list[Round], tokens: list[int] | None = None) -> DecodeOutput
     return DecodeOutput([1], tokens or list(range(count)), rounds, 0.5, "length")
 
 
-def cell(*outputs: DecodeOutput, repeat: int = 0, group: int = 0, **place: Any) -> Cell:
+def cell(*outputs: DecodeOutput, repeat: int = 0, group: int = 0, **place: Any) -> Measurement:
     where = {"drafter": "d", "policy": "chain:draft_length=2", "temperature": 0.0, "batch_size": len(outputs)}
     where |= {"group": group, "repeat": repeat, "turn": 0, **place}
-    return Cell.of(where, [f"{group}.{number}" for number in range(len(outputs))], list(outputs))
+    return Measurement.of(where, [f"{group}.{number}" for number in range(len(outputs))], list(outputs))
 
 
 def row(**changes: Any) -> dict[str, Any]:

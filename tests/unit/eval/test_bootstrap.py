@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from unit.eval.made import cell, output
 
-from draftsmith.decode.output import Round
-from draftsmith.eval.bootstrap import Draws, Series, alpha, intervals, resampled_speedups, resampled_taus, speedup, tau
+from draftsmith.decode.sequence import Round
+from draftsmith.eval.metrics import Draws, Series, alpha, intervals, resampled_speedups, resampled_taus, speedup, tau
 
 
 def _series(rng: np.random.Generator, units: int, repeats: int, gain: float) -> tuple[Series, Series]:

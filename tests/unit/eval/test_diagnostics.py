@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 from draftsmith.errors import ConfigError
 from draftsmith.eval.diagnostics import LEAST_Q, calibration_error, diagnose
 from draftsmith.heads import DraftModel, Medusa
-from draftsmith.heads.drafter import Drafter
-from draftsmith.heads.retrieval import PromptLookup
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.ngram import PromptLookup
 
 TEXTS = [([5, 9, 12, 7, 30, 5, 9, 44, 3, 17], 3), ([3, 3, 8, 60, 61, 2], 1), ([9, 9], 1)]
 HEADS = 2

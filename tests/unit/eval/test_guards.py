@@ -8,8 +8,8 @@ from conftest import make_llama
 from unit.eval.made import PLAIN, row
 
 from draftsmith.eval.guards import _repetition, dtype_of, guards
+from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.drafter import Drafter
 
 SAME = {"target": torch.float32, "d": torch.float32, "suffix": None}
 

@@ -9,12 +9,12 @@ from conftest import make_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.costs import Costs
-from draftsmith.distill.conversations import Conversation
+from draftsmith.distill.sources import Conversation
 from draftsmith.errors import ConfigError
-from draftsmith.eval.cells import Journal
 from draftsmith.eval.evaluation import evaluate
-from draftsmith.eval.harness import Place, Run
-from draftsmith.eval.plain import compare_with_generate
+from draftsmith.eval.harness import BatchKey, Run
+from draftsmith.eval.hf_baseline import compare_with_generate
+from draftsmith.eval.journal import Journal
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import BASELINE, Settings
 from draftsmith.heads import Medusa
@@ -32,8 +32,8 @@ def _prompt(name: str, tokenizer: PreTrainedTokenizerFast, *turns: str, category
 def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs only decide paddings here, and speeds nothing: seconds for each test."""
     monkeypatch.setattr("draftsmith.eval.harness.measure_costs", lambda *_: Costs({1: 1.0}, {1: 0.1}))
-    monkeypatch.setattr("draftsmith.eval.plain.TOKENS", 8)
-    monkeypatch.setattr("draftsmith.eval.plain.TRIALS", 1)
+    monkeypatch.setattr("draftsmith.eval.hf_baseline.TOKENS", 8)
+    monkeypatch.setattr("draftsmith.eval.hf_baseline.TRIALS", 1)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_later_turns_stand_behind_the_baselines_answers(run: Run, tiny_tokenizer
         for repeat in range(2):
             asked = []
             for turn in range(3):
-                place = Place(repeat, temperature, 1, 0, turn)
+                place = BatchKey(repeat, temperature, 1, 0, turn)
                 ((prompt, ids),) = run.asked(place)
                 asked.append(tiny_tokenizer.decode(ids))
                 own = run.journal.cells[(*BASELINE, temperature, 1, 0, repeat, turn)].texts[0].tokens
@@ -163,7 +163,7 @@ def test_the_baseline_is_compared_with_generate_on_the_same_tokens(
     tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the model's own generation config says: of 40 greedy tokens of 64 some come twice."""
-    monkeypatch.setattr("draftsmith.eval.plain.TOKENS", 40)
+    monkeypatch.setattr("draftsmith.eval.hf_baseline.TOKENS", 40)
     tiny_target.generation_config.update(do_sample=True, repetition_penalty=3.0, no_repeat_ngram_size=1, max_length=9)
     before = tiny_target.generation_config
     found = compare_with_generate(tiny_target, [[5, 6, 7], [9]])

@@ -5,13 +5,13 @@ import pytest
 from torch import nn
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.output import Round
-from draftsmith.decode.processors import Sampling
-from draftsmith.eval import hardware
-from draftsmith.eval.accepted import Accepted
-from draftsmith.eval.forecast import numbers, timing_errors
-from draftsmith.eval.hardware import ALONE as TARGET_ALONE
-from draftsmith.eval.hardware import LENGTHS, DrafterSeconds, Hardware, _means, _profile
+from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.sequence import Round
+from draftsmith.eval.forecast import hardware
+from draftsmith.eval.forecast.expected_rounds import ExpectedRounds
+from draftsmith.eval.forecast.forecast import numbers, timing_errors
+from draftsmith.eval.forecast.hardware import ALONE as TARGET_ALONE
+from draftsmith.eval.forecast.hardware import LENGTHS, CostModel, DrafterSeconds, _means, _profile
 
 TEXTS, TIMINGS, TRIALS = 40, 6, 1000
 NOISE = 0.04
@@ -19,23 +19,23 @@ NOISE = 0.04
 ALONE, VERIFY, DRAFT = 0.010, 0.013, 0.004
 
 
-def texts(rng: np.random.Generator) -> list[Accepted]:
+def texts(rng: np.random.Generator) -> list[ExpectedRounds]:
     """Of 60 tokens each, in rounds that commit 1.5 to 3.5 tokens: how many differs from text to text."""
     rounds = 60 / rng.uniform(1.5, 3.5, TEXTS)
     nothing = np.zeros(3)
-    return [Accepted(60, float(n), {(3, 3): float(n)}, nothing, nothing) for n in rounds]
+    return [ExpectedRounds(60, float(n), {(3, 3): float(n)}, nothing, nothing) for n in rounds]
 
 
-def measured(rng: np.random.Generator) -> Hardware:
+def measured(rng: np.random.Generator) -> CostModel:
     """Each part off by noise of its own in every turn; the whole is the mean of the turns."""
     noise = np.exp(rng.normal(0, NOISE, (TIMINGS, 3)))
     turns = [profile(*row) for row in noise * (ALONE, VERIFY, DRAFT)]
     return profile(*(noise.mean(0) * (ALONE, VERIFY, DRAFT))).model_copy(update={"repeats": tuple(turns)})
 
 
-def profile(alone: float, verify: float, draft: float) -> Hardware:
+def profile(alone: float, verify: float, draft: float) -> CostModel:
     drafters = {"d": DrafterSeconds(draft={1: {3: draft}})}
-    return Hardware(alone={1: alone}, verify={1: {4: verify}}, drafters=drafters)
+    return CostModel(alone={1: alone}, verify={1: {4: verify}}, drafters=drafters)
 
 
 def test_the_interval_holds_the_true_speedup() -> None:
@@ -110,7 +110,7 @@ def test_a_pause_counts_in_the_turn_that_it_hits(monkeypatch: pytest.MonkeyPatch
 def test_each_turn_times_all_arms_on_other_texts() -> None:
     seen: dict[int, list[str]] = {}
 
-    class Recording(hardware.Arm):
+    class Recording(hardware.TimedVariant):
         def rounds(self, texts: list[str], sampling: Sampling, seed: int) -> list[Round]:
             seen.setdefault(seed, []).append("".join(texts))
             return []

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from unit.eval.made import cell, output
 
-from draftsmith.decode.output import Round
-from draftsmith.eval.cells import Cell
+from draftsmith.decode.sequence import Round
+from draftsmith.eval.journal import Measurement
 from draftsmith.eval.metrics import expected_tau, greedy_identity, repeated_4grams, row_numbers
 
 
@@ -23,7 +23,7 @@ def test_row_numbers() -> None:
 
 
 def test_the_speedup_is_the_median_ratio_over_repeats() -> None:
-    def run(repeat: int, seconds: float) -> Cell:
+    def run(repeat: int, seconds: float) -> Measurement:
         return cell(output([Round(1, 1, 1, 2, (1.0,), 0.0, seconds, seconds)]), repeat=repeat)
 
     # The machine is ten times slower in the last repeat, for both arms: the ratio does not notice.

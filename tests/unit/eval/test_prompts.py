@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.chat import Chat
+from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
-from draftsmith.eval.batches import batches
-from draftsmith.eval.prompts import Prompt, check_prompts, load_prompts, prompts_fingerprint
+from draftsmith.eval.prompts import Prompt, batches, check_prompts, load_prompts, prompts_fingerprint
 
 ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[4] / "shared" / "assets") / "prompts"
 SUBS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.distill.objectives import Objective
+from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
+from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.heads.drafter import TrainableDrafter
-from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
+from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
 
 EVEN = list(range(0, 64, 2))
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

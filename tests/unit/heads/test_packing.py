@@ -14,13 +14,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from unit.heads.test_families import FAMILIES, make, target_model
 
-from draftsmith.distill.objectives import AgreementSums, Objective
+from draftsmith.distill.objective import AgreementSums, Objective
 from draftsmith.distill.teacher import OnlineTeacher, require_packable
 from draftsmith.errors import ConfigError
-from draftsmith.heads.documents import document_numbers, document_positions
-from draftsmith.heads.drafter import TeacherSignals, TrainableDrafter
-from draftsmith.heads.final_states import final_states
-from draftsmith.train.batches import collate
+from draftsmith.heads.base import TeacherSignals, TrainableDrafter
+from draftsmith.heads.hidden_states import document_numbers, document_positions, final_states
+from draftsmith.train.data import collate
 
 Document = tuple[int, list[list[int]]]
 ROWS: list[list[Document]] = [

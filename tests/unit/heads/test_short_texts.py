@@ -7,11 +7,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftsmith.distill.objectives import AgreementSums, Objective
+from draftsmith.distill.objective import AgreementSums, Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS
-from draftsmith.heads.drafter import TrainableDrafter
-from draftsmith.train.batches import collate
+from draftsmith.heads.base import TrainableDrafter
+from draftsmith.train.data import collate
 
 FAMILIES = {
     "draft_model": {},

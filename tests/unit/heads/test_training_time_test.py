@@ -5,13 +5,12 @@ import torch
 from conftest import make_llama
 from torch import Tensor
 
-from draftsmith.heads.body import Body
-from draftsmith.heads.drafter import TeacherSignals
+from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
+from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.eagle import Hass
 from draftsmith.heads.eagle3 import Eagle3
 from draftsmith.heads.mtp import Mtp
-from draftsmith.heads.parallel_eagle import ParallelEagle
-from draftsmith.heads.recurrent import Recurrent
+from draftsmith.heads.peagle import ParallelEagle
 
 T, STEPS = 7, 4
 EXACT = 1e-12
@@ -33,7 +32,9 @@ def naive_attention(layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) 
     return torch.stack(rows)[None]
 
 
-def naive_steps(body: Body, ids_T: Tensor, features_TF: Tensor, mask_hidden: Tensor | None, mask_token: int) -> dict:
+def naive_steps(
+    body: DraftNetwork, ids_T: Tensor, features_TF: Tensor, mask_hidden: Tensor | None, mask_token: int
+) -> dict:
     """The state behind (query i, step j) for all of both: a forward pass over the committed part and the path."""
     states = {}
     known_TH = body.project(features_TF)
@@ -54,7 +55,7 @@ def naive_steps(body: Body, ids_T: Tensor, features_TF: Tensor, mask_hidden: Ten
     return states
 
 
-def drafters() -> dict[str, Recurrent | ParallelEagle]:
+def drafters() -> dict[str, AutoregressiveDrafter | ParallelEagle]:
     target = make_llama(num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2).requires_grad_(False)
     torch.manual_seed(1)
     made = {

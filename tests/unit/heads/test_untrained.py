@@ -9,12 +9,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, OPTConfi
 
 from draftsmith import SpeculativeDecoder, load_drafter, save_drafter
 from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import describe_target
-from draftsmith.heads.datastore import Datastore
-from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.drafter import Drafter
-from draftsmith.heads.early_exit import EarlyExit, first_layers
-from draftsmith.heads.retrieval import Hybrid, NgramIndex, PromptLookup, Retrieval, SuffixIndex, SuffixRetrieval
+from draftsmith.heads.draft_model import DraftModel, EarlyExit, first_layers
+from draftsmith.heads.ngram import Hybrid, NgramIndex, PromptLookup, Retrieval, SuffixIndex, SuffixRetrieval
+from draftsmith.heads.suffix import Datastore
 
 PROMPTS = [[5, 9, 33, 2, 5, 9, 33, 2, 5, 9], [7, 7, 8], [40]]
 

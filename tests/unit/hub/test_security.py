@@ -18,8 +18,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import load_drafter
 from draftsmith.distill.cotraining import Adapters
+from draftsmith.distill.load_target import load_target, load_tokenizer
 from draftsmith.distill.sources import read_source
-from draftsmith.distill.targets import load_target, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter

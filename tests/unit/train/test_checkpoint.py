@@ -12,7 +12,7 @@ from torch import nn
 from draftsmith import storage
 from draftsmith.storage import atomic_folder, clear_leftovers, write_text
 from draftsmith.train.checkpoint import Progress, load_state, save_state
-from draftsmith.train.engines import TorchEngine
+from draftsmith.train.engine import TorchEngine
 
 
 def _engine(module: nn.Module, optimizer: torch.optim.Optimizer) -> TorchEngine:
@@ -30,7 +30,7 @@ def _save(folder: Path, step: int, keep: int = 2) -> None:
 
 def _load(folder: Path) -> tuple[int | None, list[str]]:
     module = nn.Linear(2, 2)
-    progress, problems = load_state(folder, _engine(module, torch.optim.AdamW(module.parameters())).put)
+    progress, problems = load_state(folder, _engine(module, torch.optim.AdamW(module.parameters())).load)
     return None if progress is None else progress.step, problems
 
 

@@ -8,9 +8,9 @@ from conftest import make_llama
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.targets import LoadedTarget
-from draftsmith.train.console import Console
+from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.train.data import ROWS_COUNTED, frequent_tokens
+from draftsmith.train.progress import Console
 
 
 def test_the_tokens_that_responses_hold_most_often(

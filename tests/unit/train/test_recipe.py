@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.errors import ConfigError
-from draftsmith.train.loop import learning_rate
-from draftsmith.train.output import Metrics, check_output, claim_output, read_metrics
 from draftsmith.train.recipe import load_recipe, parse_recipe
+from draftsmith.train.run_folder import Metrics, check_output, claim_output, read_metrics
+from draftsmith.train.trainer import learning_rate
 
 BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
 

@@ -10,12 +10,11 @@ from datasets import Dataset
 from torch import Tensor
 
 from draftsmith.distill.cotraining import Adapters, quality_kl
-from draftsmith.distill.objectives import Objective
+from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import Medusa
-from draftsmith.train.assembly import step_and_optimizers
-from draftsmith.train.batches import collate
-from draftsmith.train.optimizers import optimizers
+from draftsmith.train.builders import optimizers, step_and_optimizers
+from draftsmith.train.data import collate
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Last
 

@@ -1,0 +1,112 @@
+"""The encoder's half of an encoder-decoder model: sources are read once, and never rolled back.
+
+T5's relative position bias for trees and ragged rows.
+
+A T5 layer derives the distance between two tokens from their places in the cache. Siblings of a tree stand side by
+side there although they have the same position in the text, so the bias is computed here from true positions and
+handed to the layer through its own `position_bias` argument.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from draftsmith.decode.kv_cache import RollbackCache
+from draftsmith.errors import ConfigError
+
+
+def biased_layers(decoder: nn.Module) -> list[nn.Module]:
+    """Self-attention layers that own a table of relative biases; T5 has one. ConfigError for layers unlike T5's."""
+    layers = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
+    for layer in layers:
+        takes = inspect.signature(layer.forward).parameters
+        if "position_bias" not in takes or "bidirectional" not in inspect.signature(_bucket(layer)).parameters:
+            raise ConfigError(
+                f"model_type={decoder.config.model_type!r} computes its relative positions from places in the cache; "
+                "expected layers that take a position_bias, as T5's do"
+            )
+    return layers
+
+
+def _bucket(layer: nn.Module) -> Callable[..., Tensor]:
+    return layer._relative_position_bucket
+
+
+@contextmanager
+def true_positions(layers: list[nn.Module], positions_BQ: Tensor, positions_BS: Tensor) -> Iterator[None]:
+    """While it is open, `layers` see tokens where `positions_BQ` and `positions_BS` say that they are."""
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs["position_bias"] = _bias(layer, positions_BS[:, None] - positions_BQ[:, :, None])
+        return args, kwargs
+
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _bias(layer: nn.Module, distance_BQS: Tensor) -> Tensor:
+    """[B, heads, Q, S] from the layer's own buckets and table."""
+    buckets_BQS = _bucket(layer)(
+        distance_BQS,
+        bidirectional=False,
+        num_buckets=layer.relative_attention_num_buckets,
+        max_distance=layer.relative_attention_max_distance,
+    )
+    return layer.relative_attention_bias(buckets_BQS).permute(0, 3, 1, 2)
+
+
+# Shapes: B rows, T source positions, H hidden size.
+
+
+class Encoded:
+    """What the encoder made of the sources. The decoder's cross-attention keys and values are made from it once.
+
+    Args:
+        states: [T, H] of each source where another call has encoded it already; the encoder is not asked then.
+    """
+
+    def __init__(self, model: nn.Module, sources: Sequence[list[int]], states: Sequence[Tensor] | None = None) -> None:
+        self.biased = biased_layers(model.get_decoder())
+        self._caches: EncoderDecoderCache | None = None
+        if states is not None:
+            self._states_BTH = nn.utils.rnn.pad_sequence(list(states), batch_first=True)
+            self._mask_BT = nn.utils.rnn.pad_sequence([state_TH.new_ones(len(state_TH)) for state_TH in states], True)
+            self._mask_BT = self._mask_BT.long()
+            return
+        if not all(sources):
+            raise ConfigError("input_ids=None; expected the source's tokens: this drafter has an encoder of its own")
+        device = next(model.parameters()).device
+        width = max(len(source) for source in sources)
+        ids_BT = torch.tensor([source + [0] * (width - len(source)) for source in sources], device=device)
+        lengths_B1 = torch.tensor([[len(source)] for source in sources], device=device)
+        self._mask_BT = (torch.arange(width, device=device) < lengths_B1).long()
+        self._states_BTH = model.get_encoder()(input_ids=ids_BT, attention_mask=self._mask_BT).last_hidden_state
+
+    def inputs(self, ids: Tensor, mask: Any, cache: RollbackCache) -> dict[str, Any]:
+        """Arguments of the model's forward pass for decoder tokens `ids` [B, Q]."""
+        if self._caches is None:
+            self._caches = EncoderDecoderCache(cache, DynamicCache())
+        return {
+            "decoder_input_ids": ids,
+            "decoder_attention_mask": mask,
+            "encoder_outputs": BaseModelOutput(last_hidden_state=self._states_BTH),
+            "attention_mask": self._mask_BT,
+            "past_key_values": self._caches,
+        }
+
+    def drop(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        self._mask_BT, self._states_BTH = self._mask_BT[rows], self._states_BTH[rows]
+        if self._caches is not None:
+            for layer in self._caches.cross_attention_cache.layers:
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]

@@ -1,0 +1,172 @@
+"""A transformers KV cache with preallocated storage: append in place, roll back by moving a number, gather a path.
+
+    row 0   | committed ......... | draft nodes ..|
+    row 1   | committed .... | draft nodes ..|
+             slot = position ^     ^ `lengths`: where the next token is written, each row its own
+
+Rows never hold padding between their tokens, so each is laid out as if it were alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from draftsmith.errors import ConfigError
+
+FIRST_SLOTS = 256
+"""Slots beyond the first text that storage is made for; it doubles when they are full."""
+
+# Shapes: B rows, Q tokens fed, S slots.
+
+
+class WritePosition:
+    """Where the next forward pass writes; all layers share it."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        """One behind the last slot that attention sees after the write."""
+        self.start: int | None = 0
+        """The first slot written, where it is the same for all rows."""
+        self.slots_BQ: Tensor | None = None
+        """The slots written, where rows differ."""
+
+
+class RollbackLayer(CacheLayerMixin):
+    """One layer's keys and values, [B, heads, S, head_dim]."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, place: WritePosition) -> None:
+        super().__init__()
+        self._place = place
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        B, heads, Q, head_dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        slots = Q + FIRST_SLOTS
+        self.keys = key_states.new_zeros(B, heads, slots, head_dim)
+        self.values = value_states.new_zeros(B, value_states.shape[1], slots, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write where `WritePosition` says; return views of every slot up to its end."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self._place.end
+        if end > self.keys.shape[2]:
+            self._grow(end)
+        if self._place.slots_BQ is None:
+            start = self._place.start
+            self.keys[:, :, start:end] = key_states
+            self.values[:, :, start:end] = value_states
+        else:
+            slots_BQ = self._place.slots_BQ
+            rows_B1 = torch.arange(slots_BQ.shape[0], device=slots_BQ.device)[:, None]
+            self.keys[rows_B1, :, slots_BQ] = key_states.transpose(1, 2)
+            self.values[rows_B1, :, slots_BQ] = value_states.transpose(1, 2)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _grow(self, needed: int) -> None:
+        # Storage doubles, so that each token is copied once on average however long the text becomes.
+        more = max(needed, 2 * self.keys.shape[2]) - self.keys.shape[2]
+        self.keys = _padded(self.keys, more)
+        self.values = _padded(self.values, more)
+
+    def gather(self, row: int, start: int, slots_n: Tensor) -> None:
+        """Move `slots_n` [n] of `row` to `start` and the slots behind it, in order."""
+        end = start + slots_n.shape[0]
+        self.keys[row, :, start:end] = self.keys[row].index_select(1, slots_n)
+        self.values[row, :, start:end] = self.values[row].index_select(1, slots_n)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        if self.is_initialized:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._place.end, 0
+
+    def get_seq_length(self) -> int:
+        return self._place.start or 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        raise NotImplementedError("the reader moves its lengths instead")
+
+
+def _padded(x: Tensor, slots: int) -> Tensor:
+    """`x` [B, heads, S, head_dim] with more empty slots behind."""
+    return torch.cat([x, x.new_zeros(*x.shape[:2], slots, x.shape[3])], 2)
+
+
+class RollbackCache(Cache):
+    """Appends in place and rolls back without touching memory; only what is new is ever copied.
+
+    transformers' `DynamicCache` copies all keys and values at every step.
+    """
+
+    def __init__(self, config: PreTrainedConfig, rows: int) -> None:
+        text_config = config.get_text_config(decoder=True)
+        refuse_other_layers(text_config)
+        depth = getattr(text_config, "num_decoder_layers", None) or text_config.num_hidden_layers
+        self.place = WritePosition()
+        self.lengths = [0] * rows
+        super().__init__(layers=[RollbackLayer(self.place) for _ in range(depth)])
+
+    def aim(self, starts: list[int], count: int, device: torch.device) -> None:
+        """The next forward writes `count` tokens a row from `starts` on."""
+        self.place.end = max(starts) + count
+        if min(starts) == max(starts):
+            self.place.start, self.place.slots_BQ = starts[0], None
+        else:
+            steps_Q = torch.arange(count, device=device)
+            self.place.start = None
+            self.place.slots_BQ = torch.tensor(starts, device=device)[:, None] + steps_Q
+
+    def keep(self, row: int, slots: list[int]) -> None:
+        """Commit what stands in `slots` of `row`, in order, behind what is committed."""
+        start = self.lengths[row]
+        if slots != list(range(start, start + len(slots))):
+            slots_n = torch.tensor(slots, device=self.layers[0].device)
+            for layer in self.layers:
+                layer.gather(row, start, slots_n)
+        self.lengths[row] = start + len(slots)
+
+    def drop(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        for layer in self.layers:
+            layer.keep_rows(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+def refuse_other_layers(config: PreTrainedConfig) -> None:
+    """ConfigError for a model with layers that keep something else than keys and values."""
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    others = layer_types - {"full_attention", "sliding_attention"}
+    if others:
+        raise ConfigError(
+            f"model_type={config.model_type!r} has layers of type {sorted(others)}; expected full or sliding "
+            "attention: other layers cannot forget rejected draft tokens"
+        )
+
+
+def context_limit(model: torch.nn.Module) -> int | None:
+    """The most positions that `model` was built for; None when its config names no limit."""
+    return config_limit(model.config)
+
+
+def config_limit(config: PreTrainedConfig) -> int | None:
+    """The same from the config alone."""
+    if getattr(config, "relative_attention_num_buckets", None):
+        return None  # relative positions: T5's n_positions is what it was trained with, not a limit
+    config = config.get_text_config(decoder=True)
+    for key in ("max_position_embeddings", "n_positions"):
+        limit = getattr(config, key, None)
+        if limit:
+            return int(limit)
+    return None

@@ -1,0 +1,242 @@
+"""The loop: propose, verify, commit, until every text has ended; the target alone is the loop with empty drafts.
+
+One round's drafts for every text: retrieved where the drafter can, otherwise grown by the policy, in lockstep.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.policies.base import Growing, Policy
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sequence import DecodeSequence, Round
+from draftsmith.decode.target import Target
+from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_greedy
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_tree import ROOT, Draft
+
+EXAMPLE = 8
+"""Levels of an example."""
+
+
+def propose(drafter: Drafter, policies: list[Policy | None], builders: list[DraftBuilder]) -> list[Draft]:
+    """A draft for each text. Every step of the drafter serves all texts that still grow.
+
+    A retrieved draft leaves its `DraftBuilder` empty.
+    """
+    drafts = [Draft() for _ in builders]
+    growing: dict[int, Growing] = {}
+    wanted: dict[int, list[int]] = {}
+
+    def estimate(asked: list[list[int]]) -> None:
+        """Hand the drafter's own guesses on to the policies."""
+        for builder, nodes, confidences in zip(
+            builders, asked, drafter.confidences(builders, asked) or (), strict=False
+        ):
+            builder.estimates.update(zip(nodes, confidences, strict=True))
+
+    def advance(row: int, logits_nV: object) -> None:
+        """Send logits to one text's policy (None starts it); note what it asks for next, or its draft."""
+        try:
+            wanted[row] = growing[row].send(logits_nV)
+        except StopIteration as end:
+            drafts[row] = end.value
+            del growing[row]
+            wanted.pop(row, None)
+
+    for row, builder in enumerate(builders):
+        if builder.room < 1:
+            continue
+        retrieved = drafter.retrieve(row, builder.room)
+        if retrieved is not None:
+            drafts[row] = retrieved
+            continue
+        if drafter.max_draft_length is not None:  # of what it grows: retrieval may know more at once
+            builder.room = min(builder.room, drafter.max_draft_length)
+        growing[row] = policies[row].grow(builder)
+        advance(row, None)
+    if not growing:
+        return drafts
+    assert all(nodes == [ROOT] for nodes in wanted.values()), "a policy asks for the root first"
+    logits_BV = drafter.begin(list(growing))
+    estimate([wanted.get(row, []) for row in range(len(builders))])
+    for row in list(growing):
+        advance(row, logits_BV[row][None])
+    while growing:
+        asked = [wanted.get(row, []) for row in range(len(builders))]
+        logits = drafter.extend(builders, asked)
+        estimate(asked)
+        for row in list(growing):
+            advance(row, logits[row])
+    return drafts
+
+
+def example_draft(policy: Policy, sharpness: float) -> Draft:
+    """Return a draft that the policy grows at temperature 1 with a drafter whose logits are the same behind every node.
+
+    `sharpness`: the difference between one logit and the next.
+    """
+    builder = DraftBuilder(DecodeSequence([0], 2 + EXAMPLE, SeededRng(0)), EXAMPLE, Processors(Sampling(1.0)))
+    logits_V = -sharpness * torch.arange(2.0 * EXAMPLE)
+    growing = policy.fresh().grow(builder)
+    try:
+        nodes = next(growing)
+        while True:
+            nodes = growing.send(logits_V.expand(len(nodes), -1))
+    except StopIteration as end:
+        return end.value
+
+
+# Shapes: B texts, N draft nodes, H hidden size, V vocabulary.
+
+
+class DecodeLoop:
+    """Texts while they are being decoded together. To the drafter it is the `Context` of heads/base.py.
+
+    Texts leave `texts` when they end, and with them their rows in every cache.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        policy: Policy | None,
+        texts: Sequence[DecodeSequence],
+        processors: Processors,
+        rule: Rule | None = None,
+        widths: dict[int, int] | None = None,
+    ) -> None:
+        self.texts = list(texts)
+        self._target, self._drafter = target, drafter
+        self._processors, self._rule, self._widths = processors, rule, widths
+        self._shared: tuple[int, int] | None = None
+        for text in self.texts:
+            text.policy = None if policy is None else policy.fresh()
+
+    def runner(self, model: nn.Module, *, padded: bool = True) -> ModelRunner:
+        sources = [text.source for text in self.texts]
+        return ModelRunner(model, len(self.texts), sources, widths=self._widths if padded else None)
+
+    def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
+        """Read the prompts and commit the first token of each: every text with its new tokens."""
+        layers = () if self._drafter is None else self._drafter.needs.layers
+        logits_BV = self._target.prefill(self.texts, layers)
+        if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):
+            self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
+        new = []
+        results = self._verify([logits_V[None] for logits_V in logits_BV], [Draft() for _ in self.texts])
+        for row, (text, result) in enumerate(zip(self.texts, results, strict=True)):
+            text.hidden = self._target.hidden(row, ROOT)
+            text.add_features(self._target.features(row))
+            new.append((text, text.commit([result.next_token])))
+        self._finish(started=False)
+        if self._drafter is not None and self.texts:
+            self._drafter.start(self)
+        return new
+
+    def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
+        """Propose, verify and commit once: every running text with its new tokens and the round's record."""
+        hidden = self.texts[0].hidden
+        device = None if hidden is None else hidden.device
+        started = now(device)
+        drafts = [Draft() for _ in self.texts]
+        if self._drafter is not None:
+            builders = [DraftBuilder(text, self._room(text), self._processors, self._shared) for text in self.texts]
+            drafts = propose(self._drafter, [text.policy for text in self.texts], builders)
+        drafted = now(device)
+        logits = self._target.verify([text.tokens[-1] for text in self.texts], drafts)
+        results = self._verify(logits, drafts)
+        verified = now(device)
+        new = []
+        for row, (text, draft, result) in enumerate(zip(self.texts, drafts, results, strict=True)):
+            text.hidden = self._target.hidden(row, result.path[-1] if result.path else ROOT)
+            text.add_features(self._target.features(row, list(result.path)))
+            new.append(text.commit([*(draft.tokens[node] for node in result.path), result.next_token]))
+        self._target.commit([list(result.path) for result in results])
+        if self._drafter is not None:
+            self._observe(builders, drafts, results)
+        ended = now(device)
+        out = []
+        for text, draft, result, tokens in zip(self.texts, drafts, results, new, strict=True):
+            record = Round(
+                drafted=len(draft),
+                depth=draft.depth,
+                accepted=result.accepted,
+                committed=len(tokens),
+                overlap=result.overlap,
+                draft_seconds=drafted - started,
+                verify_seconds=verified - drafted,
+                seconds=ended - started,
+            )
+            text.rounds.append(record)
+            out.append((text, tokens, record))
+        self._finish()
+        return out
+
+    def _observe(self, builders: list[DraftBuilder], drafts: list[Draft], results: list[VerifyResult]) -> None:
+        """Tell the drafter what was kept of its own nodes, and the policy what became of its drafts."""
+        paths = []
+        for text, builder, draft, result in zip(self.texts, builders, drafts, results, strict=True):
+            retrieved = len(draft) > 0 and not builder.tokens
+            paths.append([] if retrieved else builder.origin(result.path))
+            if text.policy is not None and not retrieved:
+                text.policy.observe(builder, draft, result)
+        self._drafter.rollback(paths)
+
+    def _room(self, text: DecodeSequence) -> int:
+        """The deepest draft that the text and the drafter's context allow."""
+        room = text.room
+        if self._drafter.context_limit is not None:
+            room = min(room, self._drafter.context_limit - len(text.tokens))
+        return room
+
+    def _verify(self, logits: list[Tensor], drafts: list[Draft]) -> list[VerifyResult]:
+        """What the rule decides for each text. `logits`: [N + 1, V] each."""
+        processors = self._processors
+        process = processors.tokens if processors.greedy else processors.probabilities
+        if len(logits) > 1 and not processors.read_text:
+            # One call for all texts: nothing that is applied looks at what stands before a token.
+            processed = process(torch.cat(logits), list)
+            sizes = [len(rows) for rows in logits]
+            starts = [sum(sizes[:row]) for row in range(len(sizes))]
+            parts = [processed[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        else:
+            parts = []
+            for text, rows, draft in zip(self.texts, logits, drafts, strict=True):
+                parts.append(process(rows, partial(_contexts, text, draft), text.number))
+        if processors.greedy:
+            return [verify_greedy(tokens, draft) for tokens, draft in zip(parts, drafts, strict=True)]
+        return [
+            verify(self._rule, p_PV, draft, text.rng)
+            for text, p_PV, draft in zip(self.texts, parts, drafts, strict=True)
+        ]
+
+    def _finish(self, *, started: bool = True) -> None:
+        """Drop the rows of texts that have ended; the drafter's too, once it has `started`."""
+        running = [row for row, text in enumerate(self.texts) if text.stopped_by is None]
+        if len(running) == len(self.texts):
+            return
+        self.texts = [self.texts[row] for row in running]
+        if not running:
+            return
+        self._target.drop(running)
+        if started and self._drafter is not None:
+            self._drafter.drop(running)
+
+
+def _contexts(text: DecodeSequence, draft: Draft) -> list[list[int]]:
+    """What stands before the token behind the root and behind each node, as processors see it."""
+    shown = text.padding + text.tokens
+    return [shown, *(shown + [draft.tokens[i] for i in draft.path(node)] for node in range(len(draft)))]
+
+
+def now(device: torch.device | None) -> float:
+    """Seconds; on an accelerator, after the work queued so far is done."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

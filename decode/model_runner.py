@@ -1,0 +1,255 @@
+"""An unmodified transformers LM that reads texts and draft trees, one row each, into a pointer cache."""
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.decode.encoder_decoder import Encoded, true_positions
+from draftsmith.decode.kv_cache import RollbackCache
+from draftsmith.decode.masks import Attention, chain_mask
+from draftsmith.heads.base import Tree
+from draftsmith.heads.draft_tree import ROOT
+from draftsmith.heads.hidden_states import Features
+
+# Shapes: B rows, Q tokens fed to each, S slots of the cache, H hidden size, V vocabulary.
+
+
+class Branches:
+    """Draft nodes of one row that the cache holds behind its committed tokens."""
+
+    def __init__(self) -> None:
+        self.slot: dict[int, int] = {}
+        """Node to its slot, counted from the end of the committed tokens."""
+        self.seen: dict[int, list[int]] = {}
+        """Node to the slots of its path, itself included."""
+        self.depths: list[int] = []
+        """By slot."""
+        self.is_chain = True
+        """Every node stands right behind all that were read before it."""
+
+    def add(self, node: int, parent: int, depth: int) -> None:
+        slot = len(self.depths)
+        self.slot[node] = slot
+        self.seen[node] = [*(self.seen[parent] if parent != ROOT else ()), slot]
+        self.depths.append(depth)
+        self.is_chain = self.is_chain and depth == slot + 1
+
+
+class ModelRunner:
+    """Reads tokens for one model; see `draftsmith.heads.base.Reader` for what callers may rely on.
+
+    Args:
+        model: a causal LM, or an encoder-decoder model, whose `sources` the encoder then reads once.
+        rows: how many texts.
+        remember: keep what the lm_head read, in `states`.
+        layers: also keep what these layers put out, in `features`; see `Needs.layers`.
+        widths: tokens of a pass to the number that it is padded to, see `Costs.verify_widths`; for one row.
+        encoded: the encoder's states [T, H] of each source, where it need not read them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int,
+        sources: Sequence[list[int]] | None = None,
+        *,
+        remember: bool = False,
+        layers: tuple[int, ...] = (),
+        widths: dict[int, int] | None = None,
+        encoded: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.model = model
+        self._device = next(model.parameters()).device
+        self._dtype = next(model.parameters()).dtype
+        self._cache = RollbackCache(model.config, rows)
+        self._branches = [Branches() for _ in range(rows)]
+        self._widths = widths if widths and rows == 1 else {}
+        self._attention = Attention.of(model.config.get_text_config(decoder=True))
+        self._read: list[Tensor | None] | None = [None] if remember else None
+        if remember:
+            _watch(self, model.get_output_embeddings(), self._read)
+        self._watched = Features(model, layers) if layers else None
+        self.states: list[Tensor] = []
+        """Per row, [n, H] for the logits last returned: what the lm_head read (with `remember`), or `output.states`."""
+        self.features: list[Tensor] = []
+        """With `layers`, per row the features [n, F] of the tokens last read."""
+        self._encoded = Encoded(model, sources or [], encoded) if model.config.is_encoder_decoder else None
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._takes_keep = "logits_to_keep" in accepted
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens that each row has read."""
+        return self._cache.lengths
+
+    def append(self, tokens: list[list[int]], features: list[Tensor] | None = None) -> Tensor:
+        """Read committed tokens; the logits [B, V] behind the last one of each row. An empty row stays as it is."""
+        counts = [len(row) for row in tokens]
+        starts = self.lengths
+        width = max(counts)
+        if starts[0] > 0:
+            width = self._widths.get(width, width)
+        positions = [
+            [*range(start, start + count), *[start] * (width - count)]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        if len(set(starts)) == 1:
+            # Padding stands behind the tokens, where no token looks; a mask of one query would hide nothing.
+            simple = starts[0] == 0 or width == 1
+            visible = None if simple else chain_mask(starts[0], width, self._device)
+        else:
+            visible = self._ragged_chain(starts, width)
+        lasts = [max(count, 1) - 1 for count in counts]
+        logits, states = self._forward(tokens, positions, visible, keep=sorted(set(lasts)), features=features)
+        column = {last: place for place, last in enumerate(sorted(set(lasts)))}
+        for row, count in enumerate(counts):
+            self._cache.lengths[row] += count
+        rows = [logits[row, column[last]] for row, last in enumerate(lasts)]
+        if states is not None:
+            self.states = [states[row, column[last]][None] for row, last in enumerate(lasts)]
+        self._take_features(counts)
+        return torch.stack(rows) if len(rows) > 1 else rows[0][None]
+
+    def branch(
+        self, trees: Sequence[Tree], nodes: list[list[int]], features: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Read draft nodes, parents before children; for each row the logits [n, V] behind its nodes."""
+        starts, tokens, positions = [], [], []
+        for tree, wanted, branches, length in zip(trees, nodes, self._branches, self.lengths, strict=True):
+            starts.append(length + len(branches.depths))
+            for node in wanted:
+                branches.add(node, tree.parents[node], tree.depths[node])
+            tokens.append([tree.tokens[node] for node in wanted])
+            positions.append([length + tree.depths[node] - 1 for node in wanted])
+        width = max(map(len, tokens))
+        width = self._widths.get(width, width)
+        for row, wanted in enumerate(positions):
+            wanted += [self.lengths[row]] * (width - len(wanted))
+        mask = self._tree_mask(nodes, starts, width)
+        logits, states = self._forward(tokens, positions, mask, starts=starts, features=features)
+        if states is not None:
+            self.states = [states[row, : len(wanted)] for row, wanted in enumerate(nodes)]
+        self._take_features([len(wanted) for wanted in nodes])
+        return [logits[row, : len(wanted)] for row, wanted in enumerate(nodes)]
+
+    def commit(self, paths: list[list[int]]) -> None:
+        """Keep what was read of each row's accepted path, forget all other draft nodes."""
+        for row, path in enumerate(paths):
+            branches, base = self._branches[row], self.lengths[row]
+            kept = [base + branches.slot[node] for node in path if node in branches.slot]
+            self._cache.keep(row, kept)
+            if branches.depths:
+                self._branches[row] = Branches()
+
+    def drop(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        self._cache.drop(rows)
+        self._branches = [self._branches[row] for row in rows]
+        if self._encoded is not None:
+            self._encoded.drop(rows)
+
+    def _take_features(self, counts: list[int]) -> None:
+        if self._watched is not None:
+            features_BQF = self._watched.take()
+            self.features = [features_BQF[row, :count] for row, count in enumerate(counts)]
+
+    # Masks.
+
+    def _ragged_chain(self, starts: list[int], width: int) -> Tensor:
+        """[B, Q, S]: chains behind different numbers of committed tokens."""
+        start_B11 = torch.tensor(starts, device=self._device)[:, None, None]
+        query_Q1 = torch.arange(width, device=self._device)[:, None]
+        return torch.arange(max(starts) + width, device=self._device) <= start_B11 + query_Q1
+
+    def _tree_mask(self, nodes: list[list[int]], starts: list[int], width: int) -> Tensor | None:
+        """[B, Q, S]: each node sees the committed tokens and its own path. None where it would hide nothing."""
+        if len(starts) == 1 and self._branches[0].is_chain:
+            return None if width == 1 else chain_mask(starts[0], width, self._device)
+        mask = torch.zeros(len(starts), width, max(starts) + width, dtype=torch.bool)
+        for row, wanted in enumerate(nodes):
+            base, branches = self.lengths[row], self._branches[row]
+            mask[row, :, :base] = True
+            for query, node in enumerate(wanted):
+                mask[row, query, [base + slot for slot in branches.seen[node]]] = True
+        return mask.to(self._device)
+
+    def _slot_positions(self, end: int, positions_BQ: Tensor, starts: list[int]) -> Tensor:
+        """[B, S]: the position in its text of what stands in each slot, the tokens being fed included."""
+        slots_BS = torch.arange(end).expand(len(starts), end).clone()
+        for row, branches in enumerate(self._branches):
+            base = self.lengths[row]
+            for slot, depth in enumerate(branches.depths):
+                slots_BS[row, base + slot] = base + depth - 1
+        slots_BS = slots_BS.to(self._device)
+        for row, start in enumerate(starts):
+            count = min(positions_BQ.shape[1], end - start)
+            slots_BS[row, start : start + count] = positions_BQ[row, :count]
+        return slots_BS
+
+    # The forward pass.
+
+    def _forward(
+        self,
+        tokens: list[list[int]],
+        positions: list[list[int]],
+        visible_BQS: Tensor | None,
+        *,
+        starts: list[int] | None = None,
+        keep: list[int] | None = None,
+        features: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits and, where there are any, states of the columns in `keep` (None: all)."""
+        starts = self.lengths if starts is None else starts
+        width = len(positions[0])
+        if len(tokens) > 1 or len(tokens[0]) < width:
+            tokens = [row + [0] * (width - len(row)) for row in tokens]
+        ids = torch.tensor(tokens, device=self._device)
+        positions_BQ = torch.tensor(positions, device=self._device)
+        self._cache.aim(starts, width, self._device)
+        end = self._cache.place.end
+        mask, relative = None, nullcontext()
+        slides = self._attention.window is not None and end > self._attention.window
+        biased = self._encoded.biased if self._encoded is not None else []
+        if slides or biased:
+            positions_BS = self._slot_positions(end, positions_BQ, starts)
+            if visible_BQS is None:
+                visible_BQS = self._ragged_chain(starts, width)
+            if biased:
+                relative = true_positions(biased, positions_BQ, positions_BS)
+            mask = self._attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)
+        elif visible_BQS is not None:
+            mask = self._attention.plain(visible_BQS, self._dtype)
+        inputs = {"use_cache": True}
+        if self._takes_positions:
+            inputs["position_ids"] = positions_BQ
+        if self._takes_keep and keep is not None:
+            inputs["logits_to_keep"] = 1 if keep == [width - 1] else torch.tensor(keep, device=self._device)
+        if self._encoded is not None:
+            inputs |= self._encoded.inputs(ids, mask, self._cache)
+        else:
+            inputs |= {"input_ids": ids, "attention_mask": mask, "past_key_values": self._cache}
+        if features is not None:
+            rows = [nn.functional.pad(row_nF, (0, 0, 0, width - row_nF.shape[0])) for row_nF in features]
+            inputs["features"] = torch.stack(rows) if len(rows) > 1 else rows[0][None]
+        with relative:
+            output = self.model(**inputs)
+        logits = output.logits
+        states = getattr(output, "states", None) if self._read is None else self._read[0]
+        if keep is not None and logits.shape[1] != len(keep):
+            logits = logits[:, keep]
+            states = states[:, keep] if states is not None and states.shape[1] != len(keep) else states
+        return logits, states
+
+
+def _watch(runner: ModelRunner, head: nn.Module, read: list[Tensor | None]) -> None:
+    """Put into `read` what `head` reads, for every architecture alike and at no cost, as long as `runner` lives."""
+
+    def remember(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        read[0] = arguments[0]
+
+    weakref.finalize(runner, head.register_forward_pre_hook(remember).remove)

@@ -1,0 +1,94 @@
+"""Measuring what a pair costs on this machine, for `Costs`."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import nn
+
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.policies.chain import Chain
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sequence import DecodeSequence
+from draftsmith.decode.target import RootedTree, TransformersTarget
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_tree import Draft
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+CONTEXT, REPEATS = 128, 7
+SHORT, LONG = 1, 6
+TURNS, ROUNDS = 6, 5
+"""Chains of which whole rounds are timed, how often in turn, and rounds each time."""
+NEARLY_FREE = 1e-4
+"""Of a pass of the target: for what takes too little to be measured."""
+
+
+@torch.inference_mode()
+def measure_costs(target: nn.Module, drafter: Drafter | None = None, *, widest: int = 64) -> Costs:
+    """Median seconds of forward passes behind 128 tokens, widths interleaved, on the present machine and threads.
+
+    A drafter's steps are timed within whole rounds too: they are dearer there than alone, because the target's weights
+    have just been through the processor's caches, and part of that is paid once a round.
+    """
+    widths = [width for width in WIDTHS if width <= widest]
+    verify = _curve(_reading(target), widths)
+    if drafter is None or drafter.only_retrieves:
+        return Costs(verify, {1: min(verify.values()) * NEARLY_FREE})
+    model = getattr(drafter, "model", None)
+    draft = _curve(_reading(model), widths) if isinstance(model, nn.Module) else {1: 0.0}
+    alone = Costs(verify, draft)
+    reach = min(LONG, drafter.max_draft_length or LONG)
+    seconds: dict[int, list[float]] = {SHORT: [], reach: []}
+    for _ in range(TURNS):  # in turn, so that a slow second of the machine hits both
+        for length, rounds in seconds.items():
+            rounds += _round_seconds(target, drafter, length)
+    short, long = median(seconds[SHORT]), median(seconds[reach])
+    step = draft[1]
+    if reach > SHORT:
+        check = alone.verify_seconds(reach + 1) - alone.verify_seconds(SHORT + 1)
+        step = max((long - short - check) / (reach - SHORT), verify[1] * NEARLY_FREE)
+    fixed = max(short - step - alone.verify_seconds(SHORT + 1), 0.0)
+    return Costs(verify, {width: step + max(value - draft[1], 0.0) for width, value in draft.items()}, fixed)
+
+
+def _round_seconds(target: nn.Module, drafter: Drafter, draft_length: int) -> list[float]:
+    """Seconds of a few sampled rounds with that many draft tokens; the first, which allocates, is left out."""
+    limits = [getattr(model, "config", None) for model in (target, getattr(drafter, "model", None))]
+    limit = min((getattr(config, "max_position_embeddings", None) or CONTEXT * 4 for config in limits), default=CONTEXT)
+    length = max(1, min(CONTEXT, limit - ROUNDS * (draft_length + 1) - 2))
+    source = [1] * 8 if target.config.is_encoder_decoder else []
+    text = DecodeSequence([1] * length, length + ROUNDS * (draft_length + 1) + 2, SeededRng(0), source=source)
+    decoding = DecodeLoop(TransformersTarget(target), drafter, Chain(draft_length), [text], Processors(Sampling(1.0)))
+    decoding.prefill()
+    while len(text.rounds) < ROUNDS and decoding.texts:
+        decoding.round()
+    return [record.seconds for record in text.rounds[1:] or text.rounds]
+
+
+def _reading(model: nn.Module) -> Callable[[int], object]:
+    """A function that reads that many tokens behind a context, and forgets them."""
+    limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT + WIDTHS[-1]
+    runner = ModelRunner(model, 1, [[1] * 8])
+    runner.append([[1] * max(1, min(CONTEXT, limit - WIDTHS[-1] - 1))])
+
+    def read(width: int) -> None:
+        runner.branch([RootedTree.of(1, Draft.chain([1] * (width - 1)))], [list(range(width))])
+        runner.commit([[]])
+
+    return read
+
+
+def _curve(read: Callable[[int], object], widths: list[int]) -> dict[int, float]:
+    seconds: dict[int, list[float]] = {width: [] for width in widths}
+    for repeat in range(REPEATS + 1):
+        for width in widths:
+            started = time.perf_counter()
+            read(width)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if repeat > 0:  # the first pass allocates and chooses kernels
+                seconds[width].append(time.perf_counter() - started)
+    return {width: median(values) for width, values in seconds.items()}

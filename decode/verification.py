@@ -1,0 +1,106 @@
+"""Verification rules by name. Each is a pure function of (p, draft, chance); `RULES` says what each may be given."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draftsmith.decode.sampling import Rng
+from draftsmith.decode.verification_rules import (
+    VerifyResult,
+    block_rule,
+    point_mass_rule,
+    siblings_iid_rule,
+    siblings_without_replacement_rule,
+    token_rule,
+    traversal_rule,
+    typical_rule,
+    verify_greedy,
+)
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft_tree import Draft, DrawnDraft
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A verification rule for sampled decoding (greedy decoding has one rule, the argmax)."""
+
+    name: str
+    verify: Callable[[Tensor, Draft, Rng], VerifyResult]
+    fits: Callable[[Draft], bool]
+    takes: str
+    """What `fits` asks for, in words."""
+    lossless: bool = True
+
+    def require(self, draft: Draft) -> None:
+        """ConfigError for a kind of draft that the rule would be wrong for."""
+        if not self.fits(draft):
+            kind = "drawn from q" if isinstance(draft, DrawnDraft) else "chosen, not drawn"
+            shape = "chain" if draft.is_chain else "tree"
+            raise ConfigError(f"rule={self.name!r} needs {self.takes}; this draft is a {shape} {kind}")
+
+
+def _drawn_chain(draft: Draft) -> bool:
+    return isinstance(draft, DrawnDraft) and draft.is_chain
+
+
+def _drawn(draft: Draft, *, replacement: bool) -> bool:
+    # Without siblings the two ways of drawing are one.
+    return isinstance(draft, DrawnDraft) and (draft.is_chain or draft.replacement == replacement)
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("token", token_rule, _drawn_chain, "a chain drawn from q"),
+        Rule("block", block_rule, _drawn_chain, "a chain drawn from q"),
+        Rule("point-mass", point_mass_rule, lambda draft: True, "any draft"),
+        Rule(
+            "siblings-iid",
+            siblings_iid_rule,
+            lambda draft: _drawn(draft, replacement=True),
+            "a tree whose siblings were drawn independently from q",
+        ),
+        Rule(
+            "siblings-without-replacement",
+            siblings_without_replacement_rule,
+            lambda draft: _drawn(draft, replacement=False),
+            "a tree whose siblings were drawn from q without replacement",
+        ),
+        Rule(
+            "traversal",
+            traversal_rule,
+            lambda draft: _drawn(draft, replacement=False),
+            "a tree whose siblings were drawn from q without replacement",
+        ),
+        Rule("typical", typical_rule, lambda draft: True, "any draft", lossless=False),
+    )
+}
+
+
+def rule_named(name: str) -> Rule:
+    """The rule of that name, or ConfigError."""
+    if name not in RULES:
+        raise ConfigError.of("rule", name, f"one of {', '.join(RULES)}")
+    return RULES[name]
+
+
+def best_rule(draft: Draft) -> Rule:
+    """The lossless rule that accepts most for this kind of draft."""
+    if not isinstance(draft, DrawnDraft):
+        return RULES["point-mass"]
+    if draft.is_chain:
+        return RULES["block"]
+    return RULES["siblings-iid" if draft.replacement else "traversal"]
+
+
+def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
+    """Apply `rule` (None: the best lossless one for this draft), or refuse a draft that it would be wrong for."""
+    if len(draft) == 0:
+        return VerifyResult((), rng.categorical(p_PV[0]), ())
+    rule = rule or best_rule(draft)
+    rule.require(draft)
+    return rule.verify(p_PV, draft, rng)
+
+
+__all__ = ["RULES", "Rule", "VerifyResult", "best_rule", "rule_named", "verify", "verify_greedy"]

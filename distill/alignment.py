@@ -1,0 +1,172 @@
+"""Target and drafter at the tokens of one draft position, as rows of log-probabilities of the same events.
+
+Where the target's states are known, the events are the drafter's vocabulary. Where a file holds only its likeliest
+tokens, they are these and a tail, 'any other token'. Merging events loses what the two disagree on inside the tail, so
+that by the data-processing inequality every divergence is then a lower bound of the whole one, and alpha an upper one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.heads.base import DraftStates, TeacherSignals
+
+# Shapes: B texts, T positions, N tokens, V vocabulary, D draft vocabulary or drafter hidden size, H target hidden size,
+# E events or known tokens.
+
+LmHead = Callable[[Tensor], Tensor]
+NOTHING = -1e30
+"""Log-probability of what cannot happen under either; finite, so that two of them have a difference, zero."""
+LEAST_TAIL = torch.finfo(torch.float32).eps
+"""What is left for the tail where the known tokens add up to 1 as far as their digits go."""
+
+
+@dataclass(frozen=True)
+class TeacherOutput:
+    """What a teacher tells of the target at N positions: its final hidden states, or its likeliest tokens alone."""
+
+    hidden_NH: Tensor
+    top_ids_NE: Tensor | None = None
+    """-1 for none; `hidden_NH` is then empty."""
+    top_log_NE: Tensor | None = None
+
+    def __getitem__(self, place: slice) -> "TeacherOutput":
+        parts = (self.hidden_NH, self.top_ids_NE, self.top_log_NE)
+        return TeacherOutput(*(None if part is None else part[place] for part in parts))
+
+
+@dataclass(frozen=True)
+class Position:
+    """The unmasked tokens of one draft position."""
+
+    entry: DraftStates
+    student_ND: Tensor
+    known: TeacherOutput
+    labels_N: Tensor
+    """The text's next token, -1 where there is none."""
+    anchors: tuple[Tensor, Tensor]
+    """(row, column) of each token in the grid of anchors, by which the positions of one draft belong together."""
+    grid: torch.Size
+
+
+def position_of(entry: DraftStates, signals: TeacherSignals) -> Position:
+    """The drafter's states, and what is known of the target where they are to agree with it; unmasked ones alone."""
+    if entry.places_BT is None:
+        width = max(0, signals.mask_BT.shape[1] - entry.offset)
+        mask_BT = signals.mask_BT[:, entry.offset :]
+        if signals.documents_BT is not None:
+            documents_BT = signals.documents_BT
+            mask_BT = mask_BT & (documents_BT[:, :width] == documents_BT[:, entry.offset :])
+        states_BTD = entry.hidden_BTD[:, :width]
+        known, labels_N = _taught(signals, lambda x_BT: x_BT[:, entry.offset :][mask_BT])
+        anchors = mask_BT.nonzero(as_tuple=True)
+        return Position(entry, states_BTD[mask_BT], known, labels_N, anchors, signals.mask_BT.shape)
+    places_BT = entry.places_BT.clamp_min(0)
+    mask_BT = signals.mask_BT.gather(1, places_BT) & (entry.places_BT >= 0)
+    rows_B1 = torch.arange(places_BT.shape[0], device=places_BT.device)[:, None]
+    known, labels_N = _taught(signals, lambda x_BT: x_BT[rows_B1, places_BT][mask_BT])
+    anchors = mask_BT.nonzero(as_tuple=True)
+    return Position(entry, entry.hidden_BTD[mask_BT], known, labels_N, anchors, mask_BT.shape)
+
+
+def _taught(signals: TeacherSignals, pick: Callable[[Tensor], Tensor]) -> tuple[TeacherOutput, Tensor]:
+    """What is known of the target, and the text's next token, at the positions that `pick` takes out of [B, T, ...]."""
+    parts = (signals.hidden_BTH, signals.top_ids_BTE, signals.top_log_BTE)
+    next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
+    labels_BT = nn.functional.pad(next_BT, (0, 1), value=-1)
+    return TeacherOutput(*(None if part is None else pick(part) for part in parts)), pick(labels_BT)
+
+
+class Rows(NamedTuple):
+    """Log-probabilities at one temperature."""
+
+    p_log_NE: Tensor
+    """The target's, as they are: where the drafter knows a part of the vocabulary, they do not add up to 1."""
+    q_log_NE: Tensor
+    """The drafter's, of the same events."""
+    q_log_ND: Tensor
+    """The drafter's, of every token that it knows."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Target and drafter at N positions, before any temperature."""
+
+    favourite_N: Tensor
+    """The target's likeliest token as a row of the drafter's vocabulary; -1 where it has none."""
+    p_NV: Tensor | None
+    """The target's logits; None where only `known` tokens have a probability."""
+    q_ND: Tensor
+    """The drafter's logits."""
+    known: TeacherOutput
+    vocabulary_D: Tensor | None
+
+    def at(self, temperature: float) -> Rows:
+        """Both over the drafter's vocabulary, or over the known tokens and the tail."""
+        q_log_ND = _tempered(self.q_ND, temperature).log_softmax(-1)
+        if self.p_NV is None:
+            assert temperature == 1, "nobody knows how much of the tail another temperature would make"
+            return Rows(*known_and_tail(self.known, q_log_ND, self.vocabulary_D), q_log_ND)
+        with torch.no_grad():
+            p_log_NV = _tempered(self.p_NV, temperature).log_softmax(-1)
+            p_log_ND = p_log_NV if self.vocabulary_D is None else p_log_NV[:, self.vocabulary_D]
+        return Rows(p_log_ND, q_log_ND, q_log_ND)
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """At temperature 1 without a copy of what is the largest tensor there is."""
+    return logits if temperature == 1 else logits / temperature
+
+
+def compare(student_ND: Tensor, known: TeacherOutput, entry: DraftStates, lm_head: LmHead) -> Compared:
+    """The drafter's states beside what is known of the target where they stand."""
+    p_NV = None
+    with torch.no_grad():
+        if known.top_ids_NE is None:
+            p_NV = at_least_float32(lm_head(known.hidden_NH))
+            favourite_N = p_NV.argmax(-1)
+        else:
+            best_N1 = known.top_log_NE.where(known.top_ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
+            favourite_N = known.top_ids_NE.gather(-1, best_N1)[:, 0]
+        favourite_N = draft_rows(favourite_N, entry.vocabulary_D)
+    return Compared(favourite_N, p_NV, at_least_float32(entry.head(student_ND)), known, entry.vocabulary_D)
+
+
+def known_and_tail(known: TeacherOutput, q_log_ND: Tensor, vocabulary_D: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(p, q) as log-probabilities [N, E + 1] of the known tokens and, last, of any other token.
+
+    p of the tail is what the known tokens leave, q of it the sum over the drafter's others. Known tokens that the
+    drafter has not are no events: their probability is missing from p as it is from any draft vocabulary's.
+    """
+    N, D = q_log_ND.shape
+    with torch.no_grad():
+        top_log_NE = at_least_float32(known.top_log_NE).where(known.top_ids_NE >= 0, -torch.inf)
+        rows_NE = draft_rows(known.top_ids_NE, vocabulary_D)
+        event_NE = (rows_NE >= 0) & (top_log_NE > NOTHING)
+        # Column D takes what is no event.
+        merged_ND = torch.ones(N, D + 1, dtype=torch.bool, device=q_log_ND.device)
+        merged_ND = merged_ND.scatter(-1, rows_NE.where(event_NE, D), False)[:, :D]
+        tail_N1 = -torch.expm1(top_log_NE.logsumexp(-1, keepdim=True))
+        tail_N1 = tail_N1.clamp_min(LEAST_TAIL).log().where(merged_ND.any(-1, keepdim=True), NOTHING)
+        p_log_NE = torch.cat([top_log_NE.where(event_NE, NOTHING), tail_N1], -1).to(q_log_ND.dtype)
+    # Summed over the others rather than subtracted from 1, which would leave no digits of a small tail.
+    q_tail_N1 = q_log_ND.masked_fill(~merged_ND, NOTHING).logsumexp(-1, keepdim=True)
+    q_known_NE = q_log_ND.gather(-1, rows_NE.clamp_min(0)).where(event_NE, NOTHING)
+    return p_log_NE, torch.cat([q_known_NE, q_tail_N1], -1)
+
+
+def draft_rows(ids: Tensor, vocabulary_D: Tensor | None) -> Tensor:
+    """The row of each token in the drafter's vocabulary; -1 for none, and for a token that is -1 itself."""
+    if vocabulary_D is None:
+        return ids
+    sorted_D, order_D = vocabulary_D.sort()
+    places = torch.searchsorted(sorted_D, ids).clamp_max(len(vocabulary_D) - 1)
+    return order_D[places].where(sorted_D[places] == ids, -1)
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Log-probabilities of half-precision logits are too coarse to sum; fp64 stays for the gradient tests."""
+    return logits if logits.dtype == torch.float64 else logits.float()

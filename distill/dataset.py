@@ -1,0 +1,279 @@
+"""What a run may learn from, as tokens: read once, checked, counted and kept on disk; nothing is dropped in silence.
+
+Several samples in one row: little is padding, and no sample sees another.
+"""
+
+import json
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
+from datasets.arrow_writer import ArrowWriter
+
+from draftsmith.distill.chat_template import Chat, Encoded, TooLongText, characters
+from draftsmith.distill.embedded import embedded_prompts
+from draftsmith.distill.load_target import EMBEDDED
+from draftsmith.distill.sources import Conversation, conversation, read_source, source_stamp
+from draftsmith.errors import ConfigError
+from draftsmith.locks import hold_cache
+from draftsmith.provenance import fingerprint, tokenizer_fingerprint
+from draftsmith.storage import atomic_folder, cache_dir, write_json
+
+VERSION = 1
+FEATURES = Features(
+    {
+        "input_ids": List(Value("int64")),
+        "spans": List(List(Value("int64"))),
+        "opening": Value("string"),
+        "turns": Value("string"),
+    }
+)
+"""Columns of examples. Without spans they are prompts, which the target is to answer. `opening`: equal for
+conversations that begin alike; `turns`: JSON of what a conversation asks, '' for plain text."""
+
+
+@dataclass(frozen=True)
+class ExampleSettings:
+    """Where examples come from and how long they may be; see the recipe's data section."""
+
+    source: str
+    count: int
+    prompt_tokens: int
+    response_tokens: int
+    answered: bool = False
+    """Take the responses that the text holds, too."""
+    every_turn: bool = False
+    """Without answers: also ask what a conversation asks behind its first answer."""
+    deduplicate: bool = True
+    seed: int = 0
+    subset: str | None = None
+    split: str = "train"
+
+
+@dataclass
+class Counts:
+    """What became of the rows that were read."""
+
+    rows: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Reason to number of samples."""
+
+    def leave_out(self, reason: str) -> None:
+        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+
+    def lines(self, source: str) -> list[str]:
+        """One sentence for each reason."""
+        return [f"{source}: {number:,} of {self.rows:,} {reason}: left out" for reason, number in self.left_out.items()]
+
+
+def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, report: Callable[[str], None]) -> Dataset:
+    """At most `count` examples (`FEATURES`); `report` is told how many were left out, and why.
+
+    The same source, tokenizer, template and settings are read once, and come from the cache afterwards.
+
+    Raises:
+        ConfigError: for a source that cannot be read, a row without what is needed, or when nothing is left.
+    """
+    disable_progress_bars()
+    if settings.source == EMBEDDED:
+        return _embedded(chat, settings)
+    stamp = source_stamp(settings.source, settings.subset, settings.split)
+    written = [str(chat.tokenizer.chat_template), chat.options]
+    key = fingerprint([VERSION, stamp, tokenizer_fingerprint(chat.tokenizer), written, asdict(settings), context])
+    folder = cache_dir() / "examples" / key
+    with nullcontext() if folder.is_dir() else hold_cache(folder):
+        if not folder.is_dir():
+            with atomic_folder(folder) as temporary:
+                counts = _write(temporary / "rows.arrow", chat, settings, context)
+                write_json(temporary / "counts.json", asdict(counts))
+    counts = Counts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
+    for line in counts.lines(settings.source):
+        report(line)
+    return Dataset.from_file(str(folder / "rows.arrow"))
+
+
+def _write(file: Path, chat: Chat, settings: ExampleSettings, context: int | None) -> Counts:
+    """Row by row, so that memory does not grow with the data."""
+    counts, kept = Counts(), 0
+    chat = replace(chat, template=None, longest=characters(settings.prompt_tokens + settings.response_tokens))
+    with ArrowWriter(features=FEATURES, path=str(file)) as writer:
+        for row in _examples(chat, settings, context, counts):
+            writer.write(row)
+            kept += 1
+            if kept == settings.count:
+                break
+        writer.finalize()
+    if not kept:
+        why = "; ".join(counts.lines(settings.source))
+        raise ConfigError(
+            f"data.prompts={settings.source} leaves nothing to train on ({why}); expected at least one row"
+        )
+    return counts
+
+
+def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts: Counts) -> Iterator[dict[str, Any]]:
+    seen: set[str] = set()
+    for place, row in read_source(settings.source, settings.subset, settings.split):
+        counts.rows += 1
+        found = conversation(place, row)
+        if found.messages and not found.asked:
+            counts.leave_out("begin with an answer")
+            continue
+        try:
+            samples = _samples(chat, found, settings)
+        except TooLongText:
+            counts.leave_out(f"have more than {chat.longest:,} characters")
+            continue
+        for sample in samples:
+            reason = _too_long(sample, settings, context)
+            if reason is None and settings.deduplicate:
+                twin = fingerprint([sample.input_ids, found.turns if settings.every_turn else None])
+                reason = "are the same as another" if twin in seen else None
+                seen.add(twin)
+            if reason is not None:
+                counts.leave_out(reason)
+                continue
+            yield {
+                "input_ids": sample.input_ids,
+                "spans": sample.spans,
+                "opening": fingerprint(found.opening),
+                "turns": _turns(found, settings.every_turn),
+            }
+
+
+def _samples(chat: Chat, found: Conversation, settings: ExampleSettings) -> list[Encoded]:
+    if settings.answered:
+        return chat.encode(found, settings.prompt_tokens)
+    return [Encoded(chat.prompt(found), [])]
+
+
+def _too_long(sample: Encoded, settings: ExampleSettings, context: int | None) -> str | None:
+    """Why a sample cannot be taken; None for one that can."""
+    length = len(sample.input_ids)
+    prompt = sample.spans[0][0] if sample.spans else length
+    if prompt == 0:
+        return "have no token to read before the first that is trained"
+    if prompt > settings.prompt_tokens:
+        return f"have prompts longer than data.prompt_tokens={settings.prompt_tokens}"
+    if length - prompt > settings.response_tokens:
+        return f"have answers longer than data.response_tokens={settings.response_tokens}"
+    if context is not None and length + (0 if sample.spans else settings.response_tokens) > context:
+        room = "" if sample.spans else f" with data.response_tokens={settings.response_tokens} behind them"
+        return f"do not fit the target's context of {context}{room}"
+    return None
+
+
+def _turns(found: Conversation, every_turn: bool) -> str:
+    """What the target is asked, turn by turn."""
+    if not found.messages:
+        return ""
+    return json.dumps({"turns": found.turns if every_turn else found.turns[:1], "tools": found.tools})
+
+
+def _embedded(chat: Chat, settings: ExampleSettings) -> Dataset:
+    """Stretches of the embedded text; their own continuation is the answer."""
+    prompt = settings.prompt_tokens
+    window = prompt + (settings.response_tokens if settings.answered else 0)
+    rows = embedded_prompts(chat.tokenizer, "train", settings.count, window, settings.seed)
+    spans = [[prompt, window]] if settings.answered else []
+    return Dataset.from_list(
+        [{"input_ids": row["input_ids"], "spans": spans, "opening": row["id"], "turns": ""} for row in rows],
+        features=FEATURES,
+    )
+
+
+def hold_out(examples: Dataset, count: int) -> tuple[Dataset, list[list[int]]]:
+    """(what is trained on, the first prompts of the last `count` conversations).
+
+    Every row of a conversation that begins like a held-out one is kept out of training.
+
+    Raises:
+        ConfigError: when nothing would be left to train on.
+    """
+    openings = list(dict.fromkeys(reversed(examples["opening"])))
+    if len(openings) <= count:
+        raise ConfigError(
+            f"data.prompts holds {len(openings)} usable prompts; expected more than evaluation.count={count}, which "
+            "are kept out of training (or name a file in evaluation.prompts)"
+        )
+    held = set(openings[:count])
+    prompts: dict[str, list[int]] = {}
+    kept = []
+    for index, opening in enumerate(examples["opening"]):
+        if opening not in held:
+            kept.append(index)
+        elif opening not in prompts:
+            row = examples[index]
+            prompts[opening] = row["input_ids"][: row["spans"][0][0]] if row["spans"] else row["input_ids"]
+    return examples.select(kept), list(prompts.values())
+
+
+def length_statistics(rows: Dataset) -> dict[str, Any]:
+    """Samples, tokens, trained tokens, and the 5th, 50th and 95th percentile and largest of their lengths."""
+    lengths = sorted(map(len, rows["input_ids"]))
+    trained = [sum(end - start for start, end in spans) for spans in rows["spans"]]
+    at = {f"p{q}": lengths[min(len(lengths) - 1, q * len(lengths) // 100)] for q in (5, 50, 95)}
+    return {"samples": len(lengths), "tokens": sum(lengths), "trained": sum(trained), **at, "longest": lengths[-1]}
+
+
+KNOWN = ("top_ids", "top_logprobs")
+"""What a teacher's file knows of each trained token."""
+AT_ONCE = 1000
+"""Packed rows that are Python numbers at a time, which take several times the room of columns."""
+
+
+def pack(rows: Dataset, width: int) -> Dataset:
+    """Rows of at most `width` tokens: `input_ids`, `spans`, and `documents`, the lengths of the samples in each.
+
+    What a teacher's file knows of the trained tokens (`top_ids`, `top_logprobs`) stays in their order.
+
+    Samples go, longest first, into the fullest row that still has room for them (best fit, decreasing). A sample that
+    is longer than `width` has a row of its own.
+    """
+    lengths = list(map(len, rows["input_ids"]))
+    bins: list[list[int]] = []
+    by_room: dict[int, list[list[int]]] = {}
+    rooms: list[int] = []  # sorted, each once
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        tightest = bisect_left(rooms, length)
+        if tightest == len(rooms):
+            place, room = [], max(width, length)
+            bins.append(place)
+        else:
+            room = rooms[tightest]
+            place = by_room[room].pop()
+            if not by_room[room]:
+                rooms.pop(tightest)
+        place.append(index)
+        left = by_room.setdefault(room - length, [])
+        if not left:
+            insort(rooms, room - length)
+        left.append(place)
+    known = [name for name in KNOWN if name in rows.column_names]
+    features = Features({name: rows.features[name] for name in ("input_ids", "spans", *known)})
+    features["documents"] = List(Value("int64"))
+    # Not `from_generator`, whose cache on disk does not know when this code changes.
+    parts = [
+        Dataset.from_list(list(_rows(rows, bins[start : start + AT_ONCE], known)), features=features)
+        for start in range(0, len(bins), AT_ONCE)
+    ]
+    return concatenate_datasets(parts)
+
+
+def _rows(rows: Dataset, bins: list[list[int]], known: list[str]) -> Iterator[dict[str, Any]]:
+    for indices in bins:
+        packed: dict[str, list[Any]] = {name: [] for name in ("input_ids", "spans", "documents", *known)}
+        for index in indices:
+            begin, row = len(packed["input_ids"]), rows[index]
+            packed["input_ids"] += row["input_ids"]
+            packed["documents"].append(len(row["input_ids"]))
+            # The first token of a document has nothing before it to be predicted from.
+            packed["spans"] += [[begin + max(1, start), begin + end] for start, end in row["spans"] if end > 1]
+            for name in known:
+                packed[name] += row[name]
+        yield packed

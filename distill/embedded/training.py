@@ -1,0 +1,239 @@
+"""How the embedded target is made: a byte-level BPE tokenizer and a Llama that grows in depth while it trains.
+
+A deep model trained from scratch would need many times the minutes that a first run may take. So most tokens pass
+through a shallow model, whose blocks are then repeated to make a deeper one (progressive stacking: Gong et al., 2019).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.distill.muon import Muon
+
+# Shapes: B batch, T positions, V vocabulary.
+
+
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training at one depth."""
+
+    layers: int
+    steps: int
+    batch_size: int
+    sequence_length: int
+
+
+@dataclass(frozen=True)
+class EmbeddedRecipe:
+    """Everything that decides the embedded target's weights, the corpus aside."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    num_attention_heads: int = 4
+    max_position_embeddings: int = 1024
+    stages: tuple[Stage, ...] = (
+        Stage(layers=2, steps=560, batch_size=8, sequence_length=256),
+        Stage(layers=6, steps=160, batch_size=8, sequence_length=256),
+        Stage(layers=12, steps=100, batch_size=8, sequence_length=512),
+    )
+    learning_rate: float = 6e-3
+    """Peak, of Muon: the matrices inside the blocks."""
+    embedding_learning_rate: float = 8e-3
+    """Peak, of AdamW: the embedding and the norms' gains."""
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+    packages: tuple[str, ...] | None = None
+    """Only these top-level packages of the standard library; all when None."""
+
+    @property
+    def cost(self) -> int:
+        """Layer passes over tokens: what the time left is computed from (the embedding and lm_head cost ~1 layer)."""
+        return sum(stage_step_cost(stage) * stage.steps for stage in self.stages)
+
+
+def stage_step_cost(stage: Stage) -> int:
+    """One optimizer step of a stage, in the unit of `EmbeddedRecipe.cost`."""
+    return (stage.layers + 1) * stage.batch_size * stage.sequence_length
+
+
+def train_tokenizer(texts: list[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: every text round-trips, unknown tokens cannot occur. Adds no special tokens by itself."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        padding_side="left",
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode_corpus(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
+    """All texts as one run of token ids [N], each between <|bos|> and <|eos|>."""
+    ids: list[int] = []
+    for text in texts:
+        ids += [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
+    return torch.tensor(ids)
+
+
+def model_config(recipe: EmbeddedRecipe, tokenizer: PreTrainedTokenizerFast, layers: int) -> LlamaConfig:
+    """The Llama shape of `recipe` at one depth."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=recipe.num_attention_heads,
+        num_key_value_heads=recipe.num_attention_heads,
+        max_position_embeddings=recipe.max_position_embeddings,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+@torch.no_grad()
+def grow(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """A deeper model that computes nearly the same: each block repeated, every copy adding its share of the update.
+
+    A residual network is a discretised flow: n copies of a block with 1/n of its output follow it in finer steps.
+    """
+    config = type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": layers})
+    deeper = LlamaForCausalLM(config).to(model.device)
+    deeper.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
+    deeper.model.norm.load_state_dict(model.model.norm.state_dict())
+    shallow = model.model.layers
+    origin = [index * len(shallow) // layers for index in range(layers)]
+    for index, block in enumerate(deeper.model.layers):
+        block.load_state_dict(shallow[origin[index]].state_dict())
+        share = 1 / origin.count(origin[index])
+        block.self_attn.o_proj.weight.mul_(share)
+        block.mlp.down_proj.weight.mul_(share)
+    return deeper
+
+
+def batches(tokens: Tensor, stage: Stage, seed: int) -> Iterator[Tensor]:
+    """Endless batches [B, T+1]: every epoch cuts the corpus at another phase and visits all pieces in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    width = stage.sequence_length + 1
+    queue: list[int] = []
+    while True:
+        while len(queue) < stage.batch_size:
+            phase = int(torch.randint(min(width, max(1, len(tokens) - width)), (1,), generator=generator))
+            pieces = max(1, (len(tokens) - phase) // width)
+            queue += [phase + width * i for i in torch.randperm(pieces, generator=generator).tolist()]
+        starts, queue = queue[: stage.batch_size], queue[stage.batch_size :]
+        yield torch.stack([tokens[start : start + width] for start in starts])
+
+
+def training_device() -> torch.device:
+    """The accelerator when there is one; its weights may differ from the CPU's in the last digits."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def bf16_is_fast(device: torch.device) -> bool:
+    """True where bf16 matrix products run in hardware; elsewhere they are emulated and slower than fp32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(supported and supported())
+
+
+def language_loss(model: LlamaForCausalLM, batch: Tensor, bf16: bool) -> Tensor:
+    """Mean next-token cross-entropy in nats of a batch [B, T+1]."""
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=bf16):
+        logits_BTV = model(batch[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+@torch.inference_mode()
+def heldout_loss(model: LlamaForCausalLM, tokens: Tensor, sequence_length: int, windows: int = 64) -> float:
+    """Mean loss in nats a token over evenly spaced windows of the held-out tokens."""
+    width = min(sequence_length + 1, len(tokens))
+    starts = torch.linspace(0, len(tokens) - width, windows).long().tolist()
+    bf16 = bf16_is_fast(model.device)
+    losses = [language_loss(model, tokens[None, start : start + width].to(model.device), bf16) for start in starts]
+    return float(torch.stack(losses).mean())
+
+
+def _pace(step: int, stage: Stage, last: bool, warmup: int) -> float:
+    """Share of the peak rate: a short warm-up, again after every growth, then flat; in the last stage linear to 0."""
+    warm = min(1.0, (step + 1) / max(1, min(warmup, stage.steps // 4)))
+    decay = 1 - step / stage.steps if last else 1.0
+    return warm * decay
+
+
+def _optimizers(model: LlamaForCausalLM, recipe: EmbeddedRecipe, bf16: bool) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for the embedding and the norms' gains."""
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    embedding = model.model.embed_tokens.weight
+    product_type = torch.bfloat16 if bf16 else torch.float32
+    muon = Muon(matrices, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, dtype=product_type)
+    rate = recipe.embedding_learning_rate
+    return [muon, torch.optim.AdamW([embedding, *gains], lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def train_model(
+    recipe: EmbeddedRecipe,
+    tokenizer: PreTrainedTokenizerFast,
+    tokens: Tensor,
+    on_step: Callable[[Stage, float], None],
+) -> LlamaForCausalLM:
+    """Train through all stages and return the fp32 model in eval mode. `on_step` gets each step's stage and loss."""
+    device = training_device()
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        model = LlamaForCausalLM(model_config(recipe, tokenizer, recipe.stages[0].layers)).to(device)
+        for number, stage in enumerate(recipe.stages):
+            if stage.layers != model.config.num_hidden_layers:
+                model = grow(model, stage.layers)
+            _train_stage(model, recipe, number, tokens, on_step)
+    return model.eval().cpu()
+
+
+def _train_stage(
+    model: LlamaForCausalLM,
+    recipe: EmbeddedRecipe,
+    number: int,
+    tokens: Tensor,
+    on_step: Callable[[Stage, float], None],
+) -> None:
+    stage = recipe.stages[number]
+    last = number == len(recipe.stages) - 1
+    bf16 = bf16_is_fast(model.device)
+    optimizers = _optimizers(model, recipe, bf16)
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    source = batches(tokens, stage, seed=recipe.seed * 1000 + number)
+    model.train()
+    for step in range(stage.steps):
+        loss = language_loss(model, next(source).to(model.device), bf16)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * _pace(step, stage, last, recipe.warmup_steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        on_step(stage, loss.item())

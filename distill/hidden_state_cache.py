@@ -1,0 +1,190 @@
+"""The target's states for every training row, on disk: the target runs once, not once an epoch.
+
+Only states are kept, H numbers a token (and the features that a drafter reads); logits are made again from them by the
+lm_head, so that nothing is cut off. Rows lie in shards that are written whole, carry a checksum and are
+built one by one: a kill loses the shard in hand, a damaged one is built again alone.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import TeacherSignals
+from draftsmith.heads.hidden_states import document_numbers
+from draftsmith.provenance import fingerprint, model_fingerprint
+from draftsmith.storage import cache_dir, write_json, writing
+
+VERSION = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+FLOAT8_MAX = 448.0
+"""The largest number of float8_e4m3fn; each token is scaled to it."""
+
+# Shapes: B texts, T positions, N tokens of a shard, W = H + F numbers a token, H hidden size, F features.
+
+
+class SignalCache:
+    """Shards of states in a folder of its own for each target, data, layers and dtype.
+
+    Args:
+        rows: the training data; `input_ids` of each row and, where rows are packed, `documents`: the lengths of the
+            documents in it, which the target does not see together.
+        layers: see `Needs.layers`.
+        dtype: 'float32', 'bfloat16' or 'float8' (one scale a token).
+        shard_rows: rows of a shard.
+    """
+
+    def __init__(
+        self, model: nn.Module, rows: Dataset, layers: tuple[int, ...], dtype: str, *, shard_rows: int = 256
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError.of("teacher.dtype", dtype, f"one of {', '.join(DTYPES)}")
+        self.dtype, self.shard_rows, self._rows = dtype, shard_rows, rows
+        self.lengths = [len(ids) for ids in rows["input_ids"]]
+        self._packed = "documents" in rows.column_names
+        data = [fingerprint(list(rows[column])) for column in ("input_ids", "documents")[: 1 + self._packed]]
+        self.key = fingerprint([VERSION, model_fingerprint(model), *data, list(layers), dtype, shard_rows])
+        self.folder = cache_dir() / "signals" / self.key
+        self._open: dict[int, object] = {}
+
+    @property
+    def shards(self) -> int:
+        return -(-len(self.lengths) // self.shard_rows)
+
+    def missing(self) -> tuple[list[int], list[str]]:
+        """Shards that have to be built, and a line for each that is there but cannot be used."""
+        wanted, problems = [], []
+        for shard in range(self.shards):
+            problem = self._problem(shard)
+            if problem is not None:
+                wanted.append(shard)
+            if problem:
+                problems.append(f"teacher cache: {self._file(shard).name} {problem}; building it again")
+        return wanted, problems
+
+    def build(
+        self, shards: Iterable[int], teacher: OnlineTeacher, done: Callable[[], None], *, batch: int = 16
+    ) -> None:
+        """Run the target over the rows of these shards and write each; `done` is called behind each."""
+        for shard in shards:
+            parts: list[Tensor] = []
+            rows = list(self._shard(shard))
+            for start in range(0, len(rows), batch):
+                chosen = [self._rows[row] for row in rows[start : start + batch]]
+                documents = [row["documents"] for row in chosen] if self._packed else None
+                parts += _states(teacher, [row["input_ids"] for row in chosen], documents)
+            self._write(shard, torch.cat(parts))
+            done()
+
+    def bytes_a_token(self) -> float:
+        """On disk, over all shards."""
+        return sum(self._file(shard).stat().st_size for shard in range(self.shards)) / sum(self.lengths)
+
+    def read(self, row: int) -> Tensor:
+        """[T, W] of one row, in the dtype that it was stored in, float32 for float8."""
+        shard = row // self.shard_rows
+        if shard not in self._open:
+            self._open[shard] = safe_open(self._file(shard), framework="pt")
+        start = sum(self.lengths[shard * self.shard_rows : row])
+        part = slice(start, start + self.lengths[row])
+        states_TW = self._open[shard].get_slice("states")[part]
+        if self.dtype != "float8":
+            return states_TW
+        return states_TW.float() * self._open[shard].get_slice("scales")[part][:, None]
+
+    def _shard(self, shard: int) -> range:
+        return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, len(self.lengths)))
+
+    def _file(self, shard: int) -> Path:
+        return self.folder / f"shard-{shard:05d}.safetensors"
+
+    def _problem(self, shard: int) -> str | None:
+        """None for a good shard, '' for one that is not there, else what is wrong."""
+        file, note = self._file(shard), self._file(shard).with_suffix(".json")
+        if not file.exists():
+            return ""
+        try:
+            known = json.loads(note.read_text(encoding="utf-8"))
+            if known["key"] != self.key:
+                return f"was made for {known['key']}, not {self.key}"
+            return None if known["sha256"] == _sha256(file) else "does not match its checksum"
+        except (OSError, ValueError, KeyError):
+            return "has no checksum beside it"
+
+    def _write(self, shard: int, states_NW: Tensor) -> None:
+        tensors = {"states": states_NW.to(DTYPES[self.dtype])}
+        if self.dtype == "float8":
+            scales_N = states_NW.float().abs().amax(-1).clamp_min(1e-12) / FLOAT8_MAX
+            tensors = {"states": (states_NW.float() / scales_N[:, None]).to(DTYPES["float8"]), "scales": scales_N}
+        file = self._file(shard)
+        temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
+        then = "the shards before it are kept, and the run goes on from there. Free some space, or take "
+        try:
+            with writing(f"teacher cache: {file}", then + "teacher.kind=online"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                save_file(tensors, temporary, metadata={"key": self.key})
+                digest = _sha256(temporary)
+                with temporary.open("rb+") as handle:
+                    os.fsync(handle.fileno())
+                temporary.replace(file)
+                write_json(file.with_suffix(".json"), {"key": self.key, "sha256": digest})
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class CachedTeacher:
+    """Hands out what `SignalCache` holds, as `OnlineTeacher` hands out what the target computes."""
+
+    def __init__(self, teacher: OnlineTeacher, cache: SignalCache) -> None:
+        self.model, self.lm_head = teacher.model, teacher.lm_head
+        self._cache = cache
+        self._hidden_size = self.lm_head.weight.shape[1]
+
+    def signals(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor,
+        mask_BT: Tensor,
+        source_BS: None = None,
+        source_mask_BS: None = None,
+        rows: Sequence[int] = (),
+        documents_BT: Tensor | None = None,
+    ) -> TeacherSignals:
+        """The batch as the target saw it; `rows`: which rows of the data it holds."""
+        parameter = self.lm_head.weight
+        B, T = input_ids_BT.shape
+        stored = [self._cache.read(row) for row in rows]
+        states_BTW = stored[0].new_zeros(B, T, stored[0].shape[-1])
+        for place, states_TW in enumerate(stored):
+            states_BTW[place, : states_TW.shape[0]] = states_TW
+        states_BTW = states_BTW.to(device=parameter.device, dtype=parameter.dtype)
+        hidden_BTH, features_BTF = states_BTW.split([self._hidden_size, states_BTW.shape[-1] - self._hidden_size], -1)
+        features = features_BTF if features_BTF.shape[-1] else None
+        return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT, features, documents_BT=documents_BT)
+
+
+def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list[int]] | None = None) -> list[Tensor]:
+    """[T, W] of each text; `documents`: the lengths of what is packed into it."""
+    width = max(map(len, texts))
+    device = teacher.lm_head.weight.device
+    ids_BT = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
+    seen_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=device)
+    documents_BT = None if documents is None else document_numbers(documents, width).to(device)
+    signals = teacher.signals(ids_BT, seen_BT, seen_BT.bool(), documents_BT=documents_BT)
+    parts = [signals.hidden_BTH] + ([] if signals.features_BTF is None else [signals.features_BTF])
+    states_BTW = torch.cat(parts, -1).cpu()
+    return [states_BTW[place, : len(text)] for place, text in enumerate(texts)]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

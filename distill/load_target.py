@@ -1,0 +1,119 @@
+"""Loading the target that a name means: the embedded one, a local folder, or a Hub id."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
+from draftsmith.distill.embedded import embedded_target
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.validation import require_whole_model
+from draftsmith.reading import require_regular
+
+EMBEDDED = "embedded"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A frozen target in eval mode, with its tokenizer and where it came from."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    revision: str | None
+
+
+def check_target_name(name: str) -> None:
+    """ConfigError for something that looks like a local path and does not exist; costs nothing."""
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if name != EMBEDDED and looks_local and not Path(name).expanduser().is_dir():
+        raise ConfigError(
+            f"target={name}; expected 'embedded', an existing folder or a Hub id, and there is no such folder"
+        )
+
+
+def load_tokenizer(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Tokenizer and config of a target, without its weights; arguments and errors as of `load_target`."""
+    check_target_name(name)
+    folder = Path(name).expanduser()
+    if is_adapter(folder):
+        return load_tokenizer(adapter_base(folder), revision=revision, trust_remote_code=trust_remote_code)
+    source = str(embedded_target()) if name == EMBEDDED else str(folder)
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        _require_regular(folder)
+        return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
+    except Exception as error:  # tokenizers, configs and weights have no common base for what goes wrong
+        raise ConfigError(
+            f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})"
+        ) from error
+
+
+def _require_regular(folder: Path) -> None:
+    if folder.is_dir():
+        require_regular(folder)
+
+
+def load_target(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> LoadedTarget:
+    """Load and freeze a target.
+
+    Args:
+        name: "embedded", a local folder, or a Hub id; a folder may hold a peft adapter, as co-training leaves it.
+        dtype: one of float32, bfloat16, float16.
+        trust_remote_code: run code that the repository carries; off unless the user says so.
+        device: by default the accelerator when there is one.
+
+    Raises:
+        ConfigError: when it cannot be found or read.
+    """
+    disable_progress_bar()  # transformers would draw one for reading a file
+    if dtype not in DTYPES:
+        raise ConfigError.of("target.dtype", dtype, f"one of {', '.join(DTYPES)}")
+    check_target_name(name)
+    folder = Path(name).expanduser()
+    if is_adapter(folder):
+        options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "device": device, "progress": progress}
+        base = load_target(adapter_base(folder), revision=revision, **options)
+        return LoadedTarget(
+            with_adapter(base.model, folder).eval().requires_grad_(False), base.tokenizer, name, revision
+        )
+    source = str(embedded_target(progress)) if name == EMBEDDED else str(folder)
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        _require_regular(folder)
+        require_whole_model("target", source, revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, **options)
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # tokenizers, configs and weights have no common base for what goes wrong
+        raise ConfigError(
+            f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})"
+        ) from error
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return LoadedTarget(model.to(device).eval().requires_grad_(False), tokenizer, name, revision)

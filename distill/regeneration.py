@@ -1,0 +1,327 @@
+"""Responses sampled from the target: the text on which agreement is worth something. Cached, since it costs most.
+
+Prompts are answered in parts of similar length; each part is a file that is written whole, so that a run which was
+killed goes on behind the last one, and processes share the parts among them.
+"""
+
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_from_disk
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.kv_cache import context_limit
+from draftsmith.decode.sequence import DecodeOutput
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.sources import ASSISTANT, Conversation
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.locks import hold_cache
+from draftsmith.provenance import fingerprint, model_fingerprint
+from draftsmith.safe_text import Terminal
+from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
+
+SAMPLES_VERSION = 4
+COUNTS = "counts.json"
+"""Beside the rows: what it took to sample them."""
+SEEDS_APART = 1_000_003
+"""So that two seeds of a recipe share no prompt's seed."""
+RESPONSES_APART = 1_000_000_000_039
+"""So that two responses to a prompt share no seed, whatever the recipe's."""
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """What decides the responses, the target and the prompts aside."""
+
+    response_tokens: int
+    temperature: float
+    batch_size: int
+    seed: int
+    drafter_share: float = 0.0
+    """Of the prompts that the drafter answers, as well as it can."""
+    responses: int = 1
+    """To each prompt, each with a seed of its own."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of `count` processes this one is, and how it waits for the others."""
+
+    index: int = 0
+    count: int = 1
+    wait: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Sampler:
+    """Answers prompts: the target through the speculative decoder, and for a share of them the drafter alone.
+
+    Args:
+        drafter: proposes; the text stays the target's. None decodes with the target alone.
+        speculate: whether it does; else it only answers its share.
+        draft_length: by default the drafter's own.
+    """
+
+    target: LoadedTarget
+    chat: Chat
+    settings: SampleSettings
+    drafter: Drafter | None = None
+    speculate: bool = True
+    draft_length: int | None = None
+    rounds: int = field(default=0, init=False)
+    tokens: int = field(default=0, init=False)
+    """Target passes and tokens so far, which give tau."""
+
+    def __post_init__(self) -> None:
+        self._limit = context_limit(self.target.model)
+        proposes = self.speculate and self.drafter is not None
+        plan = {"drafter": self.drafter, "draft_length": self.draft_length} if proposes else {}
+        self._decoder = SpeculativeDecoder(self.target.model, **plan)
+        self._own: SpeculativeDecoder | None = None
+        if self.settings.drafter_share:
+            if not isinstance(self.drafter, DraftModel):
+                kind = None if self.drafter is None else self.drafter.type
+                raise ConfigError(
+                    f"data.drafter_share={self.settings.drafter_share} with drafter.type={kind!r}; expected a "
+                    "'draft_model', which can write without its target"
+                )
+            self._own = SpeculativeDecoder(self.drafter.model)
+
+    def answer(self, rows: list[dict[str, Any]], indices: list[int], response: int = 0) -> list[dict[str, Any]]:
+        """Rows of `input_ids`, `spans`, `question` (its index) and `messages` (JSON, '' for plain text).
+
+        One a question, or several where the chat template shows an earlier turn differently later. Each question has a
+        seed of its own for each `response`, the number of the answer.
+        """
+        texts = [_Asked(index, list(row["input_ids"]), row["turns"]) for row, index in zip(rows, indices, strict=True)]
+        running, turn = texts, 0
+        while running:
+            for text, output in zip(running, self._decode(running, turn, response), strict=True):
+                text.add(output.tokens, self.chat)
+            turn += 1
+            running = [text for text in running if text.ask(self.chat, turn, self._fits)]
+        return [row for text in texts for row in text.rows()]
+
+    def _fits(self, prompt: list[int]) -> bool:
+        return self._limit is None or len(prompt) + self.settings.response_tokens <= self._limit
+
+    def _decode(self, texts: list["_Asked"], turn: int, response: int) -> list[DecodeOutput]:
+        outputs: dict[int, DecodeOutput] = {}
+        by_drafter = [text for text in texts if self._own is not None and self._drawn(text.index, response)]
+        others = [text for text in texts if text not in by_drafter]
+        for decoder, group in ((self._decoder, others), (self._own, by_drafter)):
+            if not group:
+                continue
+            first = SEEDS_APART * self.settings.seed + RESPONSES_APART * response + 7_919 * turn
+            seeds = [first + text.index for text in group]
+            options = {"max_new_tokens": self.settings.response_tokens, "temperature": self.settings.temperature}
+            eos = self.target.model.generation_config.eos_token_id
+            found = decoder.generate_batch([text.prompt for text in group], seeds=seeds, eos_token_id=eos, **options)
+            outputs |= {text.index: output for text, output in zip(group, found, strict=True)}
+            if decoder is self._decoder:
+                self.rounds += sum(1 + len(output.rounds) for output in found)
+                self.tokens += sum(len(output.tokens) for output in found)
+        return [outputs[text.index] for text in texts]
+
+    def _drawn(self, index: int, response: int) -> bool:
+        which = f"{self.settings.seed}:{index}" + (f":{response}" if response else "")
+        return random.Random(which).random() < self.settings.drafter_share
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Questions that are answered together, and the file of their answers."""
+
+    file: Path
+    indices: list[int]
+    response: int
+
+
+class _Asked:
+    """A conversation that is being answered, turn by turn."""
+
+    def __init__(self, index: int, prompt: list[int], turns: str) -> None:
+        self.index, self.prompt = index, prompt
+        asked = json.loads(turns) if turns else {"turns": [[]], "tools": None}
+        self._turns, self._tools = asked["turns"], asked["tools"]
+        self._messages = list(self._turns[0])
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, answer: list[int], chat: Chat) -> None:
+        ids = [*self.prompt, *answer]
+        spans = [[len(self.prompt), len(ids)]]
+        if self._rows and self.prompt[: len(self._rows[-1]["input_ids"])] == self._rows[-1]["input_ids"]:
+            spans = [*self._rows.pop()["spans"], *spans]
+        if self._messages:
+            content = chat.answer(self._messages, self._as_conversation(), self.prompt, answer)
+            self._messages.append({"role": ASSISTANT, "content": content})
+        messages = json.dumps(self._messages) if self._messages else ""
+        self._rows.append({"input_ids": ids, "spans": spans, "question": self.index, "messages": messages})
+
+    def ask(self, chat: Chat, turn: int, fits: Callable[[list[int]], bool]) -> bool:
+        """Put the next question behind the last answer; False when there is none, or no room for it."""
+        if turn >= len(self._turns):
+            return False
+        messages = [*self._messages, *self._turns[turn]]
+        prompt = chat.behind(messages, self._as_conversation())
+        if not fits(prompt):
+            return False
+        self._messages, self.prompt = messages, prompt
+        return True
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self._rows
+
+    def _as_conversation(self) -> Conversation:
+        return Conversation(f"question {self.index}", tools=self._tools)
+
+
+def target_samples(
+    sampler: Sampler,
+    questions: Dataset,
+    *,
+    folder: Path | None = None,
+    share: Share | None = None,
+    progress: bool = True,
+) -> Dataset:
+    """The target's responses to all questions, as `Sampler.answer` gives them, in order of the questions.
+
+    With several responses to each, all first responses come first. The same target, questions and settings are sampled
+    once and read from the cache afterwards; with more responses than before only the new ones are sampled.
+
+    Args:
+        folder: where they are kept instead of the cache.
+    """
+    disable_progress_bars()
+    share = share or Share()
+    settings = sampler.settings
+    _require_room(sampler.target, questions, settings)
+    if folder is None:
+        folder = cache_dir() / "samples" / samples_key(sampler, questions)
+    folders = response_folders(folder, settings.responses)
+    here = all(place.is_dir() for place in folders)
+    with hold_cache(folder) if share.index == 0 and not here else nullcontext():
+        share.wait()  # until the first process holds what is written here: now all of them see the same
+        parts = {
+            place: _parts(questions, settings.batch_size, place, response)
+            for response, place in enumerate(folders)
+            if not place.is_dir()
+        }
+        if parts:
+            every = [part for of_response in parts.values() for part in of_response]
+            _sample_parts(sampler, questions, every, share, progress)
+            share.wait()
+            if share.index == 0:
+                for place, of_response in parts.items():
+                    _assemble([part.file for part in of_response], place)
+            share.wait()
+    return concatenate_datasets([load_from_disk(place / "rows") for place in folders])
+
+
+def response_folders(folder: Path, responses: int) -> list[Path]:
+    """Where the first, second, … responses to all questions are kept."""
+    return [folder, *(folder.with_name(f"{folder.name}-{response}") for response in range(1, responses))]
+
+
+def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
+    """`tau`, `tokens`, `rounds` and `seconds` of all sampling into `folder`, over processes and kills.
+
+    Seconds are those of the parts, divided by the processes that shared them. Nothing where they were not counted, or
+    nothing was decoded in rounds.
+    """
+    counts = _summed([place / COUNTS for place in response_folders(folder, responses)])
+    return {"tau": counts["tokens"] / counts["rounds"], **counts} if counts.get("rounds") else {}
+
+
+def samples_key(sampler: Sampler, questions: Dataset) -> str:
+    """Changes with whatever the responses depend on, not with their number."""
+    settings, chat = asdict(sampler.settings), sampler.chat
+    del settings["responses"]
+    later = [str(chat.tokenizer.chat_template), chat.options] if any(questions["turns"]) else []
+    return fingerprint(
+        [
+            SAMPLES_VERSION,
+            model_fingerprint(sampler.target.model),
+            fingerprint([list(questions["input_ids"]), list(questions["turns"]), *later]),
+            settings,
+            model_fingerprint(sampler.drafter) if sampler.settings.drafter_share else None,
+        ]
+    )
+
+
+def _require_room(target: LoadedTarget, questions: Dataset, settings: SampleSettings) -> None:
+    longest = max(map(len, questions["input_ids"])) + settings.response_tokens
+    limit = context_limit(target.model)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"data.prompt_tokens + data.response_tokens={longest}; expected at most the target's context of {limit}"
+        )
+
+
+def _parts(questions: Dataset, size: int, folder: Path, response: int) -> list[_Part]:
+    """Questions of similar length, `size` together."""
+    lengths = list(map(len, questions["input_ids"]))
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    groups = [order[start : start + size] for start in range(0, len(order), size)]
+    files = folder.with_name(f"{folder.name}.parts")
+    return [_Part(files / f"part-{number:05d}.parquet", group, response) for number, group in enumerate(groups)]
+
+
+def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], share: Share, progress: bool) -> None:
+    """Those of this process's parts that are not there yet."""
+    mine = parts[share.index :: share.count]
+    missing = [part for part in mine if not part.file.exists()]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("sampling from the target", total=sum(len(part.indices) for part in mine))
+        bar.advance(task, sum(len(part.indices) for part in mine if part not in missing))
+        for part in missing:
+            tokens, rounds, started = sampler.tokens, sampler.rounds, time.perf_counter()
+            rows = sampler.answer([questions[index] for index in part.indices], part.indices, part.response)
+            counts = {"tokens": sampler.tokens - tokens, "rounds": sampler.rounds - rounds}
+            counts["seconds"] = (time.perf_counter() - started) / share.count
+            _write_part(part.file, rows, counts)
+            bar.advance(task, len(part.indices))
+
+
+def _write_part(file: Path, rows: list[dict[str, Any]], counts: dict[str, float]) -> None:
+    """Whole, or not at all; the counts are there before the part is."""
+    temporary = file.with_suffix(".tmp")
+    try:
+        with writing(file, "the parts before it are kept, and sampling goes on behind them once there is room"):
+            write_json(file.with_suffix(".json"), counts)
+            Dataset.from_list(rows).to_parquet(temporary)
+            with temporary.open("rb+") as handle:
+                os.fsync(handle.fileno())
+            temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _assemble(files: list[Path], folder: Path) -> None:
+    """All parts as one data set in the order of the questions; the parts are not needed any more."""
+    whole = concatenate_datasets([Dataset(pyarrow.parquet.read_table(file)) for file in files])
+    order = sorted(range(len(whole)), key=whole["question"].__getitem__)
+    with writing(folder, "all parts are kept, and are put together once there is room"), atomic_folder(folder) as place:
+        whole.select(order).flatten_indices().save_to_disk(place / "rows")
+        write_json(place / COUNTS, _summed([file.with_suffix(".json") for file in files]))
+    shutil.rmtree(files[0].parent)
+
+
+def _summed(files: list[Path]) -> dict[str, float]:
+    """Counts in JSON files; nothing where some were not counted, by an earlier version."""
+    found = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
+    return {key: sum(counts[key] for counts in found) for key in found[0]} if all(found) else {}

@@ -1,0 +1,185 @@
+"""The command line. Rooms are imported inside each command, so that help and errors do not wait for torch."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from draftsmith import __version__
+from draftsmith.cli.check import check
+from draftsmith.cli.data import data_app
+from draftsmith.cli.eval import eval_app
+from draftsmith.cli.forecast import forecast
+from draftsmith.cli.options import DRAFTER_HELP, POLICY_HELP, DtypeOption, RuleOption, TargetOption, TrustOption
+from draftsmith.cli.publish import export, import_, push
+from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
+from draftsmith.safe_text import printable
+
+app = typer.Typer(
+    help="Train drafters for speculative decoding on a frozen target, and measure what they are worth.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(data_app, name="data")
+app.add_typer(eval_app, name="eval")
+app.command()(check)
+app.command()(forecast)
+app.command()(export)
+app.command(name="import")(import_)
+app.command()(push)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"draftsmith {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option("--out", help="Folder of runs and report.")] = Path("runs/quickstart"),
+) -> None:
+    """Build the embedded target, train two drafters on it, and measure both."""
+    from draftsmith.cli.quickstart import quickstart as run
+
+    run(out)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe: see `draftsmith recipes`.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the file.")] = None,
+) -> None:
+    """Train a drafter in this process; for several: accelerate launch -m draftsmith.train RECIPE."""
+    from draftsmith.train.recipe import load_recipe
+
+    checked = load_recipe(recipe, overrides)
+    from draftsmith.train.trainer import train as run
+
+    typer.echo(printable(f"drafter: {run(checked)}"))
+
+
+@app.command()
+def memory(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe: see `draftsmith recipes`.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the file.")] = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="That share a batch.")] = 1,
+    sharded: Annotated[bool, typer.Option("--sharded", help="Under FSDP2 or ZeRO.")] = False,
+    on: Annotated[str | None, typer.Option("--on", help="Also the time, on h100, a100, rtx4090, …: computed.")] = None,
+) -> None:
+    """Tell what memory (and time) a recipe will take in each process, from the target's config: nothing is loaded."""
+    from draftsmith.distill.load_target import load_tokenizer
+    from draftsmith.train.accelerator import precision, require_divisible
+    from draftsmith.train.data import check_teacher
+    from draftsmith.train.estimate.memory import estimate_memory
+    from draftsmith.train.estimate.time import estimate_work, require_machine
+    from draftsmith.train.recipe import load_recipe
+
+    checked = load_recipe(recipe, overrides)
+    require_divisible(checked, processes)
+    require_machine(on)
+    check_teacher(checked)
+    target = checked.target
+    _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    # All machines that have a name compute bf16 in hardware, whatever this one does.
+    bf16 = precision(checked) == "bf16" or (on is not None and checked.train.mixed_precision == "auto")
+    options = {"processes": processes, "sharded": sharded, "bf16": bf16, "accelerated": True if on else None}
+    typer.echo(f"about {estimate_memory(checked, config, **options)}")
+    if on is not None:
+        typer.echo(estimate_work(checked, config, processes=processes, bf16=bf16).on(on))
+
+
+@app.command()
+def adapt(
+    drafter: Annotated[str, typer.Argument(help="A folder that `draftsmith train` wrote.")],
+    prompts: Annotated[str, typer.Argument(help="Served prompts, with what the target answered: JSONL and its like.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the recipe.")] = None,
+    target: Annotated[str | None, typer.Option("--target", help="By default the one it was trained for.")] = None,
+    again: Annotated[bool, typer.Option("--answer-again", help="Have the target answer the prompts anew.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the run.")] = Path("runs/adapted"),
+) -> None:
+    """Go on training a drafter on the prompts that its target serves; what is no better is not kept."""
+    from draftsmith.train.recipe import adapted_recipe
+
+    options = {"target": target, "answered": not again, "overrides": overrides or []}
+    checked = adapted_recipe(drafter, prompts, str(out), **options)
+    from draftsmith.train.trainer import train as run
+
+    typer.echo(printable(f"drafter: {run(checked)}"))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    target: TargetOption,
+    drafter: Annotated[str | None, typer.Option("--drafter", help=DRAFTER_HELP)] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help=POLICY_HELP)] = None,
+    rule: RuleOption = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End behind this text; repeatable.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
+    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    dtype: DtypeOption = "float32",
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Continue a prompt, streaming; tokens that the drafter wrote are coloured."""
+    from draftsmith.cli.generate import stream
+
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    settings |= {"max_new_tokens": max_new_tokens, "stop_strings": tuple(stop or ())}
+    plan = {"draft_length": gamma, "policy": policy, "rule": rule}
+    stream(prompt, target, drafter, plan, settings, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe.")] = None) -> None:
+    """List the shipped recipes, or print one."""
+    from draftsmith.train.recipe import shipped_recipes
+
+    shipped = shipped_recipes()
+    if name is None:
+        for recipe, text in shipped.items():
+            typer.echo(f"{recipe:32s} {text.splitlines()[0].lstrip('# ')}")
+        return
+    if name not in shipped:
+        raise ConfigError(f"recipe={name}; expected one of {', '.join(shipped)}")
+    typer.echo(shipped[name], nl=False)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line; anything the user can mend is one line and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        for argument in arguments:
+            if not argument.isprintable() and argument != argument.encode(errors="replace").decode():
+                raise ConfigError.of("argument", argument, "text in UTF-8")
+        sys.exit(app(args=arguments, prog_name="draftsmith", standalone_mode=False) or 0)
+    except DraftsmithError as error:
+        _leave(f"{type(error).__name__}: {error}")
+    except OSError as error:
+        # What this system does not let us do: a name that is too long, a folder that may not be read, a full disk.
+        _leave(f"{type(error).__name__}: {reason_of(error)}")
+    except (KeyboardInterrupt, typer.Abort):
+        _leave("interrupted", 130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what the parser of the command line raises, in each typer's own way
+            raise
+        command = getattr(getattr(error, "ctx", None), "command_path", "draftsmith")
+        _leave(f"{command}: {error.format_message()} (see {command} --help)")
+
+
+def _leave(line: str, code: int = 2) -> NoReturn:
+    print(one_line(printable(line), 500), file=sys.stderr)
+    sys.exit(code)

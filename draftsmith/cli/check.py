@@ -1,0 +1,164 @@
+"""`draftsmith check`: losslessness of a pair on this machine, as evidence and an exit code."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftsmith.cli.options import (
+    DtypeOption,
+    TargetOption,
+    TemplateOption,
+    TemplateOptionsOption,
+    TrustOption,
+    named_drafters,
+    template_options,
+)
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.reading import read_json
+
+if TYPE_CHECKING:
+    from draftsmith.eval.lossless.check import Check, CheckSettings
+
+EXIT_CODES = {"lossless": 0, "lossy": 1, "inconclusive": 3}
+"""2 is bad input, as everywhere."""
+LEAST_TOKENS = 500
+
+
+def check(
+    target: TargetOption,
+    drafter: Annotated[list[str], typer.Option("--drafter", help="As of `draftsmith eval`; repeatable.")],
+    prompts: Annotated[str, typer.Option("--prompts", help="'embedded' or a JSONL file.")] = "embedded",
+    count: Annotated[int, typer.Option("--count", help="At most this many prompts.")] = 12,
+    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Repeatable; 0 and 1.")] = None,
+    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; by default each drafter's own.")] = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="As of `draftsmith eval`; repeatable.")] = None,
+    rule: Annotated[str | None, typer.Option("--rule", help="Verification rule; by default the best lossless.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Sampled tokens, and as many for the control.")] = 10_000,
+    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    chat_template: TemplateOption = None,
+    template_option: TemplateOptionsOption = None,
+    dtype: DtypeOption = "float32",
+    trust_remote_code: TrustOption = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for check.json.")] = None,
+) -> None:
+    """Test whether drafters leave the target's text as it is: exit 0 lossless, 1 lossy, 3 inconclusive."""
+    from draftsmith.eval.lossless.check import CheckSettings
+
+    settings = CheckSettings(
+        target=target,
+        drafters=named_drafters(drafter),
+        prompts=prompts,
+        count=count,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        draft_length=gamma,
+        policies=tuple(policy or ()),
+        rule=rule,
+        top_k=top_k,
+        top_p=top_p,
+        tokens=tokens,
+        seed=seed,
+        chat_template=chat_template,
+        template_options=template_options(template_option),
+        dtype=dtype,
+    )
+    _require_valid(settings, out)
+    if out is None:
+        checked = _run(settings, out, trust_remote_code)
+    else:
+        from draftsmith.locks import hold_folder
+
+        with hold_folder("out", out):
+            _require_folder(settings, out)
+            checked = _run(settings, out, trust_remote_code)
+    raise typer.Exit(EXIT_CODES[checked.verdict])
+
+
+def _require_valid(settings: "CheckSettings", out: Path | None) -> None:
+    """ConfigError for whatever can be seen to be wrong before a model is loaded."""
+    from draftsmith.eval.prompts import check_prompts
+    from draftsmith.eval.settings import require_valid
+
+    require_valid(settings, {"gamma": [settings.draft_length], "count": [settings.count]}, {}, out)
+    if settings.tokens < LEAST_TOKENS:
+        raise ConfigError.of("tokens", settings.tokens, f">= {LEAST_TOKENS}")
+    if settings.draft_length is not None and settings.policies:
+        raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
+    check_prompts(settings.prompts)
+
+
+def _require_folder(settings: "CheckSettings", out: Path) -> None:
+    """ConfigError when `out` holds the evidence of another check."""
+    file = out / "check.json"
+    if not file.exists():
+        return
+    try:
+        before = dict(read_json(file)["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"out={out} holds a check.json that is not ours; expected another folder") from error
+    for key, value in json.loads(json.dumps(asdict(settings))).items():
+        if before.get(key) != value:
+            raise ConfigError(
+                f"out={out} holds another check: {key}={before.get(key)!r} there, {value!r} here; "
+                "expected another folder"
+            )
+
+
+def _run(settings: "CheckSettings", out: Path | None, trust_remote_code: bool) -> "Check":
+    """Load everything, check and show it; what is known is written to `out` after each drafter and temperature.
+
+    Raises:
+        DraftsmithError: once all is shown, where it could not be written.
+    """
+    from draftsmith.decode.kv_cache import context_limit
+    from draftsmith.distill.load_target import EMBEDDED, load_target
+    from draftsmith.eval.lossless.check import check
+    from draftsmith.eval.prompts import load_prompts
+    from draftsmith.eval.stages import stage
+    from draftsmith.heads.checkpoint import load_drafter
+    from draftsmith.storage import write_json, writing
+
+    with stage("loading the target", shown=settings.target != EMBEDDED):  # that has a bar of its own
+        loaded = load_target(settings.target, dtype=settings.dtype, trust_remote_code=trust_remote_code)
+    limit = context_limit(loaded.model)
+    template = {"chat_template": settings.chat_template, "template_options": settings.template_options}
+    prompts = load_prompts(settings.prompts, loaded.tokenizer, count=settings.count, context=limit, **template)
+    drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()}
+
+    problem: DraftsmithError | None = None
+
+    def keep(so_far: "Check") -> None:
+        nonlocal problem
+        if out is None:
+            return
+        try:
+            with writing(out / "check.json", "what is printed above was found all the same"):
+                write_json(out / "check.json", so_far.as_json())
+        except DraftsmithError as error:
+            problem = error
+        else:
+            problem = None
+
+    checked = check(loaded.model, drafters, prompts, settings, keep=keep)
+    _show(checked, out if problem is None else None)
+    if problem is not None:
+        raise problem
+    return checked
+
+
+def _show(checked: "Check", out: Path | None) -> None:
+    from draftsmith.eval.lossless.check import sampling_table, sentences
+    from draftsmith.safe_text import Terminal
+
+    console = Terminal(width=None if Terminal().is_terminal else 110)
+    for arm in checked.arms:
+        if arm.sampling is not None:
+            console.print(sampling_table(arm))
+    for sentence in sentences(checked):
+        console.print(sentence)
+    if out is not None:
+        console.print(f"evidence: {out / 'check.json'}")

@@ -1,0 +1,1 @@
+"""The forecast of acceptance and speed."""

@@ -1,0 +1,296 @@
+"""What rounds cost on a machine, by batch: measured here, or read from a file that describes another machine.
+
+    name: one A10, bf16                  # optional
+    alone: {1: 0.0241, 8: 0.0252}        # batch: seconds of a token (a row each) of the target alone
+    verify:                              # batch: tokens read by a row: seconds of the target's pass
+      1: {1: 0.0238, 5: 0.0241, 9: 0.0249}
+      8: {1: 0.0247, 5: 0.0262, 9: 0.0291}
+    drafters:
+      my-drafter:                        # as the command names it; `*` stands for all that are not named
+        draft: {1: {1: 0.0011, 8: 0.0086}, 8: {1: 0.0013, 8: 0.0101}}   # batch: draft tokens: seconds of drafting
+        round: {1: 0.0003, 8: 0.0006}    # batch: seconds of a round beside both; 0 where it is left out
+    repeats: []                          # optional: the same keys again, from other timings of the same machine
+
+YAML or JSON. Between two numbers the curve is linear, beyond the last it goes on with the slope of the last two.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
+
+from draftsmith.decode.costs import Costs, interpolated
+from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.policies import Chain
+from draftsmith.decode.profiling import measure_costs
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sequence import DecodeSequence, Round
+from draftsmith.decode.target import TransformersTarget
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.eval.teacher_forced import TargetText
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.ngram import Hybrid
+from draftsmith.reading import LARGEST_YAML, parse_yaml, read_text
+from draftsmith.storage import write_json
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+ANY = "*"
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Draft tokens with which rounds are timed: all of them for the target, which also reads trees and copies, and for
+drafters those that they may draft in a row."""
+ALONE = ("", 0)
+Timed = dict[tuple[str, int], list[Round]]
+"""Rounds by drafter and draft length."""
+ROUNDS, TURNS = 5, 8
+"""Rounds that are timed in a row, and turns of all lengths, whose differences say how far the seconds may be off."""
+
+
+class DrafterSeconds(BaseModel):
+    """Seconds of one drafter's share of a round."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    draft: dict[Count, Annotated[dict[Count, NotNegative], Field(min_length=1)]] = Field(min_length=1)
+    round: dict[Count, NotNegative] = {1: 0.0}
+
+
+class CostModel(BaseModel):
+    """The file above."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = ""
+    alone: Annotated[dict[Count, Seconds], Field(min_length=1)]
+    verify: Annotated[dict[Count, Annotated[dict[Count, Seconds], Field(min_length=1)]], Field(min_length=1)]
+    drafters: dict[str, DrafterSeconds] = {}
+    repeats: tuple["CostModel", ...] = ()
+    """The same seconds measured again and again, a turn of all lengths each; those above are means over all turns."""
+
+    def token_seconds(self, batch: int) -> float:
+        """Seconds in which the target alone adds a token to each of `batch` texts."""
+        return interpolated(self.alone, batch)
+
+    def verify_seconds(self, width: float, batch: int) -> float:
+        """Seconds of the target's pass over `width` tokens of each of `batch` texts."""
+        return _at(self.verify, batch, width)
+
+    def round_seconds(self, drafter: str, nodes: float, passes: float, batch: int) -> float:
+        """Of a round that verifies `nodes` draft tokens a text, for which the drafter was asked `passes` times."""
+        own = self.of(drafter)
+        seconds = self.verify_seconds(nodes + 1, batch)
+        if own is None:
+            return seconds
+        # Noise can let the line beyond the longest timed draft fall below nothing.
+        drafting = max(_at(own.draft, batch, passes), 0.0) if passes else 0.0
+        return seconds + interpolated(own.round, batch) + drafting
+
+    def of(self, drafter: str) -> DrafterSeconds | None:
+        """What is known of a drafter; None where nothing is."""
+        return self.drafters.get(drafter, self.drafters.get(ANY))
+
+    def require(self, drafters: dict[str, Drafter]) -> None:
+        """ConfigError unless every drafter that drafts by passes has its seconds here."""
+        for name, drafter in drafters.items():
+            if not drafter.only_retrieves and self.of(name) is None:
+                known = ", ".join(self.drafters) or "none"
+                raise ConfigError(f"profile has no drafters.{name}; expected its seconds, or `*` (there are: {known})")
+
+    def save(self, path: Path) -> None:
+        write_json(path, self.model_dump(mode="json"))
+
+    @classmethod
+    def load(cls, path: Path) -> "CostModel":
+        """ConfigError with the first key that does not fit."""
+        try:
+            values = parse_yaml(read_text(path, LARGEST_YAML))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"profile={path} cannot be read ({reason_of(error, whole=True)}); expected YAML or JSON"
+            ) from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"profile={path} holds {type(values).__name__}; expected keys alone, verify and drafters")
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"{_problem(error)} (profile {path})") from error
+
+
+def _problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+    if problem["type"] == "missing":
+        return f"{key} is missing; expected seconds"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key}; expected name, alone, verify or drafters, with draft and round in a drafter"
+    expected = problem["msg"].removeprefix("Input should be ")
+    return f"{key}={problem['input']!r}; expected {expected}"
+
+
+def _at(curves: dict[int, dict[int, float]], batch: int, width: float) -> float:
+    """Interpolated in the width at every batch, then in the batch."""
+    return interpolated({size: interpolated(curve, width) for size, curve in curves.items()}, batch)
+
+
+class _Fixed(Drafter):
+    """Proposes the same token over and over, at no cost: its rounds cost what the target's passes cost."""
+
+    type = "fixed"
+    only_retrieves = True
+
+    def __init__(self, draft_length: int) -> None:
+        super().__init__()
+        self.max_draft_length = draft_length
+
+    def retrieve(self, row: int, room: int) -> Draft | None:
+        return Draft.chain([0] * min(self.max_draft_length, room))
+
+
+def measure_hardware(
+    target: nn.Module,
+    drafters: dict[str, Drafter],
+    texts: Sequence[TargetText],
+    *,
+    draft_length: int,
+    sampling: Sampling,
+    batches: Sequence[int] = (1,),
+    done: Callable[[], None] = lambda: None,
+) -> CostModel:
+    """Return the mean seconds of real rounds behind real texts, on the present machine and threads.
+
+    Draft lengths take turns, so that a slow second hits all alike; each turn's own means are the `repeats`. `verify` is
+    the target's pass with the rule for tokens that were not drawn, and what a drafter's whole rounds take beside it is
+    `draft`. `done` is called after each of the `turns`.
+    """
+    of_target = measure_costs(target)
+    arms = {ALONE: TimedVariant(target)}
+    arms |= {("", length): TimedVariant(target, _Fixed(length), length, of_target) for length in LENGTHS}
+    for name, drafter in drafters.items():
+        if drafter.only_retrieves:
+            continue
+        drafter = drafter.drafter if isinstance(drafter, Hybrid) else drafter  # copies are measured apart
+        # All passes are padded alike: noise may decide otherwise of the same width from one measurement to the next.
+        costs = replace(measure_costs(target, drafter), verify=of_target.verify)
+        longest = min(draft_length, drafter.max_draft_length or draft_length)
+        reached = [length for length in LENGTHS if length <= longest]
+        arms |= {(name, length): TimedVariant(target, drafter, length, costs) for length in reached}
+    of_batch = {batch: _timed(arms, texts, batch, sampling, done) for batch in batches}
+    together = {
+        b: {arm: [record for turn in timed for record in turn[arm]] for arm in arms} for b, timed in of_batch.items()
+    }
+    hardware = _profile(_means(together, drafters))
+    hardware.require(drafters)
+    repeats = [_profile(_means({b: timed[turn] for b, timed in of_batch.items()}, drafters)) for turn in range(TURNS)]
+    known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
+    return hardware.model_copy(update={"name": "measured", "repeats": tuple(known)})
+
+
+def turns(batches: Sequence[int]) -> int:
+    """How often `measure_hardware` goes through all lengths."""
+    return len(batches) * (TURNS + 1)
+
+
+def _means(rounds: dict[int, Timed], drafters: Iterable[str]) -> dict[str, Any]:
+    """Return the mean seconds of the rounds that were timed at each batch size, whole ones for each drafter.
+
+    Where other processes take the processor away, they take it once in so many seconds: medians of short passes would
+    never see it, those of long ones always, and so would medians of turns, in which the target alone is timed most
+    often. Means, like the time of whole texts, grow by the same share.
+    """
+    alone, verify = {}, {}
+    whole: dict[str, dict[int, dict[int, float]]] = {name: {} for name in drafters}
+    for batch, timed in rounds.items():
+        alone[batch] = fmean(record.seconds for record in timed[ALONE])
+        verify[batch] = {n + 1: fmean(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
+        verify[batch][1] = fmean(record.verify_seconds for record in timed[ALONE])
+        for name, entry in whole.items():
+            mine = {length: records for (owner, length), records in timed.items() if owner == name and records}
+            if mine:
+                entry[batch] = {n: fmean(r.seconds for r in records) for n, records in mine.items()}
+    return {"alone": alone, "verify": verify, "whole": {name: entry for name, entry in whole.items() if entry}}
+
+
+def _profile(means: dict[str, Any]) -> CostModel:
+    """Return the profile in which a round of every timed draft length costs its own mean.
+
+    What a drafter's rounds cost beside the target's pass grows with the draft: a drawn token is also verified by a
+    dearer rule, and its hidden states are handed over. So all of it is `draft`, and nothing is `round`.
+    """
+    verify = means["verify"]
+    drafters = {
+        name: DrafterSeconds(
+            draft={
+                batch: {n: max(seconds - verify[batch][n + 1], 0.0) for n, seconds in curve.items()}
+                for batch, curve in whole.items()
+            }
+        )
+        for name, whole in means["whole"].items()
+    }
+    return CostModel(alone=means["alone"], verify=verify, drafters=drafters)
+
+
+@dataclass(frozen=True)
+class TimedVariant:
+    """A way of decoding that is timed: the target alone, or a drafter with chains of one length."""
+
+    target: nn.Module
+    drafter: Drafter | None = None
+    draft_length: int = 0
+    costs: Costs | None = None
+    """For the widths that passes are padded to, as the decoder pads them."""
+
+    @torch.inference_mode()
+    def rounds(self, texts: Sequence[TargetText], sampling: Sampling, seed: int) -> list[Round]:
+        """A few rounds behind half of each text, where they cost what they cost on average; the first warms up.
+
+        Only those of full length: there are none where the context holds no such draft.
+        """
+        target = TransformersTarget(self.target)
+        target.widths = {} if self.costs is None else self.costs.verify_widths
+        widths = None if self.costs is None else self.costs.draft_widths
+        rows = []
+        for number, text in enumerate(texts):
+            half = text.tokens[: (text.prompt_length + len(text.tokens) + 1) // 2]
+            most = len(half) + (ROUNDS + 2) * (self.draft_length + 2)
+            longest = most if target.context_limit is None else min(most, target.context_limit)
+            rows.append(DecodeSequence(half, longest, SeededRng(seed + number), source=text.source, number=number))
+        processors, policy = Processors(sampling, texts=len(rows)), Chain(max(self.draft_length, 1))
+        decoding = DecodeLoop(target, self.drafter, policy, rows, processors, None, widths)
+        decoding.prefill()
+        records = []
+        while len(records) <= ROUNDS and len(decoding.texts) == len(rows):
+            records.append(decoding.round()[0][2])
+        return [record for record in records[1:] or records if record.drafted == self.draft_length]
+
+
+def _timed(
+    arms: dict[tuple[str, int], TimedVariant],
+    texts: Sequence[TargetText],
+    batch: int,
+    sampling: Sampling,
+    done: Callable[[], None],
+) -> list[Timed]:
+    """Rounds of every arm in each turn; the first turn, which allocates and chooses kernels, is left out.
+
+    The target alone comes up again and again, since every speedup is relative to it. Each turn begins with another arm,
+    and is timed on other texts.
+    """
+    turns: list[Timed] = []
+    others = [key for key in arms if key != ALONE]
+    for turn in range(TURNS + 1):
+        timed: Timed = {key: [] for key in arms}
+        first = turn * len(others) // (TURNS + 1)
+        together = [texts[(turn * batch + row) % len(texts)] for row in range(batch)]
+        for place, key in enumerate([*others[first:], *others[:first]]):
+            for some in (ALONE, key) if place % 2 == 0 else (key,):
+                timed[some] += arms[some].rounds(together, sampling, turn)
+        turns.append(timed)
+        done()
+    return turns[1:]

@@ -1,0 +1,112 @@
+"""A drafter drafts along a known text, and nothing but the drafter runs: exact rounds for every draft that is chosen.
+
+Whether a chosen tree is followed depends on the target's tokens alone. So the real decoder is run on a target that
+knows its text already: it answers with the text's next token, and with the states of one teacher-forced pass.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.policies import Policy
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sequence import DecodeSequence, Round, Stops
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.eval.teacher_forced import TargetText
+from draftsmith.heads.base import Drafter, SequenceState
+from draftsmith.heads.draft_tree import ROOT, Draft
+
+# Shapes: B texts, T positions, N draft nodes, H hidden size, F features, V vocabulary.
+
+
+class KnownTarget:
+    """The `Target` of texts that are known: its p is certain of their next token."""
+
+    context_limit: int | None = None
+
+    def __init__(self, texts: list[TargetText], states: list[tuple[Tensor, Tensor | None]], vocab_size: int) -> None:
+        self._texts, self._states, self._vocab_size = list(texts), list(states), vocab_size
+        self._read: list[int] = []
+        """The token of each row that was read last, but for drafts."""
+
+    def prefill(self, texts: Sequence[SequenceState], layers: tuple[int, ...] = ()) -> Tensor:
+        self._read = [text.prompt_length - 1 for text in self._texts]
+        self._drafts = [Draft() for _ in self._texts]
+        return torch.stack([self._next(row, ROOT)[0] for row in range(len(self._texts))])
+
+    def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
+        self._read = [read + 1 for read in self._read]
+        self._drafts = drafts
+        return [torch.cat([self._next(row, node) for node in range(ROOT, len(d))]) for row, d in enumerate(drafts)]
+
+    def _next(self, row: int, node: int) -> Tensor:
+        """[1, V] behind the token read last and the path to `node`; flat where the text is left or has ended."""
+        logits_1V = torch.zeros(1, self._vocab_size)
+        tokens, read, draft = self._texts[row].tokens, self._read[row], self._drafts[row]
+        path = [draft.tokens[i] for i in draft.path(node)] if node != ROOT else []
+        behind = read + 1 + len(path)
+        if tokens[read + 1 : behind] == path and behind < len(tokens):
+            logits_1V.fill_(-torch.inf)
+            logits_1V[0, tokens[behind]] = 0.0
+        return logits_1V
+
+    def commit(self, paths: list[list[int]]) -> None:
+        self._read = [read + len(path) for read, path in zip(self._read, paths, strict=True)]
+
+    def hidden(self, row: int, node: int) -> Tensor | None:
+        depth = 0 if node == ROOT else self._drafts[row].depths[node]
+        hidden_TH = self._states[row][0]
+        return hidden_TH[min(self._read[row] + depth, len(hidden_TH) - 1)]  # behind the end nothing is read any more
+
+    def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
+        features_TF = self._states[row][1]
+        if features_TF is None:
+            return None
+        read = self._read[row]
+        return features_TF[: read + 1] if nodes is None else features_TF[read : read + 1 + len(nodes)]
+
+    def drop(self, rows: list[int]) -> None:
+        self._texts, self._states = [self._texts[row] for row in rows], [self._states[row] for row in rows]
+        self._read = [self._read[row] for row in rows]
+
+
+@torch.inference_mode()
+def replay(
+    target: nn.Module, drafter: Drafter, policy: Policy, texts: Sequence[TargetText], sampling: Sampling, together: int
+) -> list[list[Round]]:
+    """The rounds in which the decoder would write each text, `together` of them at a time.
+
+    For policies whose drafts are chosen, not drawn. Neither seconds nor `overlap` mean anything in these records.
+    """
+    teacher = OnlineTeacher(target, drafter.needs.layers)
+    rounds: list[list[Round]] = []
+    for start in range(0, len(texts), together):
+        some = list(texts[start : start + together])
+        known = KnownTarget(some, [_states(teacher, text) for text in some], teacher.lm_head.weight.shape[0])
+        rows = [_row(number, text) for number, text in enumerate(some)]
+        decoding = DecodeLoop(known, drafter, policy, rows, Processors(sampling, texts=len(rows)))
+        decoding.prefill()
+        while decoding.texts:
+            decoding.round()
+        rounds += [row.rounds for row in rows]
+    return rounds
+
+
+def _row(number: int, text: TargetText) -> DecodeSequence:
+    # A text that ended early ended with an EOS.
+    ends = frozenset(text.tokens[-1:] if len(text.tokens) < text.max_length else [])
+    prompt = text.tokens[: text.prompt_length]
+    return DecodeSequence(prompt, text.max_length, SeededRng(0), Stops(ends), source=text.source, number=number)
+
+
+def _states(teacher: OnlineTeacher, text: TargetText) -> tuple[Tensor, Tensor | None]:
+    """The target's final states [T, H] and the drafter's features [T, F] on one text."""
+    device = next(teacher.model.parameters()).device
+    ids_1T = torch.tensor([text.tokens], device=device)
+    mask_1T = torch.ones_like(ids_1T)
+    source = (torch.tensor([text.source], device=device),) if text.source else ()
+    signals = teacher.signals(ids_1T, mask_1T, mask_1T.bool(), *source)
+    features_BTF = signals.features_BTF
+    return signals.hidden_BTH[0], None if features_BTF is None else features_BTF[0]

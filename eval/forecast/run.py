@@ -1,0 +1,208 @@
+"""From names to a forecast: `draftsmith forecast`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from draftsmith.decode.kv_cache import context_limit
+from draftsmith.distill.load_target import EMBEDDED, load_target
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.eval.evaluation import evaluate
+from draftsmith.eval.forecast.forecast import PLAIN, Forecast, ForecastSettings, forecast
+from draftsmith.eval.forecast.hardware import CostModel
+from draftsmith.eval.prompts import Prompt, check_prompts, load_prompts
+from draftsmith.eval.settings import Settings, require_valid
+from draftsmith.eval.stages import stage
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.locks import hold_folder
+from draftsmith.safe_text import Terminal
+from draftsmith.storage import write_json, writing
+
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class ForecastRequest(ForecastSettings):
+    """The forecast's settings, and what is done with it."""
+
+    profile: Path | None = None
+    save_profile: Path | None = None
+    measures: bool = False
+    """Whether the best policy of each drafter is decoded and timed too."""
+    trust_remote_code: bool = False
+
+    @property
+    def settings(self) -> ForecastSettings:
+        return ForecastSettings(**{key: getattr(self, key) for key in ForecastSettings.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A forecast and, where asked for, what was measured of it."""
+
+    forecast: Forecast
+    measured: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.forecast.as_json(), "measured": self.measured}
+
+
+def run(request: ForecastRequest, out: Path) -> Outcome:
+    """Check everything that can be checked cheaply, then load, forecast, and write `forecast.json` to `out`."""
+    _check(request, out)
+    with hold_folder("out", out):
+        return _run(request, out)
+
+
+def _run(request: ForecastRequest, out: Path) -> Outcome:
+    hardware = None if request.profile is None else CostModel.load(request.profile)
+    with stage("loading the target", shown=request.target != EMBEDDED):  # that has a bar of its own
+        loaded = load_target(request.target, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
+    where = {"count": request.count, "context": context_limit(loaded.model)}
+    template = {"chat_template": request.chat_template, "template_options": request.template_options}
+    prompts = load_prompts(request.prompts, loaded.tokenizer, **where, **template)
+    drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in request.drafters.items()}
+    found = forecast(
+        loaded.model, drafters, [prompt.input_ids for prompt in prompts], request.settings, hardware, progress=True
+    )
+    if request.save_profile is not None:
+        found.hardware[request.temperatures[0]].save(request.save_profile)
+    _write(Outcome(found), out)  # nothing is lost if measuring fails
+    if not request.measures:
+        return Outcome(found)
+    measured = [
+        measured_row(loaded.model, name, drafter, prompts, temperature, found)
+        for name, drafter in drafters.items()
+        for temperature in request.temperatures
+    ]
+    outcome = Outcome(found, [row for row in measured if row is not None])
+    _write(outcome, out)
+    return outcome
+
+
+def _write(outcome: Outcome, out: Path) -> None:
+    """`forecast.json`; what cannot be written is shown before the error."""
+    try:
+        with writing(out / "forecast.json", "what is printed above was found all the same"):
+            write_json(out / "forecast.json", outcome.as_json())
+    except DraftsmithError:
+        show(outcome, None)
+        raise
+
+
+def measured_row(
+    target: Any, name: str, drafter: Drafter, prompts: list[Prompt], temperature: float, found: Forecast
+) -> dict[str, Any] | None:
+    """The drafter's best policy as forecast for one text at a time, decoded and timed; None where it has none."""
+    rows = [row for row in found.rows if (row["drafter"], row["temperature"]) == (name, temperature)]
+    if not rows:
+        return None
+    best = max(rows, key=lambda row: row["speed"][0]["speedup"])
+    settings, policies = found.settings, () if best["policy"] == PLAIN else (best["policy"],)
+    evaluation = evaluate(
+        target,
+        {name: drafter},
+        prompts,
+        Settings(
+            target=settings.target,
+            drafters={name: settings.drafters[name]},
+            prompts=settings.prompts,
+            temperatures=(temperature,),
+            max_new_tokens=settings.max_new_tokens,
+            policies=policies,
+            rule=settings.rule,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            repeats=REPEATS,
+            seed=settings.seed + 1_000_003,  # other texts than the forecast's, where they are drawn
+            chat_template=settings.chat_template,
+            template_options=settings.template_options,
+            dtype=settings.dtype,
+        ),
+    )
+    row = next(row for row in evaluation.rows if row["category"] == "all")
+    kept = {"drafter": name, "temperature": temperature, "policy": best["policy"]}
+    return {**kept, **{key: row[key] for key in ("tau", "speedup", "speedup_interval", "speedup_repeats")}}
+
+
+def _check(request: ForecastRequest, out: Path) -> None:
+    several = {"batch-size": request.batch_sizes}
+    counts = {"max-draft-length": [request.max_draft_length], "count": [request.count]}
+    counts["max-new-tokens"] = [request.max_new_tokens]
+    require_valid(request, {**several, **counts}, several, out)
+    _check_files(request)
+    check_prompts(request.prompts)
+
+
+def _check_files(request: ForecastRequest) -> None:
+    if request.profile is not None:
+        CostModel.load(request.profile)
+    if request.profile is not None and request.save_profile is not None:
+        raise ConfigError(f"profile={request.profile} and save-profile={request.save_profile}; expected one of the two")
+    if request.save_profile is not None and len(request.temperatures) > 1:
+        raise ConfigError.of(
+            "save-profile", str(request.save_profile), "one --temperature: rounds cost more when tokens are drawn"
+        )
+
+
+def show(outcome: Outcome, out: Path | None) -> None:
+    """The table, the best policies, the notes and where the file is."""
+    console = Terminal(width=None if Terminal().is_terminal else 110)
+    for batch in outcome.forecast.settings.batch_sizes:
+        console.print(forecast_table(outcome, batch))
+        console.print(checking_line(outcome.forecast, batch))
+    for best in outcome.forecast.best:
+        console.print(best_line(best))
+    for note in outcome.forecast.notes:
+        console.print(f"note: {note}")
+    if out is not None:
+        console.print(f"forecast: {out / 'forecast.json'}")
+
+
+def forecast_table(outcome: Outcome, batch: int) -> Table:
+    """One line a drafter, temperature and policy; what was measured stands beside."""
+    timings = {entry["timings"] for row in outcome.forecast.rows for entry in row["speed"]}
+    over = f"; of speedups also over {min(timings)} timings" if timings and min(timings) > 1 else ""
+    table = Table(title=f"Forecast at batch size {batch}, intervals over texts{over}", pad_edge=False)
+    table.add_column("drafter", no_wrap=True)
+    columns = ["T", "tau", "95 %", "speedup", "95 %", "tok/s", *["tau meas.", "speedup meas."] * bool(outcome.measured)]
+    for name in columns:
+        table.add_column(name, justify="right")
+    measured = {(row["drafter"], row["temperature"], row["policy"]): row for row in outcome.measured}
+    for row in outcome.forecast.rows:
+        speed = next(entry for entry in row["speed"] if entry["batch_size"] == batch)
+        beside = measured.get((row["drafter"], row["temperature"], row["policy"]))
+        shown = [f"{beside['tau']:.2f}", f"{beside['speedup']:.2f}x"] if beside and batch == 1 else ["", ""]
+        table.add_row(
+            f"{row['drafter']} {row['policy']}",
+            f"{row['temperature']:g}",
+            f"{row['tau']:.2f}",
+            "{:.2f}-{:.2f}".format(*row["tau_interval"]),
+            f"{speed['speedup']:.2f}x",
+            "{:.2f}-{:.2f}".format(*speed["speedup_interval"]),
+            f"{speed['tokens_per_second']:.0f}",
+            *(shown if outcome.measured else ()),
+        )
+    return table
+
+
+def checking_line(found: Forecast, batch: int) -> str:
+    """What the target's pass over several tokens costs, which decides whether any drafter can pay."""
+    temperature, hardware = next(iter(found.hardware.items()))
+    widths = sorted({width for curve in hardware.verify.values() for width in curve if width > 1})
+    alone = hardware.token_seconds(batch)
+    costs = ", ".join(f"{width} tokens {hardware.verify_seconds(width, batch) / alone:.2f}" for width in widths)
+    return f"checking, in passes of the target alone at T={temperature:g}, batch size {batch}: {costs}"
+
+
+def best_line(best: dict[str, Any]) -> str:
+    """The recommendation in one sentence."""
+    where = f"best at T={best['temperature']:g}, batch size {best['batch_size']}:"
+    if best["drafter"] is None:
+        return f"{where} the target alone; no drafter is forecast to pay"
+    low, high = best["speedup_interval"]
+    policy = "" if best["policy"] == PLAIN else f" with {best['policy']}"
+    return f"{where} {best['drafter']}{policy}, {best['speedup']:.2f}x ({low:.2f} to {high:.2f}), tau {best['tau']:.2f}"

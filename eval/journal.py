@@ -1,0 +1,235 @@
+"""A cell of the measurement: one arm, temperature, batch, turn and repeat; and the file that cells are kept in."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.sequence import DecodeOutput, Round
+from draftsmith.errors import ConfigError
+from draftsmith.eval.settings import Variant
+from draftsmith.eval.stored_results import PlainSpeeds, StoredSitting, checked
+from draftsmith.reading import parse_json
+from draftsmith.storage import writing
+
+SCHEMA = 2
+"""Of `eval.json` and `cells.jsonl`; raised whenever a reader of the old one would misread the new one."""
+JOURNAL = "cells.jsonl"
+KEPT = "what was measured before is kept; once there is room, the same command goes on from there"
+
+Key = tuple[str, str, float, int, int, int, int]
+
+ACCEPTED, CORRECTION, BONUS, OWN = "acbt"
+"""Where a token came from: an accepted draft token, the target's correction of a rejected one, the target's token
+behind a draft that was accepted to its end, or the target's own without any draft."""
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """What one decoded text leaves: its tokens, and what verification decided."""
+
+    prompt: str
+    tokens: list[int]
+    rounds: list[Annotated[str, Field(pattern=f"^[{ACCEPTED}{CORRECTION}{BONUS}{OWN}]*$")]]
+    """One letter a token, one string a round, the prefill's token first."""
+    tested: list[int]
+    """Rounds that accepted everything before each position and had a draft token there, below what was accepted."""
+    accepted: list[int]
+    """Of those, the ones that accepted it."""
+    overlap: float
+    """Sum over the tested positions of sum_v min(p_v, q_v)."""
+    overlaps: int
+
+    @classmethod
+    def of(cls, prompt: str, output: DecodeOutput) -> "TextRecord":
+        deepest = max((record.tested for record in output.rounds), default=0)
+        reached = [[r for r in output.rounds if r.tested > i] for i in range(deepest)]
+        return cls(
+            prompt=prompt,
+            tokens=list(output.tokens),
+            rounds=[OWN, *(_kinds(record) for record in output.rounds)],
+            tested=[len(rounds) for rounds in reached],
+            accepted=[sum(r.accepted > i for r in rounds) for i, rounds in enumerate(reached)],
+            overlap=sum(value for record in output.rounds for value in record.overlap),
+            overlaps=sum(len(record.overlap) for record in output.rounds),
+        )
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens that rounds committed; the first came from the prefill."""
+        return len(self.tokens) - 1
+
+    @property
+    def decode_rounds(self) -> int:
+        return len(self.rounds) - 1
+
+
+def _kinds(record: Round) -> str:
+    if record.drafted == 0:
+        return OWN
+    # Where the accepted path has no child, nothing was tested behind it, in trees as in chains.
+    last = CORRECTION if record.tested > record.accepted else BONUS
+    return (ACCEPTED * record.accepted + last)[: record.committed]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One call of the decoder. Seconds are those of the whole batch; decode behind the prefill, which is apart."""
+
+    drafter: str
+    policy: str
+    temperature: float
+    batch_size: int
+    group: int
+    """Which batch of prompts."""
+    repeat: int
+    turn: int
+    texts: list[TextRecord]
+    prefill_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    seconds: float
+
+    @classmethod
+    def of(cls, place: dict[str, Any], names: list[str], outputs: list[DecodeOutput]) -> "Measurement":
+        """From what a batch gave. Texts leave a batch when they end, so the longest-lived saw all of its rounds."""
+        rounds = max((output.rounds for output in outputs), key=len)
+        return cls(
+            **place,
+            texts=[TextRecord.of(name, output) for name, output in zip(names, outputs, strict=True)],
+            prefill_seconds=max(output.prefill_seconds for output in outputs),
+            draft_seconds=sum(record.draft_seconds for record in rounds),
+            verify_seconds=sum(record.verify_seconds for record in rounds),
+            seconds=sum(record.seconds for record in rounds),
+        )
+
+    @property
+    def arm(self) -> Variant:
+        return (self.drafter, self.policy)
+
+    @property
+    def key(self) -> Key:
+        place = (self.temperature, self.batch_size, self.group, self.repeat, self.turn)
+        return (self.drafter, self.policy, *place)
+
+
+FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}
+"""What a run finds out once; the others are costs."""
+
+
+class JournalLine(BaseModel):
+    """A line behind the first one, which holds one of these."""
+
+    cell: Measurement | None = None
+    fact: tuple[str, Any] | None = None
+    sitting: StoredSitting | None = None
+
+    @model_validator(mode="after")
+    def _require_one(self) -> Self:
+        if sum(part is not None for part in (self.cell, self.fact, self.sitting)) != 1:
+            raise ValueError("one of cell, fact and sitting")
+        return self
+
+
+@dataclass
+class Journal:
+    """Everything that a run has measured so far, one JSON object a line; a kill costs the line being written at most.
+
+    The first line says which run it is. Without a path nothing is kept on disk.
+    """
+
+    path: Path | None = None
+    cells: dict[Key, Measurement] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What was found out once and holds for the rest of the run, such as measured costs."""
+    sittings: list[dict[str, Any]] = field(default_factory=list)
+    """The machine of each start."""
+
+    def begin(self, identity: dict[str, Any], environment: dict[str, Any]) -> None:
+        """Read what an earlier call left, refuse it when it was another run, and note that measuring starts (again).
+
+        Raises:
+            ConfigError: naming what differs.
+        """
+        if self.path is not None and self.path.exists():
+            self._read(identity)
+        if not self.cells and not self.facts and not self.sittings:
+            self._append({"run": {"schema": SCHEMA, **identity}}, anew=True)
+        self.sittings.append(environment)
+        self._append({"sitting": environment})
+
+    def add(self, cell: Measurement) -> None:
+        self.cells[cell.key] = cell
+        self._append({"cell": asdict(cell)})
+
+    def fact(self, name: str, value: Any) -> None:
+        self.facts[name] = value
+        self._append({"fact": [name, value]})
+
+    def _read(self, identity: dict[str, Any]) -> None:
+        lines = whole_lines(self.path)
+        if lines:
+            require_same(lines[0]["run"], {"schema": SCHEMA, **identity}, self.path.parent)
+        for number, line in enumerate(lines[1:], 2):
+            found = checked(JournalLine, line, f"{self.path}:{number}", "what `draftsmith eval` wrote")
+            if found.cell is not None:
+                self.cells[found.cell.key] = found.cell
+            elif found.fact is not None:
+                name, value = line["fact"]
+                checked(FACTS.get(name, Costs), value, f"{self.path}:{number}", "what `draftsmith eval` wrote")
+                self.facts[name] = value
+            else:
+                self.sittings.append(line["sitting"])
+
+    def _append(self, line: dict[str, Any], *, anew: bool = False) -> None:
+        if self.path is None:
+            return
+        with writing(self.path, KEPT):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("wb" if anew else "ab") as file:
+                file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a journal; a torn last one is cut off the file.
+
+    Raises:
+        ConfigError: for a line before the last that is no JSON, or a file that is no journal.
+    """
+    if not path.is_file():  # reading a pipe would wait
+        raise ConfigError(f"{path} is no regular file; expected what `draftsmith eval` wrote, or another folder")
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        os.truncate(path, end)
+    lines = []
+    for number, text in enumerate(data[:end].splitlines(), 1):
+        try:
+            line = parse_json(text)
+            if not isinstance(line, dict) or (number == 1) != isinstance(line.get("run"), dict):
+                raise ValueError("only the first line says which run it is")
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}:{number} is damaged ({error}); expected what `draftsmith eval` wrote, or another folder"
+            ) from error
+        lines.append(line)
+    return lines
+
+
+def require_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+    """ConfigError naming the first value of a run that differs from what its folder holds."""
+    now = json.loads(json.dumps(now))
+    for key, value in now.items():
+        there = before.get(key)
+        if key == "settings" and isinstance(there, dict):
+            require_same(there, value, out)
+        elif there != value:
+            raise ConfigError(
+                f"out={out} holds another run: {key}={there!r} there, {value!r} here; expected another folder"
+            )

@@ -1,0 +1,304 @@
+"""Target and drafter beside each other on text of the target: one teacher-forced pass, as if every token were drafted.
+
+A row of the result is an anchor, the last committed token of a round; column k is draft position k + 1, given that the
+draft so far is the text. For a draft model q depends on the tokens alone, so one pass gives every anchor. Heads and
+recurrent drafters read the target up to the anchor and themselves behind it: they are unrolled from every anchor, with
+the same attention as when they decode.
+
+Text that the target wrote itself: what a forecast reads, and what acceptance is worth knowing on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from draftsmith.decode.decoder import SpeculativeDecoder, start_token
+from draftsmith.decode.kv_cache import context_limit
+from draftsmith.decode.sampling import Processors, Sampling
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError
+from draftsmith.heads.autoregressive import AutoregressiveDrafter
+from draftsmith.heads.base import Drafter, DraftStates, TeacherSignals, TrainableDrafter
+from draftsmith.heads.dflash import DFlash
+from draftsmith.heads.ngram import Hybrid
+
+TOGETHER = 16
+"""Texts that are decoded in one batch."""
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """A decoded text. A round may begin behind every new token but the last."""
+
+    tokens: list[int]
+    """The prompt and what follows; for an encoder-decoder target the decoder's, the start token first."""
+    prompt_length: int
+    max_length: int
+    """Tokens at which decoding would have been cut, had no EOS come before: it limits drafts near the end."""
+    source: list[int] = field(default_factory=list)
+    """What an encoder reads; empty for decoder-only targets."""
+
+    @property
+    def anchors(self) -> int:
+        """Committed tokens behind which a round may begin: all new ones but the last."""
+        return max(len(self.tokens) - 1 - self.prompt_length, 0)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens that rounds commit: all new ones but the first, which the prefill gives."""
+        return self.anchors
+
+    def room(self, anchor: int) -> int:
+        """The deepest draft that the decoder allows from this anchor, counted from 0."""
+        return self.max_length - (self.prompt_length + anchor + 1) - 1
+
+
+def sample_texts(
+    target: nn.Module,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    drafter: Drafter | None = None,
+) -> list[TargetText]:
+    """The target's answers; prompt i has seed `seed + i`. A drafter only makes it faster."""
+    decoder = SpeculativeDecoder(target, drafter)
+    settings = {"max_new_tokens": max_new_tokens, "temperature": sampling.temperature}
+    if not sampling.greedy:
+        settings |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    texts: list[TargetText] = []
+    for start in range(0, len(prompts), TOGETHER):
+        some = list(prompts[start : start + TOGETHER])
+        outputs = decoder.generate_batch(some, seeds=seed + start, **settings)
+        texts += [target_text(target, out.prompt_tokens, out.tokens, max_new_tokens) for out in outputs]
+    return texts
+
+
+def target_text(target: nn.Module, prompt: list[int], new: list[int], max_new_tokens: int) -> TargetText:
+    """What the decoder has made of `prompt`, an encoder's input or the beginning of the text."""
+    source: list[int] = []
+    if target.config.is_encoder_decoder:
+        source, prompt = prompt, [start_token(target)]
+    longest = min(len(prompt) + max_new_tokens, context_limit(target) or len(prompt) + max_new_tokens)
+    return TargetText([*prompt, *new], len(prompt), longest, source)
+
+
+# Shapes: B texts, T positions, A anchors of one text, K draft positions, N rows of a chunk, V vocabulary of the target,
+# H its hidden size, D the drafter's.
+
+CHUNK = 2**23
+"""Logits [N, V] that are alive at a time."""
+BATCH = 16
+LEAST_LOG = -80.0
+"""For the target's own token: cut by top-k or top-p in one pass and not in another it still was written."""
+
+
+class Rows(NamedTuple):
+    """Logits of both for one chunk, before any processor."""
+
+    p_NV: Tensor
+    q_NV: Tensor
+    """Over the target's vocabulary; -inf for what the drafter does not know."""
+    labels_N: Tensor
+    """The text's token."""
+    target_NH: Tensor
+    states_ND: Tensor
+    """What the drafter's head reads."""
+    sure_N: Tensor | None
+    """The drafter's own guess that its token is accepted, where it makes one."""
+
+
+Measure = Callable[[Rows], dict[str, Tensor]]
+"""Numbers [N] of a chunk by name."""
+PositionStats = dict[str, NDArray[np.float64]]
+"""By name [A, K]; what lies behind the end of the text is 0."""
+
+
+def acceptance_measure(processors: Processors) -> Measure:
+    """What acceptance depends on, after temperature, top-k and top-p.
+
+    log_p, log_q   of the text's token; when greedy 0, and 0 or -inf: whether it is the drafter's favourite
+    rank           of the text's token in q, 0 for the favourite; inf where q is zero
+    sure           the drafter's guess that its token is accepted; max q where it makes none
+    """
+
+    def measure(rows: Rows) -> dict[str, Tensor]:
+        labels_N1 = rows.labels_N[:, None]
+        q_NV = processors.scores(rows.q_NV, list)
+        q_log_N1 = q_NV.log_softmax(-1).gather(1, labels_N1)
+        own_N1 = q_NV.gather(1, labels_N1)
+        # Equal scores in the order of their ids, as argmax takes them.
+        before_NV = torch.arange(q_NV.shape[1], device=q_NV.device) < labels_N1
+        rank_N = ((q_NV > own_N1) | ((q_NV == own_N1) & before_NV)).sum(-1).double()
+        rank_N = rank_N.masked_fill(own_N1[:, 0].isneginf(), torch.inf)
+        sure_N = q_NV.softmax(-1).amax(-1) if rows.sure_N is None else rows.sure_N
+        if processors.greedy:
+            log_q_N = torch.zeros_like(rank_N).masked_fill(rank_N > 0, -torch.inf)
+            return {"log_p": torch.zeros_like(rank_N), "log_q": log_q_N, "rank": rank_N, "sure": sure_N}
+        p_log_N1 = processors.scores(rows.p_NV, list).log_softmax(-1).gather(1, labels_N1).clamp_min(LEAST_LOG)
+        return {"log_p": p_log_N1[:, 0], "log_q": q_log_N1[:, 0], "rank": rank_N, "sure": sure_N}
+
+    return measure
+
+
+@torch.inference_mode()
+def agreement(
+    target: nn.Module, drafter: Drafter, texts: Sequence[TargetText], draft_length: int, measures: Sequence[Measure]
+) -> list[PositionStats]:
+    """All `measures` of every text, [A, K] each; K is `draft_length`, or what the drafter reaches if that is less.
+
+    Raises:
+        ConfigError: for a drafter without a teacher-forced pass, a target whose logits are not its lm_head's, or texts
+            that are longer than the drafter reads.
+    """
+    drafter = _unrollable(drafter, draft_length, texts)
+    positions = min(draft_length, drafter.max_draft_length or draft_length)
+    teacher = OnlineTeacher(target, drafter.needs.layers)
+    result: list[PositionStats] = []
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place].tokens))
+    for start in range(0, len(texts), BATCH):
+        some = [texts[place] for place in order[start : start + BATCH]]
+        result += _batch(teacher, drafter, some, positions, measures)
+    return [found for _, found in sorted(zip(order, result, strict=True), key=lambda pair: pair[0])]
+
+
+def _unrollable(drafter: Drafter, draft_length: int, texts: Sequence[TargetText]) -> TrainableDrafter:
+    """The drafter, or its like that unrolls as far as is asked, from every anchor, with the same weights."""
+    if isinstance(drafter, Hybrid):
+        drafter = drafter.drafter
+    if not isinstance(drafter, TrainableDrafter):
+        raise ConfigError(f"drafter of type {drafter.type!r}; expected one with logits, not one that only retrieves")
+    longest = max((len(text.tokens) for text in texts), default=0)
+    if drafter.context_limit is not None and longest > drafter.context_limit:
+        raise ConfigError(
+            f"texts of {longest} tokens; expected at most the {drafter.type} drafter's context of "
+            f"{drafter.context_limit}: shorten max_new_tokens or the prompts"
+        )
+    if isinstance(drafter, AutoregressiveDrafter):
+        drafter = copy(drafter)
+        drafter.train_steps = draft_length
+    elif isinstance(drafter, DFlash):
+        drafter = copy(drafter)
+        drafter.anchors = longest
+    return drafter
+
+
+def _batch(
+    teacher: OnlineTeacher,
+    drafter: TrainableDrafter,
+    texts: list[TargetText],
+    positions: int,
+    measures: Sequence[Measure],
+) -> list[PositionStats]:
+    signals = _signals(teacher, texts)
+    found: list[dict[str, NDArray[np.float64]]] = [{} for _ in texts]
+    entries = _entries(drafter, signals, positions)
+    by_tokens_alone = len(entries) == 1 and _serves_all(entries[0])
+    for column, entry in enumerate(entries):
+        places = list(_places(entry, column, texts))
+        if not places:
+            continue
+        rows_N, states_N, targets_N, anchors_N = torch.tensor(places).T
+        vocab_size = teacher.lm_head.weight.shape[0]
+        size = max(1, CHUNK // vocab_size)
+        parts: list[dict[str, Tensor]] = []
+        for start in range(0, len(places), size):
+            part = slice(start, start + size)
+            rows = _rows(teacher, drafter, entry, signals, rows_N[part], states_N[part], targets_N[part])
+            parts.append({name: value for measure in measures for name, value in measure(rows).items()})
+        for name in parts[0]:
+            values_N = torch.cat([part[name] for part in parts]).double().cpu().numpy()
+            for row, text in enumerate(texts):
+                table = found[row].setdefault(name, np.zeros((text.anchors, positions)))
+                mine = (rows_N == row).numpy()
+                table[anchors_N.numpy()[mine], column] = values_N[mine]
+    if by_tokens_alone:
+        found = [{name: _along(table) for name, table in tables.items()} for tables in found]
+    return found
+
+
+def _signals(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignals:
+    device = next(teacher.model.parameters()).device
+    ids_BT, attention_BT = _padded([text.tokens for text in texts], device)
+    mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        mask_BT[row, text.prompt_length : len(text.tokens) - 1] = True
+    sources = _padded([text.source for text in texts], device) if texts[0].source else (None, None)
+    return teacher.signals(ids_BT, attention_BT, mask_BT, *sources)
+
+
+def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """[B, T] padded on the right, and its mask."""
+    width = max(map(len, rows))
+    ids_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    return ids_BT, mask_BT
+
+
+def _serves_all(entry: DraftStates) -> bool:
+    """Whether q follows from the tokens before a position, wherever the round began; as objectives tell it."""
+    return not entry.offset and entry.places_BT is None
+
+
+def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int) -> list[DraftStates]:
+    """The drafter's states: one entry a draft position, or one that serves all."""
+    if drafter.shared_vocabulary is not None:  # ids beyond a smaller vocabulary, as `DraftModel` reads them
+        ids_BT = signals.input_ids_BT
+        signals = replace(signals, input_ids_BT=ids_BT.where(ids_BT < drafter.vocab_size, 0))
+    return drafter.unroll(signals)[:positions]
+
+
+def _places(entry: DraftStates, column: int, texts: list[TargetText]) -> Iterator[tuple[int, int, int, int]]:
+    """(row, place of the drafter's state, position of the target's p, anchor counted from 0) of all that is asked.
+
+    The text's token t is committed at the anchor; the target's p for draft position k + 1 then stands at t + k.
+    """
+    for row, text in enumerate(texts):
+        first, last = text.prompt_length, len(text.tokens) - 2
+        if entry.places_BT is not None:
+            for state, position in enumerate(entry.places_BT[row].tolist()):
+                if first + column <= position <= last:
+                    yield row, state, position, position - column - first
+        else:
+            for position in range(first + column, last + 1):
+                yield row, position - entry.offset, position, position - column - first
+
+
+def _rows(
+    teacher: OnlineTeacher,
+    drafter: TrainableDrafter,
+    entry: DraftStates,
+    signals: TeacherSignals,
+    rows_N: Tensor,
+    states_N: Tensor,
+    targets_N: Tensor,
+) -> Rows:
+    states_ND = entry.hidden_BTD[rows_N, states_N]
+    target_NH = signals.hidden_BTH[rows_N, targets_N]
+    p_NV, logits_ND = teacher.lm_head(target_NH), entry.head(states_ND)
+    known = logits_ND.shape[1] if drafter.shared_vocabulary is None else drafter.shared_vocabulary
+    tokens = slice(known) if entry.vocabulary_D is None else entry.vocabulary_D
+    if logits_ND.shape == p_NV.shape and entry.vocabulary_D is None and drafter.shared_vocabulary is None:
+        q_NV = logits_ND
+    else:
+        q_NV = logits_ND.new_full(p_NV.shape, -torch.inf)
+        q_NV[:, tokens] = logits_ND[:, :known]
+    labels_N = signals.input_ids_BT[rows_N, targets_N + 1]
+    sure_N = None if entry.confidence is None else entry.confidence(states_ND).sigmoid()
+    return Rows(p_NV, q_NV, labels_N, target_NH, states_ND, sure_N)
+
+
+def _along(table_AK: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Column 0 is known at every position: draft position k + 1 of an anchor is the first one k anchors later."""
+    A, K = table_AK.shape
+    out_AK = np.zeros((A, K))
+    for column in range(min(A, K)):
+        out_AK[: A - column, column] = table_AK[column:, 0]
+    return out_AK

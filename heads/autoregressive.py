@@ -1,0 +1,230 @@
+"""What drafters with layers of their own share: a network that the decoder's reader drives, and the target's parts.
+
+A body reads, for each token, its embedding and a state: of the target, or of the body itself one step earlier.
+
+Drafters that feed their own state back: EAGLE, HASS, EAGLE-3, MTP. One file each describes its network.
+
+    target's features  f0   f1   f2                     drafter's states  s3    s4
+                        │    │    │                                        │     │
+    tokens         x1 ──┤x2 ─┤x3 ─┤ ──▶ s3 ──▶ d1 = x4?   d1 ─────────────┤ d2 ─┤ ──▶ s5 ──▶ d3
+                        └────┴────┴── committed: with the target's         └─────┴── drafted: with its own
+
+What is committed is read again with the target's features, so errors never outlive a round.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Context, DraftStates, Needs, TeacherSignals, TrainableDrafter, Tree
+from draftsmith.heads.draft_tree import ROOT
+from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.hidden_states import positions_like
+from draftsmith.heads.layers import Attend, CachedAttention, Rope, UnrolledAttention, ready, rotary
+
+# Shapes: B rows, T tokens fed, F features of the target a position, H hidden size, V vocabulary, D draft vocabulary.
+
+
+@dataclass
+class NetworkOutput:
+    logits: Tensor
+    """[B, T, V]"""
+    states: Tensor
+    """[B, T, H]: what the next step reads."""
+
+
+class DraftNetwork(nn.Module, ABC):
+    """A few decoder layers on [embedding of a token; state behind the token before it]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = ready(config)
+        self.rotary = rotary(config)
+        self.vocabulary: DraftVocabulary | None = None
+        self._shared: tuple[nn.Module, ...] = ()
+
+    def attach(self, target: nn.Module) -> None:
+        """Share the target's embeddings and lm_head. In a tuple, so that they are neither trained nor saved."""
+        self._shared = (target.get_input_embeddings(), target.get_output_embeddings())
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """The target's embeddings [B, T, H], in the body's dtype."""
+        return self._shared[0](ids_BT).to(self.dtype)
+
+    def target_head(self, states_nH: Tensor) -> Tensor:
+        """The target's lm_head on states of the body."""
+        head = self._shared[1]
+        return head(states_nH.to(head.weight.dtype))
+
+    @property
+    def dtype(self) -> Any:
+        return next(self.parameters()).dtype
+
+    @abstractmethod
+    def project(self, features_nF: Tensor) -> Tensor:
+        """The target's features as a state [n, H]."""
+
+    @abstractmethod
+    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """One step: the states [B, T, H] behind these tokens."""
+
+    @abstractmethod
+    def head(self, states_nH: Tensor) -> Tensor:
+        """Logits [n, V] of states that `step` returned, or [n, D] over the draft vocabulary."""
+
+    def head_parameters(self) -> tuple[nn.Parameter, ...]:
+        """What `head` trains; nothing where it is the target's."""
+        return ()
+
+    def full_head(self, states_nH: Tensor) -> Tensor:
+        """Logits [n, V], whatever the draft vocabulary."""
+        logits_nD = self.head(states_nH)
+        return logits_nD if self.vocabulary is None else self.vocabulary.expand(logits_nD)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any,
+        use_cache: bool = True,
+        logits_to_keep: int | Tensor = 0,
+    ) -> NetworkOutput:
+        """As a transformers LM, with a state [B, T, H] beside each token."""
+        embeds_BTH = self.embed(input_ids)
+        rope = self.rotary(embeds_BTH, position_ids)
+        attend = CachedAttention(past_key_values, attention_mask)
+        states_BTH = self.step(embeds_BTH, features.to(self.dtype), rope, attend)
+        if isinstance(logits_to_keep, Tensor):
+            states_BTH = states_BTH[:, logits_to_keep]
+        else:
+            states_BTH = states_BTH[:, -logits_to_keep:]
+        return NetworkOutput(self.full_head(states_BTH), states_BTH)
+
+
+class NetworkDrafter(TrainableDrafter):
+    """A drafter around a body that reads features of the target's `layers`."""
+
+    needs: ClassVar[Needs] = Needs(hidden=True)
+
+    def __init__(self, body: DraftNetwork, layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.body = body
+        self.needs = Needs(hidden=True, layers=layers)
+        self.vocab_size, self.context_limit = body.config.vocab_size, body.config.max_position_embeddings
+
+    def attach(self, target: nn.Module) -> None:
+        self.body.attach(target)
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        return self.body.vocabulary
+
+    def config(self) -> dict[str, Any]:
+        return {"body": self.body.config.to_diff_dict(), "layers": list(self.needs.layers), **self.options()}
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """What else `from_config` has to know, beside the body's config and the layers."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(**{**config, "body": LlamaConfig(**config["body"]), "layers": tuple(config["layers"])})
+
+
+# Shapes: B rows, T positions, n nodes, H hidden size.
+
+
+class AutoregressiveDrafter(NetworkDrafter):
+    """Drives a `DraftNetwork` step by step, on text and on trees."""
+
+    regresses: ClassVar[bool] = False
+    """States are guesses of the target's final hidden state."""
+
+    def __init__(self, body: DraftNetwork, layers: tuple[int, ...], train_steps: int) -> None:
+        super().__init__(body, layers)
+        if train_steps < 1:
+            raise ConfigError.of("drafter.train_steps", train_steps, ">= 1")
+        self.train_steps = train_steps
+
+    def start(self, context: Context) -> None:
+        super().start(context)
+        self._runner = context.runner(self.body)
+        self._states: list[dict[int, Tensor]] = [{} for _ in context.texts]
+        # All of the prompt but its last token, whose logits `begin` returns.
+        unread = [text.tokens[1:-1] for text in context.texts]
+        if any(unread):
+            self._read(unread)
+
+    def begin(self, rows: list[int]) -> Tensor:
+        unread: list[list[int]] = [[] for _ in self.context.texts]
+        for row in rows:
+            unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] + 1 :]
+        logits_BV = self._read(unread)
+        self._states = [{ROOT: state_1H[0]} for state_1H in self._runner.states]
+        return logits_BV
+
+    def _read(self, tokens: list[list[int]]) -> Tensor:
+        """Read committed tokens, each with the target's features of the token before it."""
+        features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
+        states = [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features]
+        return self._runner.append(tokens, states)
+
+    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+        width = self.body.config.hidden_size
+        parents = []
+        for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True)):
+            states = [self._states[row][tree.parents[node]] for node in wanted]
+            parents.append(torch.stack(states) if states else self._runner.states[row].new_empty(0, width))
+        logits = self._runner.branch(trees, nodes, parents)
+        for row, wanted in enumerate(nodes):
+            self._states[row].update(zip(wanted, self._runner.states[row], strict=True))
+        return logits
+
+    def rollback(self, paths: list[list[int]]) -> None:
+        self._runner.commit([[] for _ in paths])
+
+    def drop(self, rows: list[int]) -> None:
+        self._runner.drop(rows)
+
+    def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
+        """The training-time test: each step reads the last one's states, as in decoding; step k has offset k + 1."""
+        body, ids_BT = self.body, signals.input_ids_BT
+        states_BTH = self._teacher_states(signals)
+        positions_BT = positions_like(ids_BT, signals.documents_BT)
+        tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
+        attend, unrolled = UnrolledAttention(signals.documents_BT), []
+        for k in range(self.train_steps):
+            embeds_BTH = body.embed(shifted(ids_BT, k + 1))
+            rope = body.rotary(embeds_BTH, positions_BT + k)
+            states_BTH = body.step(embeds_BTH, states_BTH, rope, attend)
+            unrolled.append(
+                DraftStates(
+                    states_BTH,
+                    body.head,
+                    offset=k + 1,
+                    vocabulary_D=tokens,
+                    regresses=self.regresses,
+                    head_parameters=body.head_parameters(),
+                )
+            )
+        return unrolled
+
+    def _teacher_states(self, signals: TeacherSignals) -> Tensor:
+        return self.body.project(signals.features_BTF.to(self.body.dtype))
+
+    def options(self) -> dict[str, Any]:
+        return {"train_steps": self.train_steps}
+
+
+def shifted(ids_BT: Tensor, by: int) -> Tensor:
+    """Ids moved left; zeros fill the end, where nothing is trained."""
+    by = min(by, ids_BT.shape[1])
+    return nn.functional.pad(ids_BT[:, by:], (0, by))

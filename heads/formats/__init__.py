@@ -1,0 +1,1 @@
+"""File formats of other projects: readers and writers side by side."""

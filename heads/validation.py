@@ -1,0 +1,256 @@
+"""What a checkpoint's config.json may say, checked before anything is built from it: it may have come from anyone.
+
+Building a module from a config that anyone may have written, within what the weights beside it can fill.
+
+safetensors checks its own header: the tensors that it names fill the file exactly. So files bound the memory that they
+take; a config does not, and is held to them here: a claim that is too large is refused before memory is taken for it.
+
+A drafter's folder on this machine, fetched from the Hub first where its name is a repository's.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Annotated, Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.reading import read_json, require_regular
+
+Shapes = dict[str, tuple[int, ...]]
+ALWAYS = 2**24
+"""Numbers that any config may claim: 64 MiB in float32."""
+WHOLE, PACKED = 4, 16
+"""Numbers that may be built for each in a file: an encoder-decoder model makes its embeddings four times before it ties
+them; of quantized weights one number may hold eight."""
+FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.eye)
+
+
+def shapes_in(folder: Path) -> Shapes:
+    """The shape of every tensor in the folder's safetensors, from their headers. ConfigError for a damaged file."""
+    found: Shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
+        except (SafetensorError, OSError) as error:
+            why = f"{file.name} cannot be read ({error})"
+            raise ConfigError(f"drafter={folder}: {why}; expected whole safetensors weights") from error
+    return found
+
+
+@contextmanager
+def bounded(name: str | Path, held: Shapes, *, packed: bool = False) -> Iterator[None]:
+    """ConfigError where what is built inside takes more memory, or more parameters, than such files could ask for.
+
+    Args:
+        name: of the drafter, for errors.
+        held: what its files hold.
+        packed: quantized weights.
+    """
+    numbers = sum(math.prod(shape) for shape in held.values())
+    most = ALWAYS + (PACKED if packed else WHOLE) * numbers
+    parameters = 0
+
+    def registered(*_: Any) -> None:
+        nonlocal parameters
+        parameters += 1
+        if parameters > 4 * len(held) + 1024:  # what is tied, fused or put in another's place registers again
+            raise _refusal(name, f"{parameters} parameters or more", f"what {len(held)} tensors can fill")
+
+    def refuse(claimed: int) -> None:
+        raise _refusal(name, f"{claimed} numbers or more", f"at most {most}, for the {numbers} that its files hold")
+
+    hook = register_module_parameter_registration_hook(registered)
+    try:
+        with _Allowance(most, refuse):
+            yield
+    finally:
+        hook.remove()
+
+
+class _Allowance(TorchFunctionMode):
+    """Adds up the sizes that torch is asked for, and calls `refuse` with the sum before it goes beyond `most`."""
+
+    def __init__(self, most: int, refuse: Callable[[int], None]) -> None:
+        super().__init__()
+        self._most, self._refuse, self._taken = most, refuse, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function in FACTORIES:
+            self._taken += _asked(function, args, kwargs or {})
+            if self._taken > self._most:
+                self._refuse(self._taken)
+        return function(*args, **(kwargs or {}))
+
+
+def _asked(function: Any, args: tuple, named: dict[str, Any]) -> int:
+    """Numbers that a factory is asked for."""
+    if function is torch.arange:
+        given = named | dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False))
+        return int(abs(given["end"] - given.get("start", 0)) / abs(given.get("step", 1))) + 1
+    if function is torch.eye:
+        given = named | dict(zip(("n", "m"), args, strict=False))
+        return given["n"] * given.get("m", given["n"])
+    size = args or named.get("size", ())
+    size = size[0] if size and isinstance(size[0], tuple | list) else size
+    return math.prod(value for value in size if isinstance(value, int))
+
+
+def _refusal(name: str | Path, claimed: str, expected: str) -> ConfigError:
+    return ConfigError(f"drafter={name} cannot be read: config.json claims {claimed}; expected {expected}")
+
+
+DATA = ("*.json", "*.safetensors", "*.txt", "*.model")
+"""What is fetched: data. No code, no pickled weights."""
+
+
+def local_folder(path_or_repo: str, revision: str | None = None) -> Path:
+    """The folder of a drafter.
+
+    Args:
+        path_or_repo: a local folder, `user/name` or `user/name@revision`.
+        revision: a branch, tag or commit of the repository.
+
+    Raises:
+        ConfigError: for a folder or repository that is not there, a name in it that would leave the cache, or a
+            revision given twice or with a local folder.
+    """
+    if Path(path_or_repo).is_dir():
+        if revision is not None:
+            raise ConfigError(f"revision={revision!r} of the local folder {path_or_repo}; expected none")
+        return Path(path_or_repo)
+    repo, at, named = path_or_repo.partition("@")
+    if at and revision is not None:
+        raise ConfigError(f"drafter={path_or_repo} with revision={revision!r}; expected one of the two")
+    try:
+        return Path(snapshot_download(repo, revision=named if at else revision, allow_patterns=list(DATA)))
+    except Exception as error:  # the client has no common base: its own, httpx's, OSError, ValueError
+        raise ConfigError(
+            f"drafter={path_or_repo}; expected a local folder or a Hub id ({reason_of(error)})"
+        ) from error
+
+
+def require_whole_model(key: str, name: str, revision: str | None = None) -> None:
+    """ConfigError for a folder or repository that holds a peft adapter, alone or beside a model.
+
+    transformers would put it on unasked: pickled where it is no safetensors, and of any size that its config claims.
+    """
+    if find_adapter_config_file(name, revision=revision) is not None:
+        expected = "a whole model, or of a target the local folder of an adapter"
+        raise ConfigError(f"{key}={name} holds an adapter_config.json; expected {expected}")
+
+
+LARGEST_JSON = 8 * 2**20
+"""Bytes of a config or an index; those of the largest models have less than one MiB."""
+INDEX = "model.safetensors.index.json"
+LONGEST_DRAFT = 1024
+"""Tokens that a config may ask to draft in a round."""
+IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+"""Keys by which transformers may be told to fetch a kernel, which is code, from a repository."""
+
+Text = Annotated[str, Field(max_length=4096)]
+
+
+class _Stored(BaseModel):
+    """Keys that have come since are left alone; those that are known have to be of their type, with no conversion."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class StoredTarget(_Stored):
+    """The target that a drafter was trained for, as `describe_target` tells it."""
+
+    name: Text
+    revision: Text | None = None
+    vocab_size: Annotated[int, Field(ge=1, le=2**24)]
+    hidden_size: Annotated[int, Field(ge=1, le=2**20)]
+    model_fingerprint: Text
+    float16_fingerprint: Text | None = None
+    """Of the same weights in float16; see `model_fingerprints`."""
+    tokenizer_fingerprint: Text | None = None
+    quality: dict[str, float] | None = None
+
+
+class StoredDrafter(_Stored):
+    """The section `draftsmith` of a checkpoint's config.json."""
+
+    format: Literal[1]
+    type: Text
+    drafter: dict[str, Any]
+    draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)]
+    target: StoredTarget
+    recipe: dict[str, Any] | None = None
+    draft_vocabulary: Text | None = None
+
+
+def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredDrafter | None]:
+    """The content of config.json and its section of ours, None where it is not a checkpoint of ours.
+
+    Args:
+        name: of the drafter, for errors.
+
+    Raises:
+        ConfigError: for a file that is missing, too large or not JSON, a section with a wrong value, and anything that
+            would make a reader leave the folder or run code.
+    """
+    try:
+        if folder.is_dir():
+            require_regular(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"drafter={name}: {error}; expected a folder of files") from error
+    config = _read_json(folder / "config.json", f"drafter={name}")
+    _require_no_kernel(config, name)
+    if (folder / INDEX).is_file():
+        _require_plain_names(_read_json(folder / INDEX, f"drafter={name}").get("weight_map"), name)
+    section = config.get("draftsmith")
+    if section is None:
+        return config, None
+    try:
+        return config, StoredDrafter.model_validate(section)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, ("draftsmith", *problem["loc"])))
+        found = repr(problem["input"])[:80]
+        raise ConfigError(f"drafter={name}: {key}={found} in config.json; {problem['msg'].lower()}") from error
+
+
+def _read_json(file: Path, what: str) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(f"{what}; expected a folder with {file.name}, and there is none")
+    size = file.stat().st_size
+    if size > LARGEST_JSON:
+        raise ConfigError(f"{what}: {file.name} has {size} bytes; expected at most {LARGEST_JSON}")
+    try:
+        value = read_json(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not JSON ({error}); expected a drafter's config") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} is not JSON of an object ({type(value).__name__}); expected a drafter's config")
+    return value
+
+
+def _require_no_kernel(config: dict[str, Any], drafter: str | Path) -> None:
+    """ConfigError for one that the config, or that of a part of the model inside it, names."""
+    for key, value in config.items():
+        if key in IMPLEMENTATIONS and "/" in json.dumps(value):
+            raise ConfigError(f"drafter={drafter}: {key}={value!r} in config.json names code; expected none")
+        if isinstance(value, dict):
+            _require_no_kernel(value, drafter)
+
+
+def _require_plain_names(names: Any, drafter: str | Path) -> None:
+    """ConfigError unless the shards that an index names lie beside it."""
+    for name in names.values() if isinstance(names, dict) else [names]:
+        plain = isinstance(name, str) and name not in ("", "..") and name.endswith(".safetensors")
+        if not plain or PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
+            raise ConfigError(f"drafter={drafter}: {INDEX} names {name!r}; expected *.safetensors beside it")

@@ -1,0 +1,93 @@
+"""The reader and its cache: what transformers' own cache keeps, as if rejected tokens had never been read."""
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM
+
+from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.target import RootedTree
+from draftsmith.heads.draft_tree import Draft
+
+CLOSE = {"atol": 2e-5, "rtol": 2e-5}
+"""fp32 sums over 32 entries in another order; a wrong mask or position changes logits by tenths."""
+
+
+def read_afresh(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0, -1]
+
+
+def branch(runner: ModelRunner, root: int, draft: Draft, rows: int = 1) -> list[torch.Tensor]:
+    return runner.branch([RootedTree.of(root, draft)] * rows, [list(range(len(draft) + 1))] * rows)
+
+
+@torch.inference_mode()
+def test_same_logits_as_the_dynamic_cache(tiny_target: LlamaForCausalLM) -> None:
+    ids = torch.randint(2, 64, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    runner, theirs = ModelRunner(tiny_target, 1), DynamicCache(config=tiny_target.config)
+    for start, end in ((0, 9), (9, 10), (10, 15), (15, 20)):
+        ours = runner.append([ids[start:end]])
+        logits = tiny_target(torch.tensor([ids[start:end]]), past_key_values=theirs).logits
+        torch.testing.assert_close(ours[0], logits[0, -1], **CLOSE)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("path", [[], [0], [0, 1], [2], [2, 3]])
+def test_only_the_accepted_path_is_kept(tiny_target: LlamaForCausalLM, path: list[int]) -> None:
+    draft = Draft((10, 11, 12, 13), (-1, 0, -1, 2))
+    runner = ModelRunner(tiny_target, 1)
+    runner.append([[5, 6, 7]])
+    branch(runner, 8, draft)
+    runner.commit([[0, *(node + 1 for node in path)]])
+    assert runner.lengths == [4 + len(path)]
+    kept = [5, 6, 7, 8, *(draft.tokens[node] for node in path)]
+    torch.testing.assert_close(branch(runner, 30, Draft())[0][0], read_afresh(tiny_target, [*kept, 30]), **CLOSE)
+
+
+@torch.inference_mode()
+def test_a_tree_read_level_by_level_is_the_tree_read_at_once(tiny_target: LlamaForCausalLM) -> None:
+    draft = Draft((10, 11, 12, 13, 14), (-1, -1, 0, 1, 1))
+    tree = RootedTree.of(8, draft)
+    at_once, by_level = ModelRunner(tiny_target, 1), ModelRunner(tiny_target, 1)
+    for runner in (at_once, by_level):
+        runner.append([[5, 6, 7]])
+    whole = at_once.branch([tree], [list(range(6))])[0]
+    levels = [by_level.branch([tree], [nodes])[0] for nodes in ([0], [1, 2], [3, 4, 5])]
+    torch.testing.assert_close(torch.cat(levels), whole, **CLOSE)
+
+
+@torch.inference_mode()
+def test_storage_grows_in_steps_and_keeps_what_it_holds(tiny_target: LlamaForCausalLM) -> None:
+    runner = ModelRunner(tiny_target, 1)
+    runner.append([[5, 6, 7]])
+    layer = runner._cache.layers[0]
+    first, moves, last = layer.keys.data_ptr(), 0, layer.keys.data_ptr()
+    text = [5, 6, 7]
+    tiny_target.config.max_position_embeddings = 2048
+    for token in range(700):
+        logits = branch(runner, token % 60 + 2, Draft())[0][0]
+        runner.commit([[0]])
+        text.append(token % 60 + 2)
+        moves += layer.keys.data_ptr() != last
+        last = layer.keys.data_ptr()
+    assert moves == 2, "storage doubles: 259, 518, 1036 slots"
+    assert last != first
+    torch.testing.assert_close(logits, read_afresh(tiny_target, text), **CLOSE)
+
+
+@torch.inference_mode()
+def test_rows_of_different_length_do_not_see_one_another(tiny_target: LlamaForCausalLM) -> None:
+    prompts = [[5, 6, 7, 9, 4], [40], [33, 34, 2]]
+    runner = ModelRunner(tiny_target, 3)
+    first = runner.append(prompts)
+    for prompt, logits in zip(prompts, first, strict=True):
+        torch.testing.assert_close(logits, read_afresh(tiny_target, prompt), **CLOSE)
+    draft = Draft((10, 11, 12), (-1, -1, 0))
+    branch(runner, 8, draft, rows=3)
+    runner.commit([[0], [0, 1, 3], [0, 2]])
+    kept = [[*prompts[0], 8], [*prompts[1], 8, 10, 12], [*prompts[2], 8, 11]]
+    runner.drop([1, 2])
+    more = runner.append([[20, 21], []])
+    torch.testing.assert_close(more[0], read_afresh(tiny_target, [*kept[1], 20, 21]), **CLOSE)
+    assert runner.lengths == [6, 5], "an empty row stays as it is"
+    for logits, text in zip(branch(runner, 30, Draft(), rows=2), [[*kept[1], 20, 21], kept[2]], strict=True):
+        torch.testing.assert_close(logits[0], read_afresh(tiny_target, [*text, 30]), **CLOSE)

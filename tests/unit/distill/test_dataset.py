@@ -1,0 +1,418 @@
+"""Prompts, samples and the teacher: what training is fed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from datasets import Dataset
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.dataset import FEATURES, ExampleSettings, hold_out, length_statistics, pack, read_examples
+from draftsmith.distill.load_target import LoadedTarget, load_target
+from draftsmith.distill.objective import Objective
+from draftsmith.distill.regeneration import Sampler, SampleSettings, Share, samples_key, target_samples
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads import DraftModel, Medusa
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
+TEMPLATE = (
+    "{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}{{ 'E' if m.role == 'assistant' }}"
+    "{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def loaded(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> LoadedTarget:
+    return LoadedTarget(tiny_target, tiny_tokenizer, "tiny", None)
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def questions(prompts: list[list[int]] = PROMPTS) -> Dataset:
+    rows = [{"input_ids": ids, "spans": [], "opening": str(i), "turns": ""} for i, ids in enumerate(prompts)]
+    return Dataset.from_list(rows, features=FEATURES)
+
+
+def sampler(loaded: LoadedTarget, *settings: Any, responses: int = 1, **options: Any) -> Sampler:
+    return Sampler(loaded, Chat(loaded.tokenizer), SampleSettings(*settings, responses=responses), **options)
+
+
+def test_what_is_left_out_is_counted_by_reason(loaded: LoadedTarget, tmp_path: Path) -> None:
+    texts = ["abc", "a" * 9, "abcd", "b" * 200, "abc"]
+    source = write(tmp_path / "p.jsonl", [{"prompt": text} for text in texts])
+    said: list[str] = []
+    chat = Chat(loaded.tokenizer)
+    rows = read_examples(chat, ExampleSettings(source, 10, 5, 8), 128, said.append)
+    assert [len(ids) for ids in rows["input_ids"]] == [3, 4]
+    assert said == [
+        f"{source}: 2 of 5 have prompts longer than data.prompt_tokens=5: left out",
+        f"{source}: 1 of 5 are the same as another: left out",
+    ]
+    again: list[str] = []
+    assert read_examples(chat, ExampleSettings(source, 10, 5, 8), 128, again.append).to_list() == rows.to_list()
+    assert again == said, "what comes from the cache is told again"
+    twice = read_examples(chat, ExampleSettings(source, 10, 5, 8, deduplicate=False), 128, said.append)
+    assert len(twice) == 3
+    short = read_examples(chat, ExampleSettings(source, 10, 300, 8), 128, said.append)
+    assert len(short) == 3
+    assert said[-2] == (
+        f"{source}: 1 of 5 do not fit the target's context of 128 with data.response_tokens=8 behind them: left out"
+    )
+    with pytest.raises(ConfigError, match=r"leaves nothing to train on \(.* 5 of 5 have prompts longer"):
+        read_examples(chat, ExampleSettings(source, 10, 2, 8), 128, said.append)
+
+
+def test_conversations_that_go_on_differently_are_no_twins(loaded: LoadedTarget, tmp_path: Path) -> None:
+    chats = [{"turns": ["ab", later]} for later in ("cd", "ef", "ef")]
+    source, chat = write(tmp_path / "p.jsonl", chats), Chat(loaded.tokenizer)
+    for every_turn, left in ((False, 1), (True, 2)):
+        settings = ExampleSettings(source, 10, 9, 9, every_turn=every_turn)
+        assert len(read_examples(chat, settings, 128, lambda _: None)) == left
+
+
+def test_a_file_that_changed_is_read_again(loaded: LoadedTarget, tmp_path: Path) -> None:
+    chat = Chat(loaded.tokenizer)
+    for texts in (["abc"], ["abc", "abcd"]):
+        source = write(tmp_path / "p.jsonl", [{"prompt": text} for text in texts])
+        assert len(read_examples(chat, ExampleSettings(source, 10, 9, 9), 128, lambda _: None)) == len(texts)
+
+
+def test_conversations_that_begin_alike_are_held_out_together() -> None:
+    rows = [
+        {"input_ids": [i, i], "spans": [], "opening": opening, "turns": ""}
+        for i, opening in enumerate(["a", "b", "a", "c", "b", "d"])
+    ]
+    examples = Dataset.from_list(rows, features=FEATURES)
+    kept, heldout = hold_out(examples, 2)
+    assert kept["opening"] == ["a", "a", "c"]
+    assert sorted(heldout) == [[1, 1], [5, 5]]
+    with pytest.raises(ConfigError, match=r"holds 4 usable prompts; expected more than evaluation\.count=4"):
+        hold_out(examples, 4)
+
+
+def test_greedy_samples_are_the_targets_own(loaded: LoadedTarget) -> None:
+    rows = target_samples(sampler(loaded, 12, 0.0, 3, 0), questions(), progress=False)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        expected = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert row["input_ids"] == expected[0].tolist()
+        assert row["spans"] == [[len(prompt), len(row["input_ids"])]]
+
+
+def test_several_responses_are_drawn_each_by_itself(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first are those of responses=1; with more of them only the new ones are sampled, also after a kill."""
+    folder = tmp_path / "answers"
+    alone = target_samples(sampler(loaded, 12, 1.0, 3, 0), questions(), folder=tmp_path / "alone", progress=False)
+    original, answered = Sampler.answer, []
+
+    def killed(self: Sampler, rows: list, indices: list[int], response: int) -> list:
+        if len(answered) == 5:  # each response to four questions is two parts
+            answered.append("killed")
+            raise KeyboardInterrupt
+        answered.append((tuple(indices), response))
+        return original(self, rows, indices, response)
+
+    monkeypatch.setattr(Sampler, "answer", killed)
+    two = target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions(), folder=folder, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=4), questions(), folder=folder, progress=False)
+    four = target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=4), questions(), folder=folder, progress=False)
+    assert [response for _, response in answered[:5]] == [0, 0, 1, 1, 2]
+    assert [response for _, response in answered[6:]] == [2, 3, 3]
+    assert two.to_list()[:4] == alone.to_list()
+    assert four.to_list()[:8] == two.to_list()
+    assert four["question"] == [0, 1, 2, 3] * 4
+    assert len({tuple(ids) for ids in four["input_ids"]}) == 16
+    names = sorted(place.name for place in tmp_path.iterdir() if place.name.startswith("answers"))
+    assert names == ["answers", "answers-1", "answers-2", "answers-3"], "no parts are left"
+    key = samples_key(sampler(loaded, 12, 1.0, 3, 0), questions())
+    assert key == samples_key(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions())
+
+
+def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = Sampler.answer
+    monkeypatch.setattr(Sampler, "answer", lambda *arguments: (calls.append(1), original(*arguments))[1])
+    first = target_samples(sampler(loaded, 12, 1.0, 9, 0), questions(), progress=False)
+    again = target_samples(sampler(loaded, 12, 1.0, 9, 0), questions(), progress=False)
+    assert first["input_ids"] == again["input_ids"]
+    assert len(calls) == 1
+    other = target_samples(sampler(loaded, 12, 1.0, 9, 1), questions(), progress=False)
+    assert other["input_ids"] != first["input_ids"]
+    another = LoadedTarget(make_llama(3), loaded.tokenizer, "tiny", None)
+    target_samples(sampler(another, 12, 1.0, 9, 0), questions(), progress=False)
+    assert len(calls) == 3
+
+
+def test_sampling_goes_on_behind_the_last_part(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the third of four parts: two are kept, and the text is what it would have been."""
+    whole = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "whole", progress=False)
+    original, answered = Sampler.answer, []
+
+    def killed(self: Sampler, rows: list, indices: list[int], response: int) -> list:
+        answered.append(indices)
+        if len(answered) == 3:
+            raise KeyboardInterrupt
+        return original(self, rows, indices, response)
+
+    monkeypatch.setattr(Sampler, "answer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
+    resumed = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
+    assert answered[2] == answered[3], "the part in hand alone is lost"
+    assert len(answered) == 5
+    assert resumed.to_list() == whole.to_list()
+    assert not (tmp_path / "torn.parts").exists()
+
+
+def test_the_key_of_samples_knows_the_template_behind_later_turns(loaded: LoadedTarget) -> None:
+    """The first prompts may be the same tokens, what comes later is not."""
+    turns = json.dumps({"turns": [[{"role": "user", "content": "a"}]] * 2, "tools": None})
+    asked = questions().remove_columns("turns").add_column("turns", [turns] * len(PROMPTS))
+    loaded.tokenizer.chat_template = TEMPLATE
+    first = samples_key(sampler(loaded, 12, 1.0, 1, 0), asked)
+    assert first == samples_key(sampler(loaded, 12, 1.0, 1, 0), asked)
+    plain = samples_key(sampler(loaded, 12, 1.0, 1, 0), questions())
+    loaded.tokenizer.chat_template = TEMPLATE + " "
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), asked) != first
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) == plain, "plain text goes through no template"
+
+
+def test_a_full_disk_keeps_the_parts_before(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, written = Dataset.to_parquet, []
+
+    def full(self: Dataset, path: Path) -> None:
+        written.append(path)
+        if len(written) == 3:
+            path.write_bytes(b"torn")
+            raise OSError(28, "No space left on device")
+        original(self, path)
+
+    monkeypatch.setattr(Dataset, "to_parquet", full)
+    folder = tmp_path / "full"
+    with pytest.raises(
+        DraftsmithError, match=r"part-00002.* cannot be written .*No space left.* parts before it are kept"
+    ):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)
+    assert sorted(file.name for file in (tmp_path / "full.parts").glob("*.[!j]*")) == [
+        "part-00000.parquet",
+        "part-00001.parquet",
+    ]
+    assert len(target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)) == 4
+    assert len(written) == 5
+
+
+def test_processes_share_the_parts(loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes in turn: the second samples its own parts alone, and the first puts all together."""
+    alone = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "alone", progress=False)
+    done: list[list[int]] = []
+    original = Sampler.answer
+    monkeypatch.setattr(Sampler, "answer", lambda self, *of: (done.append(of[1]), original(self, *of))[1])
+    folder = tmp_path / "shared"
+
+    class _Later(Exception):
+        pass
+
+    waited: list[int] = []
+
+    def waits() -> None:
+        waited.append(len(done))
+        if len(waited) == 2:
+            raise _Later
+
+    with pytest.raises(_Later):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(1, 2, waits))
+    assert waited == [0, 2], "before all see the same, and behind the parts"
+    both = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(0, 2))
+    assert both.to_list() == alone.to_list()
+    assert sorted(done) == [[0], [1], [2], [3]]
+
+
+def test_sampling_follows_the_targets_distribution(loaded: LoadedTarget) -> None:
+    count = 4000
+    rows = sampler(loaded, 1, 1.0, 500, 0).answer([{"input_ids": [5, 6], "turns": ""}] * count, list(range(count)))
+    share = torch.bincount(torch.tensor([row["input_ids"][2] for row in rows]), minlength=64) / count
+    with torch.inference_mode():
+        p = loaded.model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1)
+    # Six standard deviations of each share: a false failure over 64 tokens has a probability below 1e-6.
+    assert ((share - p).abs() < 6 * (p * (1 - p) / count).sqrt() + 1e-3).all()
+
+
+def test_a_drafter_makes_sampling_no_different(loaded: LoadedTarget) -> None:
+    drafter = DraftModel(make_llama())
+    alone, drafted = sampler(loaded, 12, 0.0, 4, 0), sampler(loaded, 12, 0.0, 4, 0, drafter=drafter)
+    rows = [{"input_ids": ids, "turns": ""} for ids in PROMPTS]
+    assert alone.answer(rows, [0, 1, 2, 3]) == drafted.answer(rows, [0, 1, 2, 3])
+    assert alone.tokens / alone.rounds == 1
+    assert drafted.tokens / drafted.rounds > 1
+
+
+def test_the_drafter_answers_its_share(loaded: LoadedTarget) -> None:
+    """Greedy, so that it can be told who wrote: what the drafter wrote is its own text."""
+    drafter = DraftModel(make_llama(5))
+    count = 60
+    rows = [{"input_ids": [3 + i], "turns": ""} for i in range(count)]
+    found = sampler(loaded, 8, 0.0, 60, 0, 0.5, drafter=drafter).answer(rows, list(range(count)))
+    by = {"target": 0, "drafter": 0}
+    for row in found:
+        for name, model in (("target", loaded.model), ("drafter", drafter.model)):
+            ids = torch.tensor([row["input_ids"][:1]])
+            text = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=1)[0].tolist()
+            by[name] += text == row["input_ids"]
+    assert sum(by.values()) == count
+    assert 15 < by["drafter"] < 45
+    with pytest.raises(ConfigError, match=r"drafter_share=0\.5 with drafter\.type='medusa'; expected a 'draft_model'"):
+        sampler(loaded, 8, 0.0, 60, 0, 0.5, drafter=Medusa.from_target(loaded.model))
+
+
+def test_each_response_has_later_turns_of_its_own(loaded: LoadedTarget, tmp_path: Path) -> None:
+    loaded.tokenizer.chat_template = TEMPLATE
+    turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "cd"}]]
+    rows = [
+        {
+            "input_ids": Chat(loaded.tokenizer).plain("UabA"),
+            "spans": [],
+            "opening": "ab",
+            "turns": json.dumps({"turns": turns, "tools": None}),
+        }
+    ]
+    asked = Dataset.from_list(rows, features=FEATURES)
+    several = sampler(loaded, 5, 1.0, 2, 0, responses=3)
+    found = target_samples(several, asked, folder=tmp_path / "answers", progress=False)
+    said = [json.loads(messages) for messages in found["messages"]]
+    assert [len(messages) for messages in said] == [4] * 3
+    assert len({messages[1]["content"] for messages in said}) == 3
+
+
+def test_later_turns_are_asked_behind_the_targets_own_answers(loaded: LoadedTarget) -> None:
+    tokenizer = loaded.tokenizer
+    tokenizer.chat_template = TEMPLATE
+    turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "cd"}]]
+    asked = json.dumps({"turns": turns, "tools": None})
+    first = Chat(tokenizer).plain("UabA")
+    rows = sampler(loaded, 5, 0.0, 2, 0).answer([{"input_ids": first, "turns": asked}], [7])
+    answer = loaded.model.generate(torch.tensor([first]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    text = tokenizer.decode(answer[len(first) :], skip_special_tokens=True)
+    again = Chat(tokenizer).plain(f"UabA{text}EUcdA")
+    second = loaded.model.generate(torch.tensor([again]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    assert rows == [
+        {
+            "input_ids": second.tolist(),
+            "spans": [[len(first), len(answer)], [len(again), len(second)]],
+            "question": 7,
+            "messages": rows[0]["messages"],
+        }
+    ]
+
+    said = json.loads(rows[0]["messages"])
+    assert [message["role"] for message in said] == ["user", "assistant"] * 2
+    assert said[1]["content"] == text
+
+
+def test_samples_that_do_not_fit_the_context_are_refused(loaded: LoadedTarget) -> None:
+    with pytest.raises(ConfigError, match=r"response_tokens=132; expected at most the target's context of 128"):
+        target_samples(sampler(loaded, 128, 1.0, 3, 0), questions())
+
+
+def test_packing_keeps_every_sample_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 40, (200,), generator=generator).tolist()
+    samples = [torch.randint(2, 64, (length,), generator=generator).tolist() for length in lengths]
+    rows = Dataset.from_list([{"input_ids": ids, "spans": [[0, 1], [0, len(ids)]]} for ids in samples])
+    packed = pack(rows, 64)
+    assert sum(lengths) / (64 * len(packed)) > 0.97
+    found = []
+    for row in packed:
+        assert len(row["input_ids"]) == sum(row["documents"]) <= 64
+        begin, spans = 0, []
+        for length in row["documents"]:
+            found.append(row["input_ids"][begin : begin + length])
+            spans.append([begin + 1, begin + length])
+            begin += length
+        assert row["spans"] == spans, "a document's first token has nothing before it"
+    assert sorted(found) == sorted(samples)
+    assert len(pack(rows, 10)) >= sum(length > 5 for length in lengths), "longer ones have rows of their own"
+
+
+def test_length_statistics() -> None:
+    rows = Dataset.from_list([{"input_ids": list(range(n)), "spans": [[1, 2], [3, n]]} for n in range(4, 104)])
+    found = length_statistics(rows)
+    assert found == {"samples": 100, "tokens": 5350, "trained": 5150, "p5": 9, "p50": 54, "p95": 99, "longest": 103}
+
+
+def test_teacher_states_give_the_targets_logits(tiny_target: LlamaForCausalLM) -> None:
+    teacher = OnlineTeacher(tiny_target)
+    ids = torch.randint(2, 64, (2, 9))
+    attention = torch.ones_like(ids)
+    attention[1, 6:] = 0
+    signals = teacher.signals(ids, attention, torch.ones(2, 9, dtype=torch.bool))
+    logits = tiny_target(ids, attention_mask=attention).logits
+    torch.testing.assert_close(teacher.lm_head(signals.hidden_BTH)[attention.bool()], logits[attention.bool()])
+    assert not signals.hidden_BTH.requires_grad
+
+
+TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "initializer_range": 0.3}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def test_a_target_that_scales_its_logits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="GraniteForCausalLM transforms its logits behind the lm_head"):
+        OnlineTeacher(GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=2.0)).eval())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"init": "target_layers", "lora_rank": 2}, {"config": {"model_type": "gemma2", "head_dim": 4, **TINY}}],
+    ids=["random", "pruned", "config"],
+)
+def test_p_and_q_are_soft_capped_where_the_models_are(options: dict[str, Any]) -> None:
+    """Loss and gradient are those of the logits that whole forward passes of both models give."""
+    torch.manual_seed(0)
+    config = Gemma2Config(**TINY, head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=1.0)
+    target = Gemma2ForCausalLM(config).double().eval().requires_grad_(False)
+    drafter = DraftModel.from_target(target, **options).double().eval()
+    ids_BT = torch.randint(2, 64, (2, 9))
+    teacher = OnlineTeacher(target)
+    signals = teacher.signals(ids_BT, torch.ones_like(ids_BT), torch.ones_like(ids_BT, dtype=torch.bool))
+    sums = Objective()(drafter.unroll(signals), signals, teacher.lm_head)
+    p_log, q_log = (model(ids_BT).logits.log_softmax(-1) for model in (target, drafter.model))
+    plain = (p_log.exp() * (p_log - q_log)).sum()
+    torch.testing.assert_close(sums.loss, plain)
+    trained = [weight for weight in drafter.parameters() if weight.requires_grad]
+    for ours, theirs in zip(*(torch.autograd.grad(loss, trained) for loss in (sums.loss, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert float((p_log.exp() - teacher.lm_head.lm_head(signals.hidden_BTH).softmax(-1)).abs().max()) > 0.1
+
+
+def test_missing_targets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        load_target(str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=r"target\.dtype='int3'; expected one of float32"):
+        load_target(str(tmp_path), dtype="int3")
+    with pytest.raises(ConfigError, match="expected 'embedded', a local folder or a Hub id"):
+        load_target(str(tmp_path))

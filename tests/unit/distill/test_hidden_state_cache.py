@@ -1,0 +1,154 @@
+"""The teacher's states on disk: what comes back is what went in, and damage costs one shard."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from datasets import Dataset
+from torch import Tensor
+
+from draftsmith.distill import hidden_state_cache as signal_cache
+from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads.base import FINAL, TeacherSignals
+from draftsmith.heads.hidden_states import final_states
+from draftsmith.train.data import collate
+
+LAYERS = (1, FINAL)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+
+
+def rows_of(count: int = 10) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [5 + (3 * row) % 7 for row in range(count)]
+    ids = [torch.randint(2, 64, (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_list([{"input_ids": row, "spans": [[2, len(row)]]} for row in ids])
+
+
+def built(dtype: str, rows: Dataset) -> tuple[SignalCache, OnlineTeacher]:
+    model = make_llama().requires_grad_(False)
+    cache, teacher = SignalCache(model, rows, LAYERS, dtype, shard_rows=4), OnlineTeacher(model, LAYERS)
+    cache.build(cache.missing()[0], teacher, lambda: None, batch=3)
+    return cache, teacher
+
+
+def both(cache: SignalCache, teacher: OnlineTeacher, rows: Dataset) -> tuple[TeacherSignals, TeacherSignals]:
+    batch = collate(rows, [7, 0, 9], CPU)
+    return teacher.signals(**vars(batch)), CachedTeacher(teacher, cache).signals(**vars(batch))
+
+
+def seen(x_BTH: Tensor, signals: TeacherSignals) -> Tensor:
+    return x_BTH[signals.attention_mask_BT.bool()]
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 1e-2), ("float8", 0.1)])
+def test_states_come_back(dtype: str, error: float) -> None:
+    """Relative to the largest number of a token: bfloat16 has 8 bits, float8 four."""
+    rows = rows_of()
+    cache, teacher = built(dtype, rows)
+    online, cached = both(cache, teacher, rows)
+    for a, b in ((online.hidden_BTH, cached.hidden_BTH), (online.features_BTF, cached.features_BTF)):
+        a, b = seen(a, online), seen(b, online)
+        assert ((a - b).abs() / a.abs().amax(-1, keepdim=True)).max() < error
+    width = {"float32": 4, "bfloat16": 2, "float8": 1}[dtype] * 32 * 3
+    assert width < cache.bytes_a_token() < width + 30, "states, a scale, and the files' headers"
+
+
+def test_a_killed_build_goes_on_and_damage_costs_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of()
+    model = make_llama().requires_grad_(False)
+    cache, teacher = SignalCache(model, rows, LAYERS, "float32", shard_rows=4), OnlineTeacher(model, LAYERS)
+
+    def until_killed() -> Iterator[int]:
+        yield 0
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.build(until_killed(), teacher, lambda: None)
+    assert cache.missing() == ([1, 2], [])
+    cache.build([1, 2], teacher, lambda: None)
+    assert cache.missing() == ([], [])
+    file = cache.folder / "shard-00001.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9] + b"123456789")
+    (cache.folder / "shard-00002.json").unlink()
+    wanted, problems = SignalCache(model, rows, LAYERS, "float32", shard_rows=4).missing()
+    assert wanted == [1, 2]
+    assert problems == [
+        "teacher cache: shard-00001.safetensors does not match its checksum; building it again",
+        "teacher cache: shard-00002.safetensors has no checksum beside it; building it again",
+    ]
+    again = SignalCache(model, rows, LAYERS, "float32", shard_rows=4)
+    again.build(wanted, teacher, lambda: None)
+    assert file.read_bytes() == whole
+
+
+def test_another_target_data_layers_or_dtype_is_another_cache() -> None:
+    rows, model = rows_of(), make_llama()
+    keys = {
+        SignalCache(model, rows, LAYERS, "float32").key,
+        SignalCache(make_llama(seed=1), rows, LAYERS, "float32").key,
+        SignalCache(model, rows_of(9), LAYERS, "float32").key,
+        SignalCache(model, rows, (FINAL,), "float32").key,
+        SignalCache(model, rows, LAYERS, "bfloat16").key,
+    }
+    assert len(keys) == 5
+    with pytest.raises(ConfigError, match=r"teacher\.dtype='int4'; expected one of"):
+        SignalCache(model, rows, LAYERS, "int4")
+
+
+DOCUMENTS = [[5], [4, 4], [1, 3, 7], [2, 3, 2]]
+
+
+def packed_rows(documents: list[list[int]]) -> Dataset:
+    return rows_of(len(documents)).add_column("documents", documents)
+
+
+def test_packed_rows_are_cached_as_the_target_sees_them_online() -> None:
+    """Each document apart, whatever stands before it in its row; and other borders in the same text are another key."""
+    rows = packed_rows(DOCUMENTS)
+    cache, teacher = built("float32", rows)
+    batch = collate(rows, [2, 0, 3, 1], CPU)
+    online, cached = teacher.signals(**vars(batch)), CachedTeacher(teacher, cache).signals(**vars(batch))
+    assert cached.documents_BT is online.documents_BT is batch.documents_BT is not None
+    for a, b in ((online.hidden_BTH, cached.hidden_BTH), (online.features_BTF, cached.features_BTF)):
+        torch.testing.assert_close(seen(b, cached), seen(a, online), rtol=1e-5, atol=1e-5)
+    for row, documents in enumerate(DOCUMENTS):
+        parts = zip(
+            torch.tensor(rows[row]["input_ids"]).split(documents), cache.read(row).split(documents), strict=True
+        )
+        for ids_T, states_TW in parts:
+            alone_TH = final_states(teacher.model, ids_T[None], torch.ones_like(ids_T[None]))[0]
+            torch.testing.assert_close(states_TW[:, :32], alone_TH, rtol=1e-4, atol=1e-4)  # fp32, another kernel
+    keys = {
+        SignalCache(make_llama(), some, LAYERS, "float32", shard_rows=4).key
+        for some in (rows, packed_rows([[5], [3, 5], *DOCUMENTS[2:]]), rows.remove_columns("documents"))
+    }
+    assert cache.key in keys
+    assert len(keys) == 3
+
+
+def test_a_full_disk_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of()
+    model = make_llama().requires_grad_(False)
+    cache, teacher = SignalCache(model, rows, LAYERS, "float32", shard_rows=4), OnlineTeacher(model, LAYERS)
+    cache.build([0], teacher, lambda: None)
+
+    def full(tensors: dict, path: Path, metadata: dict) -> None:
+        path.write_bytes(b"part of it")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(signal_cache, "save_file", full)
+        with pytest.raises(DraftsmithError, match=r"shard-00001.* cannot be written \(No space left on device\)"):
+            cache.build([1], teacher, lambda: None)
+    assert cache.missing() == ([1, 2], [])
+    assert not [file for file in cache.folder.iterdir() if "tmp" in file.name]

@@ -1,0 +1,378 @@
+"""The chunked objectives give the plain formula's value and gradient, and never hold more than a chunk of logits."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftsmith.distill.objective import KINDS, Objective
+from draftsmith.heads.base import DraftStates, TeacherSignals
+
+B, T, H, D, V = 3, 11, 8, 6, 13
+
+
+def _signals(generator: torch.Generator) -> TeacherSignals:
+    mask = torch.rand(B, T, generator=generator) < 0.6
+    hidden = torch.randn(B, T, H, dtype=torch.float64, generator=generator)
+    ids = torch.randint(V, (B, T), generator=generator)
+    return TeacherSignals(ids, torch.ones_like(ids), hidden, mask)
+
+
+ETA, LAST_ALPHA = 3.0, [0.3, 0.6]
+SUMMED = [kind for kind in KINDS if kind != "accepted_length"]
+
+
+def _next_token(signals: TeacherSignals, b: int, t: int) -> int | None:
+    """The token behind position t; None where the text ends."""
+    return int(signals.input_ids_BT[b, t + 1]) if t + 1 < T else None
+
+
+def _plain(kind: str, p_logits: Tensor, q_logits: Tensor, k: int = 0, label: int | None = None) -> Tensor:
+    """The formula over one row, as it stands in a paper."""
+    p, q = p_logits.softmax(-1), q_logits.softmax(-1)
+    m = 0.3 * p + 0.7 * q
+    kl, tv = (p * (p.log() - q.log())).sum(), (p - q).abs().sum() / 2
+    share = math.exp(-ETA * LAST_ALPHA[k])
+    return {
+        "kl": kl,
+        "reverse_kl": (q * (q.log() - p.log())).sum(),
+        "js": 0.3 * (p * (p / m).log()).sum() + 0.7 * (q * (q / m).log()).sum(),
+        "tv": tv,
+        "lk_alpha": -torch.minimum(p, q).sum().log(),
+        "ce": -q.log()[p.argmax()],
+        "label": 0 * q.sum() if label is None else -q.log()[label],
+        "lk_lambda": share * kl + (1 - share) * tv,
+    }[kind]
+
+
+def _overlap(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    return torch.minimum(p_logits.softmax(-1), q_logits.softmax(-1)).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("kind", SUMMED)
+def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    signals = _signals(generator)
+    lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
+    heads = [nn.Linear(D, V).double() for _ in range(2)]
+    states = [torch.randn(B, T, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in heads]
+    objective = Objective(kind, temperatures=(0.7,), position_decay=0.5, beta=0.3, eta=ETA, chunk_tokens=chunk)
+    unrolled = [
+        DraftStates(state, head, offset=k + 1) for k, (state, head) in enumerate(zip(states, heads, strict=True))
+    ]
+    sums = objective(unrolled, signals, lm_head, LAST_ALPHA)
+    leaves = [*states, *(parameter for head in heads for parameter in head.parameters())]
+    gradients = torch.autograd.grad(sums.loss, leaves)
+
+    expected, alphas, counts = torch.zeros((), dtype=torch.float64), [0.0, 0.0], [0, 0]
+    for k in range(2):
+        for b in range(B):
+            for t in range(k + 1, T):
+                if signals.mask_BT[b, t]:
+                    p = lm_head(signals.hidden_BTH[b, t]) / 0.7
+                    q = heads[k](states[k][b, t - k - 1]) / 0.7
+                    expected = expected + 0.5**k * _plain(kind, p, q, k, _next_token(signals, b, t))
+                    alphas[k] += _overlap(p, q).item()
+                    counts[k] += 1
+    torch.testing.assert_close(sums.loss.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sums.alpha_K.double(), torch.tensor(alphas, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    assert sums.count_K.tolist() == counts
+    for ours, plain in zip(gradients, torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_no_more_than_one_chunk_of_logits_is_alive() -> None:
+    """Counts, over forward and backward, the rows that the head turns into logits at a time."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            rows.append(x.shape[0])
+            return super().forward(x)
+
+    signals = _signals(generator)
+    state = torch.randn(B, T, D, requires_grad=True)
+    lm_head = nn.Linear(H, V).double()
+    saved: list[int] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x)
+    with hooks:
+        loss = Objective("kl", chunk_tokens=2)([DraftStates(state, Head(D, V), 0)], signals, lm_head).loss
+    forward_calls = len(rows)
+    loss.backward()
+    assert max(rows) <= 2
+    assert len(rows) == forward_calls == -(-int(signals.mask_BT.sum()) // 2), "logits are made once"
+    assert max(saved) <= max(signals.hidden_BTH.numel(), 2 * V), "and no more than a chunk of them is kept"
+
+
+def test_an_empty_mask_still_reaches_every_parameter() -> None:
+    """A process whose slice holds no token must still take part in the reduction of gradients."""
+    signals = _signals(torch.Generator().manual_seed(0))
+    empty = TeacherSignals(
+        signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, torch.zeros_like(signals.mask_BT)
+    )
+    state = torch.randn(B, T, D, requires_grad=True)
+    head = nn.Linear(D, V)
+    sums = Objective()([DraftStates(state, head, 0)], empty, nn.Linear(H, V).double())
+    sums.loss.backward()
+    assert sums.loss.item() == 0
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in (state, head.weight, head.bias))
+    assert not state.grad.any()
+
+
+SOME = [1, 4, 5, 9]
+
+
+def _truncated(kind: str, p_logits: Tensor, q_logits: Tensor, label: int | None) -> Tensor:
+    """Over the draft vocabulary `SOME`, with the target's distribution as it is; plain formula."""
+    p_V, q_D = p_logits.softmax(-1), q_logits.softmax(-1)
+    p_D = p_V[SOME]
+    if kind == "tv":
+        return 1 - torch.minimum(p_D, q_D).sum()
+    if kind == "ce":
+        best = int(p_V.argmax())
+        return -q_D.log()[SOME.index(best)] if best in SOME else 0 * q_D.sum()
+    if kind == "label":
+        return -q_D.log()[SOME.index(label)] if label in SOME else 0 * q_D.sum()
+    if kind == "reverse_kl":
+        return (q_D * (q_D / p_D).log()).sum()
+    if kind == "lk_alpha":
+        return -torch.minimum(p_D, q_D).sum().log()
+    if kind == "js":
+        q_V = torch.zeros_like(p_V).index_put((torch.tensor(SOME),), q_D)
+        m_V = (p_V + q_V) / 2
+        return ((p_V * (p_V / m_V).log()).sum() + (q_D * (q_D / m_V[SOME]).log()).sum()) / 2
+    inside = p_D.sum()
+    return (p_D * ((p_D / inside).log() - q_D.log())).sum()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SUMMED if kind != "lk_lambda"])
+def test_tokens_outside_the_draft_vocabulary_count_as_misses(kind: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    signals = _signals(generator)
+    lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
+    head = nn.Linear(D, len(SOME)).double()
+    state = torch.randn(B, T, D, dtype=torch.float64, generator=generator)
+    sums = Objective(kind)([DraftStates(state, head, offset=1, vocabulary_D=torch.tensor(SOME))], signals, lm_head)
+    expected, alpha, match, outside = torch.zeros((), dtype=torch.float64), 0.0, 0, 0
+    for b in range(B):
+        for t in range(1, T):
+            if signals.mask_BT[b, t]:
+                p, q = lm_head(signals.hidden_BTH[b, t]), head(state[b, t - 1])
+                expected = expected + _truncated(kind, p, q, _next_token(signals, b, t))
+                alpha += torch.minimum(p.softmax(-1)[SOME], q.softmax(-1)).sum().item()
+                match += int(p.argmax()) == SOME[int(q.argmax())]
+                outside += int(p.argmax()) not in SOME
+    assert outside > 0, "the case under test"
+    torch.testing.assert_close(sums.loss.double(), expected, rtol=1e-6, atol=1e-6)
+    assert sums.alpha_K.item() == pytest.approx(alpha, rel=1e-6)
+    assert sums.match_K.item() == match
+    ours = torch.autograd.grad(sums.loss, list(head.parameters()))
+    for mine, plain in zip(ours, torch.autograd.grad(expected, list(head.parameters())), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_the_terms_of_eagle_hass_and_dspark() -> None:
+    """Feature distance, top-k cross-entropy and the confidence head's, each the plain formula's value."""
+    generator = torch.Generator().manual_seed(7)
+    signals = _signals(generator)
+    lm_head, head = (nn.Linear(H, V, bias=False).double() for _ in range(2))
+    state = torch.randn(B, T, H, dtype=torch.float64, generator=generator)
+    sure = nn.Linear(H, 1).double()
+    entry = DraftStates(state, head, offset=2, regresses=True, confidence=lambda x: sure(x)[..., 0])
+    weights = {"feature_weight": 0.7, "top_k": 3, "top_k_weight": 0.3, "confidence_weight": 0.2}
+    silent = dict.fromkeys(("feature_weight", "top_k_weight", "confidence_weight"), 0.0)
+    extra = Objective(**weights)([entry], signals, lm_head).loss - Objective(**silent)([entry], signals, lm_head).loss
+    expected = 0.0
+    for b in range(B):
+        for t in range(2, T):
+            if signals.mask_BT[b, t]:
+                f, s = signals.hidden_BTH[b, t], state[b, t - 2]
+                gap = (f - s).abs()
+                expected += 0.7 * torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean()
+                p, q = lm_head(f).softmax(-1), head(s).softmax(-1)
+                best = p.argsort(descending=True)[:3]
+                expected += 0.3 * -(p[best] * q[best].log()).sum()
+                alpha, c = torch.minimum(p, q).sum(), sure(s).sigmoid()
+                expected += 0.2 * -(alpha * c.log() + (1 - alpha) * (1 - c).log()).sum()
+    torch.testing.assert_close(extra.double(), torch.as_tensor(expected).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_states_at_chosen_places() -> None:
+    """Blocks behind anchors: each state meets the target's at the place that it names, -1 and masked ones none."""
+    signals = _signals(torch.Generator().manual_seed(9))
+    lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, V).double()
+    whole = torch.randn(B, T, D, dtype=torch.float64)
+    places = torch.tensor([[4, -1, 0], [1, 2, 3], [10, 9, -1]])
+    chosen = torch.stack([whole[b, places[b].clamp_min(0)] for b in range(B)])
+    some = Objective("kl")([DraftStates(chosen, head, places_BT=places)], signals, lm_head)
+    mask = torch.zeros_like(signals.mask_BT)
+    for b in range(B):
+        mask[b, [place for place in places[b].tolist() if place >= 0]] = True
+    kept = TeacherSignals(signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, signals.mask_BT & mask)
+    all_of_them = Objective("kl")([DraftStates(whole, head)], kept, lm_head)
+    assert some.count_K == all_of_them.count_K
+    torch.testing.assert_close(some.loss, all_of_them.loss)
+
+
+@pytest.mark.parametrize("vocabulary", [None, SOME])
+def test_labels_are_the_tokens_behind_the_states_places(vocabulary: list[int] | None) -> None:
+    """By place rather than by offset, at two temperatures, value and gradient against the plain formula."""
+    generator = torch.Generator().manual_seed(18)
+    signals = _signals(generator)
+    tokens = list(range(V)) if vocabulary is None else vocabulary
+    lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, len(tokens)).double()
+    places = torch.tensor([[4, -1, 0], [1, 2, 3], [10, 9, -1]])
+    state = torch.randn(B, 3, D, dtype=torch.float64, generator=generator, requires_grad=True)
+    rows = None if vocabulary is None else torch.tensor(vocabulary)
+    entry = DraftStates(state, head, places_BT=places, vocabulary_D=rows)
+    objective = Objective("label", temperatures=(0.5, 2.0), chunk_tokens=2)
+    ours = objective([entry], signals, lm_head).loss
+    expected, learned = torch.zeros((), dtype=torch.float64), 0
+    for b in range(B):
+        for i, place in enumerate(places[b].tolist()):
+            label = _next_token(signals, b, place) if place >= 0 and signals.mask_BT[b, place] else None
+            if label in tokens:
+                learned += 1
+                for temperature in (0.5, 2.0):
+                    q_log = (head(state[b, i]) / temperature).log_softmax(-1)
+                    expected = expected - q_log[tokens.index(label)] / 2
+    assert learned > 0
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    leaves = [state, *head.parameters()]
+    for mine, plain in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_padding_is_no_label() -> None:
+    """The position in front of the padding, were it unmasked, has nothing to learn from a pad token."""
+    signals = _signals(torch.Generator().manual_seed(16))
+    lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, V).double()
+    entry = DraftStates(torch.randn(B, T, D, dtype=torch.float64), head)
+    whole = torch.ones_like(signals.mask_BT)
+    attention = torch.ones_like(signals.attention_mask_BT)
+    attention[:, T - 3 :] = 0
+    short = TeacherSignals(signals.input_ids_BT, attention, signals.hidden_BTH, whole)
+    kept = TeacherSignals(signals.input_ids_BT, torch.ones_like(attention), signals.hidden_BTH, whole.clone())
+    kept.mask_BT[:, T - 4 :] = False
+    losses = [Objective("label")([entry], one, lm_head).loss for one in (short, kept)]
+    torch.testing.assert_close(*losses)
+
+
+def _three_positions(generator: torch.Generator) -> tuple[TeacherSignals, nn.Module, list[DraftStates], list[Tensor]]:
+    signals = _signals(generator)
+    lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
+    head = nn.Linear(D, V).double()
+    states = [torch.randn(B, T, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
+    return signals, lm_head, [DraftStates(state, head, offset=k + 1) for k, state in enumerate(states)], states
+
+
+def _alpha_of(
+    signals: TeacherSignals, lm_head: nn.Module, entry: DraftStates, b: int, anchor: int, place: int
+) -> Tensor:
+    """With its gradient; zero where the place is masked or there is none."""
+    if place >= T or not signals.mask_BT[b, place]:
+        return torch.zeros((), dtype=torch.float64)
+    return _overlap(lm_head(signals.hidden_BTH[b, place]), entry.head(entry.hidden_BTD[b, anchor]))
+
+
+def test_expected_accepted_length() -> None:
+    """Value and gradient of E[tau] - 1 over every draft, against autograd through the plain products."""
+    signals, lm_head, unrolled, states = _three_positions(torch.Generator().manual_seed(11))
+    ours = Objective("accepted_length", chunk_tokens=4)(unrolled, signals, lm_head).loss
+    expected = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            survival = torch.ones((), dtype=torch.float64)
+            for entry in unrolled:
+                survival = survival * _alpha_of(signals, lm_head, entry, b, t, t + entry.offset)
+                expected = expected - survival
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    leaves = [*states, *unrolled[0].head.parameters()]
+    for mine, plain in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
+
+
+def test_expected_accepted_length_of_a_draft_model() -> None:
+    """One state a position: the draft behind t is tested at t, t + 1, ..."""
+    generator = torch.Generator().manual_seed(12)
+    signals, lm_head, (first, *_), (state, *_) = _three_positions(generator)
+    entry = DraftStates(state, first.head)
+    ours = Objective("accepted_length", draft_length=3)([entry], signals, lm_head).loss
+    expected = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            survival = torch.ones((), dtype=torch.float64)
+            for k in range(3):
+                survival = survival * _alpha_of(signals, lm_head, entry, b, min(t + k, T - 1), t + k)
+                expected = expected - survival
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    for mine, plain in zip(torch.autograd.grad(ours, [state]), torch.autograd.grad(expected, [state]), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
+
+
+def test_dpace_weights() -> None:
+    """weight_k = sum_{j>=k} prod_{i<=j} s_i with s = (1 - a) q(favourite) + a, detached."""
+    signals, lm_head, unrolled, states = _three_positions(torch.Generator().manual_seed(13))
+    ours = Objective("ce", dpace=0.5, position_decay=1.0)(unrolled, signals, lm_head).loss
+    expected = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            losses, sure = [], []
+            for entry in unrolled:
+                place = t + entry.offset
+                if place < T and signals.mask_BT[b, place]:
+                    p, q = lm_head(signals.hidden_BTH[b, place]), entry.head(entry.hidden_BTD[b, t])
+                    losses.append(_plain("ce", p, q))
+                    sure.append(0.5 * math.exp(-losses[-1].item()) + 0.5)
+                else:
+                    losses.append(torch.zeros((), dtype=torch.float64))
+                    sure.append(0.0)
+            for k, loss in enumerate(losses):
+                expected = expected + sum(math.prod(sure[: j + 1]) for j in range(k, 3)) * loss
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    for mine, plain in zip(torch.autograd.grad(ours, states), torch.autograd.grad(expected, states), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-9)
+
+
+def test_mixes_temperatures_and_position_weights() -> None:
+    signals, lm_head, unrolled, _ = _three_positions(torch.Generator().manual_seed(14))
+
+    def loss(**settings: object) -> float:
+        return Objective(**settings)(unrolled, signals, lm_head).loss.item()
+
+    mixed = loss(mix={"kl": 0.5, "tv": 2.0}, temperatures=(0.5, 2.0), position_weights=(1.0, 0.25))
+    parts = [
+        weight * loss(kind=kind, temperatures=(temperature,), position_weights=(1.0, 0.25)) / 2
+        for kind, weight in (("kl", 0.5), ("tv", 2.0))
+        for temperature in (0.5, 2.0)
+    ]
+    assert mixed == pytest.approx(sum(parts), rel=1e-5)
+    first = Objective(position_weights=(1.0,))(unrolled[:1], signals, lm_head).loss.item()
+    rest = Objective(position_weights=(1.0,))(unrolled[1:], signals, lm_head).loss.item()
+    assert loss(position_weights=(1.0, 0.25)) == pytest.approx(first + 0.25 * rest, rel=1e-5)
+
+
+def test_the_loss_is_a_sum_over_tokens_however_they_are_batched() -> None:
+    """Rows apart, or padded further, give the same sums: nothing is averaged before the loop divides."""
+    signals, lm_head, unrolled, _ = _three_positions(torch.Generator().manual_seed(15))
+    objectives = [Objective(kind) for kind in KINDS]
+
+    def cut(pick: Callable[[Tensor], Tensor]) -> tuple[TeacherSignals, list[DraftStates]]:
+        parts = (signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, signals.mask_BT)
+        return TeacherSignals(*map(pick, parts)), [
+            DraftStates(pick(entry.hidden_BTD), entry.head, entry.offset) for entry in unrolled
+        ]
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.zeros_like(x[:, :3])], 1)
+
+    for objective in objectives:
+        whole = objective(unrolled, signals, lm_head).loss.item()
+        rows = [cut(lambda x, b=b: x[b : b + 1]) for b in range(B)]
+        assert whole == pytest.approx(sum(objective(u, s, lm_head).loss.item() for s, u in rows), rel=1e-5)
+        more, entries = cut(padded)
+        assert whole == pytest.approx(objective(entries, more, lm_head).loss.item(), rel=1e-5), objective.kind

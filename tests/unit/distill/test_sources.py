@@ -1,0 +1,251 @@
+"""Every way in which people write data down, and which tokens of it are trained on."""
+
+import gzip
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.distill.chat_template import Chat, Encoded, template_text
+from draftsmith.distill.sources import conversation, looks_local, read_source
+from draftsmith.errors import ConfigError
+
+USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
+PLAIN = (
+    "{% for m in messages %}{{ m.role[0]|upper }}{{ m.content }}E{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ m.role[0]|upper }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}E"
+    "{% endgeneration %}{% else %}{{ m.content }}E{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
+# Shows what the assistant thought in the last answer alone, and opens an answer with the thinking.
+THINKING = (
+    "{% for m in messages %}{{ m.role[0]|upper }}"
+    "{% if m.role == 'assistant' and loop.last %}T{{ m.reasoning_content }}T{% endif %}{{ m.content }}E"
+    "{% endfor %}{% if add_generation_prompt %}AT{% endif %}"
+)
+
+
+def read(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    return list(read_source(str(file)))
+
+
+def test_bad_files_are_refused_with_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    with pytest.raises(ConfigError, match="there is none"):
+        read(file)
+    file.write_text("\n\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read(file)
+    file.write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2: not JSON"):
+        read(file)
+    file.write_text('{"prompt": "a"}\n\n[1]\n')
+    with pytest.raises(ConfigError, match=r"p\.jsonl:3: list"):
+        read(file)
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        read(file)
+    (tmp_path / "p.json").write_text("[{}, 3]")
+    with pytest.raises(ConfigError, match=r"p\.json:2: int"):
+        read(tmp_path / "p.json")
+    (tmp_path / "p.parquet").write_text("no table")
+    with pytest.raises(ConfigError, match=r"p\.parquet; expected a file, a folder or a data set of the Hub"):
+        read(tmp_path / "p.parquet")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty holds no file that ends in \.jsonl"):
+        read(tmp_path / "empty")
+
+
+def test_names_of_files_are_not_looked_for_on_the_hub() -> None:
+    assert all(map(looks_local, ("./a/b", "/a/b", "~/a", "a.jsonl", "a/b.jsonl", "a/b/c", "a")))
+    assert not looks_local("user/name")
+
+
+def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "lines.json").write_text(lines)
+    (tmp_path / "array.json").write_text(json.dumps(rows))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as out:
+        out.write(lines)
+    Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
+    for name in ("a.jsonl", "lines.json", "array.json", "b.jsonl.gz", "c.parquet"):
+        found = read(tmp_path / name)
+        assert [row for _, row in found] == rows, name
+        assert found[1][0] == f"{tmp_path / name}:2"
+    (tmp_path / "d.txt").write_text("first\nof it\n\nsecond")
+    assert [row for _, row in read(tmp_path / "d.txt")] == [{"text": "first\nof it"}, {"text": "second"}]
+    assert len(read(tmp_path)) == 12, "a folder is all of its files"
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    assert [row for _, row in read(tmp_path / "saved")] == rows
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ANSWER]},
+        {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]},
+        {"messages": [{**USER, "tool_calls": None}, {**ANSWER, "tool_calls": None}]},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": [USER], "response": "cd"},
+        {"turns": ["ab"], "answer": "cd"},
+    ],
+)
+def test_layouts_of_conversations(row: dict[str, Any]) -> None:
+    found = conversation("f:1", row)
+    assert found.messages == [USER, ANSWER]
+    assert found.asked == [USER]
+
+
+def test_layouts_of_text() -> None:
+    for row in (
+        {"prompt": "ab", "response": "cd"},
+        {"question": "ab", "answer": "cd"},
+        {"instruction": "ab", "output": "cd"},
+    ):
+        found = conversation("f:1", row)
+        assert (found.text, found.answer, found.messages) == ("ab", "cd", [])
+    assert conversation("f:1", {"instruction": "ab", "input": "x", "output": "cd"}).text == "ab\n\nx"
+    assert conversation("f:1", {"text": "ab"}).answer is None
+    assert conversation("f:1", {"turns": ["b", "c"]}).turns == [
+        [{"role": "user", "content": "b"}],
+        [{"role": "user", "content": "c"}],
+    ]
+    system = conversation("f:1", {"system": "s", "conversations": [{"from": "human", "value": "ab"}]})
+    assert system.asked == [{"role": "system", "content": "s"}, USER]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"answer": "x"}, r"f:4: keys \['answer'\]; expected a non-empty 'messages'"),
+        ({"prompt": " "}, "expected a non-empty"),
+        ({"turns": [" "]}, "expected a non-empty"),
+        ({"messages": ["a"]}, "f:4: message 1 is str"),
+        ({"messages": [{"role": "user"}]}, "f:4: message 1 has keys"),
+        (
+            {"conversations": [{"from": "nobody", "value": "a"}]},
+            "f:4: message 1 is from 'nobody'; expected one of human",
+        ),
+        ({"messages": [USER], "tools": "{"}, "f:4: 'tools' is not JSON"),
+        ({"messages": [USER], "tools": {"a": 1}}, "f:4: 'tools' is dict; expected a list"),
+    ],
+)
+def test_rows_that_are_no_conversation_are_refused(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        conversation("f:4", row)
+
+
+def encoded(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], **options: Any) -> list[tuple[str, list[str]]]:
+    """The text of each sample, and of each of its spans."""
+    samples = Chat(tokenizer, **options).encode(conversation("f:1", row), 9)
+    return [(shown(tokenizer, s.input_ids), [shown(tokenizer, s.input_ids[a:b]) for a, b in s.spans]) for s in samples]
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return tokenizer.decode(ids).replace("<eos>", ".")
+
+
+def test_answers_of_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert encoded(tiny_tokenizer, {"prompt": "ab", "response": "cd"}) == [("abcd.", ["cd."])]
+    assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER]}) == [("abcd.", ["cd."])], "a target without a template"
+    assert encoded(tiny_tokenizer, {"text": "abcdef"}) == [("abcdef", ["def"])]
+    assert encoded(tiny_tokenizer, {"text": "a" * 30}) == [("a" * 30, ["a" * 21])]
+    for row in ({"prompt": "ab"}, {"messages": [USER]}, {"prompt": "ab", "response": ""}):
+        with pytest.raises(ConfigError, match=r"f:1: no answer; data\.response='text' expected"):
+            encoded(tiny_tokenizer, row)
+
+
+def test_prompts_open_an_answer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    asked = conversation("f:1", {"messages": [USER, ANSWER, USER]})
+    assert Chat(tiny_tokenizer).prompt(asked) == tiny_tokenizer("ab")["input_ids"]
+    tiny_tokenizer.chat_template = PLAIN
+    assert Chat(tiny_tokenizer).prompt(asked) == tiny_tokenizer("UabEA")["input_ids"]
+    assert Chat(tiny_tokenizer).prompt(conversation("f:1", {"prompt": "ab"})) == tiny_tokenizer("ab")["input_ids"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_every_answer_of_a_conversation_is_trained(template: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tiny_tokenizer.chat_template = template
+    turns = {"messages": [{"role": "system", "content": "s"}, USER, ANSWER, USER, {**ANSWER, "content": "ef"}]}
+    assert encoded(tiny_tokenizer, turns) == [("SsEUabEAcdEUabEAefE", ["cdE", "efE"])]
+
+
+def test_a_span_ends_with_the_end_of_the_turn(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """What a template writes behind it, such as a line break, the target never writes."""
+    tiny_tokenizer.chat_template = PLAIN.replace("}E{", "}<eos>x{")
+    assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER, USER, ANSWER]}) == [
+        ("Uab.xAcd.xUab.xAcd.x", ["cd.", "cd."])
+    ]
+
+
+def test_thinking_that_is_left_out_later_makes_samples_of_their_own(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tiny_tokenizer.chat_template = THINKING
+    thought = [{**ANSWER, "reasoning_content": letter} for letter in "xy"]
+    assert encoded(tiny_tokenizer, {"messages": [USER, thought[0], USER, thought[1]]}) == [
+        ("UabEATxTcdE", ["xTcdE"]),
+        ("UabEAcdEUabEATyTcdE", ["yTcdE"]),
+    ]
+
+
+def test_tools_and_template_options_reach_the_template(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tiny_tokenizer.chat_template = "{{ tools[0].function.name if tools }}{{ mode }}" + PLAIN
+    tool = {"type": "function", "function": {"name": "xyz", "parameters": {"type": "object", "properties": {}}}}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "xyz", "arguments": {}}}]}
+    row = {"messages": [USER, call, {"role": "tool", "content": "q"}, ANSWER], "tools": json.dumps([tool])}
+    assert encoded(tiny_tokenizer, row, options={"mode": "m"}) == [("xyzmUabEAETqEAcdE", ["E", "cdE"])]
+
+
+def test_templates_from_which_answers_cannot_be_told_are_refused(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tiny_tokenizer.chat_template = "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"f:1: the chat template does not show message 2 behind the ones before it"):
+        encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
+    tiny_tokenizer.chat_template = MARKED.replace("'assistant'", "'nobody'")
+    with pytest.raises(ConfigError, match="f:1: the chat template's generation blocks mark no token"):
+        encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
+    tiny_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ConfigError, match=r"f:1: the chat template refuses it \(roles must alternate\)"):
+        encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
+    with pytest.raises(
+        ConfigError, match=r"chat_template=.*nowhere cannot be read .*expected a file, or one of vicuna"
+    ):
+        Chat(tiny_tokenizer, str(tmp_path / "nowhere"))
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER]}, template=str(tmp_path / "own.jinja")) == [
+        ("UabEAcdE", ["cdE"])
+    ]
+
+
+def test_the_shipped_template_of_vicuna(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """A blank behind the question, the end token behind the answer, as in its authors' conversation format."""
+    system = template_text("vicuna").split('"')[1]
+    Chat(tiny_tokenizer, "vicuna")
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    turns.append({"role": "user", "content": "ef"})
+    render = partial(tiny_tokenizer.apply_chat_template, tokenize=False)
+    begin, end = tiny_tokenizer.bos_token or "", tiny_tokenizer.eos_token
+    first = f"{begin}{system} USER: ab ASSISTANT: cd{end}USER: ef"
+    assert render(turns, add_generation_prompt=True) == first + " ASSISTANT:"
+    assert render(turns) == first
+    assert render([{"role": "system", "content": "S"}, *turns[:1]]) == f"{begin}S USER: ab"
+    masks = tiny_tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    written = [token for token, mine in zip(masks["input_ids"], masks["assistant_masks"], strict=True) if mine]
+    assert written == tiny_tokenizer(f" cd{end}", add_special_tokens=False)["input_ids"]
+
+
+def test_tokens_as_they_were_sampled_are_taken_as_they_are(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    row = {"prompt": "ab", "response": "cd", "input_ids": [9, 8, 7], "spans": [[1, 3]]}
+    assert Chat(tiny_tokenizer).encode(conversation("f:1", row), 9) == [Encoded([9, 8, 7], [[1, 3]])]
+    other = Chat(tiny_tokenizer).encode(conversation("f:1", {**row, "tokenizer": "another's"}), 9)
+    assert shown(tiny_tokenizer, other[0].input_ids) == "abcd."
+    for spans in ([], [[0, 2]], [[1, 4]], [[2, 2]], [1, 2], "x"):
+        with pytest.raises(ConfigError, match=r"f:1: spans=.*; expected \[start, end\] inside its 'input_ids'"):
+            Chat(tiny_tokenizer).encode(conversation("f:1", {**row, "spans": spans}), 9)

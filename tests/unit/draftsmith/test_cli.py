@@ -1,0 +1,147 @@
+"""The command line: one clear line and exit code 2 before any work starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.cli import main
+from draftsmith.cli.options import named_drafters, template_options
+from draftsmith.errors import ConfigError
+from draftsmith.heads.validation import local_folder
+from draftsmith.train.recipe import shipped_recipes
+
+
+def _run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    printed = capsys.readouterr()
+    return int(stop.value.code or 0), printed.out, printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gamma", "0"], "ConfigError: gamma=0; expected >= 1"),
+        (["--temperature", "-1"], "ConfigError: temperature=-1.0; expected >= 0"),
+        (["--temperature", "1", "--temperature", "1"], "ConfigError: temperature=[1.0, 1.0]; expected each only once"),
+        (["--max-new-tokens", "0"], "ConfigError: max_new_tokens=0; expected >= 1"),
+        (["--repeats", "1001"], "ConfigError: repeats=1001; expected at most 1000"),
+        (["--dtype", "int3"], "ConfigError: dtype='int3'; expected one of float32"),
+        (["--prompts", "absent.jsonl"], "ConfigError: prompts=absent.jsonl; expected a file or a folder"),
+        (["--top-p", "2"], "ConfigError: top_p=2.0; expected a number above 0"),
+        (["--drafter", "d"], "ConfigError: drafter=d: the name 'd' is taken"),
+        (["--seed", "1" + "0" * 23], f"ConfigError: seed=1{'0' * 23}; expected >= 0 and at most 4294967295"),
+        (["--policy", "best-first:size=100000"], "ConfigError: size=100000; expected at most 1024"),
+    ],
+)
+def test_bad_evaluations_stop_early(
+    options: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    arguments = ["eval", "--target", "embedded", "--drafter", "d", "--out", str(tmp_path / "out"), *options]
+    code, _, err = _run(capsys, *arguments)
+    assert code == 2
+    assert err.startswith(message)
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    absent = str(tmp_path / "a" / "b")
+    assert _run(capsys, "generate", "x", "--target", absent)[0] == 2
+    assert _run(capsys, "generate", "x", "--target", "embedded", "--temperature", "-2")[0] == 2
+    seed, out = f"{10**23}", str(tmp_path / "out")
+    regenerate = ["data", "regenerate", "p.jsonl", "--target", absent, "--out", out]
+    for command in (
+        ["generate", "x", "--target", absent, "--seed", seed],
+        [*regenerate, "--seed", seed],
+        ["forecast", "--target", absent, "--drafter", "d", "--seed", seed],
+        ["check", "--target", absent, "--drafter", "d", "--seed", seed],
+        ["train", "quickstart/medusa", f"train.seed={seed}"],
+    ):
+        code, _, err = _run(capsys, *command)
+        assert (code, f"seed={seed}; expected" in err) == (2, True), err
+    code, _, err = _run(capsys, *regenerate, "--temperature", "-1")
+    assert (code, err.startswith("ConfigError: temperature=-1.0; expected >= 0")) == (2, True), err
+    code, _, err = _run(capsys, "train", "quickstart/medusa", "train.stepz=1")
+    assert (code, "did you mean train.steps?" in err) == (2, True)
+    assert _run(capsys, "recipes", "nothing")[0] == 2
+
+
+def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
+    code, out, _ = _run(capsys, "recipes")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(shipped_recipes())
+    _, out, _ = _run(capsys, "recipes", "quickstart/medusa")
+    assert out == shipped_recipes()["quickstart/medusa"]
+
+
+def test_help_does_not_load_torch() -> None:
+    program = "import sys; from draftsmith.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    program += "assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_names_of_drafters() -> None:
+    named = named_drafters(["runs/a/drafter", "best=runs/b/drafter", "org/model"])
+    assert named == {"a": "runs/a/drafter", "best": "runs/b/drafter", "model": "org/model"}
+    with pytest.raises(ConfigError, match="'a' is taken"):
+        named_drafters(["x/a", "y/a"])
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "lr=0.1@v2" / "drafter"
+    folder.mkdir(parents=True)
+    assert named_drafters([str(folder)]) == {"lr=0.1@v2": str(folder)}
+    assert named_drafters([f"a={folder}"]) == {"a": str(folder)}
+    assert local_folder(str(folder)) == folder
+
+
+def test_memory_is_told_without_loading_anything(recipe_file: Path, capsys: pytest.CaptureFixture) -> None:
+    (recipe_file.parent / "tiny-target" / "model.safetensors").unlink()
+    assert "MiB a process in training (target 0 MiB, drafter" in _run(capsys, "memory", str(recipe_file))[1]
+    code, _, said = _run(capsys, "memory", str(recipe_file), "--processes", "3")
+    assert code == 2
+    assert "train.batch_size=8; expected a multiple of 3" in said
+    config = recipe_file.parent / "tiny-target" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "gptq"},', 1))
+    assert "target is quantised" in _run(capsys, "memory", str(recipe_file))[2]
+
+
+def test_memory_on_a_machine_is_in_its_precision(
+    recipe_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("draftsmith.train.estimate.memory.estimate_memory", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr("draftsmith.train.accelerator.bf16_is_fast", lambda _: False)
+    for words in (["auto"], ["auto", "--on", "h100"], ["no", "--on", "h100"]):
+        precision, *on = words
+        assert _run(capsys, "memory", str(recipe_file), f"train.mixed_precision={precision}", *on)[0] == 0
+    assert [options["bf16"] for options in asked] == [False, True, False]
+    assert [options["accelerated"] for options in asked] == [None, True, True]
+
+
+def test_options_of_a_template_are_values_or_text() -> None:
+    entries = ["enable_thinking=false", "depth=2", "mark=[", "system=a: b: c"]
+    expected = {"enable_thinking": False, "depth": 2, "mark": "[", "system": "a: b: c"}
+    assert template_options(entries) == expected
+    with pytest.raises(ConfigError, match="--template-option mark; expected key=value"):
+        template_options(["mark"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["drafter.model=./nosuch"], "drafter.model=./nosuch; expected a language model's folder"),
+        (["cotrain.modules=[q_prj]"], "cotrain.modules=['q_prj']"),
+        (["drafter={type: medusa}", "teacher.kind=logprobs", "teacher.file=x.jsonl"], "medusa"),
+    ],
+)
+def test_memory_refuses_what_train_refuses(
+    overrides: list[str], said: str, recipe_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    code, _, err = _run(capsys, "memory", str(recipe_file), *overrides)
+    assert code == 2
+    assert said in err
+    assert len(err.strip().splitlines()) == 1

@@ -1,0 +1,293 @@
+"""The teacher-forced pass says what the decoder would have drafted: the same q, at every anchor and draft position."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_llama
+from torch import nn
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, DynamicTree, Policy, SampledTree, StaticTree
+from draftsmith.decode.policies.base import Growing
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sequence import DecodeSequence
+from draftsmith.decode.target import TransformersTarget
+from draftsmith.decode.verification import VerifyResult
+from draftsmith.errors import ConfigError
+from draftsmith.eval.forecast.expected_rounds import accepted, of_rounds, retrieved
+from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, depth, forecast, predict
+from draftsmith.eval.forecast.replay import replay
+from draftsmith.eval.teacher_forced import TargetText, acceptance_measure, agreement, sample_texts, target_text
+from draftsmith.heads import HEADS, DraftModel
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_model import EarlyExit
+from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
+
+PROMPTS = [[5, 9, 12, 7, 30, 5, 9], [3, 3, 8], [40, 2, 17, 21]]
+NEW, GAMMA = 14, 3
+SAME = 1e-9
+"""In fp64: a cached pass over a draft and one over the whole text round differently."""
+HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
+    "medusa": {"num_heads": GAMMA},
+    "medusa of few tokens": {"num_heads": GAMMA, "draft_vocabulary": list(range(0, 64, 2))},
+    "hydra": {"num_heads": GAMMA},
+    "mlp_speculator": {"num_heads": GAMMA},
+    "eagle": {"train_steps": 1},
+    "hass": {},
+    "eagle3 of few tokens": {"draft_vocabulary": list(range(40))},
+    "mtp": {},
+    "peagle": {"num_tokens": GAMMA},
+    "dflash": {"block_size": GAMMA + 1, "anchors": 2},
+    "dflash with Markov bias and confidence": {"block_size": GAMMA + 1, "markov_rank": 2, "confidence_head": True},
+}
+KINDS = ["draft_model", "draft_model with a larger vocabulary", "early-exit", *HEADS_OF_TARGETS]
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return make_llama(3, num_hidden_layers=4, eos_token_id=None).double()
+
+
+@torch.inference_mode()
+def make_drafter(kind: str, target: nn.Module) -> Drafter:
+    """With weights at which q is far from flat, and from what training starts with."""
+    if kind == "early-exit":
+        return EarlyExit(target, layers=2)
+    if kind.startswith("draft_model"):
+        size = 70 if "larger" in kind else 64
+        drafter = DraftModel(make_llama(4, vocab_size=size).double())
+        drafter.shared_vocabulary = 60 if "larger" in kind else None
+        return drafter
+    torch.manual_seed(6)
+    drafter = HEADS[kind.split()[0]].from_target(target, **HEADS_OF_TARGETS[kind]).double().eval()
+    for parameter in drafter.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    return drafter
+
+
+@dataclass
+class OnTheText:
+    """Drafts the text itself and keeps q on the way; proposes nothing, so that every token becomes an anchor."""
+
+    learns: ClassVar[bool] = False
+    tokens: list[int]
+    seen: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    """(token that was committed last, draft position): log q of the text's token, max q or the drafter's own guess."""
+
+    def fresh(self) -> Self:
+        return self
+
+    def grow(self, builder: DraftBuilder) -> Growing:
+        last, node = len(builder._text.tokens) - 1, ROOT
+        for k in range(min(GAMMA, builder.room)):
+            q_V = builder.probabilities((yield [node]), [node])[0]
+            token = self.tokens[last + 1 + k]
+            self.seen[last, k] = float(q_V[token].log()), builder.estimates.get(node, float(q_V.max()))
+            if k + 1 < min(GAMMA, builder.room):
+                node = builder.choose(node, token)
+        return builder.pruned([])
+
+    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_q_of_the_unrolled_states_is_the_decoders(kind: str, target: LlamaForCausalLM) -> None:
+    drafter = make_drafter(kind, target)
+    greedy, plain = Sampling(0.0), Processors(Sampling(1.0))
+    texts = sample_texts(target, PROMPTS, greedy, max_new_tokens=NEW)
+    tables = agreement(target, drafter, texts, GAMMA, [acceptance_measure(plain)])
+    for text, table in zip(texts, tables, strict=True):
+        policy = OnTheText(text.tokens)
+        row = DecodeSequence(text.tokens[: text.prompt_length], len(text.tokens), SeededRng(0))
+        decoding = DecodeLoop(TransformersTarget(target), drafter, policy, [row], Processors(greedy))
+        with torch.inference_mode():
+            decoding.prefill()
+            while decoding.texts:
+                decoding.round()
+        assert row.tokens == text.tokens
+        assert len(policy.seen) > 2 * NEW
+        for (last, k), (log_q, sure) in policy.seen.items():
+            anchor = last - text.prompt_length
+            if np.isneginf(log_q):
+                assert np.isneginf(table["log_q"][anchor, k])
+            else:
+                assert table["log_q"][anchor, k] == pytest.approx(log_q, abs=SAME), f"anchor {anchor}, position {k}"
+            assert table["sure"][anchor, k] == pytest.approx(sure, abs=SAME)
+
+
+def decoded(target: nn.Module, drafter: Drafter, policy: Policy | None, sampling: Sampling) -> list[object]:
+    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return SpeculativeDecoder(target, drafter, policy=policy).generate_batch(PROMPTS, max_new_tokens=NEW, **settings)
+
+
+GREEDY_POLICIES = (
+    *(Chain(1), Chain(3), ConfidenceChain(0.3, 3)),
+    *(StaticTree(((0,), (1,), (2,), (0, 0), (1, 0))), StaticTree(((0,), (1,), (0, 0)), "iid")),
+    *(BestFirst(5, 3), DynamicTree(6, 3, 3), SampledTree(3, 3)),
+)
+
+
+@pytest.mark.parametrize("policy", GREEDY_POLICIES, ids=str)
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "eagle3 of few tokens"])
+def test_greedy_rounds_are_the_decoders_own(kind: str, policy: Policy, target: LlamaForCausalLM) -> None:
+    drafter, greedy = make_drafter(kind, target), Sampling(0.0)
+    if kind == "draft_model":
+        drafter = EarlyExit(target, layers=3)
+    outs = decoded(target, drafter, policy, greedy)
+    texts = [target_text(target, out.prompt_tokens, out.tokens, NEW) for out in outs]
+    if isinstance(policy, (BestFirst, DynamicTree, SampledTree)):
+        found = [of_rounds(t, r) for t, r in zip(texts, replay(target, drafter, policy, texts, greedy, 2), strict=True)]
+    else:
+        tables = agreement(target, drafter, texts, 3, [acceptance_measure(Processors(greedy))])
+        found = [
+            accepted(policy, table, text, greedy, reach=drafter.max_draft_length)
+            for table, text in zip(tables, texts, strict=True)
+        ]
+    assert [one.rounds for one in found] == [len(out.rounds) for out in outs]
+    assert depth(policy) <= 3
+    if not isinstance(policy, ConfidenceChain):  # its chains in vain are as long as q says beside the text
+        for one, out in zip(found, outs, strict=True):
+            assert sum(nodes * w for (nodes, _), w in one.work.items()) == sum(r.drafted for r in out.rounds)
+            assert one.tested_K.sum() == sum(r.tested for r in out.rounds)
+            assert one.accepted_K.sum() == sum(r.accepted for r in out.rounds)
+    assert any(one.rounds < one.tokens for one in found)
+
+
+@pytest.mark.parametrize("policy", [StaticTree(((0,), (1,), (0, 0))), BestFirst(5, 3), DynamicTree(6, 3, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["early-exit", "hydra"])
+def test_chosen_trees_are_certain_of_a_sampled_text_too(kind: str, policy: Policy, target: LlamaForCausalLM) -> None:
+    drafter, sampling = make_drafter(kind, target), Sampling(0.7, top_k=8, top_p=0.95)
+    outs = decoded(target, drafter, policy, sampling)
+    texts = [target_text(target, out.prompt_tokens, out.tokens, NEW) for out in outs]
+    if isinstance(policy, StaticTree):
+        tables = agreement(target, drafter, texts, 3, [acceptance_measure(Processors(sampling))])
+        found = [accepted(policy, *pair, sampling) for pair in zip(tables, texts, strict=True)]
+    else:
+        found = [
+            of_rounds(t, r) for t, r in zip(texts, replay(target, drafter, policy, texts, sampling, 3), strict=True)
+        ]
+    assert [one.rounds for one in found] == [len(out.rounds) for out in outs]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+@pytest.mark.parametrize("drafter", [PromptLookup(max_ngram=2), SuffixRetrieval(min_match=1)], ids=["lookup", "suffix"])
+def test_copies_are_known_behind_every_token(drafter: Drafter, temperature: float, target: LlamaForCausalLM) -> None:
+    sampling = Sampling(temperature)
+    out = SpeculativeDecoder(target, drafter).generate(
+        [5, 6, 5, 6, 5, 6, 5], max_new_tokens=60, temperature=temperature
+    )
+    text = target_text(target, out.prompt_tokens, out.tokens, 60)
+    found = accepted(None, {}, text, sampling, retrieved=retrieved(drafter, text))
+    assert found.rounds == len(out.rounds)
+    assert sum(nodes * w for (nodes, _), w in found.work.items()) == sum(r.drafted for r in out.rounds)
+
+
+def test_a_hybrid_copies_or_drafts(target: LlamaForCausalLM) -> None:
+    drafter = Hybrid(EarlyExit(target, layers=3), SuffixRetrieval(min_match=1), min_match=2)
+    out = SpeculativeDecoder(target, drafter, policy=Chain(2)).generate([5, 6] * 4, max_new_tokens=60)
+    text = target_text(target, out.prompt_tokens, out.tokens, 60)
+    settings = ForecastSettings("t", {}, "p", max_draft_length=2, max_new_tokens=60, policies=("chain:draft_length=2",))
+    plans = dict(predict(target, drafter, [text], settings, Sampling(0.0)).plans)
+    assert plans[str(Chain(2))][0].rounds == len(out.rounds) < text.anchors
+
+
+def test_an_eos_ends_the_rounds() -> None:
+    target = make_llama(3, num_hidden_layers=4, eos_token_id=None).double()
+    alone = sample_texts(target, PROMPTS, Sampling(0.0), max_new_tokens=NEW)
+    target.generation_config.eos_token_id = alone[0].tokens[-3]
+    drafter = EarlyExit(target, layers=3)
+    outs = decoded(target, drafter, Chain(3), Sampling(0.0))
+    texts = [target_text(target, out.prompt_tokens, out.tokens, NEW) for out in outs]
+    assert any(len(text.tokens) < text.max_length for text in texts)
+    tables = agreement(target, drafter, texts, 3, [acceptance_measure(Processors(Sampling(0.0)))])
+    for table, text, out in zip(tables, texts, outs, strict=True):
+        assert accepted(Chain(3), table, text, Sampling(0.0)).rounds == len(out.rounds)
+    replayed = replay(target, drafter, BestFirst(4, 3), texts, Sampling(0.0), 3)
+    trees = decoded(target, drafter, BestFirst(4, 3), Sampling(0.0))
+    assert [len(rounds) for rounds in replayed] == [len(out.rounds) for out in trees]
+
+
+def test_sampled_rounds_of_a_real_pair_are_those_expected(target: LlamaForCausalLM) -> None:
+    """On each text the expectation, so their difference has mean zero: 450 texts, five standard errors (6e-7)."""
+    drafter, sampling = EarlyExit(target, layers=3), Sampling(0.5)
+    decoder = SpeculativeDecoder(target, drafter, draft_length=5)
+    outs = decoder.generate_batch(PROMPTS * 150, max_new_tokens=12, temperature=0.5)
+    texts = [target_text(target, out.prompt_tokens, out.tokens, 12) for out in outs]
+    pairs = list(
+        zip(agreement(target, drafter, texts, 5, [acceptance_measure(Processors(sampling))]), texts, strict=True)
+    )
+    block, token = (
+        np.array([accepted(Chain(5), *pair, sampling, rule).rounds for pair in pairs]) for rule in ("block", "token")
+    )
+    gaps = np.array([len(out.rounds) for out in outs]) - block
+    error = gaps.std() / len(gaps) ** 0.5
+    assert abs(gaps.mean()) < 5 * error
+    assert (token - block).mean() > 5 * error, "the test could not tell the rules apart"
+
+
+def test_encoder_decoder_pairs() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
+    models = []
+    for layers in (2, 1):
+        torch.manual_seed(layers)
+        models.append(T5ForConditionalGeneration(T5Config(num_layers=layers, **sizes)).double().eval())
+    target, drafter = models[0], DraftModel(models[1])
+    target.generation_config.eos_token_id = None
+    outs = SpeculativeDecoder(target, drafter, draft_length=2).generate_batch(PROMPTS, max_new_tokens=NEW)
+    texts = [target_text(target, out.prompt_tokens, out.tokens, NEW) for out in outs]
+    tables = agreement(target, drafter, texts, 2, [acceptance_measure(Processors(Sampling(0.0)))])
+    found = [accepted(Chain(2), *pair, Sampling(0.0)).rounds for pair in zip(tables, texts, strict=True)]
+    assert found == [len(out.rounds) for out in outs]
+    replayed = replay(target, drafter, BestFirst(4, 2), texts, Sampling(0.0), 3)
+    trees = SpeculativeDecoder(target, drafter, policy=BestFirst(4, 2)).generate_batch(PROMPTS, max_new_tokens=NEW)
+    assert [len(rounds) for rounds in replayed] == [len(out.rounds) for out in trees]
+
+
+def test_a_text_beyond_the_drafters_context_is_refused(target: LlamaForCausalLM) -> None:
+    short = DraftModel(make_llama(max_position_embeddings=8).double())
+    with pytest.raises(
+        ConfigError, match="texts of 12 tokens; expected at most the draft_model drafter's context of 8"
+    ):
+        agreement(target, short, [TargetText([1] * 12, 2, 12)], 2, [])
+
+
+def test_tables_reach_as_deep_as_the_deepest_policy(target: LlamaForCausalLM) -> None:
+    settings = ForecastSettings(
+        "t", {}, "p", max_draft_length=2, policies=("chain:draft_length=5", "tree:widths=2x1x1x1")
+    )
+    drafter = EarlyExit(target, layers=3)
+    assert max(map(depth, candidates(drafter, settings))) == 5
+    (text,) = sample_texts(target, PROMPTS[:1], Sampling(0.0), max_new_tokens=NEW)
+    predicted = predict(target, drafter, [text], settings, Sampling(0.0))
+    assert predicted.tables[0]["rank"].shape == (text.anchors, 5)
+    assert not predicted.refused
+
+
+def test_hardware_is_timed_with_the_cuts_of_the_forecast(
+    target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cuts take time: the rounds that are timed apply those that the forecast applies."""
+    applied: list[Sampling] = []
+
+    class Recording(Processors):
+        def __init__(self, sampling: Sampling, *rest: object, **more: object) -> None:
+            super().__init__(sampling, *rest, **more)
+            applied.append(sampling)
+
+    monkeypatch.setattr("draftsmith.eval.forecast.hardware.Processors", Recording)
+    monkeypatch.setattr("draftsmith.eval.forecast.hardware.LENGTHS", (1,))
+    monkeypatch.setattr("draftsmith.eval.forecast.hardware.TURNS", 2)
+    monkeypatch.setattr("draftsmith.eval.forecast.hardware.measure_costs", lambda *_: Costs({1: 1.0}, {1: 0.1}))
+    settings = ForecastSettings("t", {"d": "x"}, "p", temperatures=(0.7,), top_k=5, top_p=0.9, max_new_tokens=8)
+    forecast(target, {"d": EarlyExit(target, layers=2)}, PROMPTS, settings)
+    assert applied
+    assert set(applied) == {Sampling(0.7, 5, 0.9)}

@@ -1,0 +1,92 @@
+"""Greedy divergences, near ties and bugs on targets that were made to have them."""
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import LlamaForCausalLM
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.eval.lossless.greedy import check_greedy, divergences
+from draftsmith.eval.prompts import Prompt
+from draftsmith.heads.draft_model import DraftModel
+
+PROMPT = Prompt("p", "x", [5, 9, 33, 2])
+LENGTH = 16
+
+
+def greedy(target: LlamaForCausalLM, prompt: list[int] = PROMPT.input_ids, length: int = LENGTH) -> list[int]:
+    settings = {"max_new_tokens": length}
+    return SpeculativeDecoder(target).generate(prompt, **settings).tokens
+
+
+def with_rival(gap: float, dtype: torch.dtype = torch.float32) -> tuple[LlamaForCausalLM, list[int], list[int], int]:
+    """A target that has two tokens for one: the second of its lm_head's rows is the first one, less `gap` of it.
+
+    Also its greedy text, the text that takes the rival once and goes on greedily from there, and where it does.
+    """
+    target = make_llama()
+    own = greedy(target)
+    place = next(i for i in range(3, LENGTH) if own[i] not in own[:i])
+    rival = next(token for token in range(own[place] + 1, 64) if token not in own)  # of equals the first is taken
+    with torch.no_grad():
+        target.lm_head.weight[rival] = target.lm_head.weight[own[place]] * (1 - gap)
+    target = target.to(dtype)
+    own = greedy(target)
+    taken = [*own[:place], rival]
+    return target, own, [*taken, *greedy(target, PROMPT.input_ids + taken, LENGTH - place - 1)], place
+
+
+def test_the_same_text_has_no_divergence() -> None:
+    target = make_llama()
+    assert divergences(target, PROMPT, greedy(target), greedy(target)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_logits_are_a_near_tie(dtype: torch.dtype) -> None:
+    target, own, other, place = with_rival(0.0, dtype)
+    found = divergences(target, PROMPT, other, own)
+    assert found[0].position == place
+    assert {divergence.kind for divergence in found} == {"near tie"}
+    assert found[0].gap == found[0].margin == 0.0
+    assert found[0].expected == own[place]
+    assert found[0].token == other[place] != own[place]
+
+
+def test_what_is_a_bug_in_fp32_can_be_rounding_in_bf16() -> None:
+    """A gap of 0.3 % of the logit: five orders above fp32's rounding, and one unit in bf16's last place."""
+    target, own, other, _ = with_rival(0.003)
+    assert {divergence.kind for divergence in divergences(target, PROMPT, other, own)} == {"bug"}
+    target, own, other, _ = with_rival(0.003, torch.bfloat16)
+    assert {divergence.kind for divergence in divergences(target, PROMPT, other, own)} <= {"near tie"}
+
+
+def test_another_token_is_a_bug_even_behind_a_near_tie() -> None:
+    target, own, other, place = with_rival(0.0)
+    wrong = (other[place + 3] + 1) % 64
+    found = divergences(target, PROMPT, [*other[: place + 3], wrong, *other[place + 4 :]], own)
+    assert found[0].kind == "near tie"
+    assert (place + 3, "bug") in {(divergence.position, divergence.kind) for divergence in found}
+
+
+def test_a_text_that_ends_elsewhere_is_a_bug() -> None:
+    target = make_llama()
+    own = greedy(target)
+    for tokens, alone in ((own[:9], own), (own, own[:9])):
+        (found,) = divergences(target, PROMPT, tokens, alone)
+        assert (found.position, found.kind, found.gap) == (9, "bug", None)
+
+
+def test_a_whole_check() -> None:
+    target = make_llama()
+    decoder = SpeculativeDecoder(target, DraftModel(make_llama(1)), draft_length=3)
+    prompts = [PROMPT, Prompt("q", "x", [7])]
+    alone = [greedy(target, prompt.input_ids, 20) for prompt in prompts]
+    done: list[int] = []
+    checked = check_greedy(target, decoder, prompts, alone, max_new_tokens=20, done=done.append)
+    assert (checked.prompts, checked.identical, checked.divergences) == (2, 2, [])
+    assert checked.drafted > 0
+    assert sum(done) == checked.tokens
+    alone[1] = [*alone[1][:5], alone[1][5] ^ 1, *alone[1][6:]]
+    checked = check_greedy(target, decoder, prompts, alone, max_new_tokens=20, done=done.append)
+    assert checked.identical == 1
+    assert checked.divergences[0].position == 5

@@ -1,0 +1,170 @@
+"""The sampling check on real tiny models: right rules pass it, each wrong one fails it.
+
+A sample of a right rule is rejected once in a thousand seeds; the seeds here are fixed.
+"""
+
+from functools import cache, partial
+
+import pytest
+import torch
+from conftest import make_llama
+from exact import wrong_rules
+from transformers import T5Config, T5ForConditionalGeneration
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.verification import RULES
+from draftsmith.eval.lossless.draws import Plan
+from draftsmith.eval.lossless.greedy import read
+from draftsmith.eval.lossless.pit import Verify
+from draftsmith.eval.lossless.sampling import ALL_TOKENS, Sample, check_sampling, sample
+from draftsmith.eval.prompts import Prompt
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.ngram import PromptLookup
+
+LEVEL = 1e-3
+PROMPTS = [Prompt("one", "x", [5, 9, 33, 2]), Prompt("two", "x", [7, 7, 7, 7, 7]), Prompt("three", "x", [40, 41, 42])]
+
+
+def tiny_t5(layers: int) -> T5ForConditionalGeneration:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
+    torch.manual_seed(layers)
+    return T5ForConditionalGeneration(T5Config(num_layers=layers, initializer_factor=3.0, **sizes)).eval()
+
+
+@cache
+def decoder(
+    policy: str = "chain:draft_length=3", rule: str | None = None
+) -> tuple[torch.nn.Module, SpeculativeDecoder]:
+    """A target and a drafter that is right often and wrong often."""
+    target, noisy = make_llama(), make_llama()
+    with torch.no_grad():
+        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
+            parameter.add_(noise, alpha=0.3)
+    return target, SpeculativeDecoder(target, DraftModel(noisy), policy=policy, rule=rule)
+
+
+def drawn(
+    change: Verify | None = None, tokens: int = 1000, seed: int = 0, policy: str = "chain:draft_length=3"
+) -> Sample:
+    target, speculative = decoder(policy)
+    plan = Plan(PROMPTS, Sampling(1.0), tokens, seed)
+    result = sample(target, speculative, plan, LEVEL, lambda _: None, change)
+    assert speculative.rule is None, "the decoder is left as it was"
+    return result
+
+
+TREE = "tree:widths=2x2,siblings=without-replacement"
+
+
+@pytest.mark.parametrize(
+    ("rule", "policy"),
+    [("block", "chain:draft_length=3"), ("traversal", TREE), (None, "best-first:size=6,depth=2")],
+)
+def test_right_rules_pass(rule: str | None, policy: str) -> None:
+    """Each fails here with probability 0.1 %, if the seed were not fixed."""
+    change = None if rule is None else RULES[rule].verify
+    result = drawn(change, policy=policy)
+    assert result.accepted > 100
+    assert not result.found(LEVEL)
+    assert max(test.adjusted for test in result.tests) == 1.0
+
+
+SLOWER = [
+    pytest.param(wrong, marks=pytest.mark.slow)
+    for wrong in (
+        wrong_rules.inverted_ratio,
+        wrong_rules.off_by_one_p,
+        wrong_rules.dropped_bonus,
+        wrong_rules.accepts_what_p_finds_likely,
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        wrong_rules.residual_of_p,
+        wrong_rules.reused_uniform,
+        partial(wrong_rules.block, stop_at_failure=True),
+        *SLOWER,
+    ],
+    ids=lambda wrong: getattr(wrong, "__name__", "block, first failure"),
+)
+def test_wrong_rules_fail(wrong: Verify) -> None:
+    assert drawn(wrong, tokens=2000).found(LEVEL)
+
+
+def test_an_error_at_the_bonus_is_found_at_its_place() -> None:
+    found = {test.name for test in drawn(wrong_rules.bonus_from_the_position_before, tokens=2000).found(LEVEL)}
+    assert "  behind 3 accepted" in found
+    assert not {"  behind 0 accepted", "  behind 1 accepted", "  behind 2 accepted"} & found
+
+
+def test_a_wrong_rule_for_trees_fails() -> None:
+    assert drawn(wrong_rules.point_mass_drawn_again, policy="best-first:size=6,depth=2").found(LEVEL)
+
+
+def test_another_target_is_found_though_the_rule_is_right() -> None:
+    """The decoder reads a p that is not the target's: only the transform under plain forward passes can see it."""
+    _, speculative = decoder()
+    other = make_llama()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.3)
+    result = sample(other, speculative, Plan(PROMPTS, Sampling(1.0), 1000, 0), LEVEL, lambda _: None)
+    found = {test.name for test in result.found(LEVEL)}
+    assert ALL_TOKENS in found
+    assert not any("q/p" in name or "accepted" in name for name in found)
+
+
+def test_tokens_that_a_cut_forbids_are_found() -> None:
+    target, speculative = decoder()
+    cut = Plan(PROMPTS, Sampling(1.0, top_k=3), 600, 0)
+    assert not sample(target, speculative, cut, LEVEL, lambda _: None).found(LEVEL)
+
+    class Uncut(Plan):
+        def settings(self, tokens: int) -> dict[str, object]:
+            return {**super().settings(tokens), "top_k": None}
+
+    result = sample(target, speculative, Uncut(PROMPTS, Sampling(1.0, top_k=3), 600, 0), LEVEL, lambda _: None)
+    assert "impossible tokens" in {test.name for test in result.found(LEVEL)}
+
+
+def test_verdicts_follow_from_rule_and_control() -> None:
+    target, speculative = decoder()
+    plan = Plan(PROMPTS, Sampling(0.8, top_p=0.95), 600, 1)
+    checked = check_sampling(target, speculative, plan, LEVEL, lambda _: None)
+    assert checked.verdict == "lossless"
+    assert checked.control.found(LEVEL)
+    assert not checked.rule.found(LEVEL)
+    typical = check_sampling(*decoder(rule="typical"), plan, LEVEL, lambda _: None)
+    assert typical.verdict == "lossy"
+
+
+def test_without_drafts_there_is_no_evidence() -> None:
+    target, _ = decoder()
+    speculative = SpeculativeDecoder(target, PromptLookup(min_match=50, max_ngram=50))
+    checked = check_sampling(target, speculative, Plan(PROMPTS, Sampling(1.0), 500, 0), LEVEL, lambda _: None)
+    assert checked.rule.drafted == 0
+    assert checked.verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_readings_in_any_order_are_one(kind: str) -> None:
+    """In fp64: T5 scales no scores, so that in fp32 sums in another order differ by 4e-4 on some CPUs."""
+    model = (make_llama() if kind == "llama" else tiny_t5(2)).double()
+    texts = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3]])
+    whole = read(model, [5, 6, 7], texts)
+    assert whole.shape == (2, 7, 64)
+    for width in (1, 3, 5):
+        torch.testing.assert_close(read(model, [5, 6, 7], texts, width=width), whole, rtol=0, atol=1e-10)
+    assert not torch.allclose(whole[0, 0], whole[0, 1])
+    torch.testing.assert_close(whole[0, 0], whole[1, 0], rtol=0, atol=1e-10)
+
+
+def test_an_encoder_decoder_pair_passes() -> None:
+    target = tiny_t5(2)
+    speculative = SpeculativeDecoder(target, DraftModel(tiny_t5(1)), draft_length=2)
+    result = sample(target, speculative, Plan(PROMPTS, Sampling(1.0), 800, 0), LEVEL, lambda _: None)
+    assert result.drafted > 0
+    assert not result.found(LEVEL)

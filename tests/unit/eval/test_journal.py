@@ -1,0 +1,102 @@
+"""The journal of cells: what survives a kill, and what is refused."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from unit.eval.made import cell, output
+
+from draftsmith.decode.sequence import Round
+from draftsmith.errors import ConfigError
+from draftsmith.eval.journal import Journal, TextRecord
+from draftsmith.eval.report import check_report_folder
+from draftsmith.eval.settings import Settings
+
+IDENTITY = {"settings": {"seed": 1, "drafters": {"d": "x"}}, "target": "t", "drafters": {"d": "w"}, "prompts": "p"}
+ENVIRONMENT = {"cpu": "c", "accelerator": None}
+
+
+def _journal(path: Path, cells: int) -> Journal:
+    journal = Journal(path)
+    journal.begin(IDENTITY, ENVIRONMENT)
+    for repeat in range(cells):
+        journal.add(cell(output([Round(1, 1, 1, 2, (1.0,), 0.1, 0.2, 0.4)]), repeat=repeat))
+    return journal
+
+
+def test_a_journal_goes_on_at_every_place_where_it_may_be_torn(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    written = _journal(path, 2)
+    written.fact("threads", 1)
+    data = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(data) if byte == ord("\n")]
+    for cut in range(0, len(data), 7):
+        path.write_bytes(data[:cut])
+        journal = Journal(path)
+        journal.begin(IDENTITY, ENVIRONMENT)
+        whole = sum(end <= cut for end in ends)
+        assert len(journal.cells) == max(0, min(2, whole - 2))
+        assert all(written.cells[key] == found for key, found in journal.cells.items())
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert "run" in lines[0]
+        assert "sitting" in lines[-1]
+    assert len(journal.sittings) == 2
+    path.write_bytes(data)
+    journal = Journal(path)
+    journal.begin(IDENTITY, ENVIRONMENT)
+    assert journal.facts == {"threads": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": "u"}, "target='t' there, 'u' here"),
+        ({"prompts": "q"}, "prompts='p' there, 'q' here"),
+        ({"drafters": {"d": "v"}}, "drafters={'d': 'w'} there, {'d': 'v'} here"),
+        ({"settings": {"seed": 2, "drafters": {"d": "x"}}}, "seed=1 there, 2 here"),
+    ],
+)
+def test_another_run_is_refused_and_nothing_is_touched(tmp_path: Path, change: dict, message: str) -> None:
+    path = tmp_path / "cells.jsonl"
+    _journal(path, 1)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="holds another run: " + message):
+        Journal(path).begin({**IDENTITY, **change}, ENVIRONMENT)
+    assert path.read_bytes() == before
+
+
+def test_damage_before_the_last_line_is_not_taken_for_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    _journal(path, 2)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], lines[2][:9], *lines[3:]]) + "\n")
+    with pytest.raises(ConfigError, match=r"cells\.jsonl:3 is damaged"):
+        Journal(path).begin(IDENTITY, ENVIRONMENT)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_no_journal(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    make(path)
+    with pytest.raises(ConfigError, match=r"cells\.jsonl is no regular file; expected what `draftsmith eval` wrote"):
+        Journal(path).begin(IDENTITY, ENVIRONMENT)
+    with pytest.raises(ConfigError, match=r"cells\.jsonl is no regular file"):
+        check_report_folder(tmp_path, Settings("t", {}, "p"))
+
+
+def test_where_tokens_came_from() -> None:
+    rounds = [
+        Round(2, 2, 2, 3, (1.0, 1.0), 0, 0, 0),  # all accepted: a bonus
+        Round(2, 2, 1, 2, (1.0, 0.3), 0, 0, 0),  # the second refused: a correction
+        Round(0, 0, 0, 1, (), 0, 0, 0),  # no draft
+        Round(3, 2, 1, 2, (1.0,), 0, 0, 0),  # a tree whose accepted leaf has no child, though another path is deeper
+        Round(3, 3, 3, 2, (1.0, 1.0, 1.0), 0, 0, 0),  # an EOS among the accepted tokens cut the rest off
+    ]
+    text = TextRecord.of("a", output(rounds))
+    assert text.rounds == ["t", "aab", "ac", "t", "ab", "aa"]
+    assert len("".join(text.rounds)) == len(text.tokens)
+    assert text.tested == [4, 3, 1], "the fourth round's accepted path had no second token"
+    assert text.accepted == [4, 2, 1]
+    assert (text.decode_tokens, text.decode_rounds) == (10, 5)

@@ -1,0 +1,41 @@
+"""Draft vocabularies: offsets and mask, what lies outside, and which tokens are chosen."""
+
+import pytest
+import torch
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft_vocab import DraftVocabulary, checked_size, most_frequent
+
+
+def test_offsets_mask_and_expansion() -> None:
+    vocabulary = DraftVocabulary.of([7, 2, 3], vocab_size=9)
+    assert vocabulary.d2t.tolist() == [2, 2, 5], "offsets: token = row + d2t[row]"
+    assert vocabulary.tokens_D.tolist() == [2, 3, 7]
+    assert vocabulary.t2d.nonzero()[:, 0].tolist() == [2, 3, 7]
+    expanded = vocabulary.expand(torch.tensor([[[1.0, 2.0, 3.0]]]))
+    assert expanded.shape == (1, 1, 9)
+    assert expanded[0, 0, [2, 3, 7]].tolist() == [1, 2, 3]
+    assert expanded.softmax(-1)[0, 0, [0, 1, 4, 5, 6, 8]].tolist() == [0] * 6
+    assert vocabulary.fingerprint() == DraftVocabulary.of([2, 3, 7], 9).fingerprint()
+    assert vocabulary.fingerprint() != DraftVocabulary.of([2, 3, 8], 9).fingerprint()
+
+
+def test_the_most_frequent_tokens_are_chosen() -> None:
+    counts = torch.tensor([5, 0, 9, 5, 1, 0])
+    assert most_frequent(counts, 3) == [0, 2, 3]
+    assert most_frequent(counts, 2) == [0, 2], "ties go to the lower id"
+    assert most_frequent(counts, 3, always=(5,)) == [0, 2, 5]
+
+
+def test_sizes_and_maps_out_of_range_are_refused() -> None:
+    assert checked_size(None, 9) is None
+    assert checked_size(9, 9) is None
+    with pytest.raises(ConfigError, match=r"drafter\.draft_vocab_size=10; expected 1 to 9"):
+        checked_size(10, 9)
+    for tokens in ([], [1, 1], [9], [-1]):
+        with pytest.raises(ConfigError, match="expected distinct ids below 9"):
+            DraftVocabulary.of(tokens, 9)
+    vocabulary = DraftVocabulary.of([2, 3], 9)
+    vocabulary.d2t += 7
+    with pytest.raises(ConfigError, match="d2t leads outside the vocabulary of 9"):
+        vocabulary.require_consistent("x")

@@ -1,0 +1,71 @@
+"""The target's features that drafters read: each committed token's own, in order, whatever path was accepted."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from conftest import VOCAB, make_llama
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.heads.base import FINAL, Context, Drafter, Needs, Tree
+
+PROMPTS = [[5, 9, 33, 2], [7], [40, 3]]
+
+
+class Knowing(Drafter):
+    """Knows what the target writes, errs now and then, and keeps every feature that it is handed."""
+
+    type = "knowing"
+    needs = Needs(layers=(1, 3, FINAL))
+
+    def __init__(self, target: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.target = [target]
+        self.seen: dict[int, list[Tensor]] = {}
+
+    def start(self, context: Context) -> None:
+        super().start(context)
+        self.texts = list(context.texts)
+
+    def begin(self, rows: list[int]) -> Tensor:
+        for text in self.context.texts:
+            kept = self.seen.setdefault(id(text), [])
+            kept.append(text.take_features(len(text.tokens) - 1 - sum(len(part) for part in kept)))
+        return torch.stack([self._logits(text.tokens) for text in self.context.texts])
+
+    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
+        return [
+            torch.cat([torch.empty(0, VOCAB), *(self._logits(text.tokens + path(tree, node))[None] for node in wanted)])
+            for text, tree, wanted in zip(self.context.texts, trees, nodes, strict=True)
+        ]
+
+    def _logits(self, tokens: list[int]) -> Tensor:
+        logits_V = self.target[0](torch.tensor([tokens])).logits[0, -1]
+        return logits_V.roll(1) if len(tokens) % 5 == 0 else logits_V
+
+
+def path(tree: Tree, node: int) -> list[int]:
+    tokens: list[int] = []
+    while node >= 0:
+        tokens.insert(0, tree.tokens[node])
+        node = tree.parents[node]
+    return tokens
+
+
+@pytest.mark.parametrize("policy", ["chain:draft_length=4", "dynamic-tree:size=8,depth=4,top_k=2"])
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+@torch.no_grad()
+def test_features_are_those_of_a_plain_pass(policy: str, prompts: list[list[int]]) -> None:
+    target = make_llama(num_hidden_layers=4).requires_grad_(False)
+    drafter = Knowing(target)
+    decoder = SpeculativeDecoder(target, drafter, policy=policy)
+    outputs = decoder.generate_batch(prompts, max_new_tokens=25, eos_token_id=None)
+    assert max(record.accepted for out in outputs for record in out.rounds) >= 3, "paths are longer than one token"
+    for text, prompt, out in zip(drafter.texts, prompts, outputs, strict=True):
+        seen = torch.cat(drafter.seen[id(text)])
+        plain = target(torch.tensor([prompt + out.tokens]), output_hidden_states=True).hidden_states
+        expected = torch.cat([plain[1][0], plain[3][0], plain[-1][0]], -1)
+        assert len(seen) > len(prompt) + 15
+        torch.testing.assert_close(seen, expected[: len(seen)], rtol=1e-4, atol=1e-4)

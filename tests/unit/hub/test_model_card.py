@@ -1,0 +1,152 @@
+"""Cards of every kind of drafter: metadata that reads back, commands that fit the kind, nothing left to fill in."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import make_llama
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from transformers import LlamaForCausalLM
+from unit.eval.made import evaluation, row
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.formats.common import SGLANG, UNSERVED, VLLM, vllm_type
+from draftsmith.heads.formats.registry import LAYOUTS
+from draftsmith.hub.model_card import KINDS, CardRequest, is_local, without_local_paths, write_card
+from draftsmith.train.recipe import parse_recipe
+
+
+def _saved(kind: str, folder: Path, target: LlamaForCausalLM, name: str, **values: object) -> Path:
+    drafter = HEADS[kind].from_target(target)
+    drafter.attach(target)
+    recipe = {"name": "x", "output": "o", "drafter": {"type": kind}, "target": {"model": name}, **values}
+    recipe["train"] = {"optimizer": "adamw", "learning_rate": 1e-3, **recipe.get("train", {})}
+    stored = parse_recipe(recipe, "test").model_dump(mode="json")
+    save_drafter(drafter, folder, target=describe_target(target, None, name), recipe=stored, draft_length=2)
+    return folder
+
+
+def test_every_kind_has_a_card(tmp_path: Path) -> None:
+    target = make_llama(num_hidden_layers=6)
+    assert KINDS.keys() == HEADS.keys()
+    assert VLLM.keys() - {"dspark"} == LAYOUTS["vllm"].keys()
+    assert SGLANG.keys() == LAYOUTS["sglang"].keys()
+    assert [vllm_type("dflash", options) for options in ({}, {"markov_rank": 4})] == ["dflash", "dspark"]
+    for kind in HEADS:
+        data = {"data": {"prompts": "org/prompts"}}
+        folder = _saved(kind, tmp_path / kind, target, "org/target", **data)
+        write_card(folder, None, None, CardRequest("user/name", "mit"))
+        card = (folder / "README.md").read_text()
+        assert "{" not in card.replace("--speculative-config '{", "").replace("mix: {}", "").replace("options: {}", "")
+        found = ModelCard(card).data.to_dict()
+        assert found["base_model"] == "org/target"
+        assert found["base_model_relation"] == ("finetune" if kind == "draft_model" else "adapter")
+        assert found["datasets"] == ["org/prompts"]
+        assert found["tags"] == ["speculative-decoding", "draftsmith", kind]
+        assert ("--format vllm" in card) == (kind in VLLM and kind not in UNSERVED)
+        assert (f'"method": "{VLLM.get(kind, {}).get("method")}"' in card) == (kind in VLLM and kind not in UNSERVED)
+        assert (f"--speculative-algorithm {SGLANG.get(kind)} " in card) == (kind in SGLANG)
+        assert ("--format sglang" in card) == (kind in SGLANG)
+        assert 'from_pretrained("org/target")' in card
+
+
+def test_engines_are_started_by_names_that_they_know(tmp_path: Path) -> None:
+    """DSpark is a dflash drafter with options of its own, and a target in a local folder has no name to serve."""
+    target = make_llama(num_hidden_layers=6)
+    drafter = HEADS["dflash"].from_target(target, markov_rank=4)
+    drafter.attach(target)
+    made_for = describe_target(target, None, "/a/folder")
+    save_drafter(drafter, tmp_path / "d", target=made_for, recipe=None, draft_length=2)
+    write_card(tmp_path / "d", None, None)
+    card = (tmp_path / "d" / "README.md").read_text()
+    assert 'vllm serve TARGET --speculative-config \'{"method": "dspark",' in card
+    assert "/a/" not in card
+
+
+def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    folder = _saved("medusa", tmp_path / "d", tiny_target, "embedded")
+    guards = [{"guard": "text", "message": "differs"}]
+    rows = [row(), row(temperature=1.0, lossless=False, batch_size=8), row(drafter="other", speedup=9.0)]
+    of_another = "other (chain) at T=0: speedup 9.00 above tau 1.00"
+    guards.append({"guard": "speedup-above-tau", "message": of_another})
+    notes = ["quiet?", "d (chain) at T=0 is slower than the target alone (0.90x).", f"{of_another}, too", "other: no"]
+    write_card(folder, evaluation(rows=rows, guards=guards, notes=notes).as_json(), "d")
+    card = (folder / "README.md").read_text()
+    assert "| 1 | chain:draft_length=2 (LOSSY) | 8 |" in card
+    assert "9.00×" not in card
+    assert "**Something is wrong (text)**: differs" in card
+    assert "- quiet?\n- d (chain) at T=0 is slower" in card
+    for text in (card, (folder / "eval.json").read_text()):
+        assert "9.00 above" not in text
+        assert "other: no" not in text
+    assert "2 prompts (p.jsonl), at most 96 new tokens" in card
+    assert 'load_target("embedded")' in card
+    assert "base_model" not in ModelCard(card).data.to_dict()
+    assert (folder / "plots" / "speedup.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="drafter=nobody has no rows"):
+        write_card(folder, evaluation().as_json(), "nobody")
+
+
+def test_a_card_shows_names_as_text(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    """Of a target, its revision, prompts and drafters, wherever the card repeats them."""
+    nasty = "x\n```\n# owned ![i](http://h/i.png) <b> `c` \x1b]0;t\x07"
+    data = {"data": {"prompts": f"/p/{nasty}"}}
+    folder = _saved("medusa", tmp_path / "d", tiny_target, f"/t/{nasty}", **data)
+    config = json.loads((folder / "config.json").read_text())
+    config["draftsmith"]["target"]["revision"] = nasty
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = [row(drafter=nasty, policy=nasty)]
+    write_card(
+        folder, evaluation(rows=rows, notes=[nasty], guards=[{"guard": nasty, "message": nasty}]).as_json(), nasty
+    )
+    card = (folder / "README.md").read_text()
+    assert "\x1b" not in card.partition("\n---\n")[2]
+    tokens = MarkdownIt("commonmark").enable("table").parse(card.partition("\n---\n")[2])
+    inside = [child for token in tokens for child in token.children or ()]
+    headings = [token.content for opened, token in pairwise(tokens) if opened.type == "heading_open"]
+    assert not any(heading.startswith("owned") for heading in headings)
+    assert [token.attrs["src"] for token in inside if token.type == "image"] == [
+        f"plots/{name}.png" for name in ("speedup", "acceptance", "time", "theory")
+    ]
+    html = [token.content for token in [*tokens, *inside] if token.type.startswith("html")]
+    assert all("summary" in part or "details" in part for part in html), html
+
+
+@pytest.mark.parametrize(
+    ("text", "published"),
+    [
+        ("/home/me/my data/p.jsonl", "p.jsonl"),
+        ("~/models/llama", "llama"),
+        (r"C:\Users\me\p.jsonl", "p.jsonl"),
+        ("hybrid:drafter=/home/me/run/drafter", "hybrid:drafter=drafter"),
+        (
+            "draftsmith eval --target /home/me/t --drafter d=~/run/drafter",
+            "draftsmith eval --target t --drafter d=drafter",
+        ),
+        ("100 tokens/s on https://host/path, 3 / 4", "100 tokens/s on https://host/path, 3 / 4"),
+        ("d: slower, 100 tokens/s", "d: slower, 100 tokens/s"),
+        ("org/model", "org/model"),
+        ("/", "/"),
+    ],
+)
+def test_paths_of_this_machine_are_cut(text: str, published: str) -> None:
+    assert without_local_paths({"key": [text, 1, None]}) == {"key": [published, 1, None]}
+
+
+def test_names_of_the_hub_are_told_from_local_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "target").mkdir(parents=True)
+    local = ("runs/target", "data/p.jsonl", "./x/y", "embedded", "a/b/c", "/a/b", "~/x")
+    assert [is_local(name) for name in local] == [True] * len(local)
+    assert not is_local("org/target")
+
+
+def test_the_numbers_of_a_card_are_its_files(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    folder = _saved("medusa", tmp_path / "d", tiny_target, "org/target")
+    write_card(folder, None, None)
+    count = sum(value.numel() for value in HEADS["medusa"].from_target(tiny_target).state_dict().values())
+    assert f"| drafter | `medusa`, {count:,} numbers in safetensors |" in (folder / "README.md").read_text()

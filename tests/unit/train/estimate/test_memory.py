@@ -1,0 +1,214 @@
+"""The memory that is foretold, compared with what real tensors take, on real models."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from torch import nn
+from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads import HEADS
+from draftsmith.train.builders import step_and_optimizers
+from draftsmith.train.data import Batch
+from draftsmith.train.estimate import memory
+from draftsmith.train.estimate.fake_run import DryStep, LiveBytes, marked_share, sequence_length
+from draftsmith.train.progress import in_units
+from draftsmith.train.recipe import Recipe, parse_recipe
+
+WIDE = {"vocab_size": 700, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+PROMPT, RESPONSE, ROWS = 40, 56, 8
+
+
+def wide_target() -> nn.Module:
+    return make_llama(**WIDE)
+
+
+def tiny_t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 700}
+    config = T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=False)
+    return T5ForConditionalGeneration(config).eval()
+
+
+def recipe_of(drafter: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
+    train = {"batch_size": ROWS, "draft_length": 3, **sections.pop("train", {})}
+    objective = {"chunk_tokens": 64, **sections.pop("objective", {})}
+    data = {"prompt_tokens": PROMPT, "response_tokens": RESPONSE, **sections.pop("data", {})}
+    values = {"name": "m", "output": "m", "drafter": drafter, "data": data, "train": train, "objective": objective}
+    return parse_recipe({**values, **sections}, "test")
+
+
+def real_peak(recipe: Recipe, make_target: Callable[[], nn.Module]) -> int:
+    """Bytes of a real second step on tensors with data, weights included; nothing of the estimate's is asked."""
+    rows = recipe.train.batch_size // recipe.train.gradient_accumulation
+    if make_target is tiny_t5:
+        source_BS, ids_BT = torch.ones(rows, PROMPT).long(), torch.ones(rows, RESPONSE + 1).long()
+        more: dict[str, Any] = {"source_BS": source_BS, "source_mask_BS": torch.ones_like(source_BS)}
+        mask_BT = torch.ones_like(ids_BT).bool()
+    else:
+        ids_BT, more = torch.randint(5, 600, (rows, PROMPT + RESPONSE)), {}
+        mask_BT = (torch.arange(PROMPT + RESPONSE) >= PROMPT - 1).expand_as(ids_BT)
+    batch = Batch(ids_BT, torch.ones_like(ids_BT), mask_BT, **more)
+    with LiveBytes() as live:
+        target = make_target().requires_grad_(False)
+        drafter = HEADS[recipe.drafter.type].from_target(target, **recipe.drafter_options())
+        drafter.attach(target)
+        teacher = OnlineTeacher(target, drafter.needs.layers)
+        step, optimizers, _ = step_and_optimizers(recipe, target, drafter.train(), teacher)
+        for _ in range(2):
+            live.peak = live.now
+            DryStep(drafter, step, optimizers, lambda: batch, "cpu", bf16=False).run()
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sections"),
+    [
+        ({"type": "draft_model", "num_hidden_layers": 2}, {"train": {"activation_checkpointing": True}}),
+        ({"type": "medusa"}, {"objective": {"chunk_tokens": 1024}}),
+        ({"type": "medusa"}, {"train": {"gradient_accumulation": 4, "optimizer": "muon"}}),
+        ({"type": "medusa"}, {"cotrain": {"lora_rank": 4, "warmup_fraction": 0.0}}),
+        ({"type": "eagle3", "train_steps": 3, "layers": [1, 2]}, {}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_the_estimate_is_within_15_percent_of_what_tensors_take(
+    drafter: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    target, recipe = wide_target(), recipe_of(drafter, **sections)
+    estimate = memory.estimate_memory(recipe, target.config)
+    assert estimate.target == sum(p.numel() * 4 for p in target.parameters()) + _buffers(target)
+    # Kernels' own buffers are in neither; a run's resident memory is compared in benchmarks/training.py.
+    assert estimate.training == pytest.approx(real_peak(recipe, wide_target), rel=0.15)
+
+
+def _buffers(model: nn.Module) -> int:
+    return sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+
+
+def test_an_encoder_decoder_pair() -> None:
+    recipe = recipe_of({"type": "draft_model", "num_hidden_layers": 1})
+    estimate = memory.estimate_memory(recipe, tiny_t5().config)
+    assert estimate.training == pytest.approx(real_peak(recipe, tiny_t5), rel=0.15)
+
+
+def test_the_keys_that_save_memory_do() -> None:
+    config = make_llama(**WIDE).config
+    base = {"type": "draft_model", "num_hidden_layers": 2}
+
+    def activations(**sections: dict[str, Any]) -> int:
+        return memory.estimate_memory(recipe_of(base, **sections), config).activations
+
+    plain = activations()
+    assert activations(train={"activation_checkpointing": True}) < 0.7 * plain
+    assert activations(train={"gradient_accumulation": 4}) < 0.5 * plain
+    assert activations(objective={"chunk_tokens": 448}) > 1.3 * plain
+    # What a file has told needs no pass of the target.
+    cached = memory.estimate_memory(recipe_of(base, teacher={"kind": "cached"}), config)
+    assert cached.activations <= plain
+
+
+def test_bf16_processes_vocabulary_and_quantisation_are_seen() -> None:
+    config = make_llama(**WIDE).config
+    one = memory.estimate_memory(recipe_of({"type": "medusa"}), config)
+    half = memory.estimate_memory(recipe_of({"type": "medusa"}, target={"dtype": "bfloat16"}), config)
+    assert half.target < 0.55 * one.target
+    two = memory.estimate_memory(recipe_of({"type": "medusa"}), config, processes=2)
+    assert two.gradients == 2 * one.gradients, "DDP's buckets"
+    assert two.activations < one.activations, "half of the rows"
+    few = memory.estimate_memory(recipe_of({"type": "medusa", "draft_vocab_size": 70}), config)
+    assert few.drafter < 0.5 * one.drafter
+    config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(DraftsmithError, match="quantised"):
+        memory.estimate_memory(recipe_of({"type": "medusa"}), config)
+
+
+def test_an_offloaded_target_leaves_the_accelerator_one_layer() -> None:
+    target = make_llama(**{**WIDE, "num_hidden_layers": 4})
+    layer = sum(p.numel() * 4 for p in target.model.layers[0].parameters())
+    recipe = recipe_of({"type": "medusa"}, target={"offload": True})
+    whole, put_off = (memory.estimate_memory(recipe, target.config, accelerated=on).target for on in (False, True))
+    assert whole - put_off == 3 * layer
+
+
+def test_packed_rows_are_as_full_of_answers_as_the_samples_in_them() -> None:
+    packed = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 4 * (PROMPT + RESPONSE)})
+    narrow = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 8})
+    assert sequence_length(packed) == 4 * (PROMPT + RESPONSE)
+    assert sequence_length(narrow) == PROMPT + RESPONSE, "a sample that is longer has a row of its own"
+    for recipe in (packed, recipe_of({"type": "medusa"})):
+        assert marked_share(recipe, make_llama(**WIDE).config) == RESPONSE / (PROMPT + RESPONSE)
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(40, 56), (100, 300)])  # the second one's storage has to grow
+def test_sampling_takes_what_is_foretold(prompt: int, response: int) -> None:
+    lengths = {"prompt_tokens": prompt, "response_tokens": response, "batch_size": 5}
+    longer = {**WIDE, "max_position_embeddings": 512, "eos_token_id": None}
+    estimate = memory.estimate_memory(recipe_of({"type": "medusa"}, data=lengths), make_llama(**longer).config)
+    with LiveBytes() as live:
+        target = make_llama(**longer).requires_grad_(False)
+        drafter = HEADS["medusa"].from_target(target)
+        live.peak = live.now
+        rows, limits = [[5] * prompt] * 5, {"max_new_tokens": response, "temperature": 1.0}
+        SpeculativeDecoder(target).generate_batch(rows, seeds=list(range(5)), **limits)
+    assert drafter.training, "alive until here"
+    assert estimate.sampling == pytest.approx(live.peak, rel=0.15)
+    text = recipe_of({"type": "medusa"}, data={**lengths, "response": "text"})
+    assert memory.estimate_memory(text, make_llama(**longer).config).cache == 0
+
+
+def test_the_larger_phase_is_announced_first() -> None:
+    small, config = {"prompt_tokens": 4, "response_tokens": 4, "batch_size": 4, "count": 99}, make_llama(**WIDE).config
+    short = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 1}), config)
+    assert short.training > short.sampling
+    assert list(short.phases) == ["in training", "while sampling"]
+    several = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 99}), config)
+    assert list(several.phases) == ["while sampling", "in training"]
+    assert str(several).startswith(f"{in_units(several.announced)} a process while sampling (target ")
+    beside = several.announced - several.sampling
+    assert beside == memory.LIBRARIES + round(memory.KEPT * (several.cache + several.reading))
+    few = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 200}), config)
+    assert few.cache == several.cache, "no more prompts are answered together than there are"
+    on_device = memory.estimate_memory(recipe_of({"type": "medusa"}, data=small), config, accelerated=True)
+    assert on_device.announced == on_device.peak, "an accelerator's allocator counts tensors alone"
+
+
+def test_later_rounds_hold_the_drafters_cache_and_the_optimizers_state() -> None:
+    config, drafter = make_llama(**WIDE).config, {"type": "draft_model", "num_hidden_layers": 2}
+    once = memory.estimate_memory(recipe_of(drafter), config)
+    rounds = memory.estimate_memory(recipe_of(drafter, data={"refresh_every": 9}), config)
+    assert rounds.cache == 2 * once.cache, "a draft model of the target's shape"
+    assert rounds.reading == once.reading + once.optimizer
+
+
+@pytest.mark.parametrize("kind", ["hydra", "medusa", "mlp_speculator", "eagle3", "dflash"])
+def test_activations_of_every_kind_of_block_are_computed_again(kind: str) -> None:
+    drafter = {"type": kind, "layers": [1, 2]} if kind in ("eagle3", "dflash") else {"type": kind}
+    config, few = make_llama(**WIDE).config, {"chunk_tokens": 8}
+
+    def activations(again: bool) -> int:
+        recipe = recipe_of(drafter, train={"activation_checkpointing": again, "batch_size": 4}, objective=few)
+        return memory.estimate_memory(recipe, config).activations
+
+    assert activations(True) < 0.95 * activations(False)
+
+
+def test_a_pretrained_drafter_is_known_by_its_config(tmp_path: Path) -> None:
+    small = make_llama(**{**WIDE, "num_hidden_layers": 1})
+    small.config.save_pretrained(tmp_path)  # no weights: nothing is loaded
+    estimate = memory.estimate_memory(
+        recipe_of({"type": "draft_model", "model": str(tmp_path)}), make_llama(**WIDE).config
+    )
+    assert estimate.drafter == sum(p.numel() * 4 for p in small.parameters()) + _buffers(small)
+    assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 1
+
+
+def test_a_drafter_that_does_not_fit_is_refused_before_anything_is_loaded() -> None:
+    recipe = recipe_of({"type": "draft_model", "num_hidden_layers": 9, "init": "target_layers"})
+    with pytest.raises(ConfigError, match="num_hidden_layers=9; expected 1 to the target's 2"):
+        memory.estimate_memory(recipe, make_llama(**WIDE).config)

@@ -1,0 +1,121 @@
+"""What a run has to do, compared with counts made by hand and with a step on real tensors."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import T5Config, T5ForConditionalGeneration
+
+from draftsmith.errors import ConfigError
+from draftsmith.train.estimate.fake_run import Operations, dry_step
+from draftsmith.train.estimate.time import MACHINES, estimate_work, in_hours, require_machine
+from draftsmith.train.recipe import Recipe, parse_recipe
+
+SHAPES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
+SHAPES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def recipe_of(**sections: dict[str, Any]) -> Recipe:
+    train = {"batch_size": 8, "steps": 30, "draft_length": 3, "optimizer": "adamw", **sections.pop("train", {})}
+    data = {"prompt_tokens": 10, "response_tokens": 20, "count": 100, "batch_size": 16, **sections.pop("data", {})}
+    values = {"name": "m", "output": "m", "drafter": {"type": "draft_model"}, "data": data, "train": train}
+    return parse_recipe({**values, **sections}, "test")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_pass_counts_two_for_every_product(attention: str) -> None:
+    model = make_llama(**SHAPES)
+    model.set_attn_implementation(attention)
+    rows, width, size, hidden = 3, 12, 8, 16
+    of_layer = 2 * hidden * hidden + 2 * hidden * size + 3 * hidden * 40  # q, o; k, v; MLP
+    forward = rows * width * (2 * of_layer + hidden * 50) + 2 * 2 * rows * 2 * width * width * size  # QK and PV
+    ids = torch.randint(5, 50, (rows, width))
+    with torch.no_grad(), Operations() as alone:
+        model(ids)
+    products = alone.total / 2
+    rotary = rows * width * size // 2  # the angles are a product of matrices, too
+    assert products - forward in (0, rotary, width * size // 2)
+    with Operations() as both:
+        model(ids).logits.sum().backward()
+    assert 2.8 <= both.total / alone.total <= 3.3  # each has two behind it, or three in attention
+
+
+def test_a_step_without_data_counts_as_much_as_one_with_data() -> None:
+    recipe = recipe_of(train={"gradient_accumulation": 2}, data={"prompt_tokens": 1, "response_tokens": 29})
+    target = make_llama(**SHAPES).requires_grad_(False)
+    step = dry_step(recipe, target, device="cpu", processes=1, bf16=False)
+    step.module.train()
+    with Operations() as real:
+        step.run()
+    assert estimate_work(recipe, target.config).step_operations == pytest.approx(2 * real.total, rel=0.05)
+    halves = estimate_work(recipe, target.config, processes=2).step_operations
+    assert halves == pytest.approx(real.total, rel=0.05)
+    assert halves == pytest.approx(estimate_work(recipe, target.config).step_operations / 2, rel=0.01)
+
+
+def test_sampling_reads_the_weights_once_a_token() -> None:
+    model = make_llama(**SHAPES)
+    weights = sum(p.numel() for p in model.parameters())
+    work = estimate_work(recipe_of(), model.config)
+    assert work.passes == 7 * 20  # a hundred texts in batches of sixteen
+    assert work.pass_operations == 2 * weights * 16
+    slots = 10 + 256
+    assert work.pass_bytes == 4 * weights + 2 * 2 * 16 * 1 * 8 * slots * 4 / 2
+    assert work.prompt_operations == 2 * weights * 100 * 10
+    assert estimate_work(recipe_of(), model.config, processes=2).passes == 4 * 20
+    assert estimate_work(recipe_of(data={"refresh_every": 10}), model.config).passes == 19 * 20
+    assert estimate_work(recipe_of(data={"responses": 3}), model.config).passes == 19 * 20
+    assert estimate_work(recipe_of(data={"response": "text"}), model.config).passes == 0
+
+
+def test_an_update_is_counted_once_however_many_parts_there_are() -> None:
+    config = make_llama(**SHAPES).config
+
+    def operations(parts: int) -> float:
+        return estimate_work(
+            recipe_of(train={"optimizer": "muon", "gradient_accumulation": parts}), config
+        ).step_operations
+
+    plain = estimate_work(recipe_of(), config).step_operations
+    assert operations(1) > 1.05 * plain  # Muon's own products of matrices
+    assert operations(4) == pytest.approx(operations(1), rel=0.01)
+
+
+def test_caching_the_states_is_a_pass_of_the_target_over_all_samples() -> None:
+    model = make_llama(**SHAPES)
+    weights = sum(p.numel() for p in model.parameters())
+    online = estimate_work(recipe_of(), model.config)
+    cached = estimate_work(recipe_of(teacher={"kind": "cached"}), model.config)
+    assert online.caching_operations == 0
+    assert cached.caching_operations == 2 * weights * 100 * 30
+    assert cached.step_operations < online.step_operations
+    steps = 30 * cached.step_operations
+    assert cached.training_seconds("l4") == pytest.approx((steps + cached.caching_operations) / (0.4 * 121e12))
+    assert estimate_work(recipe_of(teacher={"kind": "cached"}), model.config, processes=2).caching_operations == (
+        cached.caching_operations / 2
+    )
+
+
+def test_prompts_meet_an_encoder_and_answers_a_decoder() -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 1}
+    model = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=50, decoder_start_token_id=0))
+    encoder, decoder = (sum(p.numel() for p in part.parameters()) for part in (model.encoder, model.decoder))
+    work = estimate_work(recipe_of(), model.config)
+    assert work.prompt_operations == 2 * encoder * 100 * 10
+    assert work.pass_operations == 2 * decoder * 16  # whose embeddings are its lm_head
+
+
+def test_seconds_are_operations_and_bytes_by_the_share_of_the_peak() -> None:
+    work = estimate_work(recipe_of(), make_llama(**SHAPES).config)
+    assert work.training_seconds("h100") == pytest.approx(30 * work.step_operations / (0.4 * 989e12))
+    reading = work.passes * work.pass_bytes / (0.5 * 3350e9)  # so few texts are bound by memory
+    assert work.sampling_seconds("h100") == pytest.approx(reading + work.prompt_operations / (0.4 * 989e12))
+    assert in_hours(7300) == "2.0 h"
+    assert in_hours(7100) == "119 min"
+    assert work.on("l4").startswith("about 1 min on l4: sampling 1 min, training 1 min")
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=f"on='abacus'; expected one of {', '.join(MACHINES)}"):
+        require_machine("abacus")

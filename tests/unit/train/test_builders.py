@@ -1,0 +1,60 @@
+"""Going on with a trained drafter: its weights, what of it is trained, and nothing of the target."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.heads import HEADS
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.train.builders import _started
+from draftsmith.train.recipe import parse_recipe
+
+EVEN = list(range(0, 64, 2))
+DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("draft_model", {}, {}),
+    ("medusa", {}, {}),
+    ("medusa", {"draft_vocab_size": 32}, {"draft_vocabulary": EVEN}),
+    ("hydra", {}, {}),
+    ("eagle", {}, {}),
+    ("eagle3", {"layers": [1, 2], "draft_vocab_size": 32}, {"draft_vocabulary": EVEN}),
+    ("mtp", {}, {}),
+    ("peagle", {"layers": [1, 2]}, {}),
+    ("dflash", {"layers": [1, 2], "block_size": 4}, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "vocabulary"), DRAFTERS)
+def test_a_trained_drafter_is_gone_on_with(
+    kind: str,
+    options: dict[str, Any],
+    vocabulary: dict[str, Any],
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    model = make_llama().requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    made = {key: value for key, value in options.items() if key != "draft_vocab_size"}
+    saved = HEADS[kind].from_target(model, **made, **vocabulary)
+    for parameter in saved.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    described = describe_target(model, tiny_tokenizer, "tiny")
+    save_drafter(saved, tmp_path / "saved", target=described, recipe=None, draft_length=2, tokenizer=tiny_tokenizer)
+
+    drafter = {"type": kind, **options}
+    values = {"name": "n", "output": "o", "drafter": drafter, "start_from": str(tmp_path / "saved")}
+    any_tokens = {"draft_vocabulary": list(range(32))} if vocabulary else {}
+    fresh = HEADS[kind].from_target(model, **made, **any_tokens)
+    found = _started(parse_recipe(values, "test"), LoadedTarget(model, tiny_tokenizer, "tiny", None), fresh)
+
+    for (name, a), (_, b) in zip(found.state_dict().items(), saved.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    flags = {name: parameter.requires_grad for name, parameter in fresh.named_parameters()}
+    assert {name: parameter.requires_grad for name, parameter in found.named_parameters()} == flags
+    assert any(flags.values())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

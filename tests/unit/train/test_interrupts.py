@@ -1,0 +1,90 @@
+"""Signals are noted, agreed on and acted on; the handlers that were there before come back."""
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.train import interrupts as signals
+from draftsmith.train.interrupts import Stopping, leave
+
+
+def test_handlers_come_back() -> None:
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    with contextlib.suppress(ValueError), Stopping():
+        assert [signal.getsignal(number) for number in signals.SIGNALS] != before
+        raise ValueError("anything")
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
+
+
+def test_only_the_main_thread_has_handlers() -> None:
+    def enter() -> None:
+        with Stopping():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    seen: list[object] = []
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+@pytest.mark.parametrize("number", signals.SIGNALS)
+def test_what_one_process_receives_all_agree_on(number: int) -> None:
+    with Stopping() as one:
+        os.kill(os.getpid(), number)
+    other = Stopping()
+    assert one.agreed is None, "not before all know"
+    sums = [a + b for a, b in zip(one.flags(), other.flags(), strict=True)]
+    one.agree(sums)
+    other.agree(sums)
+    assert one.agreed == other.agreed == number
+    other.agree(other.flags())
+    assert other.agreed == number, "once agreed it stays"
+
+
+def test_a_problem_of_one_stops_all() -> None:
+    one, other = Stopping(), Stopping()
+    one.problem = "no room"
+    sums = [a + b for a, b in zip(one.flags(), other.flags(), strict=True)]
+    with pytest.raises(DraftsmithError, match="no room"):
+        one.agree(sums)
+    with pytest.raises(DraftsmithError, match="another process had to stop"):
+        other.agree(sums)
+
+
+def test_work_that_loses_nothing_is_left_at_once() -> None:
+    with Stopping() as stopping, pytest.raises(SystemExit, match="143"), stopping.at_once():
+        os.kill(os.getpid(), signal.SIGTERM)
+    with Stopping() as stopping:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), stopping.at_once():
+            pytest.fail("began")
+
+
+def test_the_signal_that_a_launcher_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", ended.append)
+    clock = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
+    with Stopping():
+        for seconds in (0, 0.5, 0.9):
+            clock[0] = 100 + seconds
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == []
+        clock[0] = 102
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_exit_codes() -> None:
+    with pytest.raises(SystemExit) as left:
+        leave(signal.SIGTERM)
+    assert left.value.code == 143
+    with pytest.raises(KeyboardInterrupt):
+        leave(signal.SIGINT)

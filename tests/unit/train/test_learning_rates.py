@@ -1,0 +1,146 @@
+"""The optimizer and rate of recipes that name none, and the warning that a rate is far off."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.heads import HEADS
+from draftsmith.train.learning_rates import (
+    RATES,
+    TRAINED,
+    default_rate,
+    described,
+    rate_warning,
+    watched_steps,
+    with_rate,
+)
+from draftsmith.train.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from draftsmith.train.run_folder import read_metrics
+from draftsmith.train.trainer import train
+
+TINY = 32
+"""Width of the tiny target, which is not the table's."""
+
+
+def recipe_of(kind: str = "medusa", train: dict | None = None, **values: object) -> Recipe:
+    return parse_recipe({"name": "x", "output": "y", "drafter": {"type": kind}, "train": train or {}, **values}, "here")
+
+
+def test_every_family_has_rates() -> None:
+    assert set(RATES) == set(HEADS)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.endswith("any_prompts")])
+def test_recipes_for_any_target_leave_the_rate_to_the_table(name: str) -> None:
+    recipe = load_recipe(name)
+    rate = RATES[recipe.drafter.type].muon
+    assert (recipe.train.optimizer, recipe.train.learning_rate) == ("muon", None)
+    assert with_rate(recipe).train.learning_rate == rate, "the embedded target has the table's width"
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if load_recipe(name).target.model != "embedded"])
+def test_recipes_for_one_target_name_both(name: str) -> None:
+    train = load_recipe(name).train
+    assert {"optimizer", "learning_rate"} <= train.model_fields_set
+    assert train.learning_rate is not None
+
+
+def test_given_keys_win_one_by_one() -> None:
+    rates = RATES["medusa"]
+    for given, expected in (
+        ({}, ("muon", rates.muon)),
+        ({"optimizer": "adamw"}, ("adamw", rates.adamw)),
+        ({"learning_rate": 0.5}, ("muon", 0.5)),
+        ({"optimizer": "adamw", "learning_rate": 0.5}, ("adamw", 0.5)),
+    ):
+        train = with_rate(recipe_of(train=given)).train
+        assert (train.optimizer, train.learning_rate) == expected
+
+
+def test_rates_go_with_the_width() -> None:
+    medusa, draft = recipe_of(), recipe_of("draft_model")
+    assert [default_rate(medusa, width) for width in (64, 256, 512, 4096)] == [2e-2, 2e-2, 2e-2, 2.5e-3]
+    assert [default_rate(draft, width) for width in (64, 128, 256, 4096)] == [1.2e-2, 6e-3, 3e-3, 1.9e-4]
+    adamw = recipe_of(train={"optimizer": "adamw"})
+    assert [default_rate(adamw, width) for width in (64, 256, 4096)] == [1.2e-2, 3e-3, 1.9e-4]
+
+
+def test_deepspeed_has_adamw_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    silent = [recipe_of(), parse_recipe({"name": "x", "output": "y", "drafter": {"type": "medusa"}}, "here")]
+    assert [with_rate(recipe).train.learning_rate for recipe in silent] == [RATES["medusa"].adamw] * 2
+    assert [recipe.train.optimizer for recipe in silent] == ["adamw"] * 2
+    assert recipe_of(train={"optimizer": "muon"}).train.optimizer == "muon", "which DeepSpeed then refuses"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipe_of("draft_model", drafter={"type": "draft_model", "model": "x/y"}),
+        recipe_of("mtp", drafter={"type": "mtp", "init": "native"}),
+        recipe_of(start_from="runs/before/drafter"),
+    ],
+)
+def test_trained_weights_get_a_rate_of_their_own(recipe: Recipe) -> None:
+    assert default_rate(recipe, 256) == TRAINED.muon
+    assert "that is trained" in described(with_rate(recipe), 256)
+
+
+def silent(recipe_file: Path) -> str:
+    """The recipe without optimizer and rate."""
+    values = yaml.safe_load(recipe_file.read_text())
+    del values["train"]["optimizer"], values["train"]["learning_rate"]
+    recipe_file.write_text(yaml.safe_dump(values))
+    return str(recipe_file)
+
+
+def test_the_default_is_told_stored_and_resumed_exactly(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """As if killed after step 8."""
+    file = silent(recipe_file)
+    whole, cut = (load_recipe(file, [f"output={tmp_path / name}"]) for name in ("whole", "cut"))
+    expected = default_rate(whole, TINY)
+    folders = [train(recipe) for recipe in (whole, cut)]
+    assert (
+        f"optimizer: muon, rate {expected:g} (the default for draft_model at width {TINY})" in capsys.readouterr().err
+    )
+    stored = load_recipe(str(tmp_path / "whole" / "recipe.yaml"), [f"output={tmp_path / 'whole'}"])
+    assert (stored.train.optimizer, stored.train.learning_rate) == ("muon", expected)
+    (tmp_path / "cut" / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")
+    train(cut)
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("whole", "cut")]
+    assert losses[0] == losses[1]
+    weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("kind", ["hydra", "medusa"])
+@pytest.mark.parametrize(("factor", "said"), [(100, "far too high"), (1, None), (1e-3, "far too low")])
+def test_a_rate_that_is_far_off_is_warned_of(
+    kind: str, factor: float, said: str | None, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    overrides = [f"drafter.type={kind}", "train.steps=24", "train.evaluate_every=40", "train.checkpoint_every=40"]
+    recipe = load_recipe(silent(recipe_file), [*overrides, "evaluation.count=1", "evaluation.max_new_tokens=2"])
+    rate = factor * default_rate(recipe, TINY)
+    train(load_recipe(str(recipe_file), [*overrides, f"train.learning_rate={rate}"]))
+    told = capsys.readouterr().err
+    assert ("far too" in told) == (said is not None)
+    assert said is None or said in told
+
+
+def test_the_first_steps_are_judged_by_windows() -> None:
+    recipe = recipe_of(train={"steps": 100, "batch_size": 8, "learning_rate": 1e-2})
+    assert watched_steps(recipe) == 25
+    assert watched_steps(recipe_of(train={"steps": 100, "batch_size": 1})) == 5 + 4 * 40
+    falling = [10 * 0.9**step for step in range(25)]
+    assert rate_warning(recipe, falling, 256) is None
+    assert "from 4.32 to 9.41" in rate_warning(recipe, falling[:10] + [9.41] * 15, 256)
+    flat = [10.0 - 0.001 * step for step in range(25)]
+    assert "far too low" in rate_warning(recipe, flat, 256)
+    trained = recipe_of(train={"steps": 100, "batch_size": 8, "learning_rate": 1e-2}, start_from="before")
+    assert rate_warning(trained, flat, 256) is None, "it may have little left to learn"
+    assert rate_warning(recipe, [-value for value in flat], 256) is None
