@@ -14,11 +14,13 @@ forecast too: there nothing but the draws of the rounds differs. Chains of --gam
 alone. Regret is what the policy with the highest forecast loses beside the one that measured fastest. `coverage` does
 what is left of `speed` and counts the policies whose measured speedup lies in the forecast's interval. A measured
 speedup has noise of its own, from few prompts and repeats, which no forecast can hold: so beside the plain count a
-second one takes the interval of the difference, whose half-width is the root of the squares of both half-widths.
+second one takes the interval of the difference, whose half-width is the root of the squares of both half-widths. And
+greedy texts are known, so that at T=0 the timed texts themselves are forecast: there nothing but the seconds differs.
 """
 
 import argparse
 import json
+from collections import Counter
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -38,7 +40,7 @@ from draftsmith.eval.diagnostics import difference_measure, summary
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.expected_rounds import ExpectedRounds, accepted, needs_replay, of_rounds, retrieved
 from draftsmith.eval.forecast.forecast import depth, numbers
-from draftsmith.eval.forecast.hardware import measure_hardware
+from draftsmith.eval.forecast.hardware import CostModel, measure_hardware
 from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.plots import COLOURS, STYLE
@@ -228,6 +230,11 @@ def speed_cell(
             repeats=options.repeats,
         )
         evaluated = evaluate(target.model, {name: drafter}, timed, settings, progress=False)
+        same: dict[str, list[ExpectedRounds]] = {}
+        if temperature == 0:
+            ids = tuple(tuple(prompt.input_ids) for prompt in timed)
+            texts = target_alone(target, ids, sampling, options.max_new_tokens)
+            same, _ = predicted(target, drafter, policies, texts, sampling)
     by_policy = {row["policy"]: row for row in evaluated.rows if row["category"] == "all"}
     if drafter.only_retrieves:
         by_policy = {"None": next(iter(by_policy.values()))}
@@ -243,10 +250,18 @@ def speed_cell(
                 "speedup_interval": row["speedup_interval"],
                 "speedup_forecast": speeds["interval"]["speedup"],
                 **{key: speed["speedup_interval"] for key, speed in speeds.items()},
+                "interval_of_timings": of_timings(same[policy], name, hardware) if same else None,
                 "tau": row["tau"],
             }
         )
     return {"rows": rows, "hardware": hardware.model_dump(mode="json")}
+
+
+def of_timings(per_text: list[ExpectedRounds], name: str, hardware: CostModel) -> list[float]:
+    """Return the 95 % interval of the speedup on these texts alone: one text, of which no part is resampled."""
+    whole = [sum(getattr(text, key) for text in per_text) for key in ("tokens", "rounds")]
+    work = sum((text.work for text in per_text), Counter())
+    return numbers([ExpectedRounds(*whole, work)], name, hardware, (1,), 0)["speed"][0]["speedup_interval"]
 
 
 def cells(options: argparse.Namespace, half: str) -> dict[str, dict[str, Any]]:
@@ -429,13 +444,17 @@ def coverage_table(timed: dict[str, dict[str, Any]]) -> Table:
     for column in ("cells", "policies", "interval over", "held", "held, with measured noise", "half-width", "noise"):
         table.add_column(column, justify="right")
     kinds = {"all": rows} | {f"T={t}": [r for r in rows if r["cell"].split("|")[1] == t] for t in ("0", "0.7", "1")}
-    for name, some in kinds.items():
-        some = [row for row in some if row["speedup_interval"] is not None]
-        for interval, over in (("interval_of_texts", "texts"), ("interval", "texts and timings")) if some else ():
-            counts = [f"{np.mean([held(row, interval, with_noise=noise) for row in some]):.1%}" for noise in (0, 1)]
-            widths = [np.median([np.log(row[key][1] / row[key][0]) / 2 for row in some]) for key in
-                      (interval, "speedup_interval")]  # fmt: skip
-            table.add_row(name, str(len(some)), over, *counts, *(f"{width:.1%}" for width in widths))
+    over = {"interval_of_texts": "texts", "interval": "texts and timings", "interval_of_timings": "timings, same texts"}
+    for name, (interval, parts) in product(kinds, over.items()):
+        some = [row for row in kinds[name] if row["speedup_interval"] is not None and row.get(interval) is not None]
+        if not some:
+            continue
+        counts = [f"{np.mean([held(row, interval, with_noise=noise) for row in some]):.1%}" for noise in (0, 1)]
+        if interval == "interval_of_timings":
+            counts[1] = ""  # the noise of texts is not in the difference
+        widths = [np.median([np.log(row[key][1] / row[key][0]) / 2 for row in some]) for key in
+                  (interval, "speedup_interval")]  # fmt: skip
+        table.add_row(name, str(len(some)), parts, *counts, *(f"{width:.1%}" for width in widths))
     return table
 
 
