@@ -1,42 +1,44 @@
-"""Drafters: one file a family, what they share in `drafter.py`, and how they are saved in `checkpoint.py`."""
+"""Drafters, one file each. `configs` lists them, `base` has their interface, `checkpoint` saves and loads them.
 
-from draftsmith.heads.base import Drafter, TrainableDrafter
-from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.eagle import Eagle, Hass
-from draftsmith.heads.eagle3 import Eagle3
-from draftsmith.heads.hydra import Hydra
-from draftsmith.heads.medusa import Medusa
-from draftsmith.heads.mlp_speculator import MlpSpeculator
-from draftsmith.heads.mtp import Mtp
-from draftsmith.heads.peagle import ParallelEagle
+Importing this package loads none of them: `HEADS` and the names of classes are resolved when they are used.
+"""
 
-HEADS: dict[str, type[TrainableDrafter]] = {
-    "draft_model": DraftModel,
-    "medusa": Medusa,
-    "hydra": Hydra,
-    "mlp_speculator": MlpSpeculator,
-    "eagle": Eagle,
-    "hass": Hass,
-    "eagle3": Eagle3,
-    "mtp": Mtp,
-    "peagle": ParallelEagle,
-    "dflash": DFlash,
-}
-"""Those that are trained; the others have their names in `named.py`."""
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "HEADS",
-    "DFlash",
-    "DraftModel",
-    "Drafter",
-    "Eagle",
-    "Eagle3",
-    "Hass",
-    "Hydra",
-    "Medusa",
-    "MlpSpeculator",
-    "Mtp",
-    "ParallelEagle",
-    "TrainableDrafter",
-]
+from draftsmith.heads.configs import DRAFTERS
+
+if TYPE_CHECKING:
+    from draftsmith.heads.base import Drafter, TrainableDrafter
+
+
+class _Heads(Mapping[str, "type[TrainableDrafter]"]):
+    """The class of each trainable drafter by its type; its file is imported when the class is looked up."""
+
+    def __getitem__(self, kind: str) -> "type[TrainableDrafter]":
+        file, name = DRAFTERS[kind].implementation.split(".")
+        return getattr(import_module(f"draftsmith.heads.{file}"), name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(DRAFTERS)
+
+    def __len__(self) -> int:
+        return len(DRAFTERS)
+
+
+HEADS = _Heads()
+"""Trainable drafters. Those that need no training are built by name, see `checkpoint.drafter_named`."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return `Drafter`, `TrainableDrafter` or the class of a drafter that `configs` lists."""
+    if name in ("Drafter", "TrainableDrafter"):
+        return getattr(import_module("draftsmith.heads.base"), name)
+    for kind, entry in DRAFTERS.items():
+        if entry.implementation.endswith(f".{name}"):
+            return HEADS[kind]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["HEADS", "Drafter", "TrainableDrafter"]

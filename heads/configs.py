@@ -1,13 +1,27 @@
-"""The recipe's `drafter` section, one for each type; its keys are what `from_target` of the drafter takes."""
+"""The drafters: the recipe's section of each, and one entry each from which everything else about it follows.
 
-from typing import Annotated, Any, Literal
+Adding a drafter takes its own file in this package and its section and entry here. The entries give the recipe's
+`drafter` section, `HEADS`, the words of the model card, the export formats and the tables of the documentation.
+"""
+
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from draftsmith.config import Count, Depth, Number, Section, Whole
 
 
-class DraftModelSection(Section):
+class DrafterSection(Section):
+    """The recipe's `drafter` section; its other keys are the keyword arguments of the drafter's `from_target`."""
+
+    type: Any
+    """A key of `DRAFTERS`; each section declares it as a `Literal`."""
+
+
+class DraftModelSection(DrafterSection):
     type: Literal["draft_model"]
     model: str | None = None
     """Start from this checkpoint, a folder or a Hub id, such as a smaller member of the target's family."""
@@ -31,7 +45,7 @@ class DraftModelSection(Section):
     """Scale of the adapters: alpha / rank."""
 
 
-class VocabularyOption(Section):
+class VocabularyOption(DrafterSection):
     draft_vocab_size: Count | None = None
     """Only so many tokens in the drafter's lm_head, the most frequent of the responses; by default all."""
 
@@ -66,7 +80,7 @@ class MlpSpeculatorSection(VocabularyOption):
     """One step and one lm_head for all positions."""
 
 
-class EagleSection(Section):
+class EagleSection(DrafterSection):
     type: Literal["eagle"]
     num_hidden_layers: Depth = 1
     """Decoder layers."""
@@ -76,7 +90,7 @@ class EagleSection(Section):
     """Uniform noise on the target's states while training."""
 
 
-class HassSection(Section):
+class HassSection(DrafterSection):
     type: Literal["hass"]
     num_hidden_layers: Depth = 1
     """Decoder layers."""
@@ -106,7 +120,7 @@ class Eagle3Section(VocabularyOption):
     """What is fed back is normed (EAGLE-3.1)."""
 
 
-class MtpSection(Section):
+class MtpSection(DrafterSection):
     type: Literal["mtp"]
     init: Literal["random", "native"] = "random"
     """'native' starts from the module that the target's own checkpoint brings."""
@@ -128,7 +142,7 @@ class ParallelEagleSection(VocabularyOption):
     """A token that texts hardly hold; by default the last."""
 
 
-class DFlashSection(Section):
+class DFlashSection(DrafterSection):
     type: Literal["dflash"]
     block_size: Depth = 8
     """The anchor and the draft tokens of one pass."""
@@ -146,29 +160,167 @@ class DFlashSection(Section):
     """DSpark: also learn how likely each token is accepted, for the policy `confidence`."""
 
 
-AnyDrafterSection = Annotated[
-    DraftModelSection
-    | MedusaSection
-    | HydraSection
-    | MlpSpeculatorSection
-    | EagleSection
-    | HassSection
-    | Eagle3Section
-    | MtpSection
-    | ParallelEagleSection
-    | DFlashSection,
-    Field(discriminator="type"),
-]
+CUSTOM_GENERATE = {"transformers": "transformers.write_custom_generate"}
+"""The export that every drafter has: its checkpoint, with the code by which transformers' `generate` runs it."""
 
-DRAFTERS: dict[str, type[Section]] = {
-    "draft_model": DraftModelSection,
-    "medusa": MedusaSection,
-    "hydra": HydraSection,
-    "mlp_speculator": MlpSpeculatorSection,
-    "eagle": EagleSection,
-    "hass": HassSection,
-    "eagle3": Eagle3Section,
-    "mtp": MtpSection,
-    "peagle": ParallelEagleSection,
-    "dflash": DFlashSection,
+
+@dataclass(frozen=True)
+class DrafterEntry:
+    """Everything that other packages know of one type of drafter."""
+
+    section: type[DrafterSection]
+    implementation: str
+    """`file.Class` in `heads/`, imported when it is first used."""
+    card_name: str
+    """Noun for the model card, as in "A … for speculative decoding"."""
+    method: str
+    """Name of the method, for the documentation."""
+    paper: str
+    """Where the method was published."""
+    reads: str
+    """Inputs of the drafter; the target has read the tokens up to position t."""
+    depends_on: str
+    """Inputs on which the probabilities of draft token k depend."""
+    cost: str
+    """Computation of a draft of γ tokens."""
+    own_lm_head: bool = True
+    """Whether its lm_head is its own; otherwise it uses the target's."""
+    exports: dict[str, str] = field(default_factory=CUSTOM_GENERATE.copy)
+    """Format: the function in `heads/formats/`, as `file.function`, that writes it."""
+
+    @property
+    def has_draft_vocabulary(self) -> bool:
+        """Whether the lm_head may be limited to a draft vocabulary."""
+        return issubclass(self.section, VocabularyOption)
+
+
+DRAFTERS: dict[str, DrafterEntry] = {
+    "draft_model": DrafterEntry(
+        DraftModelSection,
+        "draft_model.DraftModel",
+        card_name="draft model",
+        method="Independent draft model",
+        paper="Leviathan et al. 2023, arXiv:2211.17192",
+        reads="tokens",
+        depends_on="all tokens before it",
+        cost="γ passes of a small model",
+        exports={
+            "vllm": "transformers.write_for_vllm",
+            "sglang": "transformers.write_for_sglang",
+            "transformers": "transformers.write_for_transformers",
+        },
+    ),
+    "medusa": DrafterEntry(
+        MedusaSection,
+        "medusa.Medusa",
+        card_name="set of Medusa heads",
+        method="Medusa",
+        paper="Cai et al. 2024, arXiv:2401.10774",
+        reads="state at t",
+        depends_on="the state alone",
+        cost="one small pass",
+        exports={"vllm": "medusa.write_medusa_for_vllm", "medusa": "medusa.write_medusa", **CUSTOM_GENERATE},
+    ),
+    "hydra": DrafterEntry(
+        HydraSection,
+        "hydra.Hydra",
+        card_name="set of Hydra heads",
+        method="Hydra",
+        paper="Ankner et al. 2024, arXiv:2402.05109",
+        reads="state at t, tokens",
+        depends_on="state, d1 … d(k−1)",
+        cost="γ small heads",
+    ),
+    "mlp_speculator": DrafterEntry(
+        MlpSpeculatorSection,
+        "mlp_speculator.MlpSpeculator",
+        card_name="recurrent MLP speculator",
+        method="MLP speculator",
+        paper="Wertheimer et al. 2024, arXiv:2404.19124",
+        reads="state at t, tokens",
+        depends_on="state, d1 … d(k−1)",
+        cost="γ very small steps",
+    ),
+    "eagle": DrafterEntry(
+        EagleSection,
+        "eagle.Eagle",
+        card_name="EAGLE-1 drafter",
+        method="EAGLE-1, EAGLE-2",
+        paper="Li et al. 2024, arXiv:2401.15077, arXiv:2406.16858",
+        reads="states of all positions, tokens",
+        depends_on="everything before it",
+        cost="γ decoder layers",
+        own_lm_head=False,
+        exports={"sglang": "eagle.write_eagle1_for_sglang", "eagle": "eagle.write_eagle1", **CUSTOM_GENERATE},
+    ),
+    "hass": DrafterEntry(
+        HassSection,
+        "eagle.Hass",
+        card_name="HASS drafter",
+        method="HASS",
+        paper="Zhang et al. 2024, arXiv:2408.15766",
+        reads="states of all positions, tokens",
+        depends_on="everything before it",
+        cost="γ decoder layers",
+        own_lm_head=False,
+        exports={"sglang": "eagle.write_eagle1_for_sglang", "eagle": "eagle.write_eagle1", **CUSTOM_GENERATE},
+    ),
+    "eagle3": DrafterEntry(
+        Eagle3Section,
+        "eagle3.Eagle3",
+        card_name="EAGLE-3 drafter",
+        method="EAGLE-3, EAGLE-3.1",
+        paper="Li et al. 2025, arXiv:2503.01840",
+        reads="features of three depths, tokens",
+        depends_on="everything before it",
+        cost="γ decoder layers",
+        exports={
+            "vllm": "speculators.write_eagle3_speculator",
+            "sglang": "eagle.write_eagle3_for_sglang",
+            "eagle": "eagle.write_eagle3",
+            **CUSTOM_GENERATE,
+        },
+    ),
+    "mtp": DrafterEntry(
+        MtpSection,
+        "mtp.Mtp",
+        card_name="multi-token prediction module",
+        method="Multi-token prediction",
+        paper="DeepSeek-AI 2024, arXiv:2412.19437; Cai et al. 2025, arXiv:2509.18362",
+        reads="states of all positions, tokens",
+        depends_on="everything before it",
+        cost="γ decoder layers",
+        own_lm_head=False,
+        exports={"vllm": "speculators.write_mtp_speculator", **CUSTOM_GENERATE},
+    ),
+    "peagle": DrafterEntry(
+        ParallelEagleSection,
+        "peagle.ParallelEagle",
+        card_name="P-EAGLE drafter",
+        method="P-EAGLE",
+        paper="Amazon 2026, with mask tokens as in PARD, arXiv:2504.18583",
+        reads="features of three depths",
+        depends_on="the committed text alone",
+        cost="one pass over γ masks",
+        exports={"vllm": "speculators.write_peagle_speculator", **CUSTOM_GENERATE},
+    ),
+    "dflash": DrafterEntry(
+        DFlashSection,
+        "dflash.DFlash",
+        card_name="DFlash block drafter",
+        method="DFlash, DSpark",
+        paper="Chen et al. 2026, arXiv:2602.06036",
+        reads="features of five depths",
+        depends_on="the committed text; with `markov_rank` also d(k−1)",
+        cost="one pass over a block",
+        own_lm_head=False,
+        exports={"vllm": "speculators.write_dflash_speculator", **CUSTOM_GENERATE},
+    ),
 }
+
+if TYPE_CHECKING:
+    AnyDrafterSection = DrafterSection
+else:
+    _SECTIONS = (entry.section for entry in DRAFTERS.values())
+    AnyDrafterSection = Annotated[reduce(or_, _SECTIONS), Field(discriminator="type")]
+    """The section of any drafter, chosen by `type`."""

@@ -26,6 +26,7 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.eval.plots import Plot, evaluation_plots, plot_training
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.report import interval
+from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.formats.common import SGLANG, UNSERVED, VLLM, sglang_command, vllm_command, vllm_type
 from draftsmith.heads.formats.transformers import CODE
 from draftsmith.heads.validation import read_config, shapes_in
@@ -151,18 +152,6 @@ def require_no_secret(name: str, text: str) -> None:
         raise ConfigError(f"{name} holds what looks like a token or a password; expected none: nothing was published")
 
 
-KINDS = {
-    "draft_model": "draft model",
-    "medusa": "set of Medusa heads",
-    "hydra": "set of Hydra heads",
-    "mlp_speculator": "MLP speculator",
-    "eagle": "drafter of the EAGLE-1 kind",
-    "hass": "drafter of the HASS kind",
-    "eagle3": "drafter of the EAGLE-3 kind",
-    "mtp": "multi-token prediction module",
-    "peagle": "parallel drafter of the P-EAGLE kind",
-    "dflash": "block drafter of the DFlash kind",
-}
 PLOTS = "plots"
 EXPORTED, MERGED, ADAPTER, SERVED = "exported", "MERGED", "ADAPTER", "TARGET"
 """Folders, as the card calls them; the last is a target that is not on the Hub by its name."""
@@ -221,7 +210,7 @@ def write_card(
         metadata=Markup(data.to_yaml()),
         name=name,
         title=last_part(request.repo) if request.repo else drafter or folder.name,
-        kind=KINDS[section["type"]],
+        kind=DRAFTERS[section["type"]].card_name,
         section=section,
         target=request.base_model or _target_name(section),
         base_model=data.base_model,
@@ -274,8 +263,8 @@ def checkpoint_section(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} was not trained by draftsmith ({error})") from error
     if stored is None:
         raise ConfigError(f"{folder} was not trained by draftsmith; expected a drafter checkpoint")
-    if stored.type not in KINDS:
-        raise ConfigError(f"{folder} is of type {stored.type!r}; expected one of {', '.join(KINDS)}")
+    if stored.type not in DRAFTERS:
+        raise ConfigError(f"{folder} is of type {stored.type!r}; expected one of {', '.join(DRAFTERS)}")
     section = {"recipe": None, **config["draftsmith"]}
     section["target"] = {"quality": None, "revision": None, **section["target"]}
     return section

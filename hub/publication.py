@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import EVALUATION, read_evaluation
 from draftsmith.heads.checkpoint import WEIGHTS
+from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.formats.transformers import CODE, write_generate
 from draftsmith.hub.model_card import (
-    KINDS,
     PLOTS,
     CardRequest,
     check_licence,
@@ -63,7 +63,8 @@ class Publication:
     def title(self) -> str:
         """In a commit's message."""
         section = checkpoint_section(self.folder)
-        return f"{KINDS[section['type']].capitalize()} for {self.base_model or hub_target(section) or 'its target'}"
+        name = DRAFTERS[section["type"]].card_name
+        return f"{name[0].upper()}{name[1:]} for {self.base_model or hub_target(section) or 'its target'}"
 
 
 def check_publication(publication: Publication) -> list[str]:

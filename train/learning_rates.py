@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from draftsmith.distill.embedded import EmbeddedRecipe
 from draftsmith.distill.load_target import EMBEDDED, load_tokenizer
+from draftsmith.heads.configs import DRAFTERS
 from draftsmith.train.recipe import Recipe
 
 
@@ -24,18 +25,8 @@ class Rates(NamedTuple):
 
 
 WIDTH, WIDEST = 256, 512
-RATES = {
-    "draft_model": Rates(muon=3e-3, adamw=2e-3, scaled=True),
-    "medusa": Rates(muon=2e-2, adamw=3e-3),
-    "hydra": Rates(muon=2e-2, adamw=3e-3),
-    "mlp_speculator": Rates(muon=2e-2, adamw=3e-3),
-    "eagle": Rates(muon=2e-2, adamw=3e-3),
-    "hass": Rates(muon=2e-2, adamw=3e-3),
-    "eagle3": Rates(muon=2e-2, adamw=3e-3),
-    "mtp": Rates(muon=2e-2, adamw=3e-3),
-    "peagle": Rates(muon=2e-2, adamw=3e-3),
-    "dflash": Rates(muon=2e-2, adamw=3e-3),
-}
+RATES = dict.fromkeys(DRAFTERS, Rates(muon=2e-2, adamw=3e-3))
+RATES["draft_model"] = Rates(muon=3e-3, adamw=2e-3, scaled=True)
 TRAINED = Rates(muon=1.5e-3, adamw=2.5e-4, scaled=True)
 """For drafters that start from trained weights of their own, whatever the family."""
 

@@ -396,7 +396,7 @@ def _keys(sections: list[str], kind: str | None) -> list[str]:
     if not sections:
         return list(Recipe.model_fields)
     if sections[0] == "drafter":
-        return list(DRAFTERS[kind].model_fields)
+        return list(DRAFTERS[kind].section.model_fields)
     if sections[0] in OPTIONAL:
         return list(OPTIONAL[sections[0]].model_fields)
     return list(Recipe.model_fields[sections[0]].annotation.model_fields)

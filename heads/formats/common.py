@@ -8,15 +8,15 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedTokenizerBase
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads import TrainableDrafter
+from draftsmith.heads.base import TrainableDrafter
 from draftsmith.storage import write_json
 
 VLLM: dict[str, dict[str, Any]] = {
@@ -61,12 +61,15 @@ COPIED += ("head_dim", "vocab_size", "max_position_embeddings", "hidden_act", "r
 COPIED += ("mlp_bias",)
 
 
-@dataclass(frozen=True)
-class Source:
-    """A drafter that is to be written into `folder`, which is empty, and the target that it fits."""
+D = TypeVar("D", bound=TrainableDrafter, covariant=True)
 
-    drafter: TrainableDrafter
-    target: nn.Module
+
+@dataclass(frozen=True)
+class Source(Generic[D]):
+    """A drafter of type `D` to be exported into the empty `folder`, and the target that it drafts for."""
+
+    drafter: D
+    target: PreTrainedModel
     folder: Path
     target_name: str
     draft_length: int

@@ -21,9 +21,11 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads import DFlash, Eagle, Eagle3, Medusa, Mtp, ParallelEagle, TrainableDrafter
+from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.eagle3 import OPTIONS
+from draftsmith.heads.eagle import Eagle
+from draftsmith.heads.eagle3 import OPTIONS, Eagle3
 from draftsmith.heads.formats.common import (
     VLLM,
     Serving,
@@ -33,6 +35,9 @@ from draftsmith.heads.formats.common import (
     vllm_command,
     with_output_biases,
 )
+from draftsmith.heads.medusa import Medusa
+from draftsmith.heads.mtp import Mtp
+from draftsmith.heads.peagle import ParallelEagle
 
 # Shapes: H hidden size, V target vocabulary, D draft vocabulary, F features.
 

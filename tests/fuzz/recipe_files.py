@@ -22,7 +22,7 @@ def keys() -> list[str]:
     for name, field in Recipe.model_fields.items():
         inner = OPTIONAL.get(name, field.annotation)
         found += [f"{name}.{key}" for key in getattr(inner, "model_fields", ())]
-    return sorted({*found, *(f"drafter.{key}" for kind in DRAFTERS.values() for key in kind.model_fields)})
+    return sorted({*found, *(f"drafter.{key}" for entry in DRAFTERS.values() for key in entry.section.model_fields)})
 
 
 @st.composite
@@ -34,7 +34,7 @@ def _recipe_text(draw: st.DrawFn, recipe: dict[str, Any]) -> bytes:
         return encoded(json.dumps(value) if draw(st.booleans()) else yaml.safe_dump(value, allow_unicode=True))
     if kind == "drafter":
         type_ = draw(st.sampled_from(sorted(DRAFTERS)))
-        section = {key: None for key in DRAFTERS[type_].model_fields}
+        section = {key: None for key in DRAFTERS[type_].section.model_fields}
         section = {key: draw(JUNK) for key in draw(st.lists(st.sampled_from(sorted(section)), max_size=2))}
         return encoded(json.dumps({**recipe, "drafter": {**section, "type": type_}}))
     if kind == "trap":

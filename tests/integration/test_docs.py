@@ -1,7 +1,11 @@
 """The documentation keeps its word: its code runs and does what it says, links lead somewhere, commands parse."""
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,15 +39,22 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def _python_blocks() -> list[str]:
+    """Return the Python code on docs/extending.md, block by block."""
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
 @pytest.fixture
 def extending() -> SimpleNamespace:
-    """What the code on docs/extending.md defines; what it registers is taken back."""
+    """Run the code on docs/extending.md and return what it defines; what it registers is removed afterwards."""
     before, names = dict(DIVERGENCES), {"__name__": "extending"}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL):
+    for block in _python_blocks():
         exec(block, names)
     yield SimpleNamespace(**names)
     DIVERGENCES.clear()
     DIVERGENCES.update(before)
+    del DRAFTERS["bigram"]
 
 
 def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, tiny_target: LlamaForCausalLM) -> None:
@@ -77,6 +88,38 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
     (unrolled,) = again.unroll(signals)
     assert torch.equal(unrolled.head(unrolled.hidden_BTD[0]), again.behind(ids_BT[0].tolist())), "training = decoding"
     _require_forecast(tiny_target, again)
+
+
+def test_the_drafter_of_the_page_takes_two_files(tmp_path: Path) -> None:
+    """A copy of the package with the page's drafter in heads/bigram.py and its entry in heads/configs.py trains it."""
+    shutil.copytree(ROOT / "draftsmith", tmp_path / "draftsmith")
+    drafter, entry = _python_blocks()[:2]
+    (tmp_path / "draftsmith" / "heads" / "bigram.py").write_text(drafter, encoding="utf-8")
+    configs = tmp_path / "draftsmith" / "heads" / "configs.py"
+    before, union, after = configs.read_text(encoding="utf-8").partition("if TYPE_CHECKING:\n")
+    entry = re.sub(r"^(from|import) .*\n", "", entry, flags=re.MULTILINE)
+    configs.write_text(before + entry + "\n" + union + after, encoding="utf-8")
+    (tmp_path / "use.py").write_text(TWO_FILES, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "use.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+TWO_FILES = """
+from pathlib import Path
+
+import draftsmith
+from draftsmith.heads import HEADS, Bigram
+from draftsmith.heads.configs import DRAFTERS
+from draftsmith.heads.formats.registry import LAYOUTS
+from draftsmith.train.recipe import parse_recipe
+
+assert Path(draftsmith.__file__).parents[1] == Path.cwd(), "the copy is imported"
+recipe = parse_recipe({"name": "x", "output": "y", "drafter": {"type": "bigram", "rank": 8}}, "here")
+assert recipe.drafter_options() == {"rank": 8}
+assert HEADS["bigram"] is Bigram
+assert "bigram" in LAYOUTS["transformers"]
+"""
 
 
 def _require_forecast(target: LlamaForCausalLM, bigram: TrainableDrafter) -> None:
