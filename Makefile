@@ -8,12 +8,12 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # Tests run in as many processes as there are cores, four at most, each with one thread of torch.
 WORKERS := OMP_NUM_THREADS=1
 
-.PHONY: quickstart test test-slow test-gpu test-lowest lint format clean
+.PHONY: quickstart test test-slow test-gpu test-lowest lint format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftsmith quickstart
 
-test: $(VENV)/.installed-dev lint
+test: $(VENV)/.installed-dev lint docs
 	$(WORKERS) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed-dev
@@ -32,6 +32,10 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site in site/, with an API reference from the docstrings. A dead link fails.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -57,4 +61,4 @@ $(LOWEST)/.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) runs build dist *.egg-info
+	rm -rf $(VENV) $(LOWEST) runs build dist site *.egg-info

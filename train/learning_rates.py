@@ -1,4 +1,4 @@
-"""Optimizer and learning rate where a recipe names none; measured by benchmarks/rates.py, docs/distillation.md.
+"""Optimizer and learning rate where a recipe names none; measured by benchmarks/rates.py, docs/benchmarks.md.
 
 A warning where a run's first steps say that its learning rate is far off.
 """
@@ -92,7 +92,7 @@ SEQUENCES, LEAST = 40, 5
 RISE, FALL = 2.0, 0.95
 """The highest mean of half a window over the lowest before it, and the last window's mean over the first one's. At the
 default rates losses rose by a fifth at most, at a hundred times them to 3.8 times as much and more; untrained
-drafters' losses fell to 0.71 and less, and to 0.99 at a thousandth of the rate (docs/distillation.md)."""
+drafters' losses fell to 0.71 and less, and to 0.99 at a thousandth of the rate (docs/training.md)."""
 
 
 def window(recipe: Recipe) -> int:

@@ -20,7 +20,7 @@ from draftsmith.train.recipe import Recipe
 
 LIBRARIES, KEPT = 64 * 2**20, 0.2
 """On a CPU: bytes of what libraries load for a run, and the share of all that comes and goes which the allocator keeps
-when it is freed. Measured with glibc on both quickstart recipes, see docs/scale.md."""
+when it is freed. Measured with glibc on both quickstart recipes, see docs/training.md."""
 
 # Shapes: B sequences, T positions, H hidden size.
 
