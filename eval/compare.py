@@ -151,12 +151,13 @@ def _verdict(
     other_draws = draws.with_repeats(other.tokens.shape[1], rng) if named else draws
     speeds = resampled_speedups(base, one, draws), resampled_speedups(other_base, other, other_draws)
     taus = resampled_taus(one, draws), resampled_taus(other, other_draws)
-    names = [f"{drafter} ({short_policy(policy)})" for drafter, policy in arms]
-    if named:
-        names = [f"A's {names[0]}", f"B's {names[1]}"]
+    name_a, name_b = (f"{drafter} ({short_policy(policy)})" for drafter, policy in arms)
+    temperature, batch_size = place
     return Verdict(
-        *names,
-        *place,
+        f"A's {name_a}" if named else name_a,
+        f"B's {name_b}" if named else name_b,
+        temperature,
+        batch_size,
         prompts=sum(map(len, one.units)),
         speedup=_contrast(speedup(base, one), speedup(other_base, other), *speeds),
         tau=_contrast(tau(one), tau(other), *taus),

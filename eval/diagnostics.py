@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.distill.alignment import at_least_float32
 from draftsmith.errors import ConfigError
@@ -21,7 +22,7 @@ BINS = 10
 
 
 def diagnose(
-    target: nn.Module,
+    target: PreTrainedModel,
     drafter: Drafter,
     texts: Sequence[tuple[list[int], int]],
     *,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.detokenize import IncrementalText
@@ -132,7 +132,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 
 def evaluate(
-    target: nn.Module,
+    target: PreTrainedModel,
     drafters: dict[str, Drafter],
     prompts: list[Prompt],
     settings: Settings,
@@ -189,7 +189,7 @@ def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[dict[str,
         for size in settings.batch_sizes:
             head = {
                 "drafter": arm[0],
-                "drafter_type": decoder.drafter.type,
+                "drafter_type": run.drafters[arm[0]].type,
                 "policy": arm[1],
                 "draft_length": getattr(decoder.policy, "draft_length", None) if is_chain(arm[1]) else None,
                 "rule": settings.rule or "best lossless",

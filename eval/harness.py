@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import TypeAdapter
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import nn
+from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
@@ -32,7 +32,7 @@ PROBE_TOKENS = 24
 TRIALS = 3
 
 
-def fastest_threads(target: nn.Module, prompt: list[int]) -> int:
+def fastest_threads(target: PreTrainedModel, prompt: list[int]) -> int:
     """The thread count with the highest speed of the target alone: one, or as many as torch was given.
 
     A small model decodes no faster with several threads, and far slower once another process wants a core. On an
@@ -66,6 +66,10 @@ REPEAT_APART, TURN_APART = 10_007, 1_000_003
 """Between the seeds of two repeats and of two turns."""
 
 
+Questions = list[tuple[Prompt, list[int]]]
+"""Prompts, each with the tokens after which its next turn is answered."""
+
+
 class BatchKey(NamedTuple):
     """One question to one batch, which every arm answers in turn."""
 
@@ -84,7 +88,7 @@ class Run:
         ConfigError: for what does not fit together, before anything is measured.
     """
 
-    target: nn.Module
+    target: PreTrainedModel
     drafters: dict[str, Drafter]
     prompts: list[Prompt]
     settings: Settings
@@ -160,7 +164,7 @@ class Run:
             and (category is None or groups[cell.group].category == category)
         ]
 
-    def asked(self, place: BatchKey) -> list[tuple[Prompt, list[int]]] | None:
+    def _asked(self, place: BatchKey) -> Questions | None:
         """The prompts of a batch that have a question at this turn, each with the tokens behind which it is answered.
 
         Behind earlier turns stand the target's own answers, those of the baseline in this repeat and batch size, so
@@ -183,6 +187,12 @@ class Run:
             if place.turn == 0 or self.context is None or len(ids) < self.context:
                 found.append((prompt, ids))
         return found
+
+    def asked(self, place: BatchKey) -> Questions:
+        """Return the questions of a batch whose earlier turns have been answered."""
+        questions = self._asked(place)
+        assert questions is not None, "turns are measured in order"
+        return questions
 
     def _plans(self, name: str, drafter: Drafter) -> list[dict[str, Any]]:
         """How this drafter's drafts are to grow, as arguments of the decoder."""
@@ -226,7 +236,7 @@ class Run:
 
     def _pending(self, place: BatchKey) -> list[Variant]:
         """The arms that have not answered here yet, the one that begins changing from place to place."""
-        if self.asked(place) == []:
+        if self._asked(place) == []:
             return []
         first = (place.group + place.repeat + place.turn) % len(self.arms)
         order = [*self.arms][first:] + [*self.arms][:first]
@@ -264,7 +274,7 @@ class Run:
                     total -= len(self.arms)
                     bar.update(task, total=total)
 
-    def _answer(self, arm: Variant, place: BatchKey, asked: list[tuple[Prompt, list[int]]], tokens: int) -> Measurement:
+    def _answer(self, arm: Variant, place: BatchKey, asked: Questions, tokens: int) -> Measurement:
         """Decode one batch. Each text has a seed of its own, another one in each repeat and turn."""
         first = self.settings.seed + REPEAT_APART * place.repeat + TURN_APART * place.turn
         outputs = self.arms[arm].generate_batch(

@@ -156,7 +156,7 @@ class Journal:
             ConfigError: naming what differs.
         """
         if self.path is not None and self.path.exists():
-            self._read(identity)
+            self._read(self.path, identity)
         if not self.cells and not self.facts and not self.sittings:
             self._append({"run": {"schema": SCHEMA, **identity}}, anew=True)
         self.sittings.append(environment)
@@ -170,17 +170,17 @@ class Journal:
         self.facts[name] = value
         self._append({"fact": [name, value]})
 
-    def _read(self, identity: dict[str, Any]) -> None:
-        lines = whole_lines(self.path)
+    def _read(self, path: Path, identity: dict[str, Any]) -> None:
+        lines = whole_lines(path)
         if lines:
-            require_same(lines[0]["run"], {"schema": SCHEMA, **identity}, self.path.parent)
+            require_same(lines[0]["run"], {"schema": SCHEMA, **identity}, path.parent)
         for number, line in enumerate(lines[1:], 2):
-            found = checked(JournalLine, line, f"{self.path}:{number}", "what `draftsmith eval` wrote")
+            found = checked(JournalLine, line, f"{path}:{number}", "what `draftsmith eval` wrote")
             if found.cell is not None:
                 self.cells[found.cell.key] = found.cell
             elif found.fact is not None:
                 name, value = line["fact"]
-                checked(FACTS.get(name, Costs), value, f"{self.path}:{number}", "what `draftsmith eval` wrote")
+                checked(FACTS.get(name, Costs), value, f"{path}:{number}", "what `draftsmith eval` wrote")
                 self.facts[name] = value
             else:
                 self.sittings.append(line["sitting"])

@@ -9,7 +9,7 @@ import base64
 import io
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -21,13 +21,16 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.safe_text import printable
 
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
+
 mpl.use("Agg")
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7B4173", "#7F7F7F")
 MARKERS = "osD^vPX*<>"
 LINES = ("-", "--", ":", "-.")
-STYLE = {
+STYLE: "dict[RcKeyType, Any]" = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -161,14 +164,15 @@ def plot_acceptance(rows: Rows) -> Plot:
         own = [row for row in rows if row["drafter"] == name and row["batch_size"] == rows[0]["batch_size"]]
         policies, temperatures = distinct(own, "policy"), distinct(own, "temperature")
         for row in own:
-            style = {
-                "color": colour_of(row["policy"], policies),
-                "linestyle": LINES[temperatures.index(row["temperature"]) % len(LINES)],
-                "marker": MARKERS[policies.index(row["policy"]) % len(MARKERS)],
-            }
-            label = f"{short_policy(row['policy'])}, T={row['temperature']:g}"
-            positions = range(1, len(row["acceptance_at"]) + 1)
-            axis.plot(positions, row["acceptance_at"], markersize=4, label=label, **style)
+            axis.plot(
+                range(1, len(row["acceptance_at"]) + 1),
+                row["acceptance_at"],
+                color=colour_of(row["policy"], policies),
+                linestyle=LINES[temperatures.index(row["temperature"]) % len(LINES)],
+                marker=MARKERS[policies.index(row["policy"]) % len(MARKERS)],
+                markersize=4,
+                label=f"{short_policy(row['policy'])}, T={row['temperature']:g}",
+            )
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylim(0, 1.03)
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -192,7 +196,7 @@ def plot_time(rows: Rows, part: str) -> Plot:
             axis.barh(place, width, left=start, height=0.7, color=colour, label=label if place == 0 else None)
             start += width
         alone = _milliseconds(row["baseline_tokens_per_second"])
-        label = "target alone" if place == 0 else None
+        label = "target alone" if place == 0 else ""
         axis.vlines(alone, place - 0.42, place + 0.42, color="black", linewidth=2, label=label)
     axis.set_yticks(range(len(rows)), [arm_name(row, rows) for row in rows])
     axis.invert_yaxis()
@@ -250,14 +254,16 @@ def plot_over(rows: Rows, key: str, label: str) -> Plot:
     for line, found in lines.items():
         found.sort(key=lambda row: row[key])
         kind = 0 if key == "temperature" else temperatures.index(line[1])
-        style = {"color": colour_of(line[0], names), "linestyle": LINES[kind % 4], "marker": MARKERS[kind % 10]}
+        colour = colour_of(line[0], names)
         values = [row[key] for row in found]
         name = cut(line[0]) if key == "draft_length" else f"{cut(line[0])}, {short_policy(found[0]['policy'])}"
         name += "" if key == "temperature" else f", T={line[1]:g}"
-        axis.plot(values, [row["speedup"] for row in found], markersize=4, label=name, **style)
+        speedups = [row["speedup"] for row in found]
+        style, marker = LINES[kind % len(LINES)], MARKERS[kind % len(MARKERS)]
+        axis.plot(values, speedups, color=colour, linestyle=style, marker=marker, markersize=4, label=name)
         if len(lines) <= 6 and all(row["speedup_interval"] for row in found):
             bounds = np.array([row["speedup_interval"] for row in found])
-            axis.fill_between(values, bounds[:, 0], bounds[:, 1], color=style["color"], alpha=0.12, linewidth=0)
+            axis.fill_between(values, bounds[:, 0], bounds[:, 1], color=colour, alpha=0.12, linewidth=0)
     axis.axhline(1, color="black", linewidth=1, linestyle="--")
     axis.set_xticks(sorted({row[key] for row in rows if row[key] is not None}))
     axis.set_xlabel(label)
@@ -302,7 +308,7 @@ def plot_theory(rows: Rows) -> Plot:
     return _done(figure, "theory", "tau against independent acceptances (chains)")
 
 
-def _panels(count: int, *, width: float, height: float, most: int = 3) -> tuple[plt.Figure, list[Axes]]:
+def _panels(count: int, *, width: float, height: float, most: int = 3) -> tuple[Figure, list[Axes]]:
     """`count` axes, at most three in a row, with room for a legend beside each."""
     columns = min(count, most)
     down = -(-count // columns)
@@ -313,7 +319,7 @@ def _panels(count: int, *, width: float, height: float, most: int = 3) -> tuple[
     return figure, axes[:count]
 
 
-def _done(figure: plt.Figure, name: str, title: str) -> Plot:
+def _done(figure: Figure, name: str, title: str) -> Plot:
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
     plt.close(figure)  # it is drawn from the object; pyplot would keep it alive

@@ -40,10 +40,11 @@ class Prompt:
 
     def behind(self, answers: list[list[int]], chat: Chat | None) -> list[int]:
         """Tokens behind which the turn after these answers (token ids each) is to be answered."""
-        ids = self.input_ids
+        ids, asked = self.input_ids, self.conversation
         if not answers:
             return ids
-        asked = self.conversation
+        assert asked is not None, "only prompts of several turns have answers"
+        assert chat is not None
         messages = list(asked.turns[0])
         for answer, turn in zip(answers, asked.turns[1:], strict=False):
             content = chat.answer(messages, asked, ids, answer)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder, start_token
 from draftsmith.decode.kv_cache import context_limit
@@ -60,7 +61,7 @@ class TargetText:
 
 
 def sample_texts(
-    target: nn.Module,
+    target: PreTrainedModel,
     prompts: Sequence[list[int]],
     sampling: Sampling,
     *,
@@ -81,13 +82,20 @@ def sample_texts(
     return texts
 
 
-def target_text(target: nn.Module, prompt: list[int], new: list[int], max_new_tokens: int) -> TargetText:
+def target_text(target: PreTrainedModel, prompt: list[int], new: list[int], max_new_tokens: int) -> TargetText:
     """What the decoder has made of `prompt`, an encoder's input or the beginning of the text."""
     source: list[int] = []
     if target.config.is_encoder_decoder:
         source, prompt = prompt, [start_token(target)]
     longest = min(len(prompt) + max_new_tokens, context_limit(target) or len(prompt) + max_new_tokens)
     return TargetText([*prompt, *new], len(prompt), longest, source)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the number of logits that the target gives for a token: the rows of its lm_head."""
+    lm_head = model.get_output_embeddings()
+    assert lm_head is not None, "targets without an lm_head are refused when they are loaded"
+    return lm_head.weight.shape[0]
 
 
 # Shapes: B texts, T positions, A anchors of one text, K draft positions, N rows of a chunk, V vocabulary of the target,
@@ -150,7 +158,11 @@ def acceptance_measure(processors: Processors) -> Measure:
 
 @torch.inference_mode()
 def agreement(
-    target: nn.Module, drafter: Drafter, texts: Sequence[TargetText], draft_length: int, measures: Sequence[Measure]
+    target: PreTrainedModel,
+    drafter: Drafter,
+    texts: Sequence[TargetText],
+    draft_length: int,
+    measures: Sequence[Measure],
 ) -> list[PositionStats]:
     """All `measures` of every text, [A, K] each; K is `draft_length`, or what the drafter reaches if that is less.
 
@@ -206,8 +218,7 @@ def _batch(
         if not places:
             continue
         rows_N, states_N, targets_N, anchors_N = torch.tensor(places).T
-        vocab_size = teacher.lm_head.weight.shape[0]
-        size = max(1, CHUNK // vocab_size)
+        size = max(1, CHUNK // vocabulary_size(teacher.model))
         parts: list[dict[str, Tensor]] = []
         for start in range(0, len(places), size):
             part = slice(start, start + size)

@@ -174,10 +174,11 @@ def main(arguments: list[str] | None = None) -> Any:
     except (KeyboardInterrupt, typer.Abort):
         _leave("interrupted", 130)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # what the parser of the command line raises, in each typer's own way
+        message = getattr(error, "format_message", None)  # of what the parser raises, in each typer's own way
+        if message is None:
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "draftsmith")
-        _leave(f"{command}: {error.format_message()} (see {command} --help)")
+        _leave(f"{command}: {message()} (see {command} --help)")
 
 
 def _leave(line: str, code: int = 2) -> NoReturn:

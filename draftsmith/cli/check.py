@@ -157,7 +157,7 @@ def _show(checked: "Check", out: Path | None) -> None:
     console = Terminal(width=None if Terminal().is_terminal else 110)
     for arm in checked.arms:
         if arm.sampling is not None:
-            console.print(sampling_table(arm))
+            console.print(sampling_table(arm, arm.sampling))
     for sentence in sentences(checked):
         console.print(sentence)
     if out is not None:

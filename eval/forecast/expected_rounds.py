@@ -33,20 +33,21 @@ u_i = Q_i/P_i min(1, w_{i-1} p/q) = min(Q_i/P_i, u_{i-1}): the running minimum o
 depend on where the draft ends, as long as whether it goes on was decided by the tokens above. docs/forecast.md
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, DynamicTree, Policy, SampledTree, StaticTree
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import Round
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.teacher_forced import PositionStats, TargetText
-from draftsmith.heads.base import Drafter
+from draftsmith.heads.base import Drafter, SequenceState
 from draftsmith.heads.ngram import Hybrid, Retrieval
 
 # Shapes: A anchors (committed tokens behind which a round may begin), K draft positions.
@@ -146,7 +147,7 @@ class ExpectedRounds:
     tokens: int
     """What the rounds commit together."""
     rounds: float
-    work: Counter[tuple[int, int]] = field(default_factory=Counter)
+    work: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Expected rounds by (draft tokens verified, draft tokens on the longest path)."""
     tested_K: Floats = field(default_factory=lambda: np.zeros(0))
     accepted_K: Floats = field(default_factory=lambda: np.zeros(0))
@@ -224,7 +225,7 @@ def accepted(
         offered_AK = np.pad(offered_AK, ((0, 0), (0, survival_AK.shape[1] - offered_AK.shape[1])))
         offered_AK[retrieved.taken_A] = 1.0
     walked = walk(survival_AK, lengths_A, offered_AK)
-    work: Counter[tuple[int, int]] = Counter()
+    work: defaultdict[tuple[int, int], float] = defaultdict(float)
     for visits, nodes, length, copied in zip(
         walked.visits_A, nodes_A, lengths_A, retrieved.taken_A if retrieved else [False] * A, strict=True
     ):
@@ -290,13 +291,34 @@ def _with_copies(
     )
 
 
+@dataclass
+class _KnownSequence:
+    """A `SequenceState` of a text that no target has read: drafters that copy need its tokens alone."""
+
+    source: list[int]
+    tokens: list[int]
+    hidden: Tensor | None = None
+
+    def take_features(self, count: int) -> NoReturn:
+        raise AssertionError("drafters that copy read no features")
+
+
+@dataclass
+class _KnownContext:
+    texts: Sequence[SequenceState]
+    max_length: int
+
+    def runner(self, model: nn.Module, *, padded: bool = True) -> NoReturn:
+        raise AssertionError("drafters that copy run no model")
+
+
 def retrieved(drafter: Drafter, text: TargetText) -> RetrievalStats | None:
     """Ask the drafter's index behind every token of the text; None for a drafter that never copies."""
     if not isinstance(drafter, (Retrieval, Hybrid)):
         return None
     retrieval = drafter.retrieval if isinstance(drafter, Hybrid) else drafter
-    row = SimpleNamespace(tokens=text.tokens[: text.prompt_length], source=text.source, hidden=None)
-    retrieval.start(SimpleNamespace(texts=[row], max_length=text.max_length))
+    row = _KnownSequence(text.source, text.tokens[: text.prompt_length])
+    retrieval.start(_KnownContext([row], text.max_length))
     taken, lengths, matches = [], [], []
     for anchor in range(text.anchors):
         end = text.prompt_length + anchor + 1
@@ -320,5 +342,5 @@ def of_rounds(text: TargetText, rounds: Sequence[Round]) -> ExpectedRounds:
     for record in rounds:
         tested_K[: record.tested] += 1
         accepted_K[: record.accepted] += 1
-    work = Counter((record.drafted, record.depth) for record in rounds)
-    return ExpectedRounds(text.decode_tokens, float(len(rounds)), Counter(work), tested_K, accepted_K)
+    work = dict(Counter((record.drafted, record.depth) for record in rounds))
+    return ExpectedRounds(text.decode_tokens, float(len(rounds)), work, tested_K, accepted_K)

@@ -7,14 +7,15 @@ knows its text already: it answers with the text's next token, and with the stat
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import Policy
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence, Round, Stops
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.eval.teacher_forced import TargetText
+from draftsmith.eval.teacher_forced import TargetText, vocabulary_size
 from draftsmith.heads.base import Drafter, SequenceState
 from draftsmith.heads.draft_tree import ROOT, Draft
 
@@ -74,7 +75,12 @@ class KnownTarget:
 
 @torch.inference_mode()
 def replay(
-    target: nn.Module, drafter: Drafter, policy: Policy, texts: Sequence[TargetText], sampling: Sampling, together: int
+    target: PreTrainedModel,
+    drafter: Drafter,
+    policy: Policy,
+    texts: Sequence[TargetText],
+    sampling: Sampling,
+    together: int,
 ) -> list[list[Round]]:
     """The rounds in which the decoder would write each text, `together` of them at a time.
 
@@ -84,7 +90,7 @@ def replay(
     rounds: list[list[Round]] = []
     for start in range(0, len(texts), together):
         some = list(texts[start : start + together])
-        known = KnownTarget(some, [_states(teacher, text) for text in some], teacher.lm_head.weight.shape[0])
+        known = KnownTarget(some, [_states(teacher, text) for text in some], vocabulary_size(target))
         rows = [_row(number, text) for number, text in enumerate(some)]
         decoding = DecodeLoop(known, drafter, policy, rows, Processors(sampling, texts=len(rows)))
         decoding.prefill()
@@ -106,7 +112,7 @@ def _states(teacher: OnlineTeacher, text: TargetText) -> tuple[Tensor, Tensor | 
     device = next(teacher.model.parameters()).device
     ids_1T = torch.tensor([text.tokens], device=device)
     mask_1T = torch.ones_like(ids_1T)
-    source = (torch.tensor([text.source], device=device),) if text.source else ()
-    signals = teacher.signals(ids_1T, mask_1T, mask_1T.bool(), *source)
+    source_1S = torch.tensor([text.source], device=device) if text.source else None
+    signals = teacher.signals(ids_1T, mask_1T, mask_1T.bool(), source_1S)
     features_BTF = signals.features_BTF
     return signals.hidden_BTH[0], None if features_BTF is None else features_BTF[0]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import nn
+from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
@@ -93,7 +93,7 @@ class Check:
 
 
 def check(
-    target: nn.Module,
+    target: PreTrainedModel,
     drafters: dict[str, Drafter],
     prompts: list[Prompt],
     settings: CheckSettings,
@@ -141,14 +141,14 @@ def _greedy_verdict(greedy: GreedyCheck) -> Verdict:
 
 
 def _decoders(
-    target: nn.Module, drafters: dict[str, Drafter], prompts: list[Prompt], settings: CheckSettings
+    target: PreTrainedModel, drafters: dict[str, Drafter], prompts: list[Prompt], settings: CheckSettings
 ) -> dict[tuple[str, str], SpeculativeDecoder]:
     """By drafter and policy; policies that learn have seen a few texts."""
     decoders = {}
     for name, drafter in drafters.items():
         for policy in settings.policies or (None,):
-            plan = {"draft_length": settings.draft_length} if policy is None else {"policy": policy}
-            decoder = SpeculativeDecoder(target, drafter, rule=settings.rule, **plan)
+            length = settings.draft_length if policy is None else None
+            decoder = SpeculativeDecoder(target, drafter, draft_length=length, policy=policy, rule=settings.rule)
             for temperature in settings.temperatures:
                 cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
                 decoder.calibrate([p.input_ids for p in prompts[:CALIBRATION]], temperature=temperature, **cuts)
@@ -157,7 +157,7 @@ def _decoders(
     return decoders
 
 
-def _target_alone(target: nn.Module, prompts: list[Prompt], done: Done) -> list[list[int]]:
+def _target_alone(target: PreTrainedModel, prompts: list[Prompt], done: Done) -> list[list[int]]:
     """The target's own greedy text for each prompt, one token a pass."""
     decoder, texts = SpeculativeDecoder(target), []
     for prompt in prompts:
@@ -189,9 +189,8 @@ def _bar(total: int, shown: bool) -> Iterator[Done]:
         yield lambda tokens: bar.advance(task, tokens)
 
 
-def sampling_table(arm: VariantCheck) -> Table:
+def sampling_table(arm: VariantCheck, sampling: SamplingCheck) -> Table:
     """Every test of one sampled arm, the rule's beside the negative control's; fits 100 columns."""
-    sampling = arm.sampling
     title = f"{arm.drafter} ({arm.policy}), rule {arm.rule}, T={arm.temperature:g}: {arm.verdict.upper()}"
     table = Table(title=title, pad_edge=False)
     table.add_column("test", no_wrap=True)
@@ -216,11 +215,17 @@ def _mark(p_value: float, level: float) -> str:
 
 def sentences(checked: Check) -> list[str]:
     """What follows for each arm, plainly."""
-    return [line for arm in checked.arms for line in (_greedy(arm) if arm.greedy else _sampling(arm))]
+    lines = []
+    for arm in checked.arms:
+        if arm.greedy is not None:
+            lines += _greedy(arm, arm.greedy)
+        if arm.sampling is not None:
+            lines += _sampling(arm, arm.sampling)
+    return lines
 
 
-def _greedy(arm: VariantCheck) -> list[str]:
-    greedy, name = arm.greedy, f"{arm.drafter} ({arm.policy}) at T=0"
+def _greedy(arm: VariantCheck, greedy: GreedyCheck) -> list[str]:
+    name = f"{arm.drafter} ({arm.policy}) at T=0"
     if not greedy.drafted:
         return [f"{name}: INCONCLUSIVE: nothing was drafted; more or longer prompts are needed."]
     ties = len(greedy.divergences) - len(greedy.bugs)
@@ -242,8 +247,8 @@ def _divergence(found: Divergence) -> str:
     )
 
 
-def _sampling(arm: VariantCheck) -> list[str]:
-    sampling, name = arm.sampling, f"{arm.drafter} ({arm.policy}) at T={arm.temperature:g}"
+def _sampling(arm: VariantCheck, sampling: SamplingCheck) -> list[str]:
+    name = f"{arm.drafter} ({arm.policy}) at T={arm.temperature:g}"
     if arm.verdict == "lossy":
         worst = min(sampling.rule.tests, key=lambda test: test.adjusted)
         return [f"{name}: LOSSY: {worst.name}, p = {worst.adjusted:.2g} after Holm's correction."]

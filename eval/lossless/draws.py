@@ -6,11 +6,11 @@ Short continuations of one prompt against their exact probabilities: a chi-squar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from transformers import StoppingCriteria
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.kv_cache import context_limit
@@ -20,6 +20,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.greedy import read
 from draftsmith.eval.lossless.pit import chunks, pairs, round_starts, transform
 from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.teacher_forced import vocabulary_size
 
 # Shapes: n nodes, V vocabulary, C cells.
 
@@ -173,7 +174,7 @@ class Plan:
 class SampledTarget:
     """The target's p, after every processor, by plain forward passes."""
 
-    def __init__(self, model: nn.Module, sampling: Sampling) -> None:
+    def __init__(self, model: PreTrainedModel, sampling: Sampling) -> None:
         self.model = model
         self._processors = Processors(sampling)
 
@@ -182,9 +183,9 @@ class SampledTarget:
         logits_BTV = read(self.model, prompt, texts_BT, width=width)
         return self._processors.probabilities(logits_BTV.flatten(0, 1), list).view(logits_BTV.shape)
 
-    def behind(self, prompt: list[int], strings: list[String], *, width: int | None = None) -> Tensor:
+    def behind(self, prompt: list[int], strings: Sequence[String], *, width: int | None = None) -> Tensor:
         """[n, V]: behind the prompt and each of `strings`, which are of one length."""
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        vocabulary = vocabulary_size(self.model)
         rows = []
         for part in chunks(len(strings), vocabulary * DEPTH):
             texts_nT = torch.tensor([[*string, 0] for string in strings[part]])  # the last token is not read
@@ -235,7 +236,7 @@ def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, d
     return texts
 
 
-def _jobs(model: nn.Module, plan: Plan) -> list[tuple[Prompt, int]]:
+def _jobs(model: PreTrainedModel, plan: Plan) -> list[tuple[Prompt, int]]:
     """Prompts with a seed each, those of one prompt beside each other, so that one pass reads them."""
     limit, tokens, jobs = context_limit(model), 0, []
     for number, place in enumerate(cycle(range(len(plan.prompts)))):
@@ -257,7 +258,7 @@ def _transform(
         sample = tokens_BT[:TOLERANCE_TEXTS]
         p_BTV, again_BTV = (target.p(prompt.input_ids, sample, width=width) for width in (None, 1))
         texts.tolerance = float((p_BTV.double() - again_BTV.double()).abs().sum(-1).mean() / 2)
-    vocabulary = target.model.get_output_embeddings().weight.shape[0]
+    vocabulary = vocabulary_size(target.model)
     for part in chunks(len(outputs), vocabulary * tokens_BT.shape[1]):
         p_BTV = target.p(prompt.input_ids, tokens_BT[part])
         own_N = tokens_BT[part].flatten().to(p_BTV.device)
@@ -311,8 +312,9 @@ class _After(StoppingCriteria):
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self._length)
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> torch.BoolTensor:
+        ended = torch.full((len(input_ids),), input_ids.shape[1] >= self._length)
+        return cast(torch.BoolTensor, ended)  # the dtype, which the type of a tensor does not show
 
 
 def _open_end(target: SampledTarget, prompts: list[Prompt]) -> Prompt:

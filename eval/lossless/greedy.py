@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.decoder import SpeculativeDecoder, start_token
 from draftsmith.eval.prompts import Prompt
 
 # Shapes: B texts behind one prompt, T tokens of each, V vocabulary.
@@ -24,7 +25,7 @@ BLOCK = 5
 
 
 @torch.inference_mode()
-def read(model: nn.Module, prompt: list[int], texts_BT: Tensor, *, width: int | None = None) -> Tensor:
+def read(model: PreTrainedModel, prompt: list[int], texts_BT: Tensor, *, width: int | None = None) -> Tensor:
     """Logits [B, T, V] that each token of `texts_BT` was to be chosen by, on the model's device.
 
     Args:
@@ -41,7 +42,7 @@ def read(model: nn.Module, prompt: list[int], texts_BT: Tensor, *, width: int | 
     if model.config.is_encoder_decoder:
         states = model.get_encoder()(input_ids=prompt_BP, attention_mask=torch.ones_like(prompt_BP))
         fixed, name = {"encoder_outputs": states, "attention_mask": torch.ones_like(prompt_BP)}, "decoder_input_ids"
-        prompt_BP = torch.full((B, 1), _start_token(model), device=device)
+        prompt_BP = torch.full((B, 1), start_token(model), device=device)
     ids = torch.cat([prompt_BP, texts_BT[:, :-1]], 1)
     first = prompt_BP.shape[1]
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -56,11 +57,6 @@ def read(model: nn.Module, prompt: list[int], texts_BT: Tensor, *, width: int | 
         cache = output.past_key_values
         logits.append(output.logits[:, -1:] if start == 0 else output.logits)
     return torch.cat(logits, 1)
-
-
-def _start_token(model: nn.Module) -> int:
-    generation = getattr(getattr(model, "generation_config", None), "decoder_start_token_id", None)
-    return model.config.decoder_start_token_id if generation is None else generation
 
 
 # Shapes: T tokens of a text, V vocabulary.
@@ -111,7 +107,7 @@ class GreedyCheck:
 
 
 def check_greedy(
-    target: nn.Module,
+    target: PreTrainedModel,
     decoder: SpeculativeDecoder,
     prompts: list[Prompt],
     alone: list[list[int]],
@@ -136,7 +132,7 @@ def check_greedy(
     return GreedyCheck(len(prompts), identical, tokens, drafted, found)
 
 
-def divergences(target: nn.Module, prompt: Prompt, tokens: list[int], alone: list[int]) -> list[Divergence]:
+def divergences(target: PreTrainedModel, prompt: Prompt, tokens: list[int], alone: list[int]) -> list[Divergence]:
     """Where `tokens` part from `alone`, and where they are not the target's argmax behind themselves."""
     whole_TV = _logits(target, prompt, tokens)
     best = whole_TV.argmax(-1).tolist()
@@ -164,11 +160,13 @@ def _judge(
     return Divergence(prompt.id, place, tokens[place], expected, first - second, gap, bound, kind)
 
 
-def _logits(target: nn.Module, prompt: Prompt, tokens: list[int], width: int | None = None) -> Tensor:
+def _logits(target: PreTrainedModel, prompt: Prompt, tokens: list[int], width: int | None = None) -> Tensor:
     return read(target, prompt.input_ids, torch.tensor([tokens]), width=width)[0]
 
 
-def _single_and_bound(target: nn.Module, prompt: Prompt, tokens: list[int], whole_TV: Tensor) -> tuple[Tensor, float]:
+def _single_and_bound(
+    target: PreTrainedModel, prompt: Prompt, tokens: list[int], whole_TV: Tensor
+) -> tuple[Tensor, float]:
     """Logits read one by one, in fp64, and the gap that rounding explains.
 
     The bound is measured, not assumed: plain passes of the model over the same tokens, whole, one by one and in blocks

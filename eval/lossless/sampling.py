@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Rng
@@ -106,7 +107,7 @@ class SamplingCheck:
 
 
 def check_sampling(
-    target: nn.Module, decoder: SpeculativeDecoder, plan: Plan, level: float, done: Done
+    target: PreTrainedModel, decoder: SpeculativeDecoder, plan: Plan, level: float, done: Done
 ) -> SamplingCheck:
     """Draw with the decoder's rule and with the negative control, at the same size, and test both alike."""
     honest = sample(target, decoder, plan, level, done)
@@ -121,7 +122,12 @@ def check_sampling(
 
 
 def sample(
-    target: nn.Module, decoder: SpeculativeDecoder, plan: Plan, level: float, done: Done, change: Verify | None = None
+    target: PreTrainedModel,
+    decoder: SpeculativeDecoder,
+    plan: Plan,
+    level: float,
+    done: Done,
+    change: Verify | None = None,
 ) -> Sample:
     """Draw with the decoder's rule, or with `change` in its place, and put what is drawn through every test."""
     rule, p = decoder.rule, SampledTarget(target, plan.sampling)
