@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED
@@ -53,47 +55,70 @@ class Prompt:
         return ids
 
 
-def check_prompts(source: str, subset: str | None = None, split: str = "train") -> None:
-    """ConfigError for rows that are missing, malformed or of one id; needs no tokenizer."""
-    if source != EMBEDDED:
-        _read(source, subset, split)
-
-
-def load_prompts(
-    source: str,
-    tokenizer: Any,
-    *,
-    count: int | None = None,
-    context: int | None = None,
-    subset: str | None = None,
-    split: str = "train",
-    chat_template: str | None = None,
-    template_options: dict[str, Any] | None = None,
-) -> list[Prompt]:
-    """At most `count` prompts (all of a file by default, 12 of the embedded text).
-
-    Rows with `turns` (Spec-Bench, MT-Bench) or messages go through the chat template, every turn is asked; those with
-    `prompt` (HumanEval), `question` (GSM8K), `instruction` or `text` are continued as they are. `category` and an id
-    (`question_id`, `task_id` or `id`) are read where there are any. Fewer than all are taken in turn from the
-    categories, in order of the file.
-
-    Raises:
-        ConfigError: naming the line of a bad row, of an id that was there before, or of a prompt whose questions alone
-            leave no room in a context of `context` tokens.
-    """
-    if source == EMBEDDED:
-        rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
-        return [Prompt(str(row["id"]), row["category"], row["input_ids"]) for row in rows]
-    longest = LONGEST_TEXT if context is None else characters(context)
-    chat = Chat(tokenizer, chat_template, template_options or {}, longest)
-    return [_tokens(row, chat, context) for row in _spread(_read(source, subset, split), count)]
-
-
 @dataclass(frozen=True)
 class _Row:
     id: str
     category: str
     asked: Conversation
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """The checked rows of a prompt set before tokenization; None for the embedded text."""
+
+    rows: list[_Row] | None
+
+    @classmethod
+    def read(cls, source: str, subset: str | None = None, split: str = "train") -> "PromptRows":
+        """Read the rows of `source`: "embedded", a file or a Hub data set.
+
+        Rows with `turns` (Spec-Bench, MT-Bench) or messages go through the chat template, and every turn is asked; rows
+        with `prompt` (HumanEval), `question` (GSM8K), `instruction` or `text` are continued as they are. `category` and
+        an id (`question_id`, `task_id` or `id`) are read where a row has them.
+
+        Raises:
+            ConfigError: naming the line of a malformed row or of a repeated id.
+        """
+        return cls(None if source == EMBEDDED else _read(source, subset, split))
+
+    def encode(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        count: int | None = None,
+        context: int | None = None,
+        chat_template: str | None = None,
+        template_options: dict[str, Any] | None = None,
+    ) -> list[Prompt]:
+        """Return at most `count` prompts as token ids (default: all of a file, 12 of the embedded text).
+
+        Fewer prompts than rows are taken in turn from the categories, in the order of the file.
+
+        Raises:
+            ConfigError: naming the line of a prompt whose questions alone fill a context of `context` tokens.
+        """
+        if self.rows is None:
+            rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
+            return [Prompt(str(row["id"]), row["category"], row["input_ids"]) for row in rows]
+        longest = LONGEST_TEXT if context is None else characters(context)
+        chat = Chat(tokenizer, chat_template, template_options or {}, longest)
+        return [_tokens(row, chat, context) for row in _spread(self.rows, count)]
+
+
+def load_prompts(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    count: int | None = None,
+    context: int | None = None,
+    chat_template: str | None = None,
+    template_options: dict[str, Any] | None = None,
+) -> list[Prompt]:
+    """Return the prompts of `source`; see `PromptRows.read` and `PromptRows.encode` for arguments and errors."""
+    rows = PromptRows.read(source)
+    return rows.encode(
+        tokenizer, count=count, context=context, chat_template=chat_template, template_options=template_options
+    )
 
 
 def _read(source: str, subset: str | None, split: str) -> list[_Row]:

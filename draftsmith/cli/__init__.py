@@ -135,12 +135,23 @@ def generate(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Continue a prompt, streaming; tokens that the drafter wrote are coloured."""
-    from draftsmith.cli.generate import stream
+    from draftsmith.cli.generate import GenerateRequest, stream
 
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    settings |= {"max_new_tokens": max_new_tokens, "stop_strings": tuple(stop or ())}
-    plan = {"draft_length": gamma, "policy": policy, "rule": rule}
-    stream(prompt, target, drafter, plan, settings, dtype=dtype, trust_remote_code=trust_remote_code)
+    request = GenerateRequest(
+        target,
+        {"drafter": drafter} if drafter else {},
+        temperatures=(temperature,),
+        policies=() if policy is None else (policy,),
+        draft_length=gamma,
+        rule=rule,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stop_strings=tuple(stop or ()),
+        dtype=dtype,
+    )
+    stream(prompt, request, trust_remote_code=trust_remote_code)
 
 
 @app.command()

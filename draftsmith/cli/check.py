@@ -21,6 +21,7 @@ from draftsmith.reading import read_json
 
 if TYPE_CHECKING:
     from draftsmith.eval.lossless.check import Check, CheckSettings
+    from draftsmith.eval.prompts import PromptRows
 
 EXIT_CODES = {"lossless": 0, "lossy": 1, "inconclusive": 3}
 """2 is bad input, as everywhere."""
@@ -66,29 +67,31 @@ def check(
         template_options=template_options(template_option),
         dtype=dtype,
     )
-    _require_valid(settings, out)
+    rows = _validated(settings, out)
     if out is None:
-        checked = _run(settings, out, trust_remote_code)
+        checked = _run(settings, rows, out, trust_remote_code)
     else:
         from draftsmith.locks import hold_folder
 
         with hold_folder("out", out):
             _require_folder(settings, out)
-            checked = _run(settings, out, trust_remote_code)
+            checked = _run(settings, rows, out, trust_remote_code)
     raise typer.Exit(EXIT_CODES[checked.verdict])
 
 
-def _require_valid(settings: "CheckSettings", out: Path | None) -> None:
-    """ConfigError for whatever can be seen to be wrong before a model is loaded."""
-    from draftsmith.eval.prompts import check_prompts
+def _validated(settings: "CheckSettings", out: Path | None) -> "PromptRows":
+    """Return the rows of the prompts; ConfigError for settings that cannot be checked."""
+    from draftsmith.eval.prompts import PromptRows
     from draftsmith.eval.settings import require_valid
 
-    require_valid(settings, {"gamma": [settings.draft_length], "count": [settings.count]}, {}, out)
+    if not settings.drafters:
+        raise ConfigError("drafter is missing; expected at least one")
+    require_valid(settings, counts={"gamma": [settings.draft_length], "count": [settings.count]}, out=out)
     if settings.tokens < LEAST_TOKENS:
         raise ConfigError.of("tokens", settings.tokens, f">= {LEAST_TOKENS}")
     if settings.draft_length is not None and settings.policies:
         raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
-    check_prompts(settings.prompts)
+    return PromptRows.read(settings.prompts)
 
 
 def _require_folder(settings: "CheckSettings", out: Path) -> None:
@@ -108,27 +111,17 @@ def _require_folder(settings: "CheckSettings", out: Path) -> None:
             )
 
 
-def _run(settings: "CheckSettings", out: Path | None, trust_remote_code: bool) -> "Check":
-    """Load everything, check and show it; what is known is written to `out` after each drafter and temperature.
+def _run(settings: "CheckSettings", rows: "PromptRows", out: Path | None, trust_remote_code: bool) -> "Check":
+    """Load, check and print; the results so far are written to `out` after each drafter and temperature.
 
     Raises:
-        DraftsmithError: once all is shown, where it could not be written.
+        DraftsmithError: after printing, if the results could not be written.
     """
-    from draftsmith.decode.kv_cache import context_limit
-    from draftsmith.distill.load_target import EMBEDDED, load_target
     from draftsmith.eval.lossless.check import check
-    from draftsmith.eval.prompts import load_prompts
-    from draftsmith.eval.stages import stage
-    from draftsmith.heads.checkpoint import load_drafter
+    from draftsmith.eval.session import load_session
     from draftsmith.storage import write_json, writing
 
-    with stage("loading the target", shown=settings.target != EMBEDDED):  # that has a bar of its own
-        loaded = load_target(settings.target, dtype=settings.dtype, trust_remote_code=trust_remote_code)
-    limit = context_limit(loaded.model)
-    template = {"chat_template": settings.chat_template, "template_options": settings.template_options}
-    prompts = load_prompts(settings.prompts, loaded.tokenizer, count=settings.count, context=limit, **template)
-    drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()}
-
+    session = load_session(settings, rows, trust_remote_code=trust_remote_code)
     problem: DraftsmithError | None = None
 
     def keep(so_far: "Check") -> None:
@@ -143,7 +136,7 @@ def _run(settings: "CheckSettings", out: Path | None, trust_remote_code: bool) -
         else:
             problem = None
 
-    checked = check(loaded.model, drafters, prompts, settings, keep=keep)
+    checked = check(session.target, session.drafters, session.prompts, settings, keep=keep)
     _show(checked, out if problem is None else None)
     if problem is not None:
         raise problem

@@ -69,10 +69,11 @@ def evaluate(
         raise ConfigError("--target is missing; expected 'embedded', a local folder or a Hub id")
     if not drafter:
         raise ConfigError("--drafter is missing; expected at least one")
-    from draftsmith.eval.run import MeasureRequest, measure, show
+    from draftsmith.eval.run import measure, show
+    from draftsmith.eval.settings import Settings
     from draftsmith.train.run_folder import metrics_of
 
-    request = MeasureRequest(
+    settings = Settings(
         target=target,
         drafters=named_drafters(drafter),
         prompts=prompts,
@@ -92,9 +93,9 @@ def evaluate(
         chat_template=chat_template,
         template_options=template_options(template_option),
         dtype=dtype,
-        trust_remote_code=trust_remote_code,
     )
-    show(measure(request, out, title=f"Drafters for {target}", runs=metrics_of(request.drafters)), out)
+    title, runs = f"Drafters for {target}", metrics_of(settings.drafters)
+    show(measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code), out)
 
 
 @eval_app.command(name="compare")

@@ -50,9 +50,10 @@ def forecast(
     out: Annotated[Path, typer.Option("--out", help="Folder of forecast.json.")] = Path("runs/forecast"),
 ) -> None:
     """Predict acceptance, tau and speedup of drafters, and the best policy, without decoding with them."""
-    from draftsmith.eval.forecast.run import ForecastRequest, run, show
+    from draftsmith.eval.forecast.forecast import ForecastSettings
+    from draftsmith.eval.forecast.run import ForecastFiles, run, show
 
-    request = ForecastRequest(
+    settings = ForecastSettings(
         target=target,
         drafters=named_drafters(drafter),
         prompts=prompts,
@@ -69,9 +70,6 @@ def forecast(
         chat_template=chat_template,
         template_options=template_options(template_option),
         dtype=dtype,
-        profile=profile,
-        save_profile=save_profile,
-        measures=measure,
-        trust_remote_code=trust_remote_code,
     )
-    show(run(request, out), out)
+    files = ForecastFiles(profile, save_profile)
+    show(run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code), out)

@@ -12,7 +12,8 @@ import torch
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.evaluation import Evaluation
 from draftsmith.eval.journal import JOURNAL
-from draftsmith.eval.run import MeasureRequest, measure, show
+from draftsmith.eval.run import measure, show
+from draftsmith.eval.settings import Settings
 from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal
 
@@ -34,7 +35,7 @@ def _quickstart(out: Path) -> None:
     from draftsmith.train.run_folder import metrics_of
 
     console = Terminal(stderr=True)
-    request = MeasureRequest(
+    settings = Settings(
         target="embedded",
         drafters={name: str(out / name / "drafter") for name in RECIPES},
         prompts="embedded",
@@ -53,8 +54,8 @@ def _quickstart(out: Path) -> None:
     with _stage(console, "4/4 Measuring both against the target alone, on held-out prompts"):
         (out / JOURNAL).unlink(missing_ok=True)  # of an earlier call, whose drafters may have been others
         title = "Quickstart: two drafters for the embedded target"
-        evaluation = measure(request, out, title=title, runs=metrics_of(request.drafters))
-    _write_cards(evaluation, request)
+        evaluation = measure(settings, out, title=title, runs=metrics_of(settings.drafters))
+    _write_cards(evaluation, settings)
     show(evaluation, out)
     seconds = time.perf_counter() - started
     console.print(f"\nAll of it took {seconds / 60:.1f} minutes. Next:")
@@ -66,11 +67,11 @@ def _quickstart(out: Path) -> None:
         console.print(f"  {line}", soft_wrap=True)
 
 
-def _write_cards(evaluation: Evaluation, request: MeasureRequest) -> None:
+def _write_cards(evaluation: Evaluation, settings: Settings) -> None:
     from draftsmith.hub.model_card import CardRequest, write_card
     from draftsmith.train.run_folder import read_metrics
 
-    for name, path in request.drafters.items():
+    for name, path in settings.drafters.items():
         written = (evaluation.as_json(), name, CardRequest(licence="apache-2.0"), read_metrics(Path(path).parent))
         write_card(Path(path), *written)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
+from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies import Chain, Policy, StaticTree, default_policy, policy_named
@@ -27,6 +27,7 @@ from draftsmith.eval.forecast.expected_rounds import (
 from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, turns
 from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.harness import fastest_threads, threads
+from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
 from draftsmith.eval.teacher_forced import (
     TOGETHER,
@@ -56,30 +57,13 @@ _NO_COSTS = Costs({1: 1.0}, {1: 1.0})
 
 
 @dataclass(frozen=True)
-class ForecastSettings:
-    """What a forecast is of."""
+class ForecastSettings(PairSettings):
+    """Settings of a forecast; `policies` are compared with the chains, by default a few trees."""
 
-    target: str
-    drafters: dict[str, str]
-    """Name in the table: folder, Hub id or a named drafter."""
-    prompts: str
-    count: int | None = None
-    temperatures: tuple[float, ...] = (0.0, 1.0)
     max_draft_length: int = 8
-    """Chains of 1 to so many tokens are compared."""
-    policies: tuple[str, ...] = ()
-    """Others to compare them with; without any, a few trees."""
+    """Chains of 1 to `max_draft_length` draft tokens are compared."""
     batch_sizes: tuple[int, ...] = (1,)
     max_new_tokens: int = 96
-    rule: str | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    dtype: str = "float32"
-    chat_template: str | None = None
-    """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
-    template_options: dict[str, Any] = field(default_factory=dict)
-    """What the chat template is given beside the messages."""
 
     def sampling(self, temperature: float) -> Sampling:
         """Temperature with the cuts that go with it."""
@@ -115,7 +99,7 @@ class Forecast:
 
 
 def forecast(
-    target: nn.Module,
+    target: PreTrainedModel,
     drafters: dict[str, Drafter],
     prompts: Sequence[list[int]],
     settings: ForecastSettings,
@@ -163,7 +147,7 @@ class _Part(NamedTuple):
 
 
 def _at(
-    target: nn.Module,
+    target: PreTrainedModel,
     drafters: dict[str, Drafter],
     prompts: Sequence[list[int]],
     settings: ForecastSettings,
@@ -172,9 +156,10 @@ def _at(
     progress: bool,
 ) -> _Part:
     sampling = settings.sampling(temperature)
-    options = {"max_new_tokens": settings.max_new_tokens, "seed": settings.seed}
+    new, seed = settings.max_new_tokens, settings.seed
     with stage(f"T={temperature:g}: the target writes texts", shown=progress):
-        texts = [text for text in sample_texts(target, prompts, sampling, **options) if text.anchors > 0]
+        texts = sample_texts(target, prompts, sampling, max_new_tokens=new, seed=seed)
+        texts = [text for text in texts if text.anchors > 0]
     if not texts:
         raise ConfigError(f"texts of one token at T={temperature:g}; expected prompts that are answered longer")
     found = {}
@@ -218,14 +203,20 @@ class Predicted:
 
 
 def predict(
-    target: nn.Module, drafter: Drafter, texts: Sequence[TargetText], settings: ForecastSettings, sampling: Sampling
+    target: PreTrainedModel,
+    drafter: Drafter,
+    texts: Sequence[TargetText],
+    settings: ForecastSettings,
+    sampling: Sampling,
 ) -> Predicted:
     """Expected rounds under every policy; one pass serves them all."""
     tables: list[PositionStats] = []
     policies = candidates(drafter, settings)
     if not drafter.only_retrieves:
         measures = [acceptance_measure(Processors(sampling)), difference_measure(drafter, sampling.temperature)]
-        tables = agreement(target, drafter, texts, max(map(depth, policies)), measures)
+        tables = agreement(
+            target, drafter, texts, max(depth(policy) for policy in policies if policy is not None), measures
+        )
     copies = [retrieved(drafter, text) for text in texts]
     plans, refused = [], []
     for policy in policies:

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import nn
+from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs, interpolated
 from draftsmith.decode.loop import DecodeLoop
@@ -147,14 +147,14 @@ class _Fixed(Drafter):
 
     def __init__(self, draft_length: int) -> None:
         super().__init__()
-        self.max_draft_length = draft_length
+        self.max_draft_length = self._draft_length = draft_length
 
     def retrieve(self, row: int, room: int) -> Draft | None:
-        return Draft.chain([0] * min(self.max_draft_length, room))
+        return Draft.chain([0] * min(self._draft_length, room))
 
 
 def measure_hardware(
-    target: nn.Module,
+    target: PreTrainedModel,
     drafters: dict[str, Drafter],
     texts: Sequence[TargetText],
     *,
@@ -170,7 +170,7 @@ def measure_hardware(
     `draft`. `done` is called after each of the `turns`.
     """
     of_target = measure_costs(target)
-    arms = {ALONE: TimedVariant(target)}
+    arms: dict[tuple[str, int], TimedVariant] = {ALONE: TimedVariant(target)}
     arms |= {("", length): TimedVariant(target, _Fixed(length), length, of_target) for length in LENGTHS}
     for name, drafter in drafters.items():
         if drafter.only_retrieves:
@@ -240,7 +240,7 @@ def _profile(means: dict[str, Any]) -> CostModel:
 class TimedVariant:
     """A way of decoding that is timed: the target alone, or a drafter with chains of one length."""
 
-    target: nn.Module
+    target: PreTrainedModel
     drafter: Drafter | None = None
     draft_length: int = 0
     costs: Costs | None = None

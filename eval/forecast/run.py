@@ -6,17 +6,13 @@ from typing import Any
 
 from rich.table import Table
 
-from draftsmith.decode.kv_cache import context_limit
-from draftsmith.distill.load_target import EMBEDDED, load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.forecast import PLAIN, Forecast, ForecastSettings, forecast
 from draftsmith.eval.forecast.hardware import CostModel
-from draftsmith.eval.prompts import Prompt, check_prompts, load_prompts
+from draftsmith.eval.prompts import PromptRows
+from draftsmith.eval.session import Session, load_session
 from draftsmith.eval.settings import Settings, require_valid
-from draftsmith.eval.stages import stage
-from draftsmith.heads.base import Drafter
-from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import write_json, writing
@@ -25,18 +21,13 @@ REPEATS = 3
 
 
 @dataclass(frozen=True)
-class ForecastRequest(ForecastSettings):
-    """The forecast's settings, and what is done with it."""
+class ForecastFiles:
+    """Profiles that a forecast reads or writes."""
 
     profile: Path | None = None
+    """Seconds of another machine, used instead of measured ones."""
     save_profile: Path | None = None
-    measures: bool = False
-    """Whether the best policy of each drafter is decoded and timed too."""
-    trust_remote_code: bool = False
-
-    @property
-    def settings(self) -> ForecastSettings:
-        return ForecastSettings(**{key: getattr(self, key) for key in ForecastSettings.__dataclass_fields__})
+    """File for the measured seconds of this machine."""
 
 
 @dataclass(frozen=True)
@@ -50,37 +41,37 @@ class Outcome:
         return {**self.forecast.as_json(), "measured": self.measured}
 
 
-def run(request: ForecastRequest, out: Path) -> Outcome:
-    """Check everything that can be checked cheaply, then load, forecast, and write `forecast.json` to `out`."""
-    _check(request, out)
+def run(
+    settings: ForecastSettings,
+    out: Path,
+    files: ForecastFiles = ForecastFiles(),
+    *,
+    measures: bool = False,
+    trust_remote_code: bool = False,
+) -> Outcome:
+    """Validate the settings, load the models, forecast, and write `forecast.json` to `out`.
+
+    Args:
+        measures: also decode and time the best policy of each drafter.
+    """
+    hardware, rows = _validated(settings, out, files)
     with hold_folder("out", out):
-        return _run(request, out)
-
-
-def _run(request: ForecastRequest, out: Path) -> Outcome:
-    hardware = None if request.profile is None else CostModel.load(request.profile)
-    with stage("loading the target", shown=request.target != EMBEDDED):  # that has a bar of its own
-        loaded = load_target(request.target, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
-    where = {"count": request.count, "context": context_limit(loaded.model)}
-    template = {"chat_template": request.chat_template, "template_options": request.template_options}
-    prompts = load_prompts(request.prompts, loaded.tokenizer, **where, **template)
-    drafters = {name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in request.drafters.items()}
-    found = forecast(
-        loaded.model, drafters, [prompt.input_ids for prompt in prompts], request.settings, hardware, progress=True
-    )
-    if request.save_profile is not None:
-        found.hardware[request.temperatures[0]].save(request.save_profile)
-    _write(Outcome(found), out)  # nothing is lost if measuring fails
-    if not request.measures:
-        return Outcome(found)
-    measured = [
-        measured_row(loaded.model, name, drafter, prompts, temperature, found)
-        for name, drafter in drafters.items()
-        for temperature in request.temperatures
-    ]
-    outcome = Outcome(found, [row for row in measured if row is not None])
-    _write(outcome, out)
-    return outcome
+        session = load_session(settings, rows, trust_remote_code=trust_remote_code)
+        ids = [prompt.input_ids for prompt in session.prompts]
+        predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
+        if files.save_profile is not None:
+            predicted.hardware[settings.temperatures[0]].save(files.save_profile)
+        _write(Outcome(predicted), out)  # kept if measuring fails
+        if not measures:
+            return Outcome(predicted)
+        measured = [
+            measured_row(session, name, temperature, predicted)
+            for name in session.drafters
+            for temperature in settings.temperatures
+        ]
+        outcome = Outcome(predicted, [row for row in measured if row is not None])
+        _write(outcome, out)
+        return outcome
 
 
 def _write(outcome: Outcome, out: Path) -> None:
@@ -93,19 +84,17 @@ def _write(outcome: Outcome, out: Path) -> None:
         raise
 
 
-def measured_row(
-    target: Any, name: str, drafter: Drafter, prompts: list[Prompt], temperature: float, found: Forecast
-) -> dict[str, Any] | None:
-    """The drafter's best policy as forecast for one text at a time, decoded and timed; None where it has none."""
-    rows = [row for row in found.rows if (row["drafter"], row["temperature"]) == (name, temperature)]
+def measured_row(session: Session, name: str, temperature: float, predicted: Forecast) -> dict[str, Any] | None:
+    """Decode with the drafter's best forecast policy at batch size 1 and time it; None where it has no forecast."""
+    rows = [row for row in predicted.rows if (row["drafter"], row["temperature"]) == (name, temperature)]
     if not rows:
         return None
     best = max(rows, key=lambda row: row["speed"][0]["speedup"])
-    settings, policies = found.settings, () if best["policy"] == PLAIN else (best["policy"],)
+    settings, policies = predicted.settings, () if best["policy"] == PLAIN else (best["policy"],)
     evaluation = evaluate(
-        target,
-        {name: drafter},
-        prompts,
+        session.target,
+        {name: session.drafters[name]},
+        session.prompts,
         Settings(
             target=settings.target,
             drafters={name: settings.drafters[name]},
@@ -117,7 +106,7 @@ def measured_row(
             top_k=settings.top_k,
             top_p=settings.top_p,
             repeats=REPEATS,
-            seed=settings.seed + 1_000_003,  # other texts than the forecast's, where they are drawn
+            seed=settings.seed + 1_000_003,  # sampled texts differ from the forecast's
             chat_template=settings.chat_template,
             template_options=settings.template_options,
             dtype=settings.dtype,
@@ -128,24 +117,22 @@ def measured_row(
     return {**kept, **{key: row[key] for key in ("tau", "speedup", "speedup_interval", "speedup_repeats")}}
 
 
-def _check(request: ForecastRequest, out: Path) -> None:
-    several = {"batch-size": request.batch_sizes}
-    counts = {"max-draft-length": [request.max_draft_length], "count": [request.count]}
-    counts["max-new-tokens"] = [request.max_new_tokens]
-    require_valid(request, {**several, **counts}, several, out)
-    _check_files(request)
-    check_prompts(request.prompts)
-
-
-def _check_files(request: ForecastRequest) -> None:
-    if request.profile is not None:
-        CostModel.load(request.profile)
-    if request.profile is not None and request.save_profile is not None:
-        raise ConfigError(f"profile={request.profile} and save-profile={request.save_profile}; expected one of the two")
-    if request.save_profile is not None and len(request.temperatures) > 1:
+def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> tuple[CostModel | None, PromptRows]:
+    """Return the profile and the rows of the prompts; ConfigError for settings that cannot be forecast."""
+    if not settings.drafters:
+        raise ConfigError("drafter is missing; expected at least one")
+    several = {"batch-size": settings.batch_sizes}
+    counts = {"max-draft-length": [settings.max_draft_length], "count": [settings.count]}
+    counts["max-new-tokens"] = [settings.max_new_tokens]
+    require_valid(settings, counts={**several, **counts}, unique=several, out=out)
+    hardware = None if files.profile is None else CostModel.load(files.profile)
+    if files.profile is not None and files.save_profile is not None:
+        raise ConfigError(f"profile={files.profile} and save-profile={files.save_profile}; expected one of the two")
+    if files.save_profile is not None and len(settings.temperatures) > 1:
         raise ConfigError.of(
-            "save-profile", str(request.save_profile), "one --temperature: rounds cost more when tokens are drawn"
+            "save-profile", str(files.save_profile), "one --temperature: rounds cost more when tokens are drawn"
         )
+    return hardware, PromptRows.read(settings.prompts)
 
 
 def show(outcome: Outcome, out: Path | None) -> None:

@@ -18,6 +18,7 @@ from draftsmith.eval.lossless.draws import Done, Plan
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greedy
 from draftsmith.eval.lossless.sampling import JOINT, POWER, SamplingCheck, check_sampling
 from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment, model_fingerprint
@@ -33,28 +34,13 @@ Verdict = Literal["lossless", "lossy", "inconclusive"]
 
 
 @dataclass(frozen=True)
-class CheckSettings:
-    """What is checked; two runs with equal settings make the same draws."""
+class CheckSettings(PairSettings):
+    """Settings of a check; runs with equal settings make the same draws."""
 
-    target: str
-    drafters: dict[str, str]
-    """Name in the table: folder or Hub id."""
-    prompts: str = "embedded"
-    count: int = 12
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    count: int | None = 12
     draft_length: int | None = None
-    policies: tuple[str, ...] = ()
-    rule: str | None = None
-    top_k: int | None = None
-    top_p: float | None = None
     tokens: int = 10_000
-    """Sampled with the rule, and as many with the negative control, for each drafter, policy and temperature."""
-    seed: int = 0
-    dtype: str = "float32"
-    chat_template: str | None = None
-    """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
-    template_options: dict[str, Any] = field(default_factory=dict)
-    """What the chat template is given beside the messages."""
+    """Tokens sampled with the rule, and as many with the control, for each drafter, policy and temperature."""
 
 
 @dataclass(frozen=True)

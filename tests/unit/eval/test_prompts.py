@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
-from draftsmith.eval.prompts import Prompt, batches, check_prompts, load_prompts, prompts_fingerprint
+from draftsmith.eval.prompts import Prompt, PromptRows, batches, load_prompts, prompts_fingerprint
 
 ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[4] / "shared" / "assets") / "prompts"
 SUBS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -88,7 +88,7 @@ def test_the_real_files(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
 )
 def test_bad_rows_are_refused_with_their_line(tmp_path: Path, rows: list[dict], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_prompts(_write(tmp_path / "p.jsonl", rows))
+        PromptRows.read(_write(tmp_path / "p.jsonl", rows))
 
 
 def test_questions_that_leave_no_room_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,0 +1,64 @@
+"""Loading for `draftsmith eval`, `check`, `forecast` and `generate`: the target, its drafters and the prompts, once."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.kv_cache import config_limit
+from draftsmith.distill.load_target import EMBEDDED, load_target, load_tokenizer
+from draftsmith.eval.prompts import Prompt, PromptRows
+from draftsmith.eval.settings import PairSettings
+from draftsmith.eval.stages import stage
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.checkpoint import load_drafter
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loaded target with its drafters, and the prompts as token ids."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafters: dict[str, Drafter]
+    """By the names in `PairSettings.drafters`."""
+    prompts: list[Prompt]
+    """Prompts that fit into the context of the target and of every drafter."""
+
+
+def load_session(
+    settings: PairSettings, rows: PromptRows | None, *, trust_remote_code: bool = False, progress: bool = True
+) -> Session:
+    """Load what validated settings name.
+
+    Args:
+        rows: the prompts, from `PromptRows.read`; None for a session without prompts.
+        progress: name the stage on stderr.
+
+    Raises:
+        ConfigError: for a target or a drafter that cannot be loaded, or a prompt that is too long. Prompts that are too
+            long for the target are refused before its weights are read.
+    """
+
+    def encode(tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[Prompt]:
+        template, options = settings.chat_template, settings.template_options
+        assert rows is not None
+        return rows.encode(
+            tokenizer, count=settings.count, context=context, chat_template=template, template_options=options
+        )
+
+    prompts, limit = [], None
+    if rows is not None:
+        tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
+        limit = config_limit(config)
+        prompts = encode(tokenizer, limit)
+    # Building the embedded target shows a progress bar of its own.
+    with stage("loading the target and the drafters", shown=progress and settings.target != EMBEDDED):
+        loaded = load_target(settings.target, dtype=settings.dtype, trust_remote_code=trust_remote_code)
+        drafters = {
+            name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
+        }
+    limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
+    shortest = min((value for value in limits if value is not None), default=None)
+    if rows is not None and shortest != limit:
+        prompts = encode(loaded.tokenizer, shortest)
+    return Session(loaded.model, loaded.tokenizer, drafters, prompts)
