@@ -1,6 +1,7 @@
 """The modules that accelerate wraps: drafter and objective together, so that every engine sees one forward."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,8 +15,17 @@ from draftsmith.heads.lora import without_lora
 from draftsmith.train.data import Batch
 
 Teacher = OnlineTeacher | CachedTeacher | LogprobTeacher
-Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""(loss, alpha [K], match [K], count [K], quality KL) over this process's tokens; see `AgreementSums`."""
+
+
+class StepSums(NamedTuple):
+    """Sums over this process's tokens; see `AgreementSums`."""
+
+    loss: Tensor
+    alpha_K: Tensor
+    match_K: Tensor
+    count_K: Tensor
+    quality_kl: Tensor
+    """Of the adapted target from the original, in nats; zero for a frozen target."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +48,12 @@ class AgreementStep(nn.Module):
         # In a tuple, so that the frozen target is not registered as something to train, wrap or save.
         self._teacher = (teacher,)
 
-    def forward(self, batch: Batch, done: float, last: Last) -> Sums:
+    def forward(self, batch: Batch, done: float, last: Last) -> StepSums:
         """`done`: the share of the run's steps that are behind."""
         teacher = self._teacher[0]
         signals = teacher.signals(**vars(batch))
         sums = self._objective(self.drafter.unroll(signals), signals, teacher.lm_head, last.alpha)
-        return sums.loss, sums.alpha_K, sums.match_K, sums.count_K, sums.loss.detach() * 0
+        return StepSums(sums.loss, sums.alpha_K, sums.match_K, sums.count_K, sums.loss.detach() * 0)
 
 
 @dataclass(frozen=True)
@@ -76,11 +86,11 @@ class CotrainStep(AgreementStep):
         self.adapters = nn.ParameterList(adapters.parameters.values())
         self._settings = settings
 
-    def forward(self, batch: Batch, done: float, last: Last) -> Sums:
+    def forward(self, batch: Batch, done: float, last: Last) -> StepSums:
         settings, teacher = self._settings, self._teacher[0]
         if done < settings.warmup_fraction:
-            loss, *rest = super().forward(batch, done, last)
-            return loss + 0 * sum(weight.sum() for weight in self.adapters), *rest
+            sums = super().forward(batch, done, last)
+            return sums._replace(loss=sums.loss + 0 * sum(weight.sum() for weight in self.adapters))
         with without_lora(teacher.model):
             original_NH = teacher.signals(**vars(batch)).hidden_BTH[batch.mask_BT]
         signals = teacher.signals(**vars(batch), gradient=True)
@@ -98,7 +108,7 @@ class CotrainStep(AgreementStep):
         known = replace(signals, hidden_BTH=signals.hidden_BTH.detach())
         sums = self._objective(self.drafter.unroll(read), known, teacher.lm_head, last.alpha)
         loss = sums.loss + settings.quality_weight * quality
-        return loss, sums.alpha_K, sums.match_K, sums.count_K, quality.detach()
+        return StepSums(loss, sums.alpha_K, sums.match_K, sums.count_K, quality.detach())
 
 
 def _scaled_gradient(states: Tensor, weight: float) -> Tensor:

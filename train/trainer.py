@@ -34,7 +34,7 @@ from draftsmith.train.run_folder import (
     is_finished,
     read_metrics,
 )
-from draftsmith.train.step import Last
+from draftsmith.train.step import Last, StepSums
 from draftsmith.train.target_placement import Placement
 from draftsmith.train.trackers import require_tracker
 
@@ -196,10 +196,12 @@ class Run:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("ratio", 1.0)
         sums = self._accumulate(indices, tokens, step / settings.steps)
-        loss_sum, *counts, quality = sums
-        flags = loss_sum.new_tensor(self.stopping.flags())
-        alpha_K, match_K, count_K = (accelerator.reduce(value, "sum") for value in counts)
-        told = accelerator.reduce(torch.cat([torch.stack([loss_sum, quality.to(loss_sum)]), flags]), "sum").tolist()
+        flags = sums.loss.new_tensor(self.stopping.flags())
+        alpha_K, match_K, count_K = (
+            accelerator.reduce(value, "sum") for value in (sums.alpha_K, sums.match_K, sums.count_K)
+        )
+        scalars = torch.stack([sums.loss, sums.quality_kl.to(sums.loss)])
+        told = accelerator.reduce(torch.cat([scalars, flags]), "sum").tolist()
         self.stopping.agree(told[2:])
         loss = told[0] / tokens
         norm = self.engine.step() if math.isfinite(loss) else math.nan
@@ -259,20 +261,21 @@ class Run:
             "train.learning_rate"
         )
 
-    def _accumulate(self, indices: list[int], tokens: int, done: float) -> list[torch.Tensor]:
+    def _accumulate(self, indices: list[int], tokens: int, done: float) -> StepSums:
         """Forward and backward over this process's part of the batch; the sums that the step returns."""
         accelerator, parts = self.accelerator, self.recipe.train.gradient_accumulation
         size = len(indices) // (accelerator.num_processes * parts)
-        totals: list[torch.Tensor] = []
+        totals: StepSums | None = None
         for part in range(parts):
             begin = (part * accelerator.num_processes + accelerator.process_index) * size
             batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token)
             with self.engine.part(last=part == parts - 1):
-                values = self.module(batch, done, self.last)
+                values: StepSums = self.module(batch, done, self.last)
                 # Engines average gradients over processes; the sum over all tokens is wanted.
-                self.engine.backward(values[0] * accelerator.num_processes / tokens)
-            detached = [value.detach() for value in values]
-            totals = detached if not totals else [a + b for a, b in zip(totals, detached, strict=True)]
+                self.engine.backward(values.loss * accelerator.num_processes / tokens)
+            sums = StepSums(*(value.detach() for value in values))
+            totals = sums if totals is None else StepSums(*(a + b for a, b in zip(totals, sums, strict=True)))
+        assert totals is not None, "gradient_accumulation is at least 1"
         return totals
 
     def _evaluate(self, step: int) -> None:
