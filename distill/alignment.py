@@ -24,18 +24,26 @@ LEAST_TAIL = torch.finfo(torch.float32).eps
 """What is left for the tail where the known tokens add up to 1 as far as their digits go."""
 
 
+class TopTokens(NamedTuple):
+    """The tokens of each position whose log-probability is known."""
+
+    ids_NE: Tensor
+    """-1 for none."""
+    log_NE: Tensor
+
+
 @dataclass(frozen=True)
 class TeacherOutput:
     """What a teacher tells of the target at N positions: its final hidden states, or its likeliest tokens alone."""
 
     hidden_NH: Tensor
-    top_ids_NE: Tensor | None = None
-    """-1 for none; `hidden_NH` is then empty."""
-    top_log_NE: Tensor | None = None
+    """[N, 0] where `top` is given."""
+    top: TopTokens | None = None
 
-    def __getitem__(self, place: slice) -> "TeacherOutput":
-        parts = (self.hidden_NH, self.top_ids_NE, self.top_log_NE)
-        return TeacherOutput(*(None if part is None else part[place] for part in parts))
+    def at(self, place: slice) -> "TeacherOutput":
+        """Return the output at a part of the positions."""
+        top = None if self.top is None else TopTokens(*(part[place] for part in self.top))
+        return TeacherOutput(self.hidden_NH[place], top)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Position:
     known: TeacherOutput
     labels_N: Tensor
     """The text's next token, -1 where there is none."""
-    anchors: tuple[Tensor, Tensor]
+    anchors: tuple[Tensor, ...]
     """(row, column) of each token in the grid of anchors, by which the positions of one draft belong together."""
     grid: torch.Size
 
@@ -74,10 +82,12 @@ def position_of(entry: DraftStates, signals: TeacherSignals) -> Position:
 
 def _taught(signals: TeacherSignals, pick: Callable[[Tensor], Tensor]) -> tuple[TeacherOutput, Tensor]:
     """What is known of the target, and the text's next token, at the positions that `pick` takes out of [B, T, ...]."""
-    parts = (signals.hidden_BTH, signals.top_ids_BTE, signals.top_log_BTE)
     next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
     labels_BT = nn.functional.pad(next_BT, (0, 1), value=-1)
-    return TeacherOutput(*(None if part is None else pick(part) for part in parts)), pick(labels_BT)
+    top = None
+    if signals.top_ids_BTE is not None and signals.top_log_BTE is not None:
+        top = TopTokens(pick(signals.top_ids_BTE), pick(signals.top_log_BTE))
+    return TeacherOutput(pick(signals.hidden_BTH), top), pick(labels_BT)
 
 
 class Rows(NamedTuple):
@@ -98,18 +108,19 @@ class Compared:
     favourite_N: Tensor
     """The target's likeliest token as a row of the drafter's vocabulary; -1 where it has none."""
     p_NV: Tensor | None
-    """The target's logits; None where only `known` tokens have a probability."""
+    """The target's logits; None where only the `top` tokens have a probability."""
     q_ND: Tensor
     """The drafter's logits."""
-    known: TeacherOutput
+    top: TopTokens | None
     vocabulary_D: Tensor | None
 
     def at(self, temperature: float) -> Rows:
         """Both over the drafter's vocabulary, or over the known tokens and the tail."""
         q_log_ND = _tempered(self.q_ND, temperature).log_softmax(-1)
-        if self.p_NV is None:
+        if self.top is not None:
             assert temperature == 1, "nobody knows how much of the tail another temperature would make"
-            return Rows(*known_and_tail(self.known, q_log_ND, self.vocabulary_D), q_log_ND)
+            return Rows(*known_and_tail(self.top, q_log_ND, self.vocabulary_D), q_log_ND)
+        assert self.p_NV is not None
         with torch.no_grad():
             p_log_NV = _tempered(self.p_NV, temperature).log_softmax(-1)
             p_log_ND = p_log_NV if self.vocabulary_D is None else p_log_NV[:, self.vocabulary_D]
@@ -125,17 +136,17 @@ def compare(student_ND: Tensor, known: TeacherOutput, entry: DraftStates, lm_hea
     """The drafter's states beside what is known of the target where they stand."""
     p_NV = None
     with torch.no_grad():
-        if known.top_ids_NE is None:
+        if known.top is None:
             p_NV = at_least_float32(lm_head(known.hidden_NH))
             favourite_N = p_NV.argmax(-1)
         else:
-            best_N1 = known.top_log_NE.where(known.top_ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
-            favourite_N = known.top_ids_NE.gather(-1, best_N1)[:, 0]
+            best_N1 = known.top.log_NE.where(known.top.ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
+            favourite_N = known.top.ids_NE.gather(-1, best_N1)[:, 0]
         favourite_N = draft_rows(favourite_N, entry.vocabulary_D)
-    return Compared(favourite_N, p_NV, at_least_float32(entry.head(student_ND)), known, entry.vocabulary_D)
+    return Compared(favourite_N, p_NV, at_least_float32(entry.head(student_ND)), known.top, entry.vocabulary_D)
 
 
-def known_and_tail(known: TeacherOutput, q_log_ND: Tensor, vocabulary_D: Tensor | None) -> tuple[Tensor, Tensor]:
+def known_and_tail(top: TopTokens, q_log_ND: Tensor, vocabulary_D: Tensor | None) -> tuple[Tensor, Tensor]:
     """(p, q) as log-probabilities [N, E + 1] of the known tokens and, last, of any other token.
 
     p of the tail is what the known tokens leave, q of it the sum over the drafter's others. Known tokens that the
@@ -143,8 +154,8 @@ def known_and_tail(known: TeacherOutput, q_log_ND: Tensor, vocabulary_D: Tensor 
     """
     N, D = q_log_ND.shape
     with torch.no_grad():
-        top_log_NE = at_least_float32(known.top_log_NE).where(known.top_ids_NE >= 0, -torch.inf)
-        rows_NE = draft_rows(known.top_ids_NE, vocabulary_D)
+        top_log_NE = at_least_float32(top.log_NE).where(top.ids_NE >= 0, -torch.inf)
+        rows_NE = draft_rows(top.ids_NE, vocabulary_D)
         event_NE = (rows_NE >= 0) & (top_log_NE > NOTHING)
         # Column D takes what is no event.
         merged_ND = torch.ones(N, D + 1, dtype=torch.bool, device=q_log_ND.device)

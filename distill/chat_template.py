@@ -239,7 +239,7 @@ def _unanswered(place: str) -> ConfigError:
 
 def _checked(whole: Conversation, vocab_size: int) -> Encoded:
     """Tokens as a file keeps them."""
-    ids, spans = whole.input_ids, whole.spans
+    ids, spans = whole.input_ids or [], whole.spans or []
     good = _whole_numbers(ids) and isinstance(spans, list) and len(spans) > 0 and all(map(_whole_numbers, spans))
     if not good or any(len(span) != 2 or not 0 < span[0] < span[1] <= len(ids) for span in spans):
         raise ConfigError(f"{whole.place}: spans={spans}; expected [start, end] inside its 'input_ids'")

@@ -15,9 +15,10 @@ from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from draftsmith.distill.alignment import LmHead, at_least_float32
 from draftsmith.distill.losses import chunked_sums, forward_kl
-from draftsmith.distill.objective import at_least_float32
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import final_states, logits_head
 from draftsmith.heads.lora import add_lora, without_lora
@@ -41,13 +42,13 @@ CONFIG, WEIGHTS, QUALITY = "adapter_config.json", "adapter_model.safetensors", "
 class Adapters:
     """The adapters that a run trains on its target; sizes as in the recipe's section `cotrain`."""
 
-    model: nn.Module
+    model: PreTrainedModel
     rank: int
     alpha: float
     modules: list[str] | None
 
     @classmethod
-    def on(cls, model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None) -> "Adapters":
+    def on(cls, model: PreTrainedModel, *, rank: int, alpha: float, modules: list[str] | None) -> "Adapters":
         """Put them into `model`, in float32; the rest of it stays frozen."""
         add_lora(model, rank=rank, alpha=alpha, modules=modules)
         for parameter in model.parameters():
@@ -71,11 +72,10 @@ class Adapters:
         """A peft adapter, which `load_target` and peft itself put onto `base`, and what it did to the target."""
         folder.mkdir(parents=True, exist_ok=True)
         suffixes = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in self.parameters})
-        config = LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, target_modules=suffixes, task_type="CAUSAL_LM", inference_mode=True
-        )
+        config = LoraConfig(r=self.rank, target_modules=suffixes, task_type="CAUSAL_LM", inference_mode=True)
+        config.lora_alpha = self.alpha  # pyright: ignore[reportAttributeAccessIssue]  # peft divides it by r, as a float
         config.base_model_name_or_path = base
-        config.save_pretrained(folder)
+        config.save_pretrained(str(folder))
         save_file(self.tensors(), folder / WEIGHTS, metadata={"format": "pt"})
         write_json(folder / QUALITY, quality)
 
@@ -95,7 +95,7 @@ def adapter_base(folder: Path) -> str:
     return base
 
 
-def with_adapter(model: nn.Module, folder: Path) -> nn.Module:
+def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """`model` with the adapter's weights added to its own: an ordinary model again, with a fingerprint of its own."""
     _require_lora(folder)
     tensors = load_file(folder / WEIGHTS)
@@ -139,7 +139,7 @@ def adapted_fingerprint(base: str, tensors: dict[str, Tensor]) -> str:
     return fingerprint([base, {name: [f"{value:.6e}" for value in pair] for name, pair in sums.items()}])
 
 
-def quality_kl(lm_head: nn.Module, original_NH: Tensor, adapted_NH: Tensor, chunk_tokens: int) -> Tensor:
+def quality_kl(lm_head: LmHead, original_NH: Tensor, adapted_NH: Tensor, chunk_tokens: int) -> Tensor:
     """Summed KL(original || adapted) in nats, a chunk of [tokens, V] at a time; the gradient reaches `adapted_NH`."""
 
     def part(adapted_nH: Tensor, place: slice) -> tuple[Tensor]:
@@ -148,15 +148,16 @@ def quality_kl(lm_head: nn.Module, original_NH: Tensor, adapted_NH: Tensor, chun
     return chunked_sums(part, adapted_NH, (), chunk_tokens)[0]
 
 
-def _log_p(lm_head: nn.Module, states_nH: Tensor) -> Tensor:
+def _log_p(lm_head: LmHead, states_nH: Tensor) -> Tensor:
     return at_least_float32(lm_head(states_nH)).log_softmax(-1)
 
 
 @torch.inference_mode()
-def measure_quality(model: nn.Module, texts: list[list[int]]) -> dict[str, float]:
+def measure_quality(model: PreTrainedModel, texts: list[list[int]]) -> dict[str, float]:
     """What the adapters in `model` have changed, on `texts`: nats a token and the share of equal favourites."""
     lm_head = logits_head(model)
-    sums = dict.fromkeys(("kl", "nll_original", "nll_adapted", "top1_agreement"), 0.0)
+    assert lm_head is not None, "a target without an lm_head is refused when it is loaded"
+    sums: dict[str, float] = dict.fromkeys(("kl", "nll_original", "nll_adapted", "top1_agreement"), 0.0)
     count = 0
     for tokens in texts:
         ids_1T = torch.tensor([tokens], device=next(model.parameters()).device)

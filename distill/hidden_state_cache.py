@@ -15,7 +15,8 @@ import torch
 from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
@@ -44,7 +45,7 @@ class SignalCache:
     """
 
     def __init__(
-        self, model: nn.Module, rows: Dataset, layers: tuple[int, ...], dtype: str, *, shard_rows: int = 256
+        self, model: PreTrainedModel, rows: Dataset, layers: tuple[int, ...], dtype: str, *, shard_rows: int = 256
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError.of("teacher.dtype", dtype, f"one of {', '.join(DTYPES)}")
@@ -54,7 +55,7 @@ class SignalCache:
         data = [fingerprint(list(rows[column])) for column in ("input_ids", "documents")[: 1 + self._packed]]
         self.key = fingerprint([VERSION, model_fingerprint(model), *data, list(layers), dtype, shard_rows])
         self.folder = cache_dir() / "signals" / self.key
-        self._open: dict[int, object] = {}
+        self._open: dict[int, safe_open] = {}
 
     @property
     def shards(self) -> int:

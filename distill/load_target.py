@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
@@ -29,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class LoadedTarget:
     """A frozen target in eval mode, with its tokenizer and where it came from."""
 
-    model: nn.Module
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
     revision: str | None
@@ -94,8 +95,14 @@ def load_target(
     check_target_name(name)
     folder = Path(name).expanduser()
     if is_adapter(folder):
-        options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "device": device, "progress": progress}
-        base = load_target(adapter_base(folder), revision=revision, **options)
+        base = load_target(
+            adapter_base(folder),
+            revision=revision,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            progress=progress,
+        )
         return LoadedTarget(
             with_adapter(base.model, folder).eval().requires_grad_(False), base.tokenizer, name, revision
         )
@@ -116,4 +123,9 @@ def load_target(
         ) from error
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LoadedTarget(model.to(device).eval().requires_grad_(False), tokenizer, name, revision)
+    _freeze(model, device)
+    return LoadedTarget(model, tokenizer, name, revision)
+
+
+def _freeze(model: nn.Module, device: torch.device | str) -> None:
+    model.to(device).eval().requires_grad_(False)

@@ -16,15 +16,17 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.sources import Conversation, read_source
+from draftsmith.distill.teacher import TargetHead
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, TeacherSignals
 
@@ -203,13 +205,8 @@ class _Reader:
         ids, length = self._ids(place, "input_ids", row.get("input_ids")), row.get("prompt_length")
         if not _whole(length) or not 0 < length <= len(ids):
             raise ConfigError(f"{place}: prompt_length={length!r}; expected 1 to {len(ids)}, its input_ids")
-        answer, top, logs = ids[length:], row["top_ids"], row.get("top_logprobs")
-        for key, values in (("top_ids", top), ("top_logprobs", logs)):
-            if not isinstance(values, list) or len(values) != len(answer):
-                found = len(values) if isinstance(values, list) else repr(values)
-                raise ConfigError(
-                    f"{place}: {key} of {found} tokens; expected {len(answer)}, one list for each response token"
-                )
+        answer = ids[length:]
+        top, logs = (_one_a_token(place, row, key, len(answer)) for key in ("top_ids", "top_logprobs"))
         known = []
         for number, (tokens, values) in enumerate(zip(top, logs, strict=True), 1):
             tokens = self._ids(place, f"top_ids of token {number}", tokens, -1)
@@ -265,7 +262,7 @@ class _Reader:
         """With EOS behind an answer that ended by itself: APIs leave it out, and what was as likely is unknown."""
         eos = self.chat.tokenizer.eos_token_id
         ended = row.get("finish_reason") == "stop" and row.get("stop_reason") is None  # vLLM: the stop string, if any
-        if ended and eos is not None and answer[-1:] != [eos]:
+        if ended and isinstance(eos, int) and answer[-1:] != [eos]:
             answer, known = [*answer, eos], [*known, {}]
         if not answer:
             raise ConfigError(f"{place}: an answer of no token; expected at least one")
@@ -281,7 +278,7 @@ class _Reader:
         )
 
 
-def _known(place: str, number: int, said: list[tuple[int | None, Any]]) -> Known:
+def _known(place: str, number: int, said: Sequence[tuple[int | None, Any]]) -> Known:
     """Log-probability by token, without those that have none."""
     known: Known = {}
     for token, log in said:
@@ -295,13 +292,22 @@ def _known(place: str, number: int, said: list[tuple[int | None, Any]]) -> Known
     return known
 
 
+def _one_a_token(place: str, row: dict[str, Any], key: str, tokens: int) -> list[Any]:
+    """The list at `key` of a row; ConfigError unless it has an entry for each token of the answer."""
+    values = row.get(key)
+    if not isinstance(values, list) or len(values) != tokens:
+        found = len(values) if isinstance(values, list) else repr(values)
+        raise ConfigError(f"{place}: {key} of {found} tokens; expected {tokens}, one list for each response token")
+    return values
+
+
 def _named(said: Any) -> bool:
     raw = said.get("bytes") if isinstance(said, dict) else None
     good = raw is None or (isinstance(raw, list) and all(_whole(byte) and 0 <= byte < 256 for byte in raw))
     return isinstance(said, dict) and isinstance(said.get("token"), str) and "logprob" in said and good
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -313,8 +319,9 @@ def _widened(values_NE: np.ndarray, width: int, filler: float) -> np.ndarray:
 class LogprobTeacher:
     """Hands out what `logprob_rows` read; the target is there to be compared with, and never run."""
 
-    def __init__(self, model: nn.Module, rows: Dataset) -> None:
-        self.model, self.lm_head = model, model.get_output_embeddings()
+    def __init__(self, model: PreTrainedModel, rows: Dataset) -> None:
+        self.model = model
+        self.lm_head = cast(TargetHead, model.get_output_embeddings())
         self._rows = rows
 
     def signals(

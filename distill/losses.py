@@ -9,6 +9,7 @@ Recomputing chunks in the backward pass would save as much memory and cost anoth
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,35 +22,34 @@ Chunk = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 class _ChunkedSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, function: Chunk, size: int, states_ND: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, function: Chunk, size: int, states_ND: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         wanted = [index for index, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         totals: list[Tensor] = []
-        states_grad = torch.zeros_like(states_ND) if 0 in wanted else None
-        parameter_grads = {index: torch.zeros_like(parameters[index - 1]) for index in wanted if index > 0}
+        sources = (states_ND, *parameters)
+        summed = {index: torch.zeros_like(sources[index]) for index in wanted}
         for start in range(0, max(1, states_ND.shape[0]), size):
             chunk = slice(start, start + size)
             with torch.enable_grad():
                 part = states_ND[chunk].detach().requires_grad_(0 in wanted)
                 loss, *others = function(part, chunk)
-                inputs = [part if index == 0 else parameters[index - 1] for index in wanted]
+                inputs = [part if index == 0 else sources[index] for index in wanted]
                 gradients = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
             for index, gradient in zip(wanted, gradients, strict=True):
                 if gradient is None:
                     continue
                 if index == 0:
-                    states_grad[chunk] = gradient
+                    summed[index][chunk] = gradient
                 else:
-                    parameter_grads[index] += gradient
+                    summed[index] += gradient
             sums = [loss.detach(), *(other.detach() for other in others)]
             totals = sums if not totals else [total + value for total, value in zip(totals, sums, strict=True)]
-        ctx.gradients = [
-            states_grad if index == 0 else parameter_grads.get(index) for index in range(1 + len(parameters))
-        ]
+        ctx.gradients = [summed.get(index) for index in range(len(sources))]
         ctx.mark_non_differentiable(*totals[1:])
         return tuple(totals)
 
     @staticmethod
-    def backward(ctx, loss_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        loss_grad = gradients[0]
         # In place: a head's gradient is as large as the head, and nobody else holds it.
         scaled = [None if gradient is None else gradient.mul_(loss_grad) for gradient in ctx.gradients]
         ctx.gradients = None

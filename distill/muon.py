@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dtype": dtype})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # takes no closure
         """One update of all parameters; those of equal shape are orthogonalised together."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
@@ -66,5 +66,7 @@ class Muon(torch.optim.Optimizer):
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Nesterov's: the running mean of gradients, looked at one step ahead."""
         average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
-        average.lerp_(parameter.grad, 1 - momentum)
-        return parameter.grad.lerp(average, momentum)
+        gradient = parameter.grad
+        assert gradient is not None, "step leaves out parameters without a gradient"
+        average.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(average, momentum)

@@ -7,6 +7,7 @@ global batch, so that the loss depends on neither padding nor processes.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from draftsmith.distill.losses import (
     chunked_sums,
     cross_entropy,
     forward_kl,
+    jensen_shannon,
     overlap,
     top_k_cross_entropy,
     total_variation,
@@ -116,9 +118,12 @@ class Objective:
             self._sums(k, position, lm_head, extra[k], 0.0 if last_alpha is None else last_alpha[k])
             for k, position in enumerate(positions)
         ]
-        loss = sum(values[0] for values in sums)
-        alpha_K, match_K, count_K = (torch.stack([values[i] for values in sums]) for i in (1, 2, 3))
-        return AgreementSums(loss, alpha_K, match_K, count_K)
+        return AgreementSums(
+            sum((one.loss for one in sums[1:]), start=sums[0].loss),
+            torch.stack([one.alpha for one in sums]),
+            torch.stack([one.match for one in sums]),
+            torch.stack([one.tokens for one in sums]),
+        )
 
     def require_usable(self, teacher: str) -> None:
         """ConfigError for what a teacher of this kind (`teacher.kind`) cannot give."""
@@ -140,18 +145,16 @@ class Objective:
 
     def _sums(
         self, k: int, position: Position, lm_head: LmHead, extra: "_TokenWeights", last_alpha: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Weighted loss, overlap, argmax matches, and the count, of one draft position."""
+    ) -> "_PositionSums":
         entry, student_ND = position.entry, position.student_ND
         count = torch.tensor(student_ND.shape[0], device=student_ND.device)
 
         def chunk(part_nD: Tensor, place: slice) -> tuple[Tensor, Tensor, Tensor]:
-            weights = _TokenWeights(*(None if x is None else x[place] for x in (extra.dpace_N, extra.length_N)))
-            known, labels_n = position.known[place], position.labels_N[place]
-            return self._chunk(k, part_nD, known, labels_n, entry, lm_head, weights, last_alpha)
+            known, labels_n = position.known.at(place), position.labels_N[place]
+            return self._chunk(k, part_nD, known, labels_n, entry, lm_head, extra.at(place), last_alpha)
 
         loss, alpha, match = chunked_sums(chunk, student_ND, entry.parameters(), self.chunk_tokens)
-        return loss + extra.constant, alpha, match, count
+        return _PositionSums(loss + extra.constant, alpha, match, count)
 
     def _chunk(
         self,
@@ -207,7 +210,7 @@ class Objective:
             elif kind == "label":
                 total_N = total_N + weight * cross_entropy(label_rows_N, q_log_ND)
             elif kind == "js":
-                total_N = total_N + weight * DIVERGENCES[kind](p_log_NE, q_log_NE, self.beta)
+                total_N = total_N + weight * jensen_shannon(p_log_NE, q_log_NE, self.beta)
             elif kind == "lk_lambda":
                 share = math.exp(-self.eta * last_alpha)
                 mixed_N = share * forward_kl(p_log_NE, q_log_NE) + (1 - share) * total_variation(p_log_NE, q_log_NE)
@@ -242,7 +245,7 @@ class Objective:
         alphas, likelihoods = [], []
         for start in range(0, position.student_ND.shape[0], self.chunk_tokens):
             place = slice(start, start + self.chunk_tokens)
-            compared = compare(position.student_ND[place], position.known[place], position.entry, lm_head)
+            compared = compare(position.student_ND[place], position.known.at(place), position.entry, lm_head)
             p_log_NE, q_log_NE, q_log_ND = compared.at(self.temperatures[0])
             alphas.append(overlap(p_log_NE, q_log_NE))
             favourite_N = compared.favourite_N
@@ -266,8 +269,19 @@ class Objective:
         (grid,), length = grids, self.draft_length
         drafts = torch.stack([nn.functional.pad(grid[:, k:], (0, min(k, grid.shape[1]))) for k in range(length)])
         weights, constant = weigh(drafts)
-        back = sum(nn.functional.pad(weights[k], (k, 0))[:, : grid.shape[1]] for k in range(min(length, grid.shape[1])))
+        back = torch.zeros_like(grid)
+        for k in range(min(length, grid.shape[1])):
+            back = back + nn.functional.pad(weights[k], (k, 0))[:, : grid.shape[1]]
         return [back], [constant]
+
+
+class _PositionSums(NamedTuple):
+    """Sums over the tokens of one draft position; `loss` is weighted, `match` counts equal argmaxes."""
+
+    loss: Tensor
+    alpha: Tensor
+    match: Tensor
+    tokens: Tensor
 
 
 @dataclass
@@ -279,6 +293,13 @@ class _TokenWeights:
     """Derivative of the expected accepted length by the token's alpha."""
     constant: Tensor | float = 0.0
     """What makes the surrogate's value that of the expected length."""
+
+    def at(self, place: slice) -> "_TokenWeights":
+        """Return the weights of a part of the tokens; the constant belongs to all of them together."""
+        dpace_N, length_N = (
+            None if weights_N is None else weights_N[place] for weights_N in (self.dpace_N, self.length_N)
+        )
+        return _TokenWeights(dpace_N, length_N)
 
 
 def _length_weights(alpha_KBT: Tensor) -> tuple[Tensor, Tensor]:

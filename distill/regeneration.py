@@ -88,8 +88,11 @@ class Sampler:
     def __post_init__(self) -> None:
         self._limit = context_limit(self.target.model)
         proposes = self.speculate and self.drafter is not None
-        plan = {"drafter": self.drafter, "draft_length": self.draft_length} if proposes else {}
-        self._decoder = SpeculativeDecoder(self.target.model, **plan)
+        self._decoder = (
+            SpeculativeDecoder(self.target.model, drafter=self.drafter, draft_length=self.draft_length)
+            if proposes
+            else SpeculativeDecoder(self.target.model)
+        )
         self._own: SpeculativeDecoder | None = None
         if self.settings.drafter_share:
             if not isinstance(self.drafter, DraftModel):
@@ -123,13 +126,17 @@ class Sampler:
         by_drafter = [text for text in texts if self._own is not None and self._drawn(text.index, response)]
         others = [text for text in texts if text not in by_drafter]
         for decoder, group in ((self._decoder, others), (self._own, by_drafter)):
-            if not group:
+            if decoder is None or not group:
                 continue
             first = SEEDS_APART * self.settings.seed + RESPONSES_APART * response + 7_919 * turn
             seeds = [first + text.index for text in group]
-            options = {"max_new_tokens": self.settings.response_tokens, "temperature": self.settings.temperature}
-            eos = self.target.model.generation_config.eos_token_id
-            found = decoder.generate_batch([text.prompt for text in group], seeds=seeds, eos_token_id=eos, **options)
+            found = decoder.generate_batch(
+                [text.prompt for text in group],
+                seeds=seeds,
+                eos_token_id=self.target.model.generation_config.eos_token_id,
+                max_new_tokens=self.settings.response_tokens,
+                temperature=self.settings.temperature,
+            )
             outputs |= {text.index: output for text, output in zip(group, found, strict=True)}
             if decoder is self._decoder:
                 self.rounds += sum(1 + len(output.rounds) for output in found)
@@ -228,7 +235,13 @@ def target_samples(
                 for place, of_response in parts.items():
                     _assemble([part.file for part in of_response], place)
             share.wait()
-    return concatenate_datasets([load_from_disk(place / "rows") for place in folders])
+    return concatenate_datasets([_read_rows(place / "rows") for place in folders])
+
+
+def _read_rows(folder: Path) -> Dataset:
+    rows = load_from_disk(folder)
+    assert isinstance(rows, Dataset), f"{folder} was written as one data set without splits"
+    return rows
 
 
 def response_folders(folder: Path, responses: int) -> list[Path]:
@@ -291,8 +304,8 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
         for part in missing:
             tokens, rounds, started = sampler.tokens, sampler.rounds, time.perf_counter()
             rows = sampler.answer([questions[index] for index in part.indices], part.indices, part.response)
-            counts = {"tokens": sampler.tokens - tokens, "rounds": sampler.rounds - rounds}
-            counts["seconds"] = (time.perf_counter() - started) / share.count
+            seconds = (time.perf_counter() - started) / share.count
+            counts = {"tokens": sampler.tokens - tokens, "rounds": sampler.rounds - rounds, "seconds": seconds}
             _write_part(part.file, rows, counts)
             bar.advance(task, len(part.indices))
 

@@ -1,9 +1,11 @@
 """The teacher in the loop: the target's final hidden states, from which p is made again chunk by chunk."""
 
 from collections.abc import Sequence
+from typing import Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TeacherSignals
@@ -12,16 +14,30 @@ from draftsmith.heads.hidden_states import Features, document_numbers, final_sta
 # Shapes: B batch, T positions, H hidden size.
 
 
+class TargetHead(Protocol):
+    """The target's map from final states [N, H] to logits [N, V]."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, H]"""
+        ...
+
+    def __call__(self, states_NH: Tensor, /) -> Tensor: ...
+
+
 class OnlineTeacher:
     """Runs the frozen target without its lm_head: H numbers a token instead of a vocabulary's worth.
 
     `layers`: whose outputs are wanted as features, see `Needs.layers`.
     """
 
-    def __init__(self, model: nn.Module, layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
         self.model = model
         self._features = Features(model, layers) if layers else None
-        self.lm_head = logits_head(model)
+        lm_head = logits_head(model)
+        if lm_head is None:
+            raise ConfigError(f"target {type(model).__name__} has no lm_head; expected a causal language model")
+        self.lm_head = cast(TargetHead, lm_head)  # a linear layer, or one with a soft cap: modules are typed loosely
         self._require_plain_head()
 
     def signals(
@@ -51,8 +67,6 @@ class OnlineTeacher:
     def _require_plain_head(self) -> None:
         """Some models scale their logits behind the lm_head; for them lm_head(hidden) would be another p."""
         name = type(self.model).__name__
-        if self.lm_head is None:
-            raise ConfigError(f"target {name} has no lm_head; expected a causal language model")
         device = next(self.model.parameters()).device
         probe_1T = torch.arange(1, 4, device=device)[None]
         if self.model.config.is_encoder_decoder:
@@ -71,7 +85,7 @@ class OnlineTeacher:
 
 
 @torch.no_grad()
-def require_packable(model: nn.Module, role: str = "target") -> None:
+def require_packable(model: PreTrainedModel, role: str = "target") -> None:
     """ConfigError unless documents packed into one row are to `model` what they are alone (`data.pack`).
 
     transformers tells them apart by positions that restart. Recurrent layers, biases by distance and some attention

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.embedded import embedded_target
-from draftsmith.distill.load_target import EMBEDDED, check_target_name, load_target
+from draftsmith.distill.load_target import EMBEDDED, LoadedTarget, check_target_name, load_target
 from draftsmith.errors import ConfigError
-from draftsmith.heads import TrainableDrafter
+from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, is_named, load_drafter, save_drafter
 from draftsmith.heads.formats.common import Serving, Source, name_of
 from draftsmith.heads.formats.registry import LAYOUTS
@@ -90,8 +89,8 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def export_drafter(
-    drafter: TrainableDrafter,
-    target: nn.Module,
+    drafter: Drafter,
+    target: PreTrainedModel,
     format: str,
     out: Path,
     *,
@@ -113,9 +112,9 @@ def export_drafter(
     Raises:
         ConfigError: where the format cannot say what the drafter is; nothing is written then.
     """
-    kind = getattr(drafter, "type", None)
     if not isinstance(drafter, TrainableDrafter):
-        raise ConfigError(f"drafter of type {kind} has no weights; expected a trained one")
+        raise ConfigError(f"drafter of type {getattr(drafter, 'type', None)} has no weights; expected a trained one")
+    kind = drafter.type
     check_export(format, kind, dtype, out)
     chosen = next(drafter.parameters()).dtype if dtype is None else DTYPES[dtype]
     length = min(drafter.draft_length_hint or USUAL_LENGTH, drafter.max_draft_length or 2**40)
@@ -201,8 +200,7 @@ def _export(request: ExportRequest) -> Exported:
     _, stored = read_config(folder, request.drafter)
     check_export(request.format, None if stored is None else stored.type, request.dtype, request.out)
     dtype = request.dtype or stored_dtype(folder) or "float32"
-    options = {"revision": request.revision, "trust_remote_code": request.trust_remote_code, "device": "cpu"}
-    loaded = load_target(request.target, dtype=_loading_dtype(dtype), **options)
+    loaded = _load_target(request, dtype)
     return export_drafter(
         load_drafter(folder, loaded.model, loaded.tokenizer),
         loaded.model,
@@ -231,10 +229,11 @@ def _import(request: ImportRequest) -> TrainableDrafter:
     check_target_name(request.target)
     if read_config(folder, request.drafter)[1] is not None:
         raise ConfigError(f"drafter={request.drafter} is draftsmith's own already; expected another project's layout")
-    options = {"revision": request.revision, "trust_remote_code": request.trust_remote_code, "device": "cpu"}
     dtype = stored_dtype(folder) or "float32"
-    loaded = load_target(request.target, dtype=_loading_dtype(dtype), **options)
-    drafter = load_drafter(folder, loaded.model, loaded.tokenizer).to(DTYPES[dtype])
+    loaded = _load_target(request, dtype)
+    drafter = load_drafter(folder, loaded.model, loaded.tokenizer)
+    assert isinstance(drafter, TrainableDrafter), "a folder holds a drafter with weights"
+    drafter.to(DTYPES[dtype])
     length = request.draft_length or drafter.draft_length_hint or USUAL_LENGTH
     most = drafter.max_draft_length
     if request.draft_length is not None and most is not None and length > most:
@@ -258,12 +257,18 @@ def _require_apart(request: ExportRequest | ImportRequest) -> None:
             require_apart("out", request.out, Path(source))
 
 
-def _loading_dtype(dtype: str) -> str:
-    """That of the target: loading brings the drafter to it, and its weights are to stay as they are.
+def _load_target(request: ExportRequest | ImportRequest, dtype: str) -> LoadedTarget:
+    """Load the target in `dtype`: loading brings the drafter to it, and its weights are to stay as they are.
 
     float16 is not wide enough for the weights of a target in bfloat16, which would be another target's.
     """
-    return "float32" if dtype == "float16" else dtype
+    return load_target(
+        request.target,
+        revision=request.revision,
+        dtype="float32" if dtype == "float16" else dtype,
+        trust_remote_code=request.trust_remote_code,
+        device="cpu",
+    )
 
 
 def _folder(drafter: str) -> Path:

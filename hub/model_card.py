@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, get_token
@@ -96,11 +96,15 @@ def card_data(
 
 def _results(row: dict[str, Any], prompts: str) -> list[EvalResult]:
     conditions = f"T={row['temperature']:g}, {row['policy']}, batch {row['batch_size']}"
-    where = {"task_type": TASK, "dataset_type": re.sub(r"[^\w./-]+", "-", prompts), "dataset_name": prompts}
     named = (("speedup", "speedup", 3), ("tau", "acceptance length tau", 3), ("alpha", "acceptance rate alpha", 4))
     return [
         EvalResult(
-            **where, metric_type=key, metric_value=round(row[key], digits), metric_name=f"{words} ({conditions})"
+            task_type=TASK,
+            dataset_type=re.sub(r"[^\w./-]+", "-", prompts),
+            dataset_name=prompts,
+            metric_type=key,
+            metric_value=round(row[key], digits),
+            metric_name=f"{words} ({conditions})",
         )
         for key, words, digits in named
     ]
@@ -188,20 +192,19 @@ def write_card(
     """
     section = checkpoint_section(folder)
     rows = [] if evaluation is None else [row for row in evaluation["rows"] if row["drafter"] == drafter]
-    if evaluation is not None and not rows:
-        raise ConfigError(f"drafter={drafter} has no rows in this evaluation; expected one that was measured")
     if evaluation is not None:
+        if drafter is None or not rows:
+            raise ConfigError(f"drafter={drafter} has no rows in this evaluation; expected one that was measured")
         evaluation = _about(drafter, evaluation)
     overall = [row for row in rows if row["category"] == OVERALL]
-    name = request.repo or str(folder)
+    name, base_model = request.repo or str(folder), request.base_model or hub_target(section)
     recipe = section["recipe"] or {}
-    source = _data_source(recipe)
     data = card_data(
         section,
         name=name,
         licence=request.licence,
-        base_model=request.base_model or hub_target(section),
-        datasets=[source] if source is not None and not is_local(source) else [],
+        base_model=base_model,
+        datasets=_hub_datasets(recipe),
         rows=overall,
         prompts="" if evaluation is None else last_part(evaluation["settings"]["prompts"]),
     )
@@ -213,7 +216,7 @@ def write_card(
         kind=DRAFTERS[section["type"]].card_name,
         section=section,
         target=request.base_model or _target_name(section),
-        base_model=data.base_model,
+        base_model=base_model,
         numbers=sum(math.prod(shape) for shape in shapes_in(folder).values()),
         rows=overall,
         evaluation=evaluation,
@@ -221,12 +224,10 @@ def write_card(
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
         recipe_text=yaml.safe_dump(recipe, sort_keys=False),
         generates=(folder / CODE / "generate.py").is_file(),
-        **_engines(section, data.base_model or last_part(_target_name(section)), data.base_model),
+        engines=_engines(section, base_model),
     )
     require_readable(card, data)
-    for plot in plots:
-        (folder / PLOTS).mkdir(exist_ok=True)
-        (folder / PLOTS / plot.file).write_bytes(plot.png)
+    _write_plots(folder / PLOTS, plots)
     write_text(folder / "README.md", card)
     if evaluation is not None:
         # What single prompts and samples gave stays in the report: a card is read, not compared.
@@ -242,17 +243,24 @@ def _about(drafter: str, evaluation: dict[str, Any]) -> dict[str, Any]:
     return {**evaluation, "notes": notes, "guards": guards}
 
 
-def _engines(section: dict[str, Any], target: str, base_model: str | None) -> dict[str, str | None]:
-    """What starts vLLM and SGLang with an export in the folder `exported`; None where they cannot be."""
+class _Engines(NamedTuple):
+    """Commands that serve an export in the folder `exported`; None for an engine that cannot serve it."""
+
+    vllm: str | None
+    sglang: str | None
+    known: str
+    """The target that is exported for, as the card names it."""
+
+
+def _engines(section: dict[str, Any], base_model: str | None) -> _Engines:
+    """Return the commands for vLLM and SGLang; `base_model` is the target on the Hub."""
     kind, length = vllm_type(section["type"], section["drafter"]), section["draft_length"]
     served = MERGED if section["target"].get("quality") else base_model or SERVED
     vllm = vllm_command(served, VLLM[kind], EXPORTED, length) if kind in VLLM and kind not in UNSERVED else None
     algorithm = SGLANG.get(section["type"])
-    return {
-        "vllm": vllm,
-        "sglang": None if algorithm is None else sglang_command(served, algorithm, EXPORTED, length),
-        "known": ADAPTER if section["target"].get("quality") else target,
-    }
+    sglang = None if algorithm is None else sglang_command(served, algorithm, EXPORTED, length)
+    own = base_model or last_part(_target_name(section))
+    return _Engines(vllm, sglang, ADAPTER if section["target"].get("quality") else own)
 
 
 def checkpoint_section(folder: Path) -> dict[str, Any]:
@@ -281,9 +289,16 @@ def _target_name(section: dict[str, Any]) -> str:
     return ((section["recipe"] or {}).get("target") or {}).get("model") or section["target"]["name"]
 
 
-def _data_source(recipe: dict[str, Any]) -> str | None:
-    teacher = recipe.get("teacher") or {}
-    return teacher.get("file") or (recipe.get("data") or {}).get("prompts")
+def _hub_datasets(recipe: dict[str, Any]) -> list[str]:
+    """The data set of the Hub that a recipe trains on, if it is one."""
+    source = (recipe.get("teacher") or {}).get("file") or (recipe.get("data") or {}).get("prompts")
+    return [source] if source is not None and not is_local(source) else []
+
+
+def _write_plots(folder: Path, plots: list[Plot]) -> None:
+    for plot in plots:
+        folder.mkdir(exist_ok=True)
+        (folder / plot.file).write_bytes(plot.png)
 
 
 def _plots(rows: list[dict[str, Any]], drafter: str, metrics: list[dict[str, Any]]) -> list[Plot]:

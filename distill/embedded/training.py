@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.distill.muon import Muon
@@ -92,13 +92,15 @@ def train_tokenizer(texts: list[str], vocab_size: int, model_max_length: int) ->
 def encode_corpus(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
     """All texts as one run of token ids [N], each between <|bos|> and <|eos|>."""
     ids: list[int] = []
+    special = tokenizer.get_vocab()
     for text in texts:
-        ids += [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
+        ids += [special[BOS], *tokenizer(text, verbose=False)["input_ids"], special[EOS]]
     return torch.tensor(ids)
 
 
 def model_config(recipe: EmbeddedRecipe, tokenizer: PreTrainedTokenizerFast, layers: int) -> LlamaConfig:
     """The Llama shape of `recipe` at one depth."""
+    special = tokenizer.get_vocab()
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
@@ -108,10 +110,14 @@ def model_config(recipe: EmbeddedRecipe, tokenizer: PreTrainedTokenizerFast, lay
         num_key_value_heads=recipe.num_attention_heads,
         max_position_embeddings=recipe.max_position_embeddings,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=special[PAD],
+        bos_token_id=special[BOS],
+        eos_token_id=special[EOS],
     )
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    module.to(device)
 
 
 @torch.no_grad()
@@ -121,7 +127,8 @@ def grow(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     A residual network is a discretised flow: n copies of a block with 1/n of its output follow it in finer steps.
     """
     config = type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": layers})
-    deeper = LlamaForCausalLM(config).to(model.device)
+    deeper = LlamaForCausalLM(config)
+    _move(deeper, model.device)
     deeper.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
     deeper.model.norm.load_state_dict(model.model.norm.state_dict())
     shallow = model.model.layers
@@ -129,8 +136,8 @@ def grow(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     for index, block in enumerate(deeper.model.layers):
         block.load_state_dict(shallow[origin[index]].state_dict())
         share = 1 / origin.count(origin[index])
-        block.self_attn.o_proj.weight.mul_(share)
-        block.mlp.down_proj.weight.mul_(share)
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            block.get_parameter(name).mul_(share)
     return deeper
 
 
@@ -206,7 +213,9 @@ def train_model(
     device = training_device()
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        model = LlamaForCausalLM(model_config(recipe, tokenizer, recipe.stages[0].layers)).to(device)
+        config = model_config(recipe, tokenizer, recipe.stages[0].layers)
+        model = LlamaForCausalLM(config)
+        _move(model, device)
         for number, stage in enumerate(recipe.stages):
             if stage.layers != model.config.num_hidden_layers:
                 model = grow(model, stage.layers)
