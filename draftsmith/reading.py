@@ -1,11 +1,15 @@
-"""Reading YAML and JSON that anyone may have written: bounded, plain values only, every failure a ValueError."""
+"""Reading text that anyone may have written: YAML and JSON as plain values, within bounds, and settings `key=value`."""
 
+import difflib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from draftsmith.errors import ConfigError
 
 LARGEST_YAML = 2**18
 """Characters; the YAML parser reads as few as 60,000 a second."""
@@ -144,3 +148,59 @@ def read_text(path: Path, most: int = LARGEST_JSON) -> str:
 def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
     """Return the value in a JSON file; OSError and ValueError as of `read_text` and `parse_json`."""
     return parse_json(read_text(path, most))
+
+
+KINDS_OF_VALUES: dict[type, str] = {int: "a whole number", float: "a number"}
+"""As errors call them."""
+
+
+def specified_name(text: str) -> str:
+    """Return the name in a specification `name:key=value,...`."""
+    return text.partition(":")[0]
+
+
+def parse_specification(role: str, text: str, known: Mapping[str, Mapping[str, type]]) -> tuple[str, dict[str, Any]]:
+    """Parse `name:key=value,...` into the name and the settings, each converted to its type.
+
+    Args:
+        role: what is specified, for errors, such as `policy`.
+        known: the settings of each name, with their types.
+
+    Raises:
+        ConfigError: for an unknown name or setting, and for a value of another type.
+    """
+    name, _, rest = text.partition(":")
+    if name not in known:
+        raise ConfigError.of(role, name, f"one of {', '.join(known)}")
+    settings = known[name]
+    values: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if key not in settings or not equals:
+            close = difflib.get_close_matches(key, settings, 1)
+            nearest = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{role}={text}: {part!r}; expected {name}:KEY=VALUE with {', '.join(settings)}{nearest}")
+        try:
+            values[key] = settings[key](value)
+        except ValueError as error:
+            raise ConfigError(f"{role}={text}: {key}={value!r}; expected {KINDS_OF_VALUES[settings[key]]}") from error
+    return name, values
+
+
+def parse_assignment(option: str, entry: str, form: str = "key=value") -> tuple[str, Any]:
+    """Parse `key=value`; the value is read as YAML, and stays text where it is not YAML, such as a lone bracket.
+
+    Args:
+        option: what the entry was given as, for errors.
+        form: what is expected, for errors.
+
+    Raises:
+        ConfigError: for an entry without a key or an equals sign.
+    """
+    key, equals, value = entry.partition("=")
+    if not key or not equals:
+        raise ConfigError(f"{option}; expected {form}")
+    try:
+        return key, parse_yaml(value)
+    except ValueError:
+        return key, value

@@ -5,7 +5,6 @@ A draft model is saved as a plain transformers checkpoint, so that it also loads
 Drafters that need no checkpoint, by name: `suffix`, `suffix:datastore=FILE`, `early-exit:layers=2`, `hybrid:…`.
 """
 
-import difflib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from draftsmith.heads.validation import (
     shapes_in,
 )
 from draftsmith.provenance import model_fingerprints, tokenizer_fingerprint
+from draftsmith.reading import parse_specification, specified_name
 from draftsmith.storage import write_json
 
 _RETRIEVAL = {"draft_length": int, "min_match": int, "factor": float}
@@ -50,26 +50,12 @@ SETTINGS: dict[str, dict[str, type]] = {
 
 def is_named(text: str) -> bool:
     """Whether `text` names a drafter of this file, rather than a folder or a repository."""
-    return text.partition(":")[0] in SETTINGS
+    return specified_name(text) in SETTINGS
 
 
-def parse_named(text: str) -> tuple[str, dict[str, object]]:
+def parse_named(text: str) -> tuple[str, dict[str, Any]]:
     """The name and its settings; ConfigError for a key or value that does not fit."""
-    name, _, rest = text.partition(":")
-    settings, values = SETTINGS[name], {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if key not in settings or not equals:
-            close = difflib.get_close_matches(key, settings, 1)
-            nearest = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(
-                f"drafter={text}: {part!r}; expected {name}:KEY=VALUE with {', '.join(settings)}{nearest}"
-            )
-        try:
-            values[key] = settings[key](value)
-        except ValueError as error:
-            kinds = {int: "a whole number", float: "a number"}
-            raise ConfigError(f"drafter={text}: {key}={value!r}; expected {kinds[settings[key]]}") from error
+    name, values = parse_specification("drafter", text, SETTINGS)
     if name == "hybrid" and "drafter" not in values:
         raise ConfigError(f"drafter={text}; expected hybrid:drafter=FOLDER, the trained drafter to fall back on")
     return name, values

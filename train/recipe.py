@@ -17,7 +17,7 @@ from draftsmith.config import Count, Number, Section, no_as_written, no_truth_va
 from draftsmith.decode.sampling import LARGEST_SEED
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
-from draftsmith.reading import LARGEST_YAML, parse_yaml, read_json, read_text
+from draftsmith.reading import LARGEST_YAML, parse_assignment, parse_yaml, read_json, read_text
 
 MONTH = 30 * 24 * 60
 """In minutes."""
@@ -342,9 +342,7 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
 
 def override(values: dict[str, Any], entry: str) -> None:
     """Put `section.key=value` into plain values."""
-    key, equals, text = entry.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {entry!r}; expected section.key=value")
+    key, value = parse_assignment(f"override {entry!r}", entry, "section.key=value")
     *sections, last = key.split(".")
     place = values
     for section in sections:
@@ -353,10 +351,7 @@ def override(values: dict[str, Any], entry: str) -> None:
         place = place[section]
         if not isinstance(place, dict):
             raise ConfigError(f"override {entry!r}; {section} is a value, expected a section")
-    try:
-        place[last] = parse_yaml(text)
-    except ValueError:
-        place[last] = text  # such as a file name with a bracket or a colon
+    place[last] = value
 
 
 def _explain(error: ValidationError, values: dict[str, Any]) -> str:

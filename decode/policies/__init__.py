@@ -3,7 +3,6 @@
 Policies by name, as the command line and reports write them: `best-first:size=16,depth=8`.
 """
 
-import difflib
 from collections.abc import Callable
 
 from draftsmith.decode.costs import Costs
@@ -14,6 +13,7 @@ from draftsmith.decode.policies.dynamic_tree import BestFirst, DynamicTree
 from draftsmith.decode.policies.static_tree import MeasuredTree, SampledTree, StaticTree, best_shape, widths_shape
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
+from draftsmith.reading import parse_specification, specified_name
 
 
 def _tree(*, widths: str = "3x2x1", siblings: str = "best") -> StaticTree:
@@ -49,27 +49,13 @@ def check_policy(text: str) -> None:
 
 def plans(text: str) -> bool:
     """Whether the policy that `text` names plans with measured costs."""
-    return text.partition(":")[0] in PLANNED
+    return specified_name(text) in PLANNED
 
 
 def policy_named(text: str, costs: Costs | None = None) -> Policy:
     """The policy that `text` names. `costs` for those that plan with them."""
-    name, _, rest = text.partition(":")
-    if name not in KINDS:
-        raise ConfigError.of("policy", name, f"one of {', '.join(KINDS)}")
-    make, settings = KINDS[name]
-    values: dict[str, object] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if key not in settings or not equals:
-            close = difflib.get_close_matches(key, settings, 1)
-            nearest = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"policy={text}: {part!r}; expected {name}:KEY=VALUE with {', '.join(settings)}{nearest}")
-        try:
-            values[key] = settings[key](value)
-        except ValueError as error:
-            kinds = {int: "a whole number", float: "a number"}
-            raise ConfigError(f"policy={text}: {key}={value!r}; expected {kinds[settings[key]]}") from error
+    name, values = parse_specification("policy", text, {name: settings for name, (_, settings) in KINDS.items()})
+    make, _ = KINDS[name]
     return make(costs, **values) if name in PLANNED else make(**values)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith.errors import ConfigError
-from draftsmith.reading import parse_yaml
+from draftsmith.reading import parse_assignment, specified_name
 
 TARGET_HELP = "'embedded', a local folder or a Hub id."
 TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP)]
@@ -43,7 +43,7 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
         # suffix:min_match=3 is a drafter with a setting, runs/lr=0.1/drafter a folder: neither has a name for it.
         if not equals or ":" in name or Path(entry).is_dir():
             parts = [part for part in Path(entry).parts if part not in ("drafter", "/")]
-            name, folder = (entry.partition(":")[0] if is_named(entry) else parts[-1] if parts else entry), entry
+            name, folder = (specified_name(entry) if is_named(entry) else parts[-1] if parts else entry), entry
         if name in named:
             raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
         named[name] = folder
@@ -52,13 +52,4 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
 
 def template_options(entries: list[str] | None) -> dict[str, Any]:
     """`enable_thinking=false` and its like as a dict."""
-    options = {}
-    for entry in entries or []:
-        key, equals, value = entry.partition("=")
-        if not equals:
-            raise ConfigError(f"--template-option {entry}; expected key=value")
-        try:
-            options[key] = parse_yaml(value)
-        except ValueError:
-            options[key] = value  # text such as a bracket, as overrides of a recipe take it
-    return options
+    return dict(parse_assignment(f"--template-option {entry}", entry) for entry in entries or [])

@@ -1,4 +1,4 @@
-"""YAML and JSON of anyone: plain values, bounded, or one ValueError; and errors of one short line."""
+"""YAML and JSON of anyone: plain values, bounded, or one ValueError; settings `key=value`; errors of one short line."""
 
 import json
 import os
@@ -8,7 +8,17 @@ import pytest
 
 from draftsmith.cli import main
 from draftsmith.errors import ConfigError, one_line, reason_of
-from draftsmith.reading import DEEPEST, LARGEST_YAML, parse_json, parse_yaml, read_json, require_regular
+from draftsmith.reading import (
+    DEEPEST,
+    LARGEST_YAML,
+    parse_assignment,
+    parse_json,
+    parse_specification,
+    parse_yaml,
+    read_json,
+    require_regular,
+    specified_name,
+)
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
@@ -91,3 +101,49 @@ def test_command_lines_that_are_none(arguments: list[str], said: str, capsys: py
     assert said in err
     assert len(err.splitlines()) == 1
     assert len(err.strip()) <= 500
+
+
+SETTINGS = {"tree": {"size": int, "factor": float, "siblings": str}, "chain": {"draft_length": int}}
+
+
+def test_specifications() -> None:
+    text = "tree:size=16,factor=0.5,siblings=a=b"
+    assert parse_specification("policy", text, SETTINGS) == ("tree", {"size": 16, "factor": 0.5, "siblings": "a=b"})
+    assert parse_specification("policy", "chain", SETTINGS) == ("chain", {})
+    assert (specified_name(text), specified_name("chain")) == ("tree", "chain")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("forest:size=1", "policy='forest'; expected one of tree, chain"),
+        (
+            "tree:sise=1",
+            "policy=tree:sise=1: 'sise=1'; expected tree:KEY=VALUE with size, factor, siblings; did you mean size?",
+        ),
+        (
+            "tree:size",
+            "policy=tree:size: 'size'; expected tree:KEY=VALUE with size, factor, siblings; did you mean size?",
+        ),
+        ("tree:size=a", "policy=tree:size=a: size='a'; expected a whole number"),
+        ("tree:factor=a", "policy=tree:factor=a: factor='a'; expected a number"),
+    ],
+)
+def test_specifications_that_are_none(text: str, why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_specification("policy", text, SETTINGS)
+    assert str(error.value) == why
+
+
+def test_assignments() -> None:
+    entries = ("on=false", "a.b=[1, 2]", "file=a=b.jsonl", "text=[", "none=")
+    assert dict(parse_assignment(f"--set {entry}", entry) for entry in entries) == {
+        "on": False,
+        "a.b": [1, 2],
+        "file": "a=b.jsonl",
+        "text": "[",
+        "none": None,
+    }
+    for entry in ("x", "=1"):
+        with pytest.raises(ConfigError, match=f"--set {entry}; expected key=value"):
+            parse_assignment(f"--set {entry}", entry)
