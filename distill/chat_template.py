@@ -5,14 +5,18 @@ them, else from rendering each conversation up to a turn and behind it. Text is 
 """
 
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.distill.deadline import OutOfTime, computing_at_most
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.sources import ASSISTANT, Conversation, Message
 from draftsmith.errors import ConfigError, reason_of
@@ -204,9 +208,9 @@ class Chat:
 
     def _apply(self, messages: list[Message], of: Conversation, **how: Any) -> Any:
         try:
-            with computing_at_most(RENDERING_SECONDS):
+            with _computing_at_most(RENDERING_SECONDS):
                 return self.tokenizer.apply_chat_template(messages, tools=of.tools, **how, **self.options)
-        except OutOfTime as error:
+        except _OutOfTime as error:
             raise ConfigError(
                 f"{of.place}: the chat template still computes after {RENDERING_SECONDS:g} seconds; expected one that "
                 "ends (data.chat_template names another template)"
@@ -250,6 +254,32 @@ def _checked(whole: Conversation, vocab_size: int) -> Encoded:
 
 def _whole_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int for value in values)
+
+
+class _OutOfTime(BaseException):
+    """No Exception, so that nothing in between catches it."""
+
+
+@contextmanager
+def _computing_at_most(seconds: float) -> Iterator[None]:
+    """Raise `_OutOfTime` in the block once the process has computed for `seconds` in it, however busy the machine is.
+
+    Without effect where Python delivers no signals: outside of the main thread, and on Windows.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def template_text(name: str) -> str:

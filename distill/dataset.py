@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
@@ -181,7 +181,7 @@ def _embedded(chat: Chat, settings: ExampleSettings) -> Dataset:
     rows = embedded_prompts(chat.tokenizer, "train", settings.count, window, settings.seed)
     spans = [[prompt, window]] if settings.answered else []
     return Dataset.from_list(
-        [{"input_ids": row["input_ids"], "spans": spans, "opening": row["id"], "turns": ""} for row in rows],
+        [{"input_ids": row.input_ids, "spans": spans, "opening": row.id, "turns": ""} for row in rows],
         features=FEATURES,
     )
 
@@ -212,12 +212,24 @@ def hold_out(examples: Dataset, count: int) -> tuple[Dataset, list[list[int]]]:
     return examples.select(kept), list(prompts.values())
 
 
-def length_statistics(rows: Dataset) -> dict[str, Any]:
-    """Samples, tokens, trained tokens, and the 5th, 50th and 95th percentile and largest of their lengths."""
+class LengthStatistics(NamedTuple):
+    """Numbers of samples and tokens, and percentiles of the samples' lengths in tokens."""
+
+    samples: int
+    tokens: int
+    trained: int
+    p5: int
+    p50: int
+    p95: int
+    longest: int
+
+
+def length_statistics(rows: Dataset) -> LengthStatistics:
+    """Return the number and the lengths of the samples in `rows`."""
     lengths = sorted(map(len, rows["input_ids"]))
-    trained = [sum(end - start for start, end in spans) for spans in rows["spans"]]
-    at = {f"p{q}": lengths[min(len(lengths) - 1, q * len(lengths) // 100)] for q in (5, 50, 95)}
-    return {"samples": len(lengths), "tokens": sum(lengths), "trained": sum(trained), **at, "longest": lengths[-1]}
+    trained = sum(end - start for spans in rows["spans"] for start, end in spans)
+    p5, p50, p95 = (lengths[min(len(lengths) - 1, q * len(lengths) // 100)] for q in (5, 50, 95))
+    return LengthStatistics(len(lengths), sum(lengths), trained, p5, p50, p95, lengths[-1])
 
 
 KNOWN = ("top_ids", "top_logprobs")

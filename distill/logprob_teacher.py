@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -140,6 +140,14 @@ def logprob_rows(
     return Dataset.from_dict(columns, features=FEATURES)
 
 
+class _Logprob(NamedTuple):
+    """What a file says of one token: as text, as bytes where it has them, and its log-probability; nothing checked."""
+
+    text: str
+    raw: Any
+    logprob: Any
+
+
 @dataclass(frozen=True)
 class _Sample:
     input_ids: list[int]
@@ -225,7 +233,7 @@ class _Reader:
             raise ConfigError(
                 f"{place}: token {number} is {entry!r}; expected 'token' and 'logprob', also in 'top_logprobs'"
             )
-        said = [(one["token"], one.get("bytes"), one["logprob"]) for one in (*others, entry)]
+        said = [_Logprob(one["token"], one.get("bytes"), one["logprob"]) for one in (*others, entry)]
         return self._token(place, number, said)
 
     def _completion(self, place: str, logprobs: dict[str, Any]) -> list[tuple[int, Known]]:
@@ -239,21 +247,21 @@ class _Reader:
         for number, (token, log, top) in enumerate(zip(tokens, logs, tops, strict=True), 1):
             if not isinstance(token, str) or not isinstance(top or {}, dict):
                 raise ConfigError(f"{place}: token {number} is {token!r} with {top!r}; expected text and an object")
-            others = [(text, None, other) for text, other in (top or {}).items()]
-            found.append(self._token(place, number, [*others, (token, None, log)]))
+            others = [_Logprob(text, None, other) for text, other in (top or {}).items()]
+            found.append(self._token(place, number, [*others, _Logprob(token, None, log)]))
         return found
 
-    def _token(self, place: str, number: int, said: list[tuple[str, Any, Any]]) -> tuple[int, Known]:
+    def _token(self, place: str, number: int, said: list[_Logprob]) -> tuple[int, Known]:
         """The token that was written, the last one of `said`, and what is known of all of them."""
-        ids = [self.table.find(text, raw) for text, raw, _ in said]
+        ids = [self.table.find(one.text, one.raw) for one in said]
         if ids[-1] is None:
             raise ConfigError(
-                f"{place}: token {number} is {said[-1][0]!r}; expected exactly one token of the target's vocabulary "
+                f"{place}: token {number} is {said[-1].text!r}; expected exactly one token of the target's vocabulary "
                 "(vLLM names them for sure with return_tokens_as_token_ids)"
             )
         self.alternatives += len(ids) - 1
         self.unknown += ids.count(None)
-        logs = [(token, log) for token, (_, _, log) in zip(ids, said, strict=True)]
+        logs = [(token, one.logprob) for token, one in zip(ids, said, strict=True)]
         return ids[-1], _known(place, number, logs)
 
     def _finished(

@@ -99,7 +99,7 @@ class PromptRows:
         """
         if self.rows is None:
             rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
-            return [Prompt(str(row["id"]), row["category"], row["input_ids"]) for row in rows]
+            return [Prompt(row.id, row.category, row.input_ids) for row in rows]
         longest = LONGEST_TEXT if context is None else characters(context)
         chat = Chat(tokenizer, chat_template, template_options or {}, longest)
         return [_tokens(row, chat, context) for row in _spread(self.rows, count)]

@@ -279,15 +279,15 @@ def _ready(rows: Dataset, data: DataSection, console: Console) -> Dataset:
     """Packed where the recipe says so; and what the run is fed, in a line."""
     found = length_statistics(rows)
     said = (
-        f"data: {found['samples']:,} samples, {found['tokens']:,} tokens, {found['trained']:,} of them trained; "
-        f"lengths {found['p5']} / {found['p50']} / {found['p95']} (5 %, median, 95 %), longest {found['longest']}"
+        f"data: {found.samples:,} samples, {found.tokens:,} tokens, {found.trained:,} of them trained; "
+        f"lengths {found.p5} / {found.p50} / {found.p95} (5 %, median, 95 %), longest {found.longest}"
     )
     if not data.pack:
         console.say(said)
         return rows
     width = data.pack_tokens or data.prompt_tokens + data.response_tokens
     packed = pack(rows, width)
-    console.say(f"{said}; packed into {len(packed):,} rows, {found['tokens'] / (len(packed) * width):.0%} full")
+    console.say(f"{said}; packed into {len(packed):,} rows, {found.tokens / (len(packed) * width):.0%} full")
     return packed
 
 
@@ -310,7 +310,7 @@ def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> l
     settings = recipe.evaluation
     if source == EMBEDDED:
         rows = embedded_prompts(target.tokenizer, "heldout", settings.count, settings.prompt_tokens)
-        return [row["input_ids"] for row in rows]
+        return [row.input_ids for row in rows]
     limit = context_limit(target.model)
     prompts: list[list[int]] = []
     for place, row in read_source(source):

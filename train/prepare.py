@@ -106,7 +106,7 @@ def _table(rows: Dataset) -> Table:
     table = Table(title="Lengths in tokens")
     for column in columns:
         table.add_column(column, justify="right")
-    table.add_row(*(f"{value:,}" for value in found.values()))
+    table.add_row(*(f"{value:,}" for value in found))
     return table
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from draftsmith.errors import ConfigError
 
@@ -73,6 +73,15 @@ class Module:
         return "heldout" if draw < HELDOUT_PERCENT else "train"
 
 
+class EmbeddedPrompt(NamedTuple):
+    """The first tokens of a window of a module, from line `id` = `path:line` on."""
+
+    id: str
+    category: str
+    """The module's kind."""
+    input_ids: list[int]
+
+
 def _wanted(relative: Path) -> bool:
     return (
         not SKIPPED_FOLDERS.intersection(relative.parts[:-1])
@@ -122,7 +131,7 @@ def corpus_hash(modules: list[Module]) -> str:
     return digest.hexdigest()
 
 
-def _windows(tokenizer: Any, module: Module, prompt_tokens: int, seed: int) -> Iterator[dict[str, Any]]:
+def _windows(tokenizer: Any, module: Module, prompt_tokens: int, seed: int) -> Iterator[EmbeddedPrompt]:
     """Windows of one module that start at its non-blank lines, in random order."""
     lines = module.text.splitlines(keepends=True)
     order = [number for number, line in enumerate(lines) if line.strip()]
@@ -135,15 +144,15 @@ def _windows(tokenizer: Any, module: Module, prompt_tokens: int, seed: int) -> I
         text = "".join(lines[first : first + prompt_tokens])[: 16 * prompt_tokens]
         input_ids = tokenizer(text, verbose=False)["input_ids"][:prompt_tokens]
         if len(input_ids) == prompt_tokens:
-            yield {"id": f"{module.path}:{first + 1}", "category": module.kind, "input_ids": input_ids}
+            yield EmbeddedPrompt(f"{module.path}:{first + 1}", module.kind, input_ids)
         elif first + prompt_tokens >= len(lines) and len(text) < 16 * prompt_tokens:
             too_late = first
 
 
 def embedded_prompts(
     tokenizer: Any, split: Split, count: int, prompt_tokens: int, seed: int = 0
-) -> list[dict[str, Any]]:
-    """`count` rows `{"id", "category", "input_ids"}`: stretches of the split's modules, each `prompt_tokens` long.
+) -> list[EmbeddedPrompt]:
+    """Return `count` prompts of `prompt_tokens` tokens each, cut from the modules of a split.
 
     Windows start at a line and come from as many modules as there are before any module gives a second one.
     The same arguments give the same rows.
@@ -157,7 +166,7 @@ def embedded_prompts(
     modules = read_modules(split)
     random.Random(f"{seed}:{split}").shuffle(modules)
     sources = [_windows(tokenizer, module, prompt_tokens, seed) for module in modules]
-    rows: list[dict[str, Any]] = []
+    rows: list[EmbeddedPrompt] = []
     while sources:
         alive = []
         for source in sources:

@@ -18,7 +18,15 @@ from transformers import (
 )
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.dataset import FEATURES, ExampleSettings, hold_out, length_statistics, pack, read_examples
+from draftsmith.distill.dataset import (
+    FEATURES,
+    ExampleSettings,
+    LengthStatistics,
+    hold_out,
+    length_statistics,
+    pack,
+    read_examples,
+)
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.regeneration import Sampler, SampleSettings, Share, samples_key, target_samples
@@ -361,8 +369,8 @@ def test_packing_keeps_every_sample_whole() -> None:
 
 def test_length_statistics() -> None:
     rows = Dataset.from_list([{"input_ids": list(range(n)), "spans": [[1, 2], [3, n]]} for n in range(4, 104)])
-    found = length_statistics(rows)
-    assert found == {"samples": 100, "tokens": 5350, "trained": 5150, "p5": 9, "p50": 54, "p95": 99, "longest": 103}
+    statistics = length_statistics(rows)
+    assert statistics == LengthStatistics(samples=100, tokens=5350, trained=5150, p5=9, p50=54, p95=99, longest=103)
 
 
 def test_teacher_states_give_the_targets_logits(tiny_target: LlamaForCausalLM) -> None:

@@ -124,17 +124,17 @@ def test_prompts_are_deterministic_and_exact(tokenizer):
     rows = embedded_prompts(tokenizer, "heldout", count=40, prompt_tokens=24, seed=3)
     assert rows == embedded_prompts(tokenizer, "heldout", count=40, prompt_tokens=24, seed=3)
     assert rows != embedded_prompts(tokenizer, "heldout", count=40, prompt_tokens=24, seed=4)
-    assert {len(row["input_ids"]) for row in rows} == {24}
-    assert len({row["id"] for row in rows}) == 40
+    assert {len(row.input_ids) for row in rows} == {24}
+    assert len({row.id for row in rows}) == 40
     heldout = {module.path: module for module in read_modules("heldout")}
-    per_module = Counter(row["id"].rsplit(":", 1)[0] for row in rows)
+    per_module = Counter(row.id.rsplit(":", 1)[0] for row in rows)
     assert set(per_module) <= set(heldout)
     assert max(per_module.values()) <= 2  # more than 20 held-out modules are long enough
     for row in rows:
-        path, line = row["id"].rsplit(":", 1)
+        path, line = row.id.rsplit(":", 1)
         rest = "".join(heldout[path].text.splitlines(keepends=True)[int(line) - 1 :])
-        assert rest.startswith(tokenizer.decode(row["input_ids"]).rstrip("\N{REPLACEMENT CHARACTER}"))
-        assert row["category"] == heldout[path].kind
+        assert rest.startswith(tokenizer.decode(row.input_ids).rstrip("\N{REPLACEMENT CHARACTER}"))
+        assert row.category == heldout[path].kind
 
 
 @pytest.mark.parametrize(("count", "length", "key"), [(0, 8, "count"), (1, 0, "prompt_tokens"), (1, 10**6, "count")])
