@@ -231,7 +231,7 @@ class Chat:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise ConfigError(f"{place}: half of a character ({text[error.start]!r}); expected Unicode") from error
+                raise ConfigError(f"{place}: unpaired surrogate {text[error.start]!r}; expected Unicode") from error
 
 
 def _unanswered(place: str) -> ConfigError:

@@ -223,7 +223,7 @@ def _local(path: Path) -> Iterator[Row]:
     elif not path.exists():
         raise ConfigError(f"prompts={path}; expected a file or a folder, and there is none")
     elif not path.is_file():  # reading a pipe would wait for whoever writes it
-        raise ConfigError(f"prompts={path} is no regular file; expected a file or a folder")
+        raise ConfigError(f"prompts={path} is not a regular file; expected a file or a folder")
     elif path.suffix in TABLES:
         yield from _numbered(path, _load(str(path), TABLES[path.suffix], data_files=str(path), split="train"))
     elif path.suffix == ".txt":

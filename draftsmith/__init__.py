@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "DraftsmithError", "SpeculativeDecoder", "as_custom_generate", "load_drafter", "save_drafter"]
 
-# Loaded on first use, so that `import draftsmith` and `draftsmith --help` do not wait for torch.
+# Imported on first use, so that `import draftsmith` and `draftsmith --help` do not wait for torch.
 _LAZY = {
     "SpeculativeDecoder": "draftsmith.decode.decoder",
     "as_custom_generate": "draftsmith.decode.custom_generate",

@@ -1,4 +1,4 @@
-"""The base of all recipe sections, and the kinds of numbers that they hold."""
+"""The base class of all recipe sections, and the number types of their fields."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def no_truth_value(value: Any) -> Any:
-    # YAML reads `yes` as true, and pydantic would then take it for 1.
+    # YAML reads `yes` as true, which pydantic would convert to 1.
     if isinstance(value, bool):
         raise ValueError("a number")
     return value
@@ -25,6 +25,6 @@ Number = Annotated[float, BeforeValidator(no_truth_value)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and no key that it does not know."""
+    """Base class of all sections: frozen; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)

@@ -1,11 +1,14 @@
-"""The errors that draftsmith raises on purpose. The CLI turns `ConfigError` into one line and exit code 2."""
+"""Errors that draftsmith raises itself. The CLI prints a `ConfigError` as one line and exits with code 2."""
 
 LONGEST_LINE = 480
-"""Characters of an error's message: with the name of the error in front of it, a line has at most 500."""
+"""Characters of an error's message; a printed line, with the error's name in front, has at most 500."""
 
 
 def one_line(text: str, most: int = LONGEST_LINE) -> str:
-    """Return `text` as one line; of a longer text its beginning and its end, where key and expectation stand."""
+    """Return `text` as one line of at most `most` characters; a longer one is cut in the middle.
+
+    The beginning of an error names the key, and its end says what is expected.
+    """
     if len(text) > 8 * most:
         text = f"{text[: 4 * most]} … {text[-4 * most :]}"
     line = " ".join(text.split())
@@ -16,22 +19,25 @@ def one_line(text: str, most: int = LONGEST_LINE) -> str:
 
 
 def reason_of(error: BaseException, *, whole: bool = False) -> str:
-    """Return the first line of an exception of another library, or all of it as one; its type's name for none."""
+    """Return the first line of another library's exception, or with `whole` all of it as one line.
+
+    An exception without a text gives the name of its type.
+    """
     text = str(error).strip() or type(error).__name__
     return one_line(text if whole else text.splitlines()[0], 300)
 
 
 class DraftsmithError(Exception):
-    """Base of every error that draftsmith raises on purpose. Its message is one line."""
+    """Base of the errors that draftsmith raises itself. The message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 class ConfigError(DraftsmithError, ValueError):
-    """Something the user gave cannot be used; the message names the key, the value and what would be valid."""
+    """A value from the user that cannot be used; the message names the key, the value and what is expected."""
 
     @classmethod
     def of(cls, key: str, value: object, expected: str) -> "ConfigError":
-        """`train.draft_length=0; expected >= 1`"""
+        """Return an error such as `train.draft_length=0; expected >= 1`."""
         return cls(f"{key}={value!r}; expected {expected}")

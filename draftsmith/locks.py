@@ -1,7 +1,7 @@
-"""Locks on output folders and on parts of the cache: a second process is refused, or waits. They end with the process.
+"""Locks on output folders and on parts of the cache: a second process is refused, or waits.
 
-A lock is the kernel's (`flock`) on a small file that says who holds it; a killed process holds nothing. Of a run in
-several processes the main one alone takes locks.
+A lock is a `flock` on a small file that names the holder; the kernel releases it when the process ends or is killed.
+In a run of several processes only the main process takes locks.
 """
 
 import errno
@@ -19,21 +19,23 @@ from draftsmith.errors import ConfigError
 from draftsmith.storage import cache_dir, require_room
 
 LOCK = ".lock"
-"""Inside a folder that is held."""
+"""Name of the lock file inside a locked folder."""
 CACHE_KEY = "DRAFTSMITH_CACHE"
 UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-"""Of file systems without locks, such as some that are mounted over a network."""
+"""Error numbers of file systems without locks, such as some network file systems."""
 POLL = 0.2
-"""Seconds between two attempts of a process that waits."""
+"""Seconds between two attempts of a waiting process."""
 LONGEST_NAME = 200
+"""Characters that are read of a lock file."""
 
 
 @contextmanager
 def hold_folder(key: str, folder: Path) -> Iterator[None]:
-    """Make `folder`, and keep other processes from it while the block runs; left empty, a new one is removed again.
+    """Create `folder` and lock it while the block runs; a new folder that is still empty then is removed.
 
     Raises:
-        ConfigError: `key=folder` and the process that holds it; for a file; or for what cannot be written or is full.
+        ConfigError: if another process holds the lock (the message names it), for a file, and for a folder that cannot
+            be written or is full.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{key}={folder} is a file; expected a folder")
@@ -50,7 +52,7 @@ def hold_folder(key: str, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def hold_name(key: str, path: Path) -> Iterator[None]:
-    """As `hold_folder`, of a file or of a folder that is replaced as a whole: the lock lies beside it."""
+    """Lock a file, or a folder that is replaced as a whole, as `hold_folder` does; the lock file lies next to it."""
     with _locked(key, path, _beside(path), wait=False):
         require_room(key, path.parent)
         yield
@@ -58,9 +60,9 @@ def hold_name(key: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def hold_cache(path: Path) -> Iterator[None]:
-    """Keep other processes from `path`, a part of the cache; while another one holds it, say so and wait for it.
+    """Lock `path`, a part of the cache, while the block runs; if another process holds it, print that and wait.
 
-    What is to be written may be there when the block begins: the other one has written it.
+    After waiting, `path` may exist: the other process has written it.
     """
     with _locked(CACHE_KEY, path, _beside(path), wait=True):
         require_room(CACHE_KEY, path.parent)
@@ -68,7 +70,7 @@ def hold_cache(path: Path) -> Iterator[None]:
 
 
 def require_cache() -> None:
-    """ConfigError unless the cache can be written and has room."""
+    """Check that the cache can be written and has room; raise ConfigError otherwise."""
     require_room(CACHE_KEY, cache_dir())
 
 
@@ -78,7 +80,7 @@ def _beside(path: Path) -> Path:
 
 @contextmanager
 def _locked(key: str, place: Path, file: Path, *, wait: bool) -> Iterator[None]:
-    """A lock that this process holds already is taken again."""
+    """Hold the lock on `file` while the block runs; a process may take a lock again that it holds already."""
     lock = FileLock(file, mode=0o666, is_singleton=True, preserve_lock_file=True)
     mine = ""
     try:
@@ -93,13 +95,13 @@ def _locked(key: str, place: Path, file: Path, *, wait: bool) -> Iterator[None]:
             if error.errno not in UNSUPPORTED:
                 why = error.strerror or error
                 raise ConfigError(f"{key}={place} cannot be written ({why}); expected a folder with room") from error
-            print(f"{key}={place}: no locks on this file system; let one process at a time write", file=sys.stderr)
+            print(f"{key}={place}: no locks on this file system; run one process at a time", file=sys.stderr)
         yield
     finally:
         if lock.is_locked:
             if lock.lock_counter == 1 and mine.startswith(_read(file)):
                 with suppress(OSError):
-                    file.unlink()  # while it is held: who waits for it notices, and makes a new one
+                    file.unlink()  # still locked: a waiting process notices, and creates a new file
             lock.release()
 
 
@@ -110,14 +112,14 @@ def _acquire(lock: FileLock, place: Path, file: Path, key: str, wait: bool) -> N
         holder = _read(file) or "another process"
         if not wait:
             raise ConfigError(
-                f"{key}={place} is in use by {holder}; expected another one, or to wait until that process ends"
+                f"{key}={place} is in use by {holder}; expected another path, or wait until that process ends"
             ) from None
-        print(f"waiting for {holder}, which writes {place}", file=sys.stderr, flush=True)
+        print(f"waiting for {holder}, which is writing {place}", file=sys.stderr, flush=True)
         lock.acquire(timeout=-1, poll_interval=POLL)
 
 
 def _read(file: Path) -> str:
-    """Who holds the lock, as one line; '' where that is not known."""
+    """Return who holds the lock, as one line; '' if that is unknown."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")[:LONGEST_NAME]
     except OSError:

@@ -1,4 +1,4 @@
-"""Who made a number: versions, machine, command; and fingerprints of what it was made from."""
+"""Provenance of measurements and checkpoints: versions, machine, command, and fingerprints of models and data."""
 
 import hashlib
 import json
@@ -16,30 +16,33 @@ PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "to
 
 
 def fingerprint(value: Any) -> str:
-    """First 16 hex digits of the SHA-256 of `value` as canonical JSON."""
+    """Return the first 16 hex digits of the SHA-256 of `value` as canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Equal for two tokenizers when every token string has the same id in both."""
+    """Return a fingerprint that is equal for two tokenizers if every token string has the same id in both."""
     return fingerprint(tokenizer.get_vocab())
 
 
 def model_fingerprint(model: Any) -> str:
-    """Changes when the weights do: hashes up to 1,024 evenly spaced numbers of every parameter, rounded to bfloat16 so
-    that the same checkpoint loaded in float32 and in bfloat16 is recognised as one target."""
+    """Return a fingerprint of the weights.
+
+    Up to 1,024 evenly spaced numbers of every parameter are hashed, rounded to bfloat16, so that a checkpoint has the
+    same fingerprint in float32 and in bfloat16.
+    """
     return model_fingerprints(model)[0]
 
 
 def model_fingerprints(model: Any) -> list[str]:
-    """Return `model_fingerprint` of the weights as they are and as they would be in float16.
+    """Return `model_fingerprint` of the weights as they are and as rounded to float16.
 
-    A weight that is rounded to float16 first may become another bfloat16 number. Of two models that are casts of the
+    A weight that is rounded to float16 first may round to another bfloat16 number. Of two models that are casts of the
     same float32 weights, one of them in float32 or float16, at least one fingerprint is equal.
     """
     known = getattr(model, "draftsmith_fingerprints", None)
-    # Of a target with adapters added in: the sums would depend on the dtype they were added in.
+    # A target with merged adapters has them: its weights depend on the dtype in which the adapters were added.
     if known is not None:
         return known
     tensors = model.state_dict()
@@ -47,7 +50,7 @@ def model_fingerprints(model: Any) -> list[str]:
 
 
 def weights_fingerprint(tensors: dict[str, Any], *, float16: bool = False) -> str:
-    """`model_fingerprint` of a model with these tensors by name, which are first rounded to float16 where asked."""
+    """Return `model_fingerprint` of a model with these tensors by name, first rounded to float16 if `float16`."""
     import torch
 
     digest = hashlib.sha256()
@@ -70,7 +73,7 @@ def _cpu_name() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """The machine and versions that a measurement was made with; no user name, host name or path."""
+    """Return the date, the versions, the machine and the command; no user name, host name or path."""
     import torch
 
     versions = {}

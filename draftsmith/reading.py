@@ -1,4 +1,4 @@
-"""Reading text that anyone may have written: YAML and JSON as plain values, within bounds, and settings `key=value`."""
+"""Readers for untrusted text: YAML and JSON as plain values, within bounds, and settings `key=value`."""
 
 import difflib
 import json
@@ -12,19 +12,19 @@ import yaml
 from draftsmith.errors import ConfigError
 
 LARGEST_YAML = 2**18
-"""Characters; the YAML parser reads as few as 60,000 a second."""
+"""Characters; the YAML parser may read as few as 60,000 a second."""
 LARGEST_JSON = 2**30
 """Bytes of a file that is read as a whole."""
 DEEPEST = 64
-"""Lists and mappings inside each other."""
+"""Levels of nested lists and mappings."""
 MOST_VALUES = 100_000
-"""Of a YAML file, where everything that an alias repeats counts each time."""
+"""Values of a YAML document; what an alias repeats counts each time."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""How JSON escapes half of a character."""
+"""JSON escape of a surrogate code point."""
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Refuses what is too deep, or too large once aliases are expanded, before anything is made of it."""
+    """Refuse a document that is too deep, or too large with its aliases expanded, before any value is built."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -38,7 +38,7 @@ class _BoundedLoader(yaml.SafeLoader):
         alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         if alias and id(node) not in self._sizes:
-            raise ValueError("an alias of what it stands in")
+            raise ValueError("an alias inside the value that it refers to")
         if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
             raise ValueError("a zero byte")
         if not alias:
@@ -49,7 +49,7 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
 
-# Dates stay the text that they are written as.
+# Dates stay text.
 _BoundedLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -63,16 +63,16 @@ def _children(node: Any) -> list[Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the mappings, lists, texts, numbers and truth values of a YAML document.
+    """Return the mappings, lists, strings, numbers and booleans of a YAML document.
 
     Raises:
-        ValueError: for what is no YAML, holds anything else, or is too large.
+        ValueError: for text that is not YAML, holds values of other types, or is too large.
     """
     if len(text) > LARGEST_YAML:
         raise ValueError(f"{len(text)} characters; expected at most {LARGEST_YAML}")
     try:
         value = _BoundedLoader(text).get_single_data()
-    except Exception as error:  # constructors raise whatever int, a date or a mapping makes of what stands there
+    except Exception as error:  # constructors raise what int(), datetime and dict raise
         raise ValueError(str(error) or type(error).__name__) from error
     require_plain(value)
     return value
@@ -82,7 +82,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: for what is no JSON, nested too deep, or holds half of a character.
+        ValueError: for text that is not JSON, is nested too deep, or holds an unpaired surrogate.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -90,14 +90,14 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"more than {DEEPEST} levels") from error
-    # Walking through every row of a large file would cost as much as reading it.
+    # Checking every value of a large file would take as long as parsing it.
     if text.count("[") + text.count("{") > DEEPEST or SURROGATE.search(text):
         require_plain(value)
     return value
 
 
 def require_plain(value: Any) -> None:
-    """ValueError for what JSON has no type for, text that is no Unicode, or more than `DEEPEST` levels."""
+    """Check that a value has JSON's types, valid Unicode and at most `DEEPEST` levels; raise ValueError otherwise."""
     level, depth = [value], 0
     while level:
         depth += 1
@@ -120,38 +120,38 @@ def _require_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"half of a character ({text[error.start]!r})") from error
+        raise ValueError(f"unpaired surrogate {text[error.start]!r}") from error
 
 
 def require_regular(folder: Path) -> None:
-    """ValueError for a pipe or a device in `folder`: whoever reads it would wait."""
+    """Check that `folder` holds no pipe or device, whose readers would block; raise ValueError otherwise."""
     for entry in sorted(folder.iterdir()):
         if entry.exists() and not entry.is_file() and not entry.is_dir():
-            raise ValueError(f"{entry.name} is no regular file")
+            raise ValueError(f"{entry.name} is not a regular file")
 
 
 def read_text(path: Path, most: int = LARGEST_JSON) -> str:
-    """Return the text of a regular file: nothing is waited for, as reading a pipe would.
+    """Return the text of a regular file; a pipe is refused, since reading it may block.
 
     Raises:
         OSError: for a file that is missing or cannot be opened.
-        ValueError: for one of more than `most` bytes, that is no file, or not in UTF-8.
+        ValueError: for more than `most` bytes, text that is not UTF-8, and anything but a regular file.
     """
     size = path.stat().st_size
     if not path.is_file():
-        raise ValueError("no regular file")
+        raise ValueError("not a regular file")
     if size > most:
         raise ValueError(f"{size} bytes; expected at most {most}")
     return path.read_text(encoding="utf-8")
 
 
 def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
-    """Return the value in a JSON file; OSError and ValueError as of `read_text` and `parse_json`."""
+    """Return the value in a JSON file; raises as `read_text` and `parse_json` do."""
     return parse_json(read_text(path, most))
 
 
 KINDS_OF_VALUES: dict[type, str] = {int: "a whole number", float: "a number"}
-"""As errors call them."""
+"""Names of the types in errors."""
 
 
 def specified_name(text: str) -> str:
@@ -188,11 +188,11 @@ def parse_specification(role: str, text: str, known: Mapping[str, Mapping[str, t
 
 
 def parse_assignment(option: str, entry: str, form: str = "key=value") -> tuple[str, Any]:
-    """Parse `key=value`; the value is read as YAML, and stays text where it is not YAML, such as a lone bracket.
+    """Parse `key=value`; a value that is not YAML, such as a lone bracket, stays text.
 
     Args:
-        option: what the entry was given as, for errors.
-        form: what is expected, for errors.
+        option: the option and its entry, for errors.
+        form: the expected form, for errors.
 
     Raises:
         ConfigError: for an entry without a key or an equals sign.

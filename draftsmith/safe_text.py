@@ -1,6 +1,6 @@
-"""Text from models, files and command lines, shown as text: on terminals, in Markdown, and where a command is kept.
+"""Untrusted text, shown literally: on terminals, in Markdown, and in recorded commands.
 
-Names, prompts and generated text may hold escape sequences, markup or secrets.
+Names, prompts, generated text and command lines may hold escape sequences, markup or secrets.
 """
 
 import json
@@ -16,28 +16,28 @@ from rich.segment import Segment
 from rich.text import Text
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that move the cursor, begin an escape sequence or reverse text; not line breaks and tabs."""
+"""Characters that move the cursor, start an escape sequence or reverse text; line breaks and tabs are not matched."""
 MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")
 SECRET = re.compile(
     r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abprs]-|glpat-)[\w-]{20,}|\bAKIA[0-9A-Z]{16}\b"
     r"|\beyJ[\w-]{10,}\.[\w-]{10,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
-"""Tokens by the forms that services give them, and the user and password of an address."""
+"""Access tokens in the formats of well-known services, and user and password in a URL."""
 NAMES_SECRET = re.compile(r"(?i)(?:^|[._-])(?:\w*token|(?:\w+_)?key|apikey|secret|passw(?:or)?d|credentials?|auth\w*)$")
-"""Ends of options and keys whose value is hidden: `--token`, `api_key`, `Authorization`."""
+"""Ends of option and key names whose values are hidden: `--token`, `api_key`, `Authorization`."""
 HIDDEN = "***"
 
 
 def printable(text: str) -> str:
-    r"""Return the text with control characters written out, as \x1b; line breaks and tabs stay."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    r"""Return the text with control characters escaped, as in \x1b; line breaks and tabs stay."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class Terminal(Console):
-    """A rich console on which text can only be read: markup and control characters are shown, not obeyed.
+    """A rich console that shows markup and control characters literally.
 
     Args:
-        files_as_is: text goes to a file or a pipe unchanged.
+        files_as_is: write text to a file or a pipe unchanged.
     """
 
     def __init__(self, *, files_as_is: bool = False, **options: Any) -> None:
@@ -53,7 +53,7 @@ class Terminal(Console):
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return a command as text, without values that look like secrets."""
+    """Return a command as text in which values that look like secrets are hidden."""
     shown, hide = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -68,17 +68,17 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return Markdown that shows this text, on one line."""
+    """Return one line of Markdown that renders as this text."""
     line = MARKUP.sub(r"\\\g<0>", _one_line(text))
-    line = re.sub(r"^(\s*)(?=[-+#=]+(?:\s|$))", r"\1\\", line)  # what a list, a heading or a rule begins with
+    line = re.sub(r"^(\s*)(?=[-+#=]+(?:\s|$))", r"\1\\", line)  # a list item, a heading or a rule
     return re.sub(r"^(\s*\d+)(?=[.)]\s)", r"\1\\", line)
 
 
 def markdown_environment(**filters: Any) -> jinja2.Environment:
-    """Return an environment for Markdown templates in which everything that is filled in is shown as text.
+    """Return an environment for Markdown templates that shows every value as text.
 
-    Filters for other places: `code` between words, `fenced` for a block, `quoted` for a string of Python, `shell` for
-    an argument. What `filters` return is Markdown already.
+    Filters for other contexts: `code` for inline code, `fenced` for a code block, `quoted` for a Python string, `shell`
+    for a shell argument. The results of `filters` are Markdown and are not escaped.
     """
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_shown)
     own = {"code": _code, "fenced": _fenced, "quoted": _quoted, "shell": _shell, **filters}

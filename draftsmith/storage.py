@@ -1,4 +1,4 @@
-"""Writing so that a kill at any moment leaves either the old file or the new one."""
+"""Atomic writes: a kill at any moment leaves either the old file or the new one."""
 
 import ctypes
 import json
@@ -16,12 +16,12 @@ from draftsmith.errors import ConfigError, DraftsmithError
 
 LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 ROOM = 2**20
-"""Bytes that have to fit before any work starts."""
+"""Bytes that must fit on the disk before any work starts."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def cache_dir() -> Path:
-    """Where built targets and sampled responses are kept: $DRAFTSMITH_CACHE, else ~/.cache/draftsmith."""
+    """Return the folder for built targets and sampled responses: $DRAFTSMITH_CACHE, else ~/.cache/draftsmith."""
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith").expanduser()
 
 
@@ -34,7 +34,7 @@ def _fsync(path: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """A folder whose name survives a power cut: it stands in its parent, which is written too."""
+    """Create a folder and its parents, and sync each parent, so that the new entry survives a power cut."""
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -42,16 +42,22 @@ def _make(folder: Path) -> None:
 
 
 def require_writable(key: str, folder: Path) -> None:
-    """ConfigError unless `atomic_folder` could write it: it has a name of its own, in a folder that may be written."""
+    """Check that `atomic_folder` could write `folder`; raise ConfigError otherwise.
+
+    The path must end in a name, and the folder that it is created in must be writable.
+    """
     if folder.name in ("", ".."):
-        raise ConfigError(f"{key}={folder} has no name of its own; expected a new folder, by its name")
+        raise ConfigError(f"{key}={folder} has no name of its own; expected the name of a new folder")
     there = next(place for place in folder.absolute().parents if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"{key}={folder} cannot be made in {there}; expected a folder that may be written")
+        raise ConfigError(f"{key}={folder} cannot be made in {there}; expected a path in a writable folder")
 
 
 def require_apart(key: str, out: Path, source: Path, *, may_contain: bool = False) -> None:
-    """ConfigError where `out` is, lies in or, unless it may, contains the folder `source`; links are followed."""
+    """Check that `out` neither is nor lies in the folder `source` nor, unless `may_contain`, contains it.
+
+    Links are followed. Raises ConfigError otherwise.
+    """
     place, read = out.resolve(), source.expanduser().resolve()
     inside, around = place.is_relative_to(read), read.is_relative_to(place)
     if inside or (around and not may_contain):
@@ -60,7 +66,7 @@ def require_apart(key: str, out: Path, source: Path, *, may_contain: bool = Fals
 
 
 def require_room(key: str, folder: Path) -> None:
-    """Make `folder`; ConfigError unless a file of `ROOM` bytes can be written into it."""
+    """Create `folder` and check that a file of `ROOM` bytes can be written into it; raise ConfigError otherwise."""
     file = folder / f".room.tmp-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +85,12 @@ def require_room(key: str, folder: Path) -> None:
 
 @contextmanager
 def writing(place: Path | str, then: str) -> Iterator[None]:
-    """Make of what a full or read-only disk raises a DraftsmithError of one line; `then`: what is kept, what to do."""
+    """Turn the errors of a full or read-only disk into a DraftsmithError.
+
+    Args:
+        place: what is written, for the message.
+        then: what is kept and what to do, for the message.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -91,7 +102,7 @@ def writing(place: Path | str, then: str) -> Iterator[None]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling folder that becomes `path` when the block ends without an error.
 
-    A folder already at `path` is replaced; until then it stays as it was. Where `path` is a link, what it leads to is.
+    An existing folder at `path` stays unchanged until it is replaced. If `path` is a link, its destination is replaced.
     """
     path = path.resolve() if path.is_symlink() else path
     _make(path.parent)
@@ -116,7 +127,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step; False where the system or the file system cannot."""
+    """Swap two folders in one step; return False if the system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
@@ -125,18 +136,18 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file or folder of this name is what a killed write has left behind."""
+    """Return whether a file or folder of this name was left by a killed write."""
     return LEFTOVER.fullmatch(name) is not None
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what killed writes have left in `folder`; what one had put aside and not yet replaced is put back."""
+    """Delete what killed writes have left in `folder`; a folder that was moved aside but not replaced is moved back."""
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        found = LEFTOVER.fullmatch(entry.name)
-        if found is None:
+        match = LEFTOVER.fullmatch(entry.name)
+        if match is None:
             continue
-        if found["kind"] == "old" and not (folder / found["name"]).exists():
-            entry.rename(folder / found["name"])
+        if match["kind"] == "old" and not (folder / match["name"]).exists():
+            entry.rename(folder / match["name"])
         elif entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
         else:
@@ -144,7 +155,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one step."""
+    """Replace the file `path` by `text` in one step."""
     _make(path.parent)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
@@ -157,5 +168,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as indented JSON in one step."""
+    """Replace the file `path` by `value` as indented JSON in one step."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -29,7 +29,7 @@ def refusal(source: Path) -> str:
     ("line", "why"),
     [
         ("[" * 100_000, "p.jsonl:1: not JSON (more than 64 levels)"),
-        ('{"prompt": "\\ud800"}', "p.jsonl:1: not JSON (half of a character"),
+        ('{"prompt": "\\ud800"}', "p.jsonl:1: not JSON (unpaired surrogate"),
         ('{"messages": [{"from": [], "value": []}]}', "p.jsonl:1: message 1 is from []"),
         ('{"prompt": ' + "1" * 5000 + "}", "p.jsonl:1: not JSON (Exceeds the limit"),
     ],
@@ -49,7 +49,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "saved" / "state.json").write_text("[]")
     assert "expected a file, a folder or a data set of the Hub" in refusal(tmp_path / "saved")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert "is no regular file" in refusal(tmp_path / "pipe.jsonl")
+    assert "is not a regular file" in refusal(tmp_path / "pipe.jsonl")
 
 
 def test_what_is_far_too_long_is_not_tokenised(
@@ -81,7 +81,7 @@ def test_what_is_far_too_long_is_not_tokenised(
         ("{{ 1 / 0 }}", "refuses it (division by zero)"),
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "refuses it (maximum recursion depth"),
         ("{% generation %}{% endgeneration %}", "the chat template"),
-        ('{{ "\\ud800" }}{{ messages[0].content }}{{ messages | length }}', "half of a character"),
+        ('{{ "\\ud800" }}{{ messages[0].content }}{{ messages | length }}', "unpaired surrogate"),
         ("{{ messages[0].content * 4000000 }}", "characters; expected at most"),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_file_system_without_locks_costs_a_line(
     with hold_folder("out", tmp_path / "run"):
         (tmp_path / "run" / "file").touch()
     assert capsys.readouterr().err.splitlines() == [
-        f"out={tmp_path / 'run'}: no locks on this file system; let one process at a time write"
+        f"out={tmp_path / 'run'}: no locks on this file system; run one process at a time"
     ]
 
 
