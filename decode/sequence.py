@@ -59,6 +59,7 @@ class DecodeOutput:
 
     @property
     def decode_seconds(self) -> float:
+        """Seconds of all rounds, without the prefill."""
         return sum(record.seconds for record in self.rounds)
 
     @property

@@ -39,6 +39,7 @@ class VerifyResult:
 
     @property
     def accepted(self) -> int:
+        """Number of accepted draft tokens."""
         return len(self.path)
 
 

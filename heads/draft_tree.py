@@ -37,6 +37,7 @@ class Draft:
 
     @cached_property
     def is_chain(self) -> bool:
+        """True if every token is the child of the one before it."""
         return self.parents == tuple(range(-1, len(self.tokens) - 1))
 
     @cached_property
@@ -96,6 +97,7 @@ class DrawnDraft(Draft):
 
     @property
     def q_NV(self) -> Tensor:
+        """Distribution [N, V] from which each token was drawn."""
         return torch.stack(self.q)
 
 

@@ -1,13 +1,15 @@
 """The documentation keeps its word: its code runs and does what it says, links lead somewhere, commands parse."""
 
+import inspect
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from exact.one_round import EXACT, Round, Setting, the_rule
 from transformers import LlamaForCausalLM
 from typer.main import get_command
 
+import draftsmith
 from draftsmith import SpeculativeDecoder
 from draftsmith.cli import app
 from draftsmith.config import Section
@@ -86,7 +89,9 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
         assert out.tokens == alone
     signals = SimpleNamespace(input_ids_BT=ids_BT)
     (unrolled,) = again.unroll(signals)
-    assert torch.equal(unrolled.head(unrolled.hidden_BTD[0]), again.behind(ids_BT[0].tolist())), "training = decoding"
+    assert torch.equal(unrolled.head(unrolled.hidden_BTD[0]), again.logits_after(ids_BT[0].tolist())), (
+        "training = decoding"
+    )
     _require_forecast(tiny_target, again)
 
 
@@ -127,7 +132,7 @@ def _require_forecast(target: LlamaForCausalLM, bigram: TrainableDrafter) -> Non
     plain, greedy = Processors(Sampling(1.0)), Sampling(0.0)
     (text,) = sample_texts(target, [[5, 6, 7]], greedy, max_new_tokens=12)
     (table,) = agreement(target, bigram, [text], 3, [acceptance_measure(plain)])
-    log_q = bigram.behind(text.tokens[:-1]).detach().log_softmax(-1)
+    log_q = bigram.logits_after(text.tokens[:-1]).detach().log_softmax(-1)
     for position in range(text.prompt_length, len(text.tokens) - 1):
         expected = float(log_q[position, text.tokens[position + 1]])
         for k in range(min(3, position - text.prompt_length + 1)):
@@ -214,6 +219,52 @@ def _stop_before_running(command: Any, ran: list[str], monkeypatch: pytest.Monke
         monkeypatch.setattr(command, "callback", lambda *_, **__: ran.append(command.name))
 
 
-def test_every_drafter_is_on_the_page_of_drafters() -> None:
-    text = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
-    assert all(f"`{kind}`" in text for kind in DRAFTERS)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_table_of_drafters_says_what_their_entries_say(kind: str) -> None:
+    entry = DRAFTERS[kind]
+    head = "own" if entry.own_lm_head else "the target's"
+    vocabulary = "yes" if entry.has_draft_vocabulary else "no"
+    cells = (f"`{kind}`", entry.method, entry.reads, entry.depends_on, entry.cost, head, vocabulary, entry.paper)
+    assert f"| {' | '.join(cells)} |\n" in (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_every_drafter_has_a_recipe_in_the_readme(kind: str) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"`{kind}/any_prompts` |" in text
+    assert (ROOT / "recipes" / kind / "any_prompts.yaml").is_file()
+
+
+def documented() -> list[str]:
+    """Return the dotted names on docs/api.md."""
+    return re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    names = {resolve_name(name) for name in documented()}
+    missing = [name for name in draftsmith.__all__ if getattr(draftsmith, name) not in names]
+    assert not missing, f"docs/api.md lacks {missing}"
+
+
+@pytest.mark.parametrize("name", documented())
+def test_everything_in_the_reference_has_a_docstring(name: str) -> None:
+    """mkdocstrings leaves out what has none, without a warning."""
+    item = resolve_name(name)
+    members = vars(item).items() if inspect.isclass(item) else ()
+    public = [(key, value) for key, value in members if not key.startswith("_") and _is_code(value)]
+    without = [key for key, value in [(name, item), *public] if not _own_docstring(value)]
+    assert not without, f"{name}: no docstring of {without}"
+
+
+def _is_code(member: object) -> bool:
+    return inspect.isfunction(member) or isinstance(member, (property, cached_property, classmethod, staticmethod))
+
+
+def _own_docstring(item: Any) -> str | None:
+    """Return the docstring, if it is not the signature that a dataclass without one gets."""
+    text = item.__doc__
+    return None if inspect.isclass(item) and text and text.startswith(f"{item.__name__}(") else text
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100
