@@ -95,8 +95,9 @@ def _padding(curve: dict[int, float]) -> dict[int, int]:
 def interpolated(curve: dict[int, float], width: float) -> float:
     """Linear between measured widths, and beyond the last with the slope of the last two."""
     widths = sorted(curve)
-    if width in curve or len(widths) == 1:
-        return curve.get(width, curve[widths[0]])
-    place = min(max(bisect_left(widths, width), 1), len(widths) - 1)
+    place = bisect_left(widths, width)
+    if len(widths) == 1 or (place < len(widths) and widths[place] == width):
+        return curve[widths[min(place, len(widths) - 1)]]
+    place = min(max(place, 1), len(widths) - 1)
     low, high = widths[place - 1], widths[place]
     return curve[low] + (curve[high] - curve[low]) * (width - low) / (high - low)

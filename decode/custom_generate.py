@@ -1,19 +1,22 @@
 """The decoder inside stock transformers: `model.generate(..., custom_generate=as_custom_generate(drafter))`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.policies import Policy
@@ -49,7 +52,7 @@ def as_custom_generate(
     decoders: dict[int, SpeculativeDecoder] = {}
 
     def custom_generate(
-        model: nn.Module,
+        model: PreTrainedModel,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -57,44 +60,46 @@ def as_custom_generate(
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-        _refuse_others(generation_config, model_kwargs, encodes=model.config.is_encoder_decoder)
+        encodes = model.config.is_encoder_decoder
+        _refuse_others(generation_config, model_kwargs, encodes=encodes)
         if id(model) not in decoders:
             decoders[id(model)] = SpeculativeDecoder(
                 model, drafter, draft_length=draft_length, policy=policy, rule=rule
             )
         if streamer is not None and input_ids.shape[0] > 1:
             raise ConfigError.of("input_ids batch", input_ids.shape[0], "1 text for a streamer")
-
-        def stream(_: int, tokens: list[int], __: Round | None) -> None:
-            for token in tokens:
-                streamer.put(torch.tensor([token]))
-
         eos, criteria = _split(stopping_criteria)
-        mask = model_kwargs.get("attention_mask")
-        texts = {"input_ids": input_ids, "attention_mask": mask}
-        if model.config.is_encoder_decoder:
-            texts = _encoded(input_ids, inputs_tensor, model_kwargs["encoder_outputs"][0], mask)
+        given = _encoded(input_ids, inputs_tensor, model_kwargs) if encodes else _Given(input_ids)
         outputs = decoders[id(model)].generate_batch(
-            **texts,
+            given.input_ids,
+            attention_mask=None if encodes else model_kwargs.get("attention_mask"),
+            decoder_input_ids=given.decoder_input_ids,
+            encoder_states=given.encoder_states,
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
             temperature=1.0 if generation_config.do_sample else 0.0,  # the real one is among the processors
             seeds=int(torch.randint(2**48, ())),
             eos_token_id=eos,
             logits_processor=logits_processor,
             stopping_criteria=criteria,
-            on_tokens=None if streamer is None else stream,
+            on_tokens=None if streamer is None else _to(streamer),
         )
         if streamer is not None:
             streamer.end()
         if on_output is not None:
             on_output(outputs)
-        sequences = _padded(input_ids, outputs, generation_config)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        kind = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-        return kind(sequences=sequences)
+        return _result(input_ids, outputs, generation_config, encodes=encodes)
 
     return custom_generate
+
+
+def _to(streamer: BaseStreamer) -> Callable[[int, list[int], Round | None], None]:
+    """Return an `on_tokens` that puts each token into `streamer`."""
+
+    def put(_: int, tokens: list[int], __: Round | None) -> None:
+        for token in tokens:
+            streamer.put(torch.tensor([token]))
+
+    return put
 
 
 def _refuse_others(config: GenerationConfig, model_kwargs: dict[str, Any], *, encodes: bool) -> None:
@@ -128,30 +133,52 @@ def _follow(positions: Tensor | None, mask: Tensor | None) -> bool:
     return bool(((positions == kept.cumsum(-1) - 1) | (kept == 0)).all())
 
 
-def _encoded(decoder_ids_BP: Tensor, inputs: Tensor, states_BTH: Tensor, mask_BT: Tensor | None) -> dict[str, Any]:
-    """Return the texts of an encoder-decoder as `generate_batch` takes them: their beginning, and encoded sources.
+@dataclass(frozen=True)
+class _Given:
+    """What `generate_batch` reads, by the names of its arguments."""
+
+    input_ids: Tensor | list[list[int]]
+    decoder_input_ids: list[list[int]] | None = None
+    encoder_states: list[Tensor] | None = None
+
+
+def _encoded(decoder_ids_BP: Tensor, inputs: Tensor | None, model_kwargs: dict[str, Any]) -> _Given:
+    """Return what an encoder-decoder model reads: the beginnings of its texts, and encoded sources.
 
     transformers has expanded all but `inputs` to `num_return_sequences`; without `input_ids`, those hold no tokens.
     """
+    states_BTH, mask_BT = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
     mask_BT = torch.ones(states_BTH.shape[:2], device=states_BTH.device) if mask_BT is None else mask_BT
     sources: list[list[int]] = [[] for _ in states_BTH]
+    assert inputs is not None, "`generate` passes inputs_tensor to every callable that names it"
     inputs = inputs.repeat_interleave(len(states_BTH) // len(inputs), 0)
     if inputs.shape == mask_BT.shape and int(inputs.min()) >= 0:
         sources = [row_T[kept_T.bool()].tolist() for row_T, kept_T in zip(inputs, mask_BT, strict=True)]
     states = [states_TH[kept_T.bool()] for states_TH, kept_T in zip(states_BTH, mask_BT, strict=True)]
-    return {"input_ids": sources, "encoder_states": states, "decoder_input_ids": decoder_ids_BP.tolist()}
+    return _Given(sources, decoder_ids_BP.tolist(), states)
 
 
-def _split(criteria: StoppingCriteriaList) -> tuple[list[int] | None, list]:
+def _split(criteria: StoppingCriteriaList) -> tuple[list[int] | None, list[StoppingCriteria]]:
     """End tokens, and what is left of the criteria: the decoder watches those and the length by itself."""
     eos: list[int] = []
-    others = []
+    others: list[StoppingCriteria] = []
     for criterion in criteria:
         if type(criterion) is EosTokenCriteria:
             eos += criterion.eos_token_id.flatten().tolist()
         elif type(criterion) is not MaxLengthCriteria:
             others.append(criterion)
     return eos or None, others
+
+
+def _result(
+    input_ids: Tensor, outputs: Sequence[DecodeOutput], config: GenerationConfig, *, encodes: bool
+) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    """Return what `generate` returns: [B, T + n], or an output with these sequences."""
+    sequences = _padded(input_ids, outputs, config)
+    if not config.return_dict_in_generate:
+        return sequences
+    kind = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
+    return kind(sequences=cast(torch.LongTensor, sequences))  # int64, which no annotation of torch's says
 
 
 def _padded(input_ids: Tensor, outputs: Sequence[DecodeOutput], config: GenerationConfig) -> Tensor:

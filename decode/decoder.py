@@ -4,16 +4,15 @@ Prompts in the forms that callers have them: lists of tokens, or padded tensors.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal, TypedDict, Unpack
 
 import torch
-from torch import Tensor, nn
-from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft, now
-from draftsmith.decode.policies import Policy, default_policy, plans, policy_named
+from draftsmith.decode.policies import Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng, require_seed
@@ -57,9 +56,11 @@ def prompt_rows(
     return rows, paddings or [[] for _ in rows]
 
 
-def require_known(rows: Sequence[list[int]], model: nn.Module) -> None:
+def require_known(rows: Sequence[list[int]], model: PreTrainedModel) -> None:
     """ConfigError for tokens that the model has no embedding of."""
-    known = model.get_input_embeddings().weight.shape[0]
+    embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, Tensor)
+    known = embeddings.shape[0]
     for number, row in enumerate(rows):
         for token in (min(row), max(row)) if row else ():
             if not 0 <= token < known:
@@ -69,6 +70,7 @@ def require_known(rows: Sequence[list[int]], model: nn.Module) -> None:
 
 
 OnTokens = Callable[[list[int], Round | None], None]
+OnBatchTokens = Callable[[int, list[int], Round | None], None]
 EosTokens = int | list[int] | Literal["model"] | None
 
 
@@ -103,7 +105,7 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        target: nn.Module,
+        target: PreTrainedModel,
         drafter: Drafter | None = None,
         *,
         draft_length: int | None = None,
@@ -119,18 +121,15 @@ class SpeculativeDecoder:
             raise ConfigError(f"draft_length={draft_length} and policy={policy}; expected one of the two")
         if draft_length is not None:
             policy = Chain(draft_length)
-            most = None if drafter is None else drafter.max_draft_length
-            if most is not None and draft_length > most:
-                raise ConfigError.of(
-                    "draft_length", draft_length, f"at most {most}, which is what this {drafter.type} drafter proposes"
-                )
+            if drafter is not None:
+                _require_reach(drafter, draft_length)
         self.policy: Policy | None = None
         """None without a drafter, and for one that only retrieves."""
         if drafter is not None and not drafter.only_retrieves:
+            if isinstance(policy, str):
+                costs = measure_costs(target, drafter) if costs is None and plans(policy) else costs
+                policy = policy_named(policy, costs)
             self.policy = default_policy(drafter) if policy is None else policy
-            if isinstance(self.policy, str):
-                costs = measure_costs(target, drafter) if costs is None and plans(self.policy) else costs
-                self.policy = policy_named(self.policy, costs)
             _require_same_vocabulary(drafter, target)
         if self.rule is not None and drafter is not None:
             _require_fitting(self.rule, drafter, self.policy)
@@ -168,10 +167,8 @@ class SpeculativeDecoder:
         if len(rows) != 1:
             raise ConfigError.of("input_ids batch", len(rows), "1 prompt a call; `generate_batch` takes several")
 
-        def forward(_: int, tokens: list[int], record: Round | None) -> None:
-            on_tokens(tokens, record)
-
-        return self.generate_batch(rows, seeds=[seed], on_tokens=forward if on_tokens else None, **settings)[0]
+        forward = None if on_tokens is None else _without_place(on_tokens)
+        return self.generate_batch(rows, seeds=[seed], on_tokens=forward, **settings)[0]
 
     @torch.inference_mode()
     def generate_batch(
@@ -191,7 +188,7 @@ class SpeculativeDecoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         decoder_input_ids: Sequence[list[int]] | None = None,
         encoder_states: Sequence[Tensor] | None = None,
-        on_tokens: Callable[[int, list[int], Round | None], None] | None = None,
+        on_tokens: OnBatchTokens | None = None,
     ) -> list[DecodeOutput]:
         """Decode several prompts together; each text is what `generate` gives for it alone.
 
@@ -245,23 +242,22 @@ class SpeculativeDecoder:
             for text, new, record in decoding.round():
                 if on_tokens is not None:
                     on_tokens(text.number, new, record)
-        return [
-            DecodeOutput(prompt, text.tokens[text.prompt_length :], text.rounds, prefill_seconds, text.stopped_by)
-            for prompt, text in zip(rows, texts, strict=True)
-        ]
+        return [text.output(prompt, prefill_seconds) for prompt, text in zip(rows, texts, strict=True)]
 
     def calibrate(self, prompts: Sequence[list[int]], **settings: Unpack[GenerateSettings]) -> None:
         """Decode `prompts` and let the policy keep what it learns: where `generate` begins from then on.
 
         Worth a few texts for the policies that learn, at each temperature that will be used; others stay as they are.
         """
-        if not self.learns:
+        policy = self.policy
+        if policy is None or not policy.learns:
             return
         for seed, prompt in enumerate(prompts):
-            self.policy = replace(self.policy, explores=True)
+            self.policy = exploring(policy, True)
             self.generate(prompt, seed=seed, **settings)
-            self.policy = self._last.policy
-        self.policy = replace(self.policy, explores=False)
+            policy = self._last.policy
+            assert policy is not None, "the text had one"
+        self.policy = exploring(policy, False)
 
     @property
     def learns(self) -> bool:
@@ -299,17 +295,29 @@ class SpeculativeDecoder:
         return decoder_input_ids, rows
 
     def _eos(self, eos_token_id: EosTokens) -> frozenset[int]:
-        if eos_token_id == "model":
-            generation = getattr(self._model, "generation_config", None)
-            eos_token_id = getattr(generation, "eos_token_id", None)
-            if eos_token_id is None:
-                eos_token_id = self._model.config.get_text_config(decoder=True).eos_token_id
-        if eos_token_id is None:
+        ends = _eos_of(self._model) if eos_token_id == "model" else eos_token_id
+        if ends is None:
             return frozenset()
-        return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+        return frozenset([ends] if isinstance(ends, int) else ends)
 
 
-def start_token(model: nn.Module) -> int:
+def _eos_of(model: PreTrainedModel) -> int | list[int] | None:
+    """Return the end tokens of the model's generation config, or of its config without any."""
+    generation = getattr(model, "generation_config", None)
+    ends = getattr(generation, "eos_token_id", None)
+    return model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
+
+
+def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
+    """Return `on_tokens` for a batch of one text."""
+
+    def forward(_: int, tokens: list[int], record: Round | None) -> None:
+        on_tokens(tokens, record)
+
+    return forward
+
+
+def start_token(model: PreTrainedModel) -> int:
     """What an encoder-decoder target's decoder begins with; ConfigError where its config names none."""
     for config in (getattr(model, "generation_config", None), model.config):
         start = getattr(config, "decoder_start_token_id", None)
@@ -335,7 +343,16 @@ def _require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> Non
             rule.require(example_draft(policy, sharpness))
 
 
-def _require_same_vocabulary(drafter: Drafter, target: nn.Module) -> None:
+def _require_reach(drafter: Drafter, draft_length: int) -> None:
+    """ConfigError for more draft tokens than the drafter proposes."""
+    most = drafter.max_draft_length
+    if most is not None and draft_length > most:
+        raise ConfigError.of(
+            "draft_length", draft_length, f"at most {most}, which is what this {drafter.type} drafter proposes"
+        )
+
+
+def _require_same_vocabulary(drafter: Drafter, target: PreTrainedModel) -> None:
     """ConfigError where the drafter's logits are over another vocabulary, unless their common part is known."""
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
     if drafter.vocab_size in (None, vocabulary) or drafter.shared_vocabulary is not None:

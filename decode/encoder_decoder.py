@@ -8,25 +8,35 @@ handed to the layer through its own `position_bias` argument.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutput
 
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers.models.t5.modeling_t5 import T5Attention
 
-def biased_layers(decoder: nn.Module) -> list[nn.Module]:
+
+def _is_biased(module: nn.Module) -> "TypeGuard[T5Attention]":
+    """Whether `module` is T5's attention with a table of biases, or another model's with the same attributes."""
+    return bool(getattr(module, "has_relative_attention_bias", False))
+
+
+def biased_layers(decoder: PreTrainedModel) -> "list[T5Attention]":
     """Self-attention layers that own a table of relative biases; T5 has one. ConfigError for layers unlike T5's."""
-    layers = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
+    layers = [module for module in decoder.modules() if _is_biased(module)]
     for layer in layers:
         takes = inspect.signature(layer.forward).parameters
-        if "position_bias" not in takes or "bidirectional" not in inspect.signature(_bucket(layer)).parameters:
+        buckets_take = inspect.signature(layer._relative_position_bucket).parameters
+        if "position_bias" not in takes or "bidirectional" not in buckets_take:
             raise ConfigError(
                 f"model_type={decoder.config.model_type!r} computes its relative positions from places in the cache; "
                 "expected layers that take a position_bias, as T5's do"
@@ -34,15 +44,11 @@ def biased_layers(decoder: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _bucket(layer: nn.Module) -> Callable[..., Tensor]:
-    return layer._relative_position_bucket
-
-
 @contextmanager
-def true_positions(layers: list[nn.Module], positions_BQ: Tensor, positions_BS: Tensor) -> Iterator[None]:
+def true_positions(layers: "list[T5Attention]", positions_BQ: Tensor, positions_BS: Tensor) -> Iterator[None]:
     """While it is open, `layers` see tokens where `positions_BQ` and `positions_BS` say that they are."""
 
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(layer: "T5Attention", args: tuple, kwargs: dict[str, object]) -> tuple[tuple, dict[str, object]]:
         kwargs["position_bias"] = _bias(layer, positions_BS[:, None] - positions_BQ[:, :, None])
         return args, kwargs
 
@@ -54,9 +60,9 @@ def true_positions(layers: list[nn.Module], positions_BQ: Tensor, positions_BS: 
             handle.remove()
 
 
-def _bias(layer: nn.Module, distance_BQS: Tensor) -> Tensor:
+def _bias(layer: "T5Attention", distance_BQS: Tensor) -> Tensor:
     """[B, heads, Q, S] from the layer's own buckets and table."""
-    buckets_BQS = _bucket(layer)(
+    buckets_BQS = layer._relative_position_bucket(
         distance_BQS,
         bidirectional=False,
         num_buckets=layer.relative_attention_num_buckets,
@@ -75,7 +81,9 @@ class Encoded:
         states: [T, H] of each source where another call has encoded it already; the encoder is not asked then.
     """
 
-    def __init__(self, model: nn.Module, sources: Sequence[list[int]], states: Sequence[Tensor] | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, sources: Sequence[list[int]], states: Sequence[Tensor] | None = None
+    ) -> None:
         self.biased = biased_layers(model.get_decoder())
         self._caches: EncoderDecoderCache | None = None
         if states is not None:
@@ -109,4 +117,7 @@ class Encoded:
         self._mask_BT, self._states_BTH = self._mask_BT[rows], self._states_BTH[rows]
         if self._caches is not None:
             for layer in self._caches.cross_attention_cache.layers:
+                assert isinstance(layer, CacheLayerMixin)
+                assert layer.keys is not None
+                assert layer.values is not None
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]

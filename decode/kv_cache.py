@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.errors import ConfigError
@@ -57,34 +57,44 @@ class RollbackLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self._place.end
-        if end > self.keys.shape[2]:
-            self._grow(end)
+        self._hold(end)
+        keys, values = self._storage
         if self._place.slots_BQ is None:
             start = self._place.start
-            self.keys[:, :, start:end] = key_states
-            self.values[:, :, start:end] = value_states
+            keys[:, :, start:end] = key_states
+            values[:, :, start:end] = value_states
         else:
             slots_BQ = self._place.slots_BQ
             rows_B1 = torch.arange(slots_BQ.shape[0], device=slots_BQ.device)[:, None]
-            self.keys[rows_B1, :, slots_BQ] = key_states.transpose(1, 2)
-            self.values[rows_B1, :, slots_BQ] = value_states.transpose(1, 2)
-        return self.keys[:, :, :end], self.values[:, :, :end]
+            keys[rows_B1, :, slots_BQ] = key_states.transpose(1, 2)
+            values[rows_B1, :, slots_BQ] = value_states.transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
 
-    def _grow(self, needed: int) -> None:
+    @property
+    def _storage(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with their empty slots; there are some from the first `update` on."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def _hold(self, needed: int) -> None:
         # Storage doubles, so that each token is copied once on average however long the text becomes.
-        more = max(needed, 2 * self.keys.shape[2]) - self.keys.shape[2]
-        self.keys = _padded(self.keys, more)
-        self.values = _padded(self.values, more)
+        keys, values = self._storage
+        slots = keys.shape[2]
+        if needed > slots:
+            more = max(needed, 2 * slots) - slots
+            self.keys, self.values = _padded(keys, more), _padded(values, more)
 
     def gather(self, row: int, start: int, slots_n: Tensor) -> None:
         """Move `slots_n` [n] of `row` to `start` and the slots behind it, in order."""
         end = start + slots_n.shape[0]
-        self.keys[row, :, start:end] = self.keys[row].index_select(1, slots_n)
-        self.values[row, :, start:end] = self.values[row].index_select(1, slots_n)
+        for storage in self._storage:
+            storage[row, :, start:end] = storage[row].index_select(1, slots_n)
 
     def keep_rows(self, rows: list[int]) -> None:
         if self.is_initialized:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            keys, values = self._storage
+            self.keys, self.values = keys[rows], values[rows]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._place.end, 0
@@ -116,7 +126,8 @@ class RollbackCache(Cache):
         depth = getattr(text_config, "num_decoder_layers", None) or text_config.num_hidden_layers
         self.place = WritePosition()
         self.lengths = [0] * rows
-        super().__init__(layers=[RollbackLayer(self.place) for _ in range(depth)])
+        self._layers = [RollbackLayer(self.place) for _ in range(depth)]
+        super().__init__(layers=[*self._layers])
 
     def aim(self, starts: list[int], count: int, device: torch.device) -> None:
         """The next forward writes `count` tokens a row from `starts` on."""
@@ -132,14 +143,14 @@ class RollbackCache(Cache):
         """Commit what stands in `slots` of `row`, in order, behind what is committed."""
         start = self.lengths[row]
         if slots != list(range(start, start + len(slots))):
-            slots_n = torch.tensor(slots, device=self.layers[0].device)
-            for layer in self.layers:
+            slots_n = torch.tensor(slots, device=self._layers[0].device)
+            for layer in self._layers:
                 layer.gather(row, start, slots_n)
         self.lengths[row] = start + len(slots)
 
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows."""
-        for layer in self.layers:
+        for layer in self._layers:
             layer.keep_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]
 
@@ -155,7 +166,7 @@ def refuse_other_layers(config: PreTrainedConfig) -> None:
         )
 
 
-def context_limit(model: torch.nn.Module) -> int | None:
+def context_limit(model: PreTrainedModel) -> int | None:
     """The most positions that `model` was built for; None when its config names no limit."""
     return config_limit(model.config)
 

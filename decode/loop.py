@@ -4,21 +4,27 @@ One round's drafts for every text: retrieved where the drafter can, otherwise gr
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies.base import Growing, Policy
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sampling import Contexts, Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
 from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_greedy
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_tree import ROOT, Draft
+
+Rows = TypeVar("Rows", Tensor, list[int])
+"""What processors make of the logits of several nodes: distributions [N, V], or tokens [N]."""
 
 EXAMPLE = 8
 """Levels of an example."""
@@ -40,10 +46,10 @@ def propose(drafter: Drafter, policies: list[Policy | None], builders: list[Draf
         ):
             builder.estimates.update(zip(nodes, confidences, strict=True))
 
-    def advance(row: int, logits_nV: object) -> None:
+    def advance(row: int, logits_nV: Tensor | None) -> None:
         """Send logits to one text's policy (None starts it); note what it asks for next, or its draft."""
         try:
-            wanted[row] = growing[row].send(logits_nV)
+            wanted[row] = next(growing[row]) if logits_nV is None else growing[row].send(logits_nV)
         except StopIteration as end:
             drafts[row] = end.value
             del growing[row]
@@ -58,7 +64,9 @@ def propose(drafter: Drafter, policies: list[Policy | None], builders: list[Draf
             continue
         if drafter.max_draft_length is not None:  # of what it grows: retrieval may know more at once
             builder.room = min(builder.room, drafter.max_draft_length)
-        growing[row] = policies[row].grow(builder)
+        policy = policies[row]
+        assert policy is not None, "a drafter that does not retrieve has a policy"
+        growing[row] = policy.grow(builder)
         advance(row, None)
     if not growing:
         return drafts
@@ -120,6 +128,7 @@ class DecodeLoop:
 
     def runner(self, model: nn.Module, *, padded: bool = True) -> ModelRunner:
         sources = [text.source for text in self.texts]
+        model = cast(PreTrainedModel, model)  # or a `DraftNetwork`, which has the same interface
         return ModelRunner(model, len(self.texts), sources, widths=self._widths if padded else None)
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
@@ -127,6 +136,7 @@ class DecodeLoop:
         layers = () if self._drafter is None else self._drafter.needs.layers
         logits_BV = self._target.prefill(self.texts, layers)
         if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):
+            assert self._drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
             self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
         new = []
         results = self._verify([logits_V[None] for logits_V in logits_BV], [Draft() for _ in self.texts])
@@ -145,8 +155,10 @@ class DecodeLoop:
         device = None if hidden is None else hidden.device
         started = now(device)
         drafts = [Draft() for _ in self.texts]
+        builders: list[DraftBuilder] = []
         if self._drafter is not None:
-            builders = [DraftBuilder(text, self._room(text), self._processors, self._shared) for text in self.texts]
+            limit = self._drafter.context_limit
+            builders = [DraftBuilder(text, _room(text, limit), self._processors, self._shared) for text in self.texts]
             drafts = propose(self._drafter, [text.policy for text in self.texts], builders)
         drafted = now(device)
         logits = self._target.verify([text.tokens[-1] for text in self.texts], drafts)
@@ -159,7 +171,7 @@ class DecodeLoop:
             new.append(text.commit([*(draft.tokens[node] for node in result.path), result.next_token]))
         self._target.commit([list(result.path) for result in results])
         if self._drafter is not None:
-            self._observe(builders, drafts, results)
+            self._drafter.rollback(self._observe(builders, drafts, results))
         ended = now(device)
         out = []
         for text, draft, result, tokens in zip(self.texts, drafts, results, new, strict=True):
@@ -178,42 +190,40 @@ class DecodeLoop:
         self._finish()
         return out
 
-    def _observe(self, builders: list[DraftBuilder], drafts: list[Draft], results: list[VerifyResult]) -> None:
-        """Tell the drafter what was kept of its own nodes, and the policy what became of its drafts."""
-        paths = []
+    def _observe(
+        self, builders: list[DraftBuilder], drafts: list[Draft], results: list[VerifyResult]
+    ) -> list[list[int]]:
+        """Tell each policy what became of its draft; the accepted nodes of each tree that the drafter extended."""
+        paths: list[list[int]] = []
         for text, builder, draft, result in zip(self.texts, builders, drafts, results, strict=True):
             retrieved = len(draft) > 0 and not builder.tokens
             paths.append([] if retrieved else builder.origin(result.path))
             if text.policy is not None and not retrieved:
                 text.policy.observe(builder, draft, result)
-        self._drafter.rollback(paths)
-
-    def _room(self, text: DecodeSequence) -> int:
-        """The deepest draft that the text and the drafter's context allow."""
-        room = text.room
-        if self._drafter.context_limit is not None:
-            room = min(room, self._drafter.context_limit - len(text.tokens))
-        return room
+        return paths
 
     def _verify(self, logits: list[Tensor], drafts: list[Draft]) -> list[VerifyResult]:
         """What the rule decides for each text. `logits`: [N + 1, V] each."""
-        processors = self._processors
-        process = processors.tokens if processors.greedy else processors.probabilities
-        if len(logits) > 1 and not processors.read_text:
-            # One call for all texts: nothing that is applied looks at what stands before a token.
-            processed = process(torch.cat(logits), list)
-            sizes = [len(rows) for rows in logits]
-            starts = [sum(sizes[:row]) for row in range(len(sizes))]
-            parts = [processed[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        else:
-            parts = []
-            for text, rows, draft in zip(self.texts, logits, drafts, strict=True):
-                parts.append(process(rows, partial(_contexts, text, draft), text.number))
-        if processors.greedy:
-            return [verify_greedy(tokens, draft) for tokens, draft in zip(parts, drafts, strict=True)]
+        if self._processors.greedy:
+            tokens = self._processed(self._processors.tokens, logits, drafts)
+            return [verify_greedy(row, draft) for row, draft in zip(tokens, drafts, strict=True)]
+        p = self._processed(self._processors.probabilities, logits, drafts)
         return [
-            verify(self._rule, p_PV, draft, text.rng)
-            for text, p_PV, draft in zip(self.texts, parts, drafts, strict=True)
+            verify(self._rule, p_PV, draft, text.rng) for text, p_PV, draft in zip(self.texts, p, drafts, strict=True)
+        ]
+
+    def _processed(
+        self, process: Callable[[Tensor, Contexts, int], Rows], logits: list[Tensor], drafts: list[Draft]
+    ) -> list[Rows]:
+        """`process` applied to the logits of each text."""
+        if len(logits) > 1 and not self._processors.read_text:
+            # One call for all texts: nothing that is applied looks at what stands before a token.
+            processed = process(torch.cat(logits), list, 0)
+            ends = list(accumulate(len(rows) for rows in logits))
+            return [processed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return [
+            process(rows, partial(_contexts, text, draft), text.number)
+            for text, rows, draft in zip(self.texts, logits, drafts, strict=True)
         ]
 
     def _finish(self, *, started: bool = True) -> None:
@@ -227,6 +237,11 @@ class DecodeLoop:
         self._target.drop(running)
         if started and self._drafter is not None:
             self._drafter.drop(running)
+
+
+def _room(text: DecodeSequence, context_limit: int | None) -> int:
+    """The deepest draft that the text and the drafter's context allow."""
+    return text.room if context_limit is None else min(text.room, context_limit - len(text.tokens))
 
 
 def _contexts(text: DecodeSequence, draft: Draft) -> list[list[int]]:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftsmith.decode.encoder_decoder import Encoded, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
@@ -53,7 +54,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         rows: int,
         sources: Sequence[list[int]] | None = None,
         *,
@@ -69,9 +70,11 @@ class ModelRunner:
         self._branches = [Branches() for _ in range(rows)]
         self._widths = widths if widths and rows == 1 else {}
         self._attention = Attention.of(model.config.get_text_config(decoder=True))
-        self._read: list[Tensor | None] | None = [None] if remember else None
+        self._read: list[Tensor] | None = None
         if remember:
-            _watch(self, model.get_output_embeddings(), self._read)
+            head = model.get_output_embeddings()
+            assert head is not None, "`TransformersTarget` refuses models without an lm_head"
+            self._read = _watch(self, head)
         self._watched = Features(model, layers) if layers else None
         self.states: list[Tensor] = []
         """Per row, [n, H] for the logits last returned: what the lm_head read (with `remember`), or `output.states`."""
@@ -224,7 +227,7 @@ class ModelRunner:
             mask = self._attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)
         elif visible_BQS is not None:
             mask = self._attention.plain(visible_BQS, self._dtype)
-        inputs = {"use_cache": True}
+        inputs: dict[str, object] = {"use_cache": True}
         if self._takes_positions:
             inputs["position_ids"] = positions_BQ
         if self._takes_keep and keep is not None:
@@ -246,10 +249,12 @@ class ModelRunner:
         return logits, states
 
 
-def _watch(runner: ModelRunner, head: nn.Module, read: list[Tensor | None]) -> None:
-    """Put into `read` what `head` reads, for every architecture alike and at no cost, as long as `runner` lives."""
+def _watch(runner: ModelRunner, head: nn.Module) -> list[Tensor]:
+    """A list that holds what `head` read last, for every architecture alike and at no cost, while `runner` lives."""
+    read: list[Tensor] = []
 
     def remember(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        read[0] = arguments[0]
+        read[:] = arguments[:1]
 
     weakref.finalize(runner, head.register_forward_pre_hook(remember).remove)
+    return read

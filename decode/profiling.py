@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
@@ -27,7 +29,7 @@ NEARLY_FREE = 1e-4
 
 
 @torch.inference_mode()
-def measure_costs(target: nn.Module, drafter: Drafter | None = None, *, widest: int = 64) -> Costs:
+def measure_costs(target: PreTrainedModel, drafter: Drafter | None = None, *, widest: int = 64) -> Costs:
     """Median seconds of forward passes behind 128 tokens, widths interleaved, on the present machine and threads.
 
     A drafter's steps are timed within whole rounds too: they are dearer there than alone, because the target's weights
@@ -38,7 +40,9 @@ def measure_costs(target: nn.Module, drafter: Drafter | None = None, *, widest: 
     if drafter is None or drafter.only_retrieves:
         return Costs(verify, {1: min(verify.values()) * NEARLY_FREE})
     model = getattr(drafter, "model", None)
-    draft = _curve(_reading(model), widths) if isinstance(model, nn.Module) else {1: 0.0}
+    draft = {1: 0.0}
+    if isinstance(model, nn.Module):
+        draft = _curve(_reading(cast(PreTrainedModel, model)), widths)  # a draft model's
     alone = Costs(verify, draft)
     reach = min(LONG, drafter.max_draft_length or LONG)
     seconds: dict[int, list[float]] = {SHORT: [], reach: []}
@@ -54,7 +58,7 @@ def measure_costs(target: nn.Module, drafter: Drafter | None = None, *, widest: 
     return Costs(verify, {width: step + max(value - draft[1], 0.0) for width, value in draft.items()}, fixed)
 
 
-def _round_seconds(target: nn.Module, drafter: Drafter, draft_length: int) -> list[float]:
+def _round_seconds(target: PreTrainedModel, drafter: Drafter, draft_length: int) -> list[float]:
     """Seconds of a few sampled rounds with that many draft tokens; the first, which allocates, is left out."""
     limits = [getattr(model, "config", None) for model in (target, getattr(drafter, "model", None))]
     limit = min((getattr(config, "max_position_embeddings", None) or CONTEXT * 4 for config in limits), default=CONTEXT)
@@ -68,7 +72,7 @@ def _round_seconds(target: nn.Module, drafter: Drafter, draft_length: int) -> li
     return [record.seconds for record in text.rounds[1:] or text.rounds]
 
 
-def _reading(model: nn.Module) -> Callable[[int], object]:
+def _reading(model: PreTrainedModel) -> Callable[[int], object]:
     """A function that reads that many tokens behind a context, and forgets them."""
     limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT + WIDTHS[-1]
     runner = ModelRunner(model, 1, [[1] * 8])

@@ -5,7 +5,7 @@ How logits become the distribution that is sampled, for the target's p and the d
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +30,11 @@ class Rng(Protocol):
 
     def bernoulli(self, probability: float) -> bool:
         """True with `probability`; values at or above 1 are certain."""
+        ...
 
     def categorical(self, weights_V: Tensor) -> int:
         """An index with probability proportional to `weights_V` [V] (non-negative, not all zero)."""
+        ...
 
 
 class SeededRng:
@@ -146,8 +148,9 @@ class _Cold(LogitsProcessor):
 
 def _tempered(processor: LogitsProcessor) -> LogitsProcessor:
     """Return the processor itself, or what computes the same for temperatures at which it would overflow."""
-    cold = type(processor) is TemperatureLogitsWarper and processor.temperature < COLDEST
-    return _Cold(processor.temperature) if cold else processor
+    if type(processor) is TemperatureLogitsWarper and processor.temperature < COLDEST:
+        return _Cold(processor.temperature)
+    return processor
 
 
 class Processors:
@@ -226,14 +229,16 @@ class Processors:
             groups.setdefault(len(tokens) if together else row, []).append(row)
         out_NV = torch.empty_like(scores_NV)
         for rows in groups.values():
-            ids = torch.tensor([before[row] for row in rows], device=scores_NV.device)
-            scores = scores_NV[rows]  # a copy: a processor may work in place
-            if not together and self._texts > 1:
-                ids, scores = ids.repeat(self._texts, 1), scores.repeat(self._texts, 1)
-                out_NV[rows] = processor(ids, scores)[text : text + 1]
-            else:
-                out_NV[rows] = processor(ids, scores)
+            copies = 1 if together else self._texts
+            ids = token_ids([before[row] for row in rows] * copies, scores_NV.device)
+            processed = processor(ids, scores_NV[rows].repeat(copies, 1))  # a copy: a processor may work in place
+            out_NV[rows] = processed if copies == 1 else processed[text : text + 1]
         return out_NV
+
+
+def token_ids(rows: Sequence[list[int]], device: torch.device | None = None) -> torch.LongTensor:
+    """[B, T] of rows of equal length, as transformers' processors and criteria are typed to take them."""
+    return cast(torch.LongTensor, torch.tensor(rows, device=device))  # int64, which no annotation of torch's says
 
 
 def _treats_rows_alone(processor: LogitsProcessor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from draftsmith.decode.sampling import Rng
+from draftsmith.decode.sampling import Rng, token_ids
 
 if TYPE_CHECKING:
     from draftsmith.decode.policies.base import Policy
@@ -145,6 +145,7 @@ class DecodeSequence:
 
     def take_features(self, count: int) -> Tensor:
         """[count, F]: the target's features of the next tokens in order, each handed out once."""
+        assert self.features is not None, "a drafter takes only the features that it needs"
         taken, self.features = self.features[:count], self.features[count:]
         return taken
 
@@ -162,11 +163,17 @@ class DecodeSequence:
                 return new[:count]
         return new
 
+    def output(self, prompt: list[int], prefill_seconds: float) -> DecodeOutput:
+        """Return the text, which has ended; `prompt`: the tokens that it was asked for with."""
+        assert self.stopped_by is not None, "the text has not ended"
+        new = self.tokens[self.prompt_length :]
+        return DecodeOutput(prompt, new, self.rounds, prefill_seconds, self.stopped_by)
+
     def _stopped(self, token: int) -> Literal["eos", "length", "criteria"] | None:
         if token in self.stops.eos:
             return "eos"
         if self.stops.criteria:
-            ids = torch.tensor([self.padding + self.tokens])
+            ids = token_ids([self.padding + self.tokens])
             if any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.stops.criteria):
                 return "criteria"
         return "length" if len(self.tokens) >= self.max_length else None

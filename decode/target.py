@@ -13,12 +13,13 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.kv_cache import context_limit
 from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.base import SequenceState
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 # Shapes: B texts, N draft nodes of one text, H hidden size, V vocabulary.
@@ -29,23 +30,29 @@ class Target(Protocol):
 
     context_limit: int | None
 
-    def prefill(self, texts: Sequence[SequenceState], layers: tuple[int, ...] = ()) -> Tensor:
+    def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
         """Begin: read all texts; the logits [B, V] behind their last tokens. `layers`: whose features are wanted."""
+        ...
 
     def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
         """Read each text's last committed token and its draft behind it; logits [N + 1, V], the root's first."""
+        ...
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep the roots and the accepted nodes; forget the other nodes."""
+        ...
 
     def hidden(self, row: int, node: int) -> Tensor | None:
         """[H]: what the lm_head read behind `node` (or `ROOT`) of the last logits; None for a target without."""
+        ...
 
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
         """[n, F]: the wanted features of all tokens just read, or of the root and these nodes of a draft."""
+        ...
 
     def drop(self, rows: list[int]) -> None:
         """Some texts are finished: keep these rows."""
+        ...
 
 
 @dataclass
@@ -64,7 +71,7 @@ class RootedTree:
 class TransformersTarget:
     """A transformers causal LM or encoder-decoder model with a pointer cache."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         if model.get_output_embeddings() is None:
             raise ConfigError(f"model {type(model).__name__} has no lm_head; expected a causal language model")
         self.model = model
@@ -72,11 +79,12 @@ class TransformersTarget:
         self.widths: dict[int, int] = {}
         """Tokens of a verification to the number that it is padded to, where that is cheaper."""
 
-    def prefill(self, texts: Sequence[SequenceState], layers: tuple[int, ...] = ()) -> Tensor:
+    def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
         sources = [text.source for text in texts]
         encoded = [text.encoded for text in texts if text.encoded is not None] or None
-        watched = {"remember": True, "layers": layers}
-        self._runner = ModelRunner(self.model, len(texts), sources, widths=self.widths, encoded=encoded, **watched)
+        self._runner = ModelRunner(
+            self.model, len(texts), sources, remember=True, layers=layers, widths=self.widths, encoded=encoded
+        )
         return self._runner.append([text.tokens for text in texts])
 
     def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
@@ -103,11 +111,11 @@ TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
 HALF_TOLERANCE = 0.2
 """Of the logits' standard deviation: rounding stays below it, a wrong position or mask rarely does."""
 
-_PASSED: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
+_PASSED: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 
 @torch.inference_mode()
-def require_tree_reading(model: nn.Module) -> None:
+def require_tree_reading(model: PreTrainedModel) -> None:
     """ConfigError, with the reason, unless `model` reads trees right. Asked once for each model."""
     if model in _PASSED:
         return
@@ -145,20 +153,20 @@ def require_tree_reading(model: nn.Module) -> None:
     _PASSED[model] = True
 
 
-def _question(model: nn.Module) -> tuple[list[int], Draft]:
+def _question(model: PreTrainedModel) -> tuple[list[int], Draft]:
     """Some tokens and two branches of two tokens behind them."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (10,), generator=torch.Generator().manual_seed(0)).tolist()
     return ids[:6], Draft(tuple(ids[6:]), (-1, 0, -1, 2))
 
 
-def _as_tree(model: nn.Module, context: list[int], draft: Draft) -> Tensor:
+def _as_tree(model: PreTrainedModel, context: list[int], draft: Draft) -> Tensor:
     runner = ModelRunner(model, 1, [context])
     runner.append([context[:-1]])
     return runner.branch([RootedTree.of(context[-1], draft)], [list(range(len(draft) + 1))])[0]
 
 
-def _as_path(model: nn.Module, tokens: list[int]) -> Tensor:
+def _as_path(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     """Logits [V] behind `tokens`, by a plain forward pass."""
     ids = torch.tensor([tokens], device=next(model.parameters()).device)
     if model.config.is_encoder_decoder:

@@ -20,13 +20,15 @@ from draftsmith.decode.verification_rules import (
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft, DrawnDraft
 
+Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
+
 
 @dataclass(frozen=True)
 class Rule:
     """A verification rule for sampled decoding (greedy decoding has one rule, the argmax)."""
 
     name: str
-    verify: Callable[[Tensor, Draft, Rng], VerifyResult]
+    verify: Verify
     fits: Callable[[Draft], bool]
     takes: str
     """What `fits` asks for, in words."""
@@ -49,27 +51,37 @@ def _drawn(draft: Draft, *, replacement: bool) -> bool:
     return isinstance(draft, DrawnDraft) and (draft.is_chain or draft.replacement == replacement)
 
 
+def _ratio_rule(rule: Callable[[Tensor, DrawnDraft, Rng], VerifyResult]) -> Verify:
+    """`rule`, which weighs p against q, as a rule of any draft: `Rule.fits` refuses those without q before."""
+
+    def verify(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
+        assert isinstance(draft, DrawnDraft), "the draft has no q"
+        return rule(p_PV, draft, rng)
+
+    return verify
+
+
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("token", token_rule, _drawn_chain, "a chain drawn from q"),
-        Rule("block", block_rule, _drawn_chain, "a chain drawn from q"),
+        Rule("token", _ratio_rule(token_rule), _drawn_chain, "a chain drawn from q"),
+        Rule("block", _ratio_rule(block_rule), _drawn_chain, "a chain drawn from q"),
         Rule("point-mass", point_mass_rule, lambda draft: True, "any draft"),
         Rule(
             "siblings-iid",
-            siblings_iid_rule,
+            _ratio_rule(siblings_iid_rule),
             lambda draft: _drawn(draft, replacement=True),
             "a tree whose siblings were drawn independently from q",
         ),
         Rule(
             "siblings-without-replacement",
-            siblings_without_replacement_rule,
+            _ratio_rule(siblings_without_replacement_rule),
             lambda draft: _drawn(draft, replacement=False),
             "a tree whose siblings were drawn from q without replacement",
         ),
         Rule(
             "traversal",
-            traversal_rule,
+            _ratio_rule(traversal_rule),
             lambda draft: _drawn(draft, replacement=False),
             "a tree whose siblings were drawn from q without replacement",
         ),

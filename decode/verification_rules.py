@@ -219,6 +219,7 @@ class _Node:
 
     def lose(self, token: int) -> None:
         """A child failed: p becomes norm(max(w p - q, 0)), the weight S/(S + 1 - w), and q loses the child."""
+        assert self.q_V is not None, "a node with children has a q"
         rest_V = (self.weight * self.p_V - self.q_V).clamp_min(0)
         left = float(rest_V.sum())
         whole = left + 1 - self.weight
@@ -237,10 +238,11 @@ def traversal_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     overlap = {}
     nodes = []
     for place, below in enumerate(draft.children):
-        q_V = draft.q[below[0]] if below else None
-        nodes.append(_Node(p_PV[place], q_V, below))
+        q_V = None
         if below:
+            q_V = draft.q[below[0]]
             overlap[place - 1] = float(torch.minimum(p_PV[place], q_V).sum())
+        nodes.append(_Node(p_PV[place], q_V, below))
     _weigh(ROOT, nodes, draft)
     while nodes[0].children:
         leaf = ROOT
@@ -263,6 +265,7 @@ def _weigh(start: int, nodes: list[_Node], draft: DrawnDraft) -> None:
         parent = below.pop()
         node = nodes[parent + 1]
         for child in node.children:
+            assert node.q_V is not None, "a node with children has a q"
             token = draft.tokens[child]
             nodes[child + 1].weight = min(1.0, node.weight * float(node.p_V[token] / node.q_V[token]))
         below += node.children

@@ -50,8 +50,11 @@ class ModelRunner(Protocol):
     The model is a transformers LM, or has its interface (`DraftNetwork`) and may then also read features of the target.
     """
 
-    lengths: list[int]
-    """Committed tokens that each row has read."""
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens that each row has read."""
+        ...
+
     states: list[Tensor]
     """What the model's output held as `states` for the logits last returned: [n, D] for each row."""
 
@@ -73,11 +76,10 @@ class ModelRunner(Protocol):
 class Context(Protocol):
     """What a drafter is given when decoding begins."""
 
-    texts: Sequence[SequenceState]
-    """The texts that are still running; finished ones leave it, see `Drafter.drop`."""
-
-    max_length: int
-    """No token of any text will ever stand at this position or after it."""
+    @property
+    def texts(self) -> Sequence[SequenceState]:
+        """The texts that are still running; finished ones leave it, see `Drafter.drop`."""
+        ...
 
     def runner(self, model: nn.Module, *, padded: bool = True) -> ModelRunner:
         """A reader for a model of the drafter's own; `padded`: its passes may be padded to a cheaper width."""

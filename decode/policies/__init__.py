@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
-from draftsmith.decode.policies.base import Growing, Policy
+from draftsmith.decode.policies.base import Growing, Policy, exploring
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
 from draftsmith.decode.policies.dynamic_tree import BestFirst, DynamicTree
 from draftsmith.decode.policies.static_tree import MeasuredTree, SampledTree, StaticTree, best_shape, widths_shape
@@ -83,6 +83,7 @@ __all__ = [
     "best_shape",
     "check_policy",
     "default_policy",
+    "exploring",
     "plans",
     "policy_named",
     "widths_shape",

@@ -255,7 +255,7 @@ class OptimalTree:
                 break
             nodes = [candidates.node(place) for place in new]
         draft = candidates.draft(self._worth(candidates, known) or candidates.best(1))
-        kept = [candidates.of_node(node) for node in builder.kept]
+        kept = [candidates.of_node(node) for node in builder.origin(tuple(range(len(draft))))]
         builder.confidence, builder.ranks = [c.confidence for c in kept], [c.rank for c in kept]
         builder.survival = [c.weight for c in kept]
         return draft

@@ -1,6 +1,7 @@
 """The interface of a draft-length or draft-tree policy."""
 
 from collections.abc import Generator
+from dataclasses import is_dataclass, replace
 from typing import ClassVar, Protocol, Self
 
 from torch import Tensor
@@ -25,22 +26,26 @@ class Policy(Protocol):
     """Decides how a round's draft grows. It may use all that happened before, and q before a token is drawn from it."""
 
     learns: ClassVar[bool]
-    """Whether it changes with what is accepted."""
+    """Whether it changes with what is accepted; then it is a dataclass with a field `explores`, see `exploring`."""
 
     def fresh(self) -> Self:
         """A policy of these settings for one new text, which knows what this one knows and learns by itself.
 
         So a seed gives the same text every time, whatever was decoded before or is decoded beside it.
         """
+        ...
 
     def grow(self, builder: DraftBuilder) -> Growing:
         """Grow one text's draft at most `builder.room` >= 1 levels deep."""
+        ...
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
         """What became of a draft that `grow` made in `builder`."""
+        ...
 
     def __str__(self) -> str:
         """The name and settings, in the form that `policy_named` reads."""
+        ...
 
 
 def require_counts(policy: object, *keys: str) -> None:
@@ -49,3 +54,9 @@ def require_counts(policy: object, *keys: str) -> None:
         value = getattr(policy, key)
         if not 1 <= value <= MOST:
             raise ConfigError.of(key, value, ">= 1" if value < 1 else f"at most {MOST}")
+
+
+def exploring(policy: Policy, explores: bool) -> Policy:
+    """A copy of a policy that learns, for which drafts deeper than pays are worth their evidence, or no longer are."""
+    assert is_dataclass(policy), "a policy that learns is a dataclass with a field `explores`"
+    return replace(policy, explores=explores)

@@ -154,6 +154,7 @@ class MeasuredTree:
         return [[count / max(reached, 1) for count in counts] for counts, reached in rows]
 
     def grow(self, builder: DraftBuilder) -> Growing:
+        assert self._tree is not None, "a policy grows after `fresh`"
         return (yield from self._tree.grow(builder))
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
