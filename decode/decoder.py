@@ -22,6 +22,7 @@ from draftsmith.decode.verification import Rule, rule_named
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.model_config import start_token
 
 
 def prompt_rows(
@@ -315,15 +316,6 @@ def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
         on_tokens(tokens, record)
 
     return forward
-
-
-def start_token(model: PreTrainedModel) -> int:
-    """What an encoder-decoder target's decoder begins with; ConfigError where its config names none."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        start = getattr(config, "decoder_start_token_id", None)
-        if start is not None:
-            return start
-    raise ConfigError("decoder_start_token_id=None; expected the encoder-decoder target's config to name one")
 
 
 def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[StoppingCriteria]:

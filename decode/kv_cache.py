@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.errors import ConfigError
@@ -164,20 +164,3 @@ def refuse_other_layers(config: PreTrainedConfig) -> None:
             f"model_type={config.model_type!r} has layers of type {sorted(others)}; expected full or sliding "
             "attention: other layers cannot forget rejected draft tokens"
         )
-
-
-def context_limit(model: PreTrainedModel) -> int | None:
-    """The most positions that `model` was built for; None when its config names no limit."""
-    return config_limit(model.config)
-
-
-def config_limit(config: PreTrainedConfig) -> int | None:
-    """The same from the config alone."""
-    if getattr(config, "relative_attention_num_buckets", None):
-        return None  # relative positions: T5's n_positions is what it was trained with, not a limit
-    config = config.get_text_config(decoder=True)
-    for key in ("max_position_embeddings", "n_positions"):
-        limit = getattr(config, key, None)
-        if limit:
-            return int(limit)
-    return None

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.kv_cache import context_limit
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.heads.model_config import context_limit
 
 # Shapes: B texts, N draft nodes of one text, H hidden size, V vocabulary.
 
@@ -75,7 +75,7 @@ class TransformersTarget:
         if model.get_output_embeddings() is None:
             raise ConfigError(f"model {type(model).__name__} has no lm_head; expected a causal language model")
         self.model = model
-        self.context_limit = context_limit(model)
+        self.context_limit = context_limit(model.config)
         self.widths: dict[int, int] = {}
         """Tokens of a verification to the number that it is padded to, where that is cheaper."""
 

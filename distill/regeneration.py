@@ -20,7 +20,6 @@ from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.kv_cache import context_limit
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.load_target import LoadedTarget
@@ -28,6 +27,7 @@ from draftsmith.distill.sources import ASSISTANT, Conversation
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.model_config import context_limit
 from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.safe_text import Terminal
@@ -86,7 +86,7 @@ class Sampler:
     """Target passes and tokens so far, which give tau."""
 
     def __post_init__(self) -> None:
-        self._limit = context_limit(self.target.model)
+        self._limit = context_limit(self.target.model.config)
         proposes = self.speculate and self.drafter is not None
         self._decoder = (
             SpeculativeDecoder(self.target.model, drafter=self.drafter, draft_length=self.draft_length)
@@ -277,7 +277,7 @@ def samples_key(sampler: Sampler, questions: Dataset) -> str:
 
 def _require_room(target: LoadedTarget, questions: Dataset, settings: SampleSettings) -> None:
     longest = max(map(len, questions["input_ids"])) + settings.response_tokens
-    limit = context_limit(target.model)
+    limit = context_limit(target.model.config)
     if limit is not None and longest > limit:
         raise ConfigError(
             f"data.prompt_tokens + data.response_tokens={longest}; expected at most the target's context of {limit}"

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.kv_cache import context_limit
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
@@ -25,6 +24,7 @@ from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter
+from draftsmith.heads.model_config import context_limit
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.safe_text import Terminal
 
@@ -105,7 +105,7 @@ class Run:
             raise ConfigError("tokenizer=None; expected the target's, for prompts of several turns")
         template = (self.settings.chat_template, self.settings.template_options)
         self.chat = None if self.tokenizer is None else Chat(self.tokenizer, *template)
-        limits = [context_limit(self.target), *(drafter.context_limit for drafter in self.drafters.values())]
+        limits = [context_limit(self.target.config), *(drafter.context_limit for drafter in self.drafters.values())]
         self.context = min((limit for limit in limits if limit is not None), default=None)
         self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}
         self._numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.heads.model_config import context_limit
 
 PROMPTS, TOKENS, TRIALS = 4, 32, 3
 
@@ -35,7 +36,7 @@ def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]]) -> 
     def theirs(prompt: list[int], tokens: int) -> list[int]:
         return _generate(target, prompt, tokens)
 
-    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = context_limit(target.config)
     speeds: dict[str, list[float]] = {"generate": [], "baseline": []}
     identical = 0
     chosen = prompts[:PROMPTS]

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.kv_cache import config_limit
 from draftsmith.distill.load_target import EMBEDDED, load_target, load_tokenizer
 from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.heads.model_config import context_limit
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def load_session(
     prompts, limit = [], None
     if rows is not None:
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
-        limit = config_limit(config)
+        limit = context_limit(config)
         prompts = encode(tokenizer, limit)
     # Building the embedded target shows a progress bar of its own.
     with stage("loading the target and the drafters", shown=progress and settings.target != EMBEDDED):

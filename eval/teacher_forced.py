@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.decoder import SpeculativeDecoder, start_token
-from draftsmith.decode.kv_cache import context_limit
+from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter
 from draftsmith.heads.base import Drafter, DraftStates, TeacherSignals, TrainableDrafter
 from draftsmith.heads.dflash import DFlash
+from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.heads.ngram import Hybrid
 
 TOGETHER = 16
@@ -87,7 +87,7 @@ def target_text(target: PreTrainedModel, prompt: list[int], new: list[int], max_
     source: list[int] = []
     if target.config.is_encoder_decoder:
         source, prompt = prompt, [start_token(target)]
-    longest = min(len(prompt) + max_new_tokens, context_limit(target) or len(prompt) + max_new_tokens)
+    longest = min(len(prompt) + max_new_tokens, context_limit(target.config) or len(prompt) + max_new_tokens)
     return TargetText([*prompt, *new], len(prompt), longest, source)
 
 

@@ -25,6 +25,7 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Context, DraftStates, TeacherSignals, TrainableDrafter, Tree
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, logits_head
 from draftsmith.heads.lora import add_lora, check_lora
+from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.validation import require_whole_model
 
 MOST_LAYERS = 1024
@@ -40,7 +41,7 @@ class DraftModel(TrainableDrafter):
         super().__init__()
         self.model = model
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        self.context_limit = getattr(model.config, "max_position_embeddings", None)
+        self.context_limit = context_limit(model.config)
 
     @classmethod
     def from_target(

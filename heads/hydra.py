@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.heads.medusa import ResidualBlock
+from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 
 # Shapes: n nodes, H hidden size, E width of the embeddings, S = H + kE what head k is handed.
@@ -67,7 +68,7 @@ class Hydra(TokenHeads):
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
         """Copies of the target's lm_head; what is added to the state is small at first."""
-        check_heads(num_heads, num_layers, getattr(target.config, "max_position_embeddings", None))
+        check_heads(num_heads, num_layers, context_limit(target.config))
         hidden_size, vocab_size = target_sizes(target)
         width = target.get_input_embeddings().weight.shape[1]
         size = None if draft_vocabulary is None else len(draft_vocabulary)

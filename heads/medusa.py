@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.heads.base import Context, DraftStates, Needs, TeacherSignals
 from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, PathIndependentDrafter, check_heads, last_states, require_states
 
 
@@ -67,7 +68,7 @@ class Medusa(PathIndependentDrafter):
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
         """Identity blocks and copies of the target's lm_head: at first every head predicts what the target does."""
-        check_heads(num_heads, num_layers, getattr(target.config, "max_position_embeddings", None))
+        check_heads(num_heads, num_layers, context_limit(target.config))
         vocab_size, hidden_size = target.get_output_embeddings().weight.shape
         size = None if draft_vocabulary is None else len(draft_vocabulary)
         drafter = cls(hidden_size, vocab_size, num_heads, num_layers, shared_lm_head, size)

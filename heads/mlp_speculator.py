@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
+from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 
 STATE_SHARE = 0.5
@@ -77,7 +78,7 @@ class MlpSpeculator(TokenHeads):
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
         """Embeddings and, at the target's width, lm_heads start as the target's."""
-        check_heads(num_heads, 1, getattr(target.config, "max_position_embeddings", None))
+        check_heads(num_heads, 1, context_limit(target.config))
         hidden_size, vocab_size = target_sizes(target)
         size = None if draft_vocabulary is None else len(draft_vocabulary)
         drafter = cls(hidden_size, inner_size or hidden_size, vocab_size, num_heads, tie_weights, size)

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
 
-from draftsmith.decode.kv_cache import context_limit
 from draftsmith.distill.chat_template import Chat, template_text
 from draftsmith.distill.dataset import ExampleSettings, hold_out, length_statistics, pack, read_examples
 from draftsmith.distill.embedded import embedded_prompts
@@ -28,6 +27,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_vocab import most_frequent
 from draftsmith.heads.hidden_states import document_numbers
+from draftsmith.heads.model_config import context_limit
 from draftsmith.provenance import fingerprint
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import DataSection, Recipe
@@ -193,7 +193,7 @@ def prepare_data(
     )
     console.say(f"data: reading {data.prompts}")
     with accelerator.main_process_first():
-        examples = read_examples(chat, wanted, context_limit(target.model), console.say)
+        examples = read_examples(chat, wanted, context_limit(target.model.config), console.say)
     if evaluation.prompts is None and data.prompts != EMBEDDED:
         examples, heldout = hold_out(examples, evaluation.count)
     else:
@@ -213,7 +213,7 @@ def _from_logprobs(
     data, evaluation, file = recipe.data, recipe.evaluation, recipe.teacher.file
     with accelerator.main_process_first():
         rows = logprob_rows(file, target.tokenizer, console.say, chat)
-    limit = context_limit(target.model)
+    limit = context_limit(target.model.config)
 
     def fits(row: dict[str, Any]) -> bool:
         ((start, end),) = row["spans"]
@@ -311,7 +311,7 @@ def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> l
     if source == EMBEDDED:
         rows = embedded_prompts(target.tokenizer, "heldout", settings.count, settings.prompt_tokens)
         return [row.input_ids for row in rows]
-    limit = context_limit(target.model)
+    limit = context_limit(target.model.config)
     prompts: list[list[int]] = []
     for place, row in read_source(source):
         ids = chat.prompt(conversation(place, row))

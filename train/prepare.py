@@ -11,7 +11,6 @@ from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.decode.kv_cache import config_limit, context_limit
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.dataset import ExampleSettings, length_statistics, read_examples
@@ -27,6 +26,7 @@ from draftsmith.distill.regeneration import (
 )
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.heads.model_config import context_limit
 from draftsmith.locks import hold_name, require_cache
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.safe_text import Terminal
@@ -72,7 +72,7 @@ def preview(request: DataRequest, *, answered: bool, show: int) -> None:
     wanted = request.examples(answered=answered)
     if not answered:
         wanted = replace(wanted, response_tokens=0)  # how long answers will be is the recipe's business
-    rows = read_examples(chat, wanted, config_limit(config), notes.append)
+    rows = read_examples(chat, wanted, context_limit(config), notes.append)
     for number, row in enumerate(rows.select(range(min(show, len(rows)))), 1):
         _show(console, tokenizer, row, number)
     for note in notes:
@@ -129,7 +129,7 @@ def _regenerate(request: DataRequest, settings: SampleSettings, out: Path, draft
     if request.every_turn and not loaded.tokenizer.chat_template:
         raise ConfigError("--turns all with a tokenizer without a chat template; expected first, or --chat-template")
     console = TrainConsole(True)
-    questions = read_examples(chat, request.examples(answered=False), context_limit(loaded.model), console.say)
+    questions = read_examples(chat, request.examples(answered=False), context_limit(loaded.model.config), console.say)
     writer = None if drafter is None else load_drafter(drafter, loaded.model, loaded.tokenizer)
     sampler = Sampler(loaded, chat, settings, writer)
     folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads.model_config import start_token
 from draftsmith.locks import hold_folder
 from draftsmith.storage import write_json
 from draftsmith.train.accelerator import make_accelerator, require_compiler
@@ -146,8 +147,8 @@ class Run:
             compile_blocks(self.drafter)
         self.engine = make_engine(recipe, accelerator, step, made)
         self.module, self.optimizers = self.engine.module, self.engine.optimizers
-        config = self.target.model.config
-        self.start_token = config.decoder_start_token_id if config.is_encoder_decoder else None
+        model = self.target.model
+        self.start_token = start_token(model) if model.config.is_encoder_decoder else None
 
     def train(self) -> None:
         progress, stopping = self.record.resume(self.engine), self.stopping

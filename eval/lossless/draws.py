@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria
 
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.kv_cache import context_limit
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.errors import ConfigError
@@ -21,6 +20,7 @@ from draftsmith.eval.lossless.greedy import read
 from draftsmith.eval.lossless.pit import chunks, pairs, round_starts, transform
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.teacher_forced import vocabulary_size
+from draftsmith.heads.model_config import context_limit
 
 # Shapes: n nodes, V vocabulary, C cells.
 
@@ -238,7 +238,7 @@ def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, d
 
 def _jobs(model: PreTrainedModel, plan: Plan) -> list[tuple[Prompt, int]]:
     """Prompts with a seed each, those of one prompt beside each other, so that one pass reads them."""
-    limit, tokens, jobs = context_limit(model), 0, []
+    limit, tokens, jobs = context_limit(model.config), 0, []
     for number, place in enumerate(cycle(range(len(plan.prompts)))):
         prompt = plan.prompts[place]
         jobs.append((place, plan.seed * SEEDS + number))
@@ -322,7 +322,7 @@ def _open_end(target: SampledTarget, prompts: list[Prompt]) -> Prompt:
 
     Short, because every draw reads them again; the target's p behind them is what it is, whatever stood before.
     """
-    limit = None if target.model.config.is_encoder_decoder else context_limit(target.model)
+    limit = None if target.model.config.is_encoder_decoder else context_limit(target.model.config)
     if limit is not None and limit <= DEPTH:
         raise ConfigError(f"target with a context of {limit}; expected more than {DEPTH}, for a short continuation")
     length = OPEN_TOKENS if limit is None else min(OPEN_TOKENS, limit - DEPTH)

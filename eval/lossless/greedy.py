@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.decoder import SpeculativeDecoder, start_token
+from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.eval.prompts import Prompt
+from draftsmith.heads.model_config import start_token
 
 # Shapes: B texts behind one prompt, T tokens of each, V vocabulary.
 

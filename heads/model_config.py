@@ -1,0 +1,26 @@
+"""Values that a transformers model's config states in more than one way."""
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from draftsmith.errors import ConfigError
+
+
+def context_limit(config: PreTrainedConfig) -> int | None:
+    """Return the number of positions that a model of this config can read; None when the config states no limit."""
+    if getattr(config, "relative_attention_num_buckets", None):
+        return None  # relative positions: T5's n_positions is the length that it was trained with, not a limit
+    text_config = config.get_text_config(decoder=True)
+    for key in ("max_position_embeddings", "n_positions"):
+        limit = getattr(text_config, key, None)
+        if limit:
+            return int(limit)
+    return None
+
+
+def start_token(model: PreTrainedModel) -> int:
+    """Return the first token of an encoder-decoder model's decoder; ConfigError when its configs name none."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        start = getattr(config, "decoder_start_token_id", None)
+        if start is not None:
+            return start
+    raise ConfigError("decoder_start_token_id=None; expected the config of the encoder-decoder target to name one")
