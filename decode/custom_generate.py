@@ -18,7 +18,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.decoder import OnBatchTokens, SpeculativeDecoder
 from draftsmith.decode.policies import Policy
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
@@ -66,8 +66,7 @@ def as_custom_generate(
             decoders[id(model)] = SpeculativeDecoder(
                 model, drafter, draft_length=draft_length, policy=policy, rule=rule
             )
-        if streamer is not None and input_ids.shape[0] > 1:
-            raise ConfigError.of("input_ids batch", input_ids.shape[0], "1 text for a streamer")
+        on_tokens = None if streamer is None else _to(streamer, input_ids.shape[0])
         eos, criteria = _split(stopping_criteria)
         given = _encoded(input_ids, inputs_tensor, model_kwargs) if encodes else _Given(input_ids)
         outputs = decoders[id(model)].generate_batch(
@@ -81,7 +80,7 @@ def as_custom_generate(
             eos_token_id=eos,
             logits_processor=logits_processor,
             stopping_criteria=criteria,
-            on_tokens=None if streamer is None else _to(streamer),
+            on_tokens=on_tokens,
         )
         if streamer is not None:
             streamer.end()
@@ -92,8 +91,10 @@ def as_custom_generate(
     return custom_generate
 
 
-def _to(streamer: BaseStreamer) -> Callable[[int, list[int], Round | None], None]:
-    """Return an `on_tokens` that puts each token into `streamer`."""
+def _to(streamer: BaseStreamer, texts: int) -> OnBatchTokens:
+    """Return an `on_tokens` that puts each token into `streamer`; ConfigError for more than one text."""
+    if texts > 1:
+        raise ConfigError.of("input_ids batch", texts, "1 text for a streamer")
 
     def put(_: int, tokens: list[int], __: Round | None) -> None:
         for token in tokens:

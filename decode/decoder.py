@@ -212,38 +212,40 @@ class SpeculativeDecoder:
         rows, paddings = prompt_rows(input_ids, attention_mask, may_be_empty=encoder_states is not None)
         processors = Processors(Sampling(temperature, top_k, top_p), logits_processor, texts=len(rows))
         stops = Stops(self._eos(eos_token_id), [*stopping_criteria, *_stop_strings(stop_strings, tokenizer)])
-        if isinstance(seeds, int):
-            seeds = range(seeds, seeds + len(rows))
-        for seed in (seeds[0], seeds[-1]) if isinstance(seeds, range) else seeds:
-            require_seed("seed", seed, 2**64 - 1)
-        if len(seeds) != len(rows):
-            raise ConfigError.of("seeds", list(seeds), f"one for each of the {len(rows)} prompts")
+        prompt_seeds = _one_seed_each(seeds, len(rows))
         prompts, sources = self._prompts(rows, decoder_input_ids)
         require_known(prompts, self._model)
         require_known(sources, self._model)
-        texts = [
-            self._text(number, prompt, max_new_tokens, stops, seed)
-            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        sequences = [
+            self._sequence(number, prompt, max_new_tokens, stops, seed)
+            for number, (prompt, seed) in enumerate(zip(prompts, prompt_seeds, strict=True))
         ]
-        for text, source, padding in zip(texts, sources, paddings, strict=True):
-            text.source, text.padding = source, [] if source else padding
-        for text, states_TH in zip(texts, encoder_states or (), strict=encoder_states is not None):
-            text.encoded = states_TH
+        for sequence, source, padding in zip(sequences, sources, paddings, strict=True):
+            sequence.source, sequence.padding = source, [] if source else padding
+        for sequence, states_TH in zip(sequences, encoder_states or (), strict=encoder_states is not None):
+            sequence.encoded = states_TH
+        prefill_seconds = self._decode(sequences, processors, on_tokens)
+        self._last = sequences[0]
+        return [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
+
+    def _decode(
+        self, sequences: list[DecodeSequence], processors: Processors, on_tokens: OnBatchTokens | None
+    ) -> float:
+        """Decode until every sequence has ended; return the seconds of the prefill."""
         widths = None if self.costs is None else self.costs.draft_widths
-        decoding = DecodeLoop(self._target, self.drafter, self.policy, texts, processors, self.rule, widths)
-        self._last = texts[0]
+        loop = DecodeLoop(self._target, self.drafter, self.policy, sequences, processors, self.rule, widths)
         device = next(self._model.parameters()).device
         started = now(device)
-        read = decoding.prefill()
+        read = loop.prefill()
         prefill_seconds = now(device) - started  # the drafter's pass over the prompt, which is only queued, included
-        for text, new in read:
+        for sequence, new in read:
             if on_tokens is not None:
-                on_tokens(text.number, new, None)
-        while decoding.texts:
-            for text, new, record in decoding.round():
+                on_tokens(sequence.number, new, None)
+        while loop.texts:
+            for sequence, new, record in loop.round():
                 if on_tokens is not None:
-                    on_tokens(text.number, new, record)
-        return [text.output(prompt, prefill_seconds) for prompt, text in zip(rows, texts, strict=True)]
+                    on_tokens(sequence.number, new, record)
+        return prefill_seconds
 
     def calibrate(self, prompts: Sequence[list[int]], **settings: Unpack[GenerateSettings]) -> None:
         """Decode `prompts` and let the policy keep what it learns: where `generate` begins from then on.
@@ -265,7 +267,7 @@ class SpeculativeDecoder:
         """Whether `calibrate` changes anything."""
         return self.policy is not None and self.policy.learns
 
-    def _text(self, number: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int) -> DecodeSequence:
+    def _sequence(self, number: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int) -> DecodeSequence:
         if max_new_tokens < 1:
             raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
         limit = self._target.context_limit
@@ -316,6 +318,17 @@ def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
         on_tokens(tokens, record)
 
     return forward
+
+
+def _one_seed_each(seeds: Sequence[int] | int, count: int) -> Sequence[int]:
+    """Return a seed for each of `count` prompts; ConfigError for seeds out of range or of another number."""
+    if isinstance(seeds, int):
+        seeds = range(seeds, seeds + count)
+    for seed in (seeds[0], seeds[-1]) if isinstance(seeds, range) else seeds:
+        require_seed("seed", seed, 2**64 - 1)
+    if len(seeds) != count:
+        raise ConfigError.of("seeds", list(seeds), f"one for each of the {count} prompts")
+    return seeds
 
 
 def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[StoppingCriteria]:

@@ -1,13 +1,23 @@
 """One text's draft while it grows: what a policy decides with and what a drafter extends."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from draftsmith.decode.sampling import Processors
-from draftsmith.decode.sequence import DecodeSequence
+from draftsmith.decode.sampling import Processors, Rng
 from draftsmith.heads.draft_tree import ROOT, Draft, Drawing
 
 # Shapes: n nodes, V vocabulary of the target.
+
+
+class BuilderSequence(Protocol):
+    """The fields of a `DecodeSequence` that a draft is built from."""
+
+    tokens: list[int]
+    padding: list[int]
+    number: int
+    rng: Rng
 
 
 class DraftBuilder:
@@ -17,7 +27,7 @@ class DraftBuilder:
     """
 
     def __init__(
-        self, text: DecodeSequence, room: int, processors: Processors, shared: tuple[int, int] | None = None
+        self, sequence: BuilderSequence, room: int, processors: Processors, shared: tuple[int, int] | None = None
     ) -> None:
         self.room = room
         """The deepest that a node may stand."""
@@ -25,7 +35,7 @@ class DraftBuilder:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
-        self._text, self._processors = text, processors
+        self._sequence, self._processors = sequence, processors
         self._shared = shared
         """(tokens that both know, the target's vocabulary), where the two vocabularies are padded differently."""
         self.kept: list[int] | None = None
@@ -86,7 +96,7 @@ class DraftBuilder:
         """Draw one more child of `parent` from q: its node, or None when nothing is left to draw."""
         if self._drawing is None:
             assert not self.tokens, "a chosen draft takes no drawn tokens"
-            self._drawing = Drawing(self._text.rng.categorical, replacement=replacement)
+            self._drawing = Drawing(self._sequence.rng.categorical, replacement=replacement)
         if not q_V.any():
             return None
         token = self._drawing.add(parent, q_V)
@@ -118,14 +128,14 @@ class DraftBuilder:
         def contexts() -> list[list[int]]:
             return [self._before(node) for node in nodes]
 
-        return self._processors.scores(self._fitted(logits_nV), contexts, self._text.number)
+        return self._processors.scores(self._fitted(logits_nV), contexts, self._sequence.number)
 
     def _before(self, node: int) -> list[int]:
         path = []
         while node != ROOT:
             path.append(self.tokens[node])
             node = self.parents[node]
-        return self._text.padding + self._text.tokens + path[::-1]
+        return self._sequence.padding + self._sequence.tokens + path[::-1]
 
     def _fitted(self, logits_nV: Tensor) -> Tensor:
         """Logits over the target's vocabulary, where the drafter's is padded to another size."""

@@ -5,16 +5,14 @@ What a decoded text carries: its tokens and a record of every round.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
+from draftsmith.decode.policies.base import Policy
 from draftsmith.decode.sampling import Rng, token_ids
-
-if TYPE_CHECKING:
-    from draftsmith.decode.policies.base import Policy
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class DecodeSequence:
     hidden: Tensor | None = None
     features: Tensor | None = None
     """[n, F]: of the tokens whose features the drafter has not taken yet."""
-    policy: "Policy | None" = None
+    policy: Policy | None = None
     stopped_by: Literal["eos", "length", "criteria"] | None = None
     rounds: list[Round] = field(default_factory=list)
 
