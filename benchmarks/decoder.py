@@ -1,11 +1,12 @@
-"""The decoder beside transformers' own: the target alone, speculative decoding, prompt lookup, and long contexts.
+"""Compare the decoder with transformers: the target alone, speculative decoding, prompt lookup, long contexts.
 
     python benchmarks/decoder.py --drafter DRAFT_MODEL                # the embedded target and a draft model for it
     python benchmarks/decoder.py --pair 134m                          # random weights in the shapes of SmolLM2-135M
     python benchmarks/decoder.py --pair 134m --contexts 128 512 2048  # milliseconds a token by context length
 
-All arms decode the same prompts, interleaved in one process; medians over prompts are printed with their ratios. The
-first prompt warms up and does not count. `overhead` is 1 - (seconds inside the models' forward passes) / (wall).
+All variants decode the same prompts, interleaved in one process; medians over prompts are printed with their ratios.
+The first prompt is a warm-up and is not counted. `overhead` is 1 - (seconds inside the models' forward passes) /
+(wall).
 """
 
 import argparse
@@ -32,7 +33,7 @@ from draftsmith.provenance import environment
 
 LOOKUP_TOKENS = 10
 LATER_LAYERS = 0.05
-"""Scale of what the layers behind the draft's add: about tau 3 at gamma 4."""
+"""Scale of the layers that the draft model lacks: tau is about 3 at gamma 4."""
 SMOL = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 4096}
 SMOL |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.05}
@@ -40,7 +41,7 @@ SMOL |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None
 
 @dataclass
 class Variant:
-    """One way of decoding, and what was measured of it."""
+    """A way of decoding with its measurements, one per prompt."""
 
     run: Callable[[list[int]], int]
     speeds: list[float] = field(default_factory=list)
@@ -54,27 +55,37 @@ class Variant:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--pair", choices=("trained", "134m"), default="trained", help="134m: made here, random weights"
+        "--pair", choices=("trained", "134m"), default="trained", help="134m: random weights, built by this script"
     )
     parser.add_argument("--target", default="embedded", help="'embedded', a local folder or a Hub id")
     parser.add_argument("--drafter", help="a draft model: a local folder or a Hub id")
     parser.add_argument("--prompt-set", default="embedded", help="'embedded' or a JSONL file")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--gamma", type=int, default=4, help="of the comparison at equal draft length")
-    parser.add_argument("--gammas", type=int, nargs="*", default=[3, 6, 10], help="more, among which the best is taken")
+    parser.add_argument("--gamma", type=int, default=4, help="draft length of the comparison with assisted generation")
+    parser.add_argument(
+        "--gammas",
+        type=int,
+        nargs="*",
+        default=[3, 6, 10],
+        help="further draft lengths, of which the fastest is reported",
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--layers", type=int, default=3, help="134m: layers of the draft, which are the target's first")
+    parser.add_argument(
+        "--layers", type=int, default=3, help="134m: layers of the draft model (the target's first ones)"
+    )
     parser.add_argument("--contexts", type=int, nargs="*", help="measure milliseconds a token at these lengths instead")
     return parser.parse_args()
 
 
 def load(options: argparse.Namespace) -> tuple[nn.Module, DraftModel, list[list[int]], list[list[int]]]:
-    """Target, draft model, prompts to measure, and prompts for the policies to learn from."""
+    """Return the target, the draft model, prompts to measure, and prompts to calibrate policies with."""
     if options.pair == "134m":
         torch.manual_seed(0)
         target = LlamaForCausalLM(LlamaConfig(**SMOL)).eval()
-        with torch.no_grad():  # later layers say little, so that the first ones alone agree as a trained draft would
+        with (
+            torch.no_grad()
+        ):  # later layers contribute little, so the first ones agree with the target as a trained draft would
             for layer in target.model.layers[options.layers :]:
                 layer.self_attn.o_proj.weight *= LATER_LAYERS
                 layer.mlp.down_proj.weight *= LATER_LAYERS
@@ -91,7 +102,7 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, DraftModel, list[list[
     return loaded.model, drafter, ids[: options.prompts + 1], ids[options.prompts + 1 :]
 
 
-def make_arms(
+def make_variants(
     options: argparse.Namespace, target: nn.Module, drafter: DraftModel, learn: list[list[int]]
 ) -> dict[str, Variant]:
     sampling = {"temperature": options.temperature}
@@ -123,21 +134,21 @@ def make_arms(
         return Variant(run)
 
     gammas = sorted({options.gamma, *options.gammas})
-    arms = {"ours: target alone": ours(), "theirs: generate": theirs()}
+    variants = {"draftsmith: target alone": ours(), "transformers: generate": theirs()}
     for gamma in gammas:
-        arms[f"ours: gamma {gamma}"] = ours(drafter, draft_length=gamma)
-        arms[f"theirs: assisted, gamma {gamma}"] = theirs(gamma, assistant_model=drafter.model)
-    arms["ours: adaptive"] = ours(drafter, policy="adaptive")
-    arms["ours: optimal-tree"] = ours(drafter, policy="optimal-tree")
-    arms["ours: hybrid, adaptive"] = ours(Hybrid(drafter), policy="adaptive")
-    arms["ours: prompt lookup"] = ours(PromptLookup(draft_length=LOOKUP_TOKENS))
-    arms["theirs: prompt lookup"] = theirs(prompt_lookup_num_tokens=LOOKUP_TOKENS)
-    return arms
+        variants[f"draftsmith: gamma {gamma}"] = ours(drafter, draft_length=gamma)
+        variants[f"transformers: assisted, gamma {gamma}"] = theirs(gamma, assistant_model=drafter.model)
+    variants["draftsmith: adaptive"] = ours(drafter, policy="adaptive")
+    variants["draftsmith: optimal-tree"] = ours(drafter, policy="optimal-tree")
+    variants["draftsmith: hybrid, adaptive"] = ours(Hybrid(drafter), policy="adaptive")
+    variants["draftsmith: prompt lookup"] = ours(PromptLookup(draft_length=LOOKUP_TOKENS))
+    variants["transformers: prompt lookup"] = theirs(prompt_lookup_num_tokens=LOOKUP_TOKENS)
+    return variants
 
 
 @contextmanager
 def timed_forwards(*models: nn.Module) -> Iterator[list[float]]:
-    """Seconds of every forward pass of `models`, appended while it is open."""
+    """Yield a list to which the seconds of every forward pass of `models` are appended."""
     seconds: list[float] = []
     originals = [model.forward for model in models]
 
@@ -150,7 +161,7 @@ def timed_forwards(*models: nn.Module) -> Iterator[list[float]]:
             seconds.append(time.perf_counter() - started)
             return output
 
-        # transformers and this decoder read the signature to know what a model takes.
+        # transformers and this decoder read the signature to learn which arguments a model accepts.
         forward.__signature__ = inspect.signature(original)
         return forward
 
@@ -165,8 +176,8 @@ def timed_forwards(*models: nn.Module) -> Iterator[list[float]]:
 
 def compare(options: argparse.Namespace) -> None:
     target, drafter, prompts, learn = load(options)
-    arms = make_arms(options, target, drafter, learn)
-    names = list(arms)
+    variants = make_variants(options, target, drafter, learn)
+    names = list(variants)
     with timed_forwards(target, drafter.model) as forwards:
         for number, prompt in enumerate(prompts):
             first = number % len(names)
@@ -174,44 +185,47 @@ def compare(options: argparse.Namespace) -> None:
                 forwards.clear()
                 torch.manual_seed(number)
                 started = time.perf_counter()
-                tokens = arms[name].run(prompt)
+                tokens = variants[name].run(prompt)
                 wall = time.perf_counter() - started
                 if number > 0:
-                    arms[name].speeds.append(tokens / wall)
-                    arms[name].overheads.append(1 - sum(forwards) / wall)
-    report(arms, options.gamma)
+                    variants[name].speeds.append(tokens / wall)
+                    variants[name].overheads.append(1 - sum(forwards) / wall)
+    report(variants, options.gamma)
 
 
-def report(arms: dict[str, Variant], gamma: int) -> None:
-    base = arms["theirs: generate"].speed
+def report(variants: dict[str, Variant], gamma: int) -> None:
+    base = variants["transformers: generate"].speed
     print(f"{'':34s} tokens/s  x generate  overhead   (prefill included)")
-    for name, arm in arms.items():
-        print(f"{name:34s} {arm.speed:8.1f} {arm.speed / base:10.2f} {statistics.median(arm.overheads):9.1%}")
+    for name, variant in variants.items():
+        print(
+            f"{name:34s} {variant.speed:8.1f} {variant.speed / base:10.2f} {statistics.median(variant.overheads):9.1%}"
+        )
 
     def ratio(ours: str, theirs: str) -> float:
-        """Median over prompts of the ratio on the same prompt."""
-        return statistics.median(a / b for a, b in zip(arms[ours].speeds, arms[theirs].speeds, strict=True))
+        """Return the median over prompts of the ratio of speeds on the same prompt."""
+        return statistics.median(a / b for a, b in zip(variants[ours].speeds, variants[theirs].speeds, strict=True))
 
     best = {
-        side: max((n for n in arms if n.startswith(side)), key=lambda n: arms[n].speed) for side in ("ours", "theirs")
+        side: max((n for n in variants if n.startswith(side)), key=lambda n: variants[n].speed)
+        for side in ("draftsmith", "transformers")
     }
     pairs = {
-        "target alone": ("ours: target alone", "theirs: generate"),
-        f"gamma {gamma}": (f"ours: gamma {gamma}", f"theirs: assisted, gamma {gamma}"),
-        "prompt lookup": ("ours: prompt lookup", "theirs: prompt lookup"),
-        "best against best": (best["ours"], best["theirs"]),
+        "target alone": ("draftsmith: target alone", "transformers: generate"),
+        f"gamma {gamma}": (f"draftsmith: gamma {gamma}", f"transformers: assisted, gamma {gamma}"),
+        "prompt lookup": ("draftsmith: prompt lookup", "transformers: prompt lookup"),
+        "best against best": (best["draftsmith"], best["transformers"]),
     }
-    print("\nours / theirs, median over prompts")
+    print("\ndraftsmith / transformers, median over prompts")
     for label, (ours, theirs) in pairs.items():
         print(f"{label:20s} {ratio(ours, theirs):5.2f}   ({ours} / {theirs})")
 
 
 def contexts(options: argparse.Namespace) -> None:
-    """Milliseconds a token of the target alone behind contexts of several lengths, and of attention by itself."""
+    """Print milliseconds a token of the target alone after contexts of several lengths, and of attention by itself."""
     target = load(options)[0]
     decoder, config = SpeculativeDecoder(target), target.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    print("context  ours ms/token  generate ms/token  attention alone ms  ours less attention")
+    print("context  draftsmith ms/token  generate ms/token  attention alone ms  draftsmith without attention")
     for length in options.contexts:
         prompt = torch.randint(100, 1000, (length,)).tolist()
         ours, theirs, attention = [], [], []
@@ -226,11 +240,11 @@ def contexts(options: argparse.Namespace) -> None:
                 scaled_dot_product_attention(q, k, k)
             attention.append(time.perf_counter() - started)
         a, b, c = (1e3 * statistics.median(values) for values in (ours, theirs, attention))
-        print(f"{length:7d} {a:14.2f} {b:18.2f} {c:19.2f} {a - c:20.2f}")
+        print(f"{length:7d} {a:20.2f} {b:18.2f} {c:19.2f} {a - c:29.2f}")
 
 
 def _generate_seconds(target: nn.Module, prompt: list[int], count: int) -> float:
-    """Seconds a token of `generate` without its prefill: the difference of a long and a short call."""
+    """Return seconds a token of `generate` without its prefill: the difference of a long and a short call."""
     seconds = []
     for tokens in (count, 1):
         ids = torch.tensor([prompt], device=target.device)

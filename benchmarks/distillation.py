@@ -1,13 +1,13 @@
-"""Does distillation pay, and which objective wins where: one draft model trained in several ways, beside each other.
+"""Compare objectives and training data: one draft model trained in several ways.
 
     python benchmarks/distillation.py                       # every way, three seeds each, about an hour on 2 cores
     python benchmarks/distillation.py --ways ce_corpus kl   # some of them
     python benchmarks/distillation.py --train-only          # no measurement: for a machine that is not quiet
 
-The draft model is the quickstart's: one layer, pruned from the embedded target, with as many steps for each way. Runs
-are kept in --out and taken up again. All then decode the same held-out prompts at T=0 and T=1, interleaved with the
-target alone. Intervals are 95 %, by a bootstrap that draws seeds and prompts anew; differences are of the same seeds
-and prompts.
+The draft model is the quickstart's: one layer, pruned from the embedded target, with the same number of steps for each
+way. Runs are stored in --out and resumed. All drafters then decode the same held-out prompts at T=0 and T=1,
+interleaved with the target alone. Intervals are 95 %, by a bootstrap over seeds and prompts; differences are between
+the same seeds and prompts.
 """
 
 import argparse
@@ -45,7 +45,7 @@ WAYS: dict[str, list[str]] = {
     "accepted_length": ["objective.mix={kl: 0.25, accepted_length: 1.0}"],
     "kl_greedy": ["objective.kind=kl", "data.temperature=0"],
 }
-"""What each way changes in the recipe. `label` is cross-entropy with the text's next token."""
+"""Overrides of the recipe by way. `label` is cross-entropy with the text's next token."""
 TITLES = {
     "before": "before distillation",
     "ce_corpus": "CE, corpus",
@@ -61,7 +61,7 @@ TITLES = {
 TEMPERATURES = (0.0, 1.0)
 DRAWS = 4000
 Key = tuple[str, int, float]
-"""Way, seed, temperature."""
+"""(way, seed, temperature)."""
 
 
 def arguments() -> argparse.Namespace:
@@ -74,12 +74,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--train-only", action="store_true")
-    parser.add_argument("--show-only", action="store_true", help="print what was measured before")
+    parser.add_argument("--show-only", action="store_true", help="print the stored measurement")
     return parser.parse_args()
 
 
 def trained(way: str, seed: int, options: argparse.Namespace) -> Path:
-    """The drafter of one run; what is there already is taken up."""
+    """Train the drafter of one run, or resume it, and return its folder."""
     overrides = [f"output={options.out}/{way}-{seed}", f"train.seed={seed}", f"train.steps={options.steps}"]
     overrides += [f"train.evaluate_every={options.steps}", f"train.checkpoint_every={options.steps // 4}"]
     return train(load_recipe(RECIPE, [*overrides, *WAYS[way]]))
@@ -91,7 +91,7 @@ def untrained(target: LoadedTarget) -> Drafter:
 
 
 def measured(drafters: dict[tuple[str, int], Drafter], target: LoadedTarget, options: argparse.Namespace) -> dict:
-    """For each key and prompt: tokens, rounds, seconds, and the sum and number of alphas, over all repeats."""
+    """Return for each key and prompt: tokens, rounds, seconds, and sum and number of alphas, over all repeats."""
     prompts = load_prompts("embedded", target.tokenizer, count=options.prompts)
     length = load_recipe(RECIPE).train.draft_length
     arms: dict[Any, SpeculativeDecoder] = {("alone", 0): SpeculativeDecoder(target.model)}
@@ -108,7 +108,7 @@ def measured(drafters: dict[tuple[str, int], Drafter], target: LoadedTarget, opt
             settings = {"max_new_tokens": options.max_new_tokens, "temperature": temperature}
             output = arms[arm].generate(prompts[number].input_ids, seed=10_007 * repeat + number, **settings)
             if temperature == 0 and texts.setdefault((temperature, number), output.tokens) != output.tokens:
-                raise AssertionError(f"{arm}: the text of prompt {number} is not the target's own")
+                raise AssertionError(f"{arm}: the greedy text of prompt {number} differs from the target's")
             overlaps = [value for record in output.rounds for value in record.overlap]
             found = (output.decode_tokens, len(output.rounds), output.decode_seconds, sum(overlaps), len(overlaps))
             row = sums[(*arm, temperature)][number]
@@ -135,7 +135,7 @@ Number = Callable[[list[list[float]], list[list[float]]], float]
 def draws(
     sums: dict[Key, list[list[float]]], way: str, seeds: list[int], temperature: float, number: Number
 ) -> list[float]:
-    """The number on everything, then on `DRAWS` bootstrap samples; these are the same for all ways."""
+    """Return the number on all data, then on `DRAWS` bootstrap samples, which are the same for all ways."""
     alone, chance = sums[("alone", 0, temperature)], random.Random(0)
     values = [statistics.mean(number(_rows(sums, way, seed, temperature), alone) for seed in seeds)]
     for _ in range(DRAWS):
@@ -147,18 +147,18 @@ def draws(
 
 
 def _rows(sums: dict[Key, list[list[float]]], way: str, seed: int, temperature: float) -> list[list[float]]:
-    """What was never trained is the same for every seed."""
+    """Return the sums of one drafter; the untrained one is the same for every seed."""
     return sums[(way, 0 if way == "before" else seed, temperature)]
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """(value, 2.5 %, 97.5 %)."""
+    """Return (value, 2.5 % quantile, 97.5 % quantile)."""
     ordered = sorted(values[1:])
     return values[0], ordered[round(0.025 * len(ordered))], ordered[round(0.975 * len(ordered)) - 1]
 
 
 def show(sums: dict[Key, list[list[float]]], ways: list[str], seeds: list[int]) -> dict[str, Any]:
-    """Print a table for each temperature; the numbers as plain values."""
+    """Print a table for each temperature and return the numbers."""
     results: dict[str, Any] = {}
     for temperature in TEMPERATURES:
         table = Table(title=f"T={temperature:g}: one-layer draft model, mean of {len(seeds)} seeds, 95 % intervals")

@@ -1,14 +1,14 @@
-"""Every family of drafters on one target, each trained with the same compute: what it learns, costs and gains.
+"""Compare all families of drafters on one target, each trained with the same compute.
 
     python benchmarks/drafters.py                              # all recipes */embedded, 48 x 10^12 operations each
     python benchmarks/drafters.py --families eagle3 medusa     # some of them
     python benchmarks/drafters.py --train-only                 # no measurement: for a machine that is not quiet
 
 A family's number of steps is the budget divided by the floating-point operations of its own step, which are counted
-first; sampling the target's responses is shared and does not count, nor do evaluations. Runs are kept in
---out and taken up again. Then all decode the same held-out prompts greedily, as a chain and as a tree, interleaved with
-the target alone. `c` is a draft step's share of a pass of the target. Acceptance by position is the chain's, given that
-the positions before were accepted.
+first; sampling the target's responses is shared and does not count, nor do evaluations. Runs are stored in --out and
+resumed. Then all drafters decode the same held-out prompts greedily, as a chain and as a tree, interleaved with the
+target alone. `c` is the cost of a drafter step, relative to one target forward pass. Acceptance by position is that of
+the chain, given that the positions before were accepted.
 """
 
 import argparse
@@ -43,17 +43,21 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES, metavar="FAMILY")
     parser.add_argument("--tera", type=float, default=BUDGET, help="10^12 floating-point operations for each family")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, while training")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads during training")
     parser.add_argument("--out", type=Path, default=Path("runs/drafters"))
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--tree", default="dynamic-tree:size=16,depth=5,top_k=5", help="the policy beside the chain")
+    parser.add_argument(
+        "--tree",
+        default="dynamic-tree:size=16,depth=5,top_k=5",
+        help="the tree policy that is measured besides the chain",
+    )
     parser.add_argument("--train-only", action="store_true")
     return parser.parse_args()
 
 
 def step_flops(family: str) -> float:
-    """Floating-point operations of the matrix products of a training step, forward and backward, target included."""
+    """Count the floating-point operations of a training step's matrix products, forward, backward and target."""
 
     def run(steps: int) -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +73,7 @@ def step_flops(family: str) -> float:
 
 
 def trained(family: str, out: Path, budget: float) -> Path:
-    """The folder of the family's run; what is there already is taken up."""
+    """Train a drafter of the family, or resume its run, and return the run's folder."""
     folder = out / family
     if (folder / RECIPE).is_file():
         steps = load_recipe(str(folder / RECIPE), [f"output={folder}"]).train.steps
@@ -82,7 +86,7 @@ def trained(family: str, out: Path, budget: float) -> Path:
 
 
 def measured(folder: Path, family: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Chain and tree of one drafter against its own target alone."""
+    """Measure chain and tree of one drafter against its target alone."""
     name = str(folder / TARGET) if (folder / TARGET).is_dir() else "embedded"
     target = load_target(name, progress=False)
     drafter = load_drafter(folder / DRAFTER, target.model, target.tokenizer)

@@ -1,10 +1,10 @@
-"""The chunked objective beside the plain one: peak memory and time of forward and backward, by vocabulary.
+"""Compare the chunked objective with the plain one: peak memory and time of forward and backward, by vocabulary.
 
     python benchmarks/objective.py                       # V = 32,000 and 128,000, KL
     python benchmarks/objective.py --kind lk_lambda --tokens 2048
 
-Each measurement is a process of its own, since peak memory is the process's; both sides take turns, medians count.
-Memory is the growth of the peak over inputs and weights. The plain side is the formula on all logits at once.
+Each measurement runs in its own process, since peak memory is the process's; both sides alternate, and medians are
+printed. Memory is the growth of the peak above inputs and weights. The plain side computes all logits at once.
 """
 
 import argparse
@@ -30,7 +30,12 @@ REPEATS = 3
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_000])
-    parser.add_argument("--kind", choices=KINDS, default="kl", help="of the chunked side; plain is KL or tv, else KL")
+    parser.add_argument(
+        "--kind",
+        choices=KINDS,
+        default="kl",
+        help="objective of the chunked side; the plain side is tv for tv, otherwise KL",
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=64)
@@ -39,7 +44,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Print seconds and the growth of the peak, in MiB, of one forward and backward."""
+    """Print seconds and the growth of peak memory, in MiB, of one forward and backward pass."""
     torch.manual_seed(0)
     (vocabulary,) = options.vocabularies
     lm_head = nn.Linear(options.hidden, vocabulary, bias=False).requires_grad_(False)
@@ -47,7 +52,7 @@ def measure(options: argparse.Namespace) -> None:
     head.weight.grad = torch.zeros_like(head.weight)
     shape = (1, options.tokens, options.hidden)
     state, teacher = torch.randn(shape, requires_grad=True), torch.randn(shape)
-    # Touch everything that both sides need once, with a few tokens, so that only the logits' memory counts.
+    # Allocate what both sides need, with a few tokens, so that only the logits' memory is measured.
     (head(state[:, :2]).sum() + lm_head(teacher[:, :2]).sum()).backward()
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     if options.measure == "plain":

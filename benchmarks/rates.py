@@ -1,14 +1,14 @@
-"""Which optimizer and rate each family of drafters learns with, on targets of several widths (train/learning_rates.py).
+"""Compare optimizers and learning rates by family of drafters and width of the target (train/learning_rates.py).
 
     python benchmarks/rates.py --targets w128 --families eagle3 --settings muon:6e-3 adamw:1e-3 --steps 150
     python benchmarks/rates.py --targets FOLDER --schedules cosine wsd
     python benchmarks/rates.py --targets FOLDER --families draft_model@OTHER    # starts from the model in OTHER
-    python benchmarks/rates.py --show                                    # the table of what has been measured
+    python benchmarks/rates.py --show                                    # print the table of all measurements
 
-All runs of a target share its samples: the target continues its own openings, which it writes from BOS at T=1. Each run
-is `*/embedded` of the family with --batch sequences of at most 128 tokens a step. tau is exact on the target's own
+All runs of a target share its samples: the target continues its own openings, which it generates from BOS at T=1. Each
+run is `*/embedded` of the family with --batch sequences of at most 128 tokens a step. tau is exact on the target's own
 held-out texts at T=0 and T=1 (the forecast's teacher-forced pass), for a chain of the recipe's draft length. One JSON
-line a run is appended to --out; what is there is not run again.
+line per run is appended to --out; runs that are in it are skipped.
 """
 
 import argparse
@@ -56,7 +56,7 @@ TARGETS = {
         stages=(Stage(2, 100, 8, 128), Stage(3, 40, 8, 128)),
     ),
 }
-"""Made on this machine from the standard library; w128 has 0.93M parameters, w256 is the embedded target."""
+"""Trained on this machine on the standard library's source; w128 has 0.93M parameters, w256 is the embedded target."""
 OPENING, RESPONSE, SAMPLES, HELDOUT, NEW = 16, 112, 1280, 32, 64
 """Tokens of an opening and of the longest response, training samples, held-out openings and their new tokens."""
 
@@ -71,19 +71,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/rates.jsonl"))
-    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--show", action="store_true", help="print the table without running anything")
     return parser.parse_args()
 
 
 def wsd(recipe: Recipe, step: int) -> float:
-    """Warm-up, constant, and a linear decay to a tenth over the last fifth of the steps."""
+    """Return the rate of a warm-up, a constant phase, and a linear decay to a tenth over the last fifth."""
     settings, left = recipe.train, (recipe.train.steps - step) / recipe.train.steps
     warmup = max(1, int(settings.steps * settings.warmup_fraction))
     return settings.learning_rate * min((step + 1) / warmup, 0.1 + 0.9 * min(1.0, left / 0.2))
 
 
 def constant(recipe: Recipe, step: int) -> float:
-    """Warm-up, then no decay."""
+    """Return the rate of a warm-up without decay."""
     return recipe.train.learning_rate * min(1.0, (step + 1) / max(1, recipe.train.steps * recipe.train.warmup_fraction))
 
 
@@ -98,7 +98,7 @@ def loaded(name: str) -> LoadedTarget:
 
 @lru_cache(1)
 def openings(name: str) -> list[str]:
-    """Different beginnings of texts, as the target writes them from its BOS."""
+    """Return distinct beginnings of texts that the target generates from its BOS."""
     file = cache_dir() / "rates" / f"{Path(name).name}.json"
     if not file.is_file():
         target = loaded(name)
@@ -121,15 +121,15 @@ def heldout(name: str, temperature: float) -> list[TargetText]:
 
 
 def tau(name: str, drafter: Drafter, draft_length: int, temperature: float) -> float:
-    """Tokens a round of the chain, exact on the held-out texts."""
+    """Return tau of the chain, exact on the held-out texts."""
     sampling, texts = Sampling(temperature), heldout(name, temperature)
     tables = agreement(loaded(name).model, drafter, texts, draft_length, [acceptance_measure(Processors(sampling))])
-    found = [accepted(Chain(draft_length), *pair, sampling) for pair in zip(tables, texts, strict=True)]
-    return sum(text.tokens for text in found) / sum(text.rounds for text in found)
+    rounds = [accepted(Chain(draft_length), *pair, sampling) for pair in zip(tables, texts, strict=True)]
+    return sum(text.tokens for text in rounds) / sum(text.rounds for text in rounds)
 
 
 def run(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Train a drafter as `wanted` says, and measure it."""
+    """Train a drafter with the options in `wanted` and measure it."""
     name, started = wanted["target"], time.perf_counter()
     target = loaded(name)
     prompts = cache_dir() / "rates" / f"{Path(name).name}.jsonl"
@@ -168,7 +168,9 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
         trained.train()
         trained.record.close()
         trained.drafter.eval()
-        result["tau"] = [round(tau(name, trained.drafter, trained.draft_length, heat), 3) for heat in (0.0, 1.0)]
+        result["tau"] = [
+            round(tau(name, trained.drafter, trained.draft_length, temperature), 3) for temperature in (0.0, 1.0)
+        ]
     except DraftsmithError as error:
         result["error"] = str(error)[:200]
     losses = [row["loss"] for row in read_metrics(output) if "loss" in row]
@@ -178,7 +180,7 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """tau at T=0 / T=1 by family and target in rows, by optimizer and rate in columns."""
+    """Print tau at T=0 / T=1 by family and target in rows, by optimizer and rate in columns."""
     settings = sorted({(row["optimizer"], row["rate"]) for row in rows}, key=lambda pair: (pair[0] != "muon", pair[1]))
     table = Table(title="tau at T=0 / T=1")
     for column in ("family", "target", "schedule", *(f"{kind} {rate:g}" for kind, rate in settings)):

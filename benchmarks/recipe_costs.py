@@ -1,11 +1,11 @@
-"""What the recipes for real models take in memory and time: computed from shapes, with nothing loaded.
+"""Compute memory and time of the recipes for real models from shapes, without loading weights.
 
     python benchmarks/recipe_costs.py             # a table
-    python benchmarks/recipe_costs.py --write     # also into the headers of recipes/, which is where users look
+    python benchmarks/recipe_costs.py --write     # also write the headers of recipes/
 
-The shapes are those of tests/recipes/architectures.yaml. Memory is what `draftsmith memory` says, under bf16 autocast
-on one process. Time is operations and bytes by 40 % and 50 % of what the machine can do at most, see
-train/estimate/time.py; what Python and launching kernels cost comes on top of it, most of all in sampling.
+The shapes are those of tests/recipes/architectures.yaml. Memory is the output of `draftsmith memory`, under bf16
+autocast on one process. Time is operations at 40 % and bytes at 50 % of the machine's peak, see train/estimate/time.py;
+Python and kernel launches come on top, most of all in sampling.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from draftsmith.train.recipe import Recipe, load_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[1]
 SIZES = (8, 16, 24, 48, 80, 141)
-"""GiB of the accelerators that there are."""
+"""Memory sizes of accelerators, in GiB."""
 ROOM = 0.9
-"""What of it a run may take."""
+"""Share of the memory that a run may use."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="*", help="by default all whose target is in the file of shapes")
-    parser.add_argument("--on", choices=tuple(MACHINES), help="by default rtx4090 where 24 GB are enough, else h100")
-    parser.add_argument("--write", action="store_true", help="put both lines into the recipes")
+    parser.add_argument("recipes", nargs="*", help="default: all whose target is in the file of shapes")
+    parser.add_argument("--on", choices=tuple(MACHINES), help="default: rtx4090 where 24 GB are enough, otherwise h100")
+    parser.add_argument("--write", action="store_true", help="write both lines into the recipes")
     return parser.parse_args()
 
 
@@ -43,7 +43,7 @@ def architectures() -> dict[str, dict[str, Any]]:
 
 
 def costs(name: str, shapes: dict[str, dict[str, Any]], on: str | None) -> tuple[str, str]:
-    """The lines `CostModel` and `Time` of a recipe's header."""
+    """Return the lines `Hardware` and `Time` of a recipe's header."""
     recipe = load_recipe(name)
     with tempfile.TemporaryDirectory() as folder:
         if getattr(recipe.drafter, "model", None) is not None:

@@ -1,11 +1,11 @@
-"""The target in the loop beside its states from the cache: time of a training step, bytes a token, and what is lost.
+"""Compare the online teacher with cached hidden states: seconds a training step, bytes a token, and error.
 
     python benchmarks/teachers.py                           # a draft model and EAGLE-3 on the embedded target
     python benchmarks/teachers.py --families medusa --steps 20
 
-Steps (teacher, drafter, objective, backward, optimizer) take turns among the teachers; medians count. `KL` is what the
-stored dtype has done to the target's distribution, in nats a token; all logits of the vocabulary in bfloat16 would be
-2 V bytes a token.
+Steps (teacher, drafter, objective, backward, optimizer) alternate between the teachers; medians are printed. `KL` is
+the error of the stored dtype in the target's distribution, in nats a token; all logits of the vocabulary in bfloat16
+would be 2 V bytes a token.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def measure(family: str, target: LoadedTarget, options: argparse.Namespace, tabl
             for optimizer in made:
                 optimizer.step()
                 optimizer.zero_grad()
-            if step > 0:  # the first one allocates
+            if step > 0:  # the first step allocates
                 seconds[name].append(time.perf_counter() - started)
     base = statistics.median(seconds["online"])
     for name, teacher in teachers.items():
@@ -74,7 +74,7 @@ def measure(family: str, target: LoadedTarget, options: argparse.Namespace, tabl
 
 @torch.inference_mode()
 def lost(online: OnlineTeacher, teacher: CachedTeacher, batch: object) -> float:
-    """KL(p of the target || p from the stored states), in nats a trained token."""
+    """Return KL(p of the target || p from the stored states), in nats per trained token."""
     exact, kept = (
         each.lm_head(each.signals(**vars(batch)).hidden_BTH[batch.mask_BT]).float().log_softmax(-1)
         for each in (online, teacher)

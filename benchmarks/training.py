@@ -1,13 +1,14 @@
-"""A training step beside the plainest possible loop: tokens a second, where the time goes, and peak memory.
+"""Compare a training step with a plain loop: tokens per second, shares of time, and peak memory.
 
     python benchmarks/training.py                              # a small random target on a CPU
     python benchmarks/training.py --drafters eagle3 --chunk 256 --activation-checkpointing
     python benchmarks/training.py --hidden 2048 --layers 20 --vocab 128000 --length 2048 --bf16 --peak-tflops 989  # GPU
 
-The target has random weights, which take as long as any. Both sides train the same drafter on the same texts, KL over
-its whole vocabulary, AdamW. The plain loop is in `PlainLoop`: target with logits, drafter with logits, loss, backward.
-Speed: the sides take turns step by step in one process; medians count. Memory: each side is a process of its own, and
-what counts is the peak over what Python and its libraries had taken before; the estimate is what a run prints.
+The target has random weights, which does not change the time of a step. Both sides train the same drafter on the same
+texts, KL over its whole vocabulary, AdamW. The plain loop is in `PlainLoop`: target with logits, drafter with logits,
+loss, backward. Speed: the sides alternate step by step in one process; medians are printed. Memory: each side runs in
+its own process; the figure is the peak above the memory of Python and its libraries; the estimate is the one that a run
+prints.
 """
 
 import argparse
@@ -61,13 +62,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--peak-tflops", type=float, help="of the machine, for model FLOPs utilisation")
+    parser.add_argument("--peak-tflops", type=float, help="the machine's peak, for model FLOPs utilisation")
     parser.add_argument("--measure", choices=("ours", "plain"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def make_files(options: argparse.Namespace, folder: Path) -> None:
-    """A random target, a tokenizer of single characters, and texts of equal length."""
+    """Write a random target, a tokenizer of single characters, and texts of equal length."""
     torch.manual_seed(0)
     sizes = {"hidden_size": options.hidden, "intermediate_size": options.hidden * 8 // 3 // 32 * 32}
     heads = {"num_attention_heads": options.hidden // 64, "num_key_value_heads": max(1, options.hidden // 128)}
@@ -113,7 +114,7 @@ def recipe_of(kind: str, options: argparse.Namespace, folder: Path) -> Recipe:
 
 
 class PlainLoop:
-    """What one would write in an afternoon: everything at once, all positions, all logits."""
+    """A plain training loop: all positions and all logits at once."""
 
     def __init__(self, recipe: Recipe, target: nn.Module, drafter: TrainableDrafter) -> None:
         self._recipe, self._target, self._drafter = recipe, target, drafter
@@ -147,7 +148,7 @@ class PlainLoop:
 
 
 class Clock:
-    """Seconds by part of a step; what a part calls that is a part itself counts for that one alone."""
+    """Seconds by part of a step; time in a nested part counts for the nested part only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -218,7 +219,7 @@ def measure_speed(kind: str, options: argparse.Namespace, folder: Path) -> dict[
 
 
 def measure_memory(kind: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Of one side, in this process: two steps, the second of which has the optimizer's state."""
+    """Measure peak memory of one side in this process: two steps, the second with the optimizer's state."""
     recipe = recipe_of(kind, options, folder)
     if options.measure == "ours":
         run = make_run(recipe)
@@ -241,7 +242,7 @@ def measure_memory(kind: str, options: argparse.Namespace, folder: Path) -> dict
 
 def memory_of(side: str, kind: str) -> dict[str, float]:
     command = [sys.executable, __file__, *sys.argv[1:], "--drafters", kind, "--measure", side]
-    # So that the C library gives memory back when it is freed; by default it keeps a few hundred MiB for later.
+    # Let the C library return freed memory; by default it keeps a few hundred MiB.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
