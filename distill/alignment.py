@@ -1,8 +1,9 @@
 """Target and drafter at the tokens of one draft position, as rows of log-probabilities of the same events.
 
-Where the target's states are known, the events are the drafter's vocabulary. Where a file holds only its likeliest
-tokens, they are these and a tail, 'any other token'. Merging events loses what the two disagree on inside the tail, so
-that by the data-processing inequality every divergence is then a lower bound of the whole one, and alpha an upper one.
+If the target's hidden states are known, the events are the tokens of the drafter's vocabulary. If a file holds only the
+target's most likely tokens, the events are these and a tail, 'any other token'. Merging events hides differences inside
+the tail: by the data-processing inequality every divergence is then a lower bound of the full one, and alpha an upper
+bound.
 """
 
 from collections.abc import Callable
@@ -19,9 +20,9 @@ from draftsmith.heads.base import DraftStates, TeacherSignals
 
 LmHead = Callable[[Tensor], Tensor]
 NOTHING = -1e30
-"""Log-probability of what cannot happen under either; finite, so that two of them have a difference, zero."""
+"""Log-probability of an impossible event; finite, so that the difference of two of them is zero and not nan."""
 LEAST_TAIL = torch.finfo(torch.float32).eps
-"""What is left for the tail where the known tokens add up to 1 as far as their digits go."""
+"""Probability of the tail if those of the known tokens add up to 1 within rounding."""
 
 
 class TopTokens(NamedTuple):
@@ -34,10 +35,10 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """What a teacher tells of the target at N positions: its final hidden states, or its likeliest tokens alone."""
+    """The target at N positions: its final hidden states, or only its most likely tokens."""
 
     hidden_NH: Tensor
-    """[N, 0] where `top` is given."""
+    """[N, 0] if `top` is given."""
     top: TopTokens | None = None
 
     def at(self, place: slice) -> "TeacherOutput":
@@ -54,14 +55,14 @@ class Position:
     student_ND: Tensor
     known: TeacherOutput
     labels_N: Tensor
-    """The text's next token, -1 where there is none."""
+    """The text's next token, -1 if there is none."""
     anchors: tuple[Tensor, ...]
-    """(row, column) of each token in the grid of anchors, by which the positions of one draft belong together."""
+    """(row, column) of each token in the grid of anchors; the positions of one draft have the same anchor."""
     grid: torch.Size
 
 
 def position_of(entry: DraftStates, signals: TeacherSignals) -> Position:
-    """The drafter's states, and what is known of the target where they are to agree with it; unmasked ones alone."""
+    """Select the unmasked states of one draft position, and the target's outputs that they should agree with."""
     if entry.places_BT is None:
         width = max(0, signals.mask_BT.shape[1] - entry.offset)
         mask_BT = signals.mask_BT[:, entry.offset :]
@@ -81,7 +82,7 @@ def position_of(entry: DraftStates, signals: TeacherSignals) -> Position:
 
 
 def _taught(signals: TeacherSignals, pick: Callable[[Tensor], Tensor]) -> tuple[TeacherOutput, Tensor]:
-    """What is known of the target, and the text's next token, at the positions that `pick` takes out of [B, T, ...]."""
+    """Return the target's outputs and the text's next tokens at the positions that `pick` selects from [B, T, ...]."""
     next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
     labels_BT = nn.functional.pad(next_BT, (0, 1), value=-1)
     top = None
@@ -94,31 +95,31 @@ class Rows(NamedTuple):
     """Log-probabilities at one temperature."""
 
     p_log_NE: Tensor
-    """The target's, as they are: where the drafter knows a part of the vocabulary, they do not add up to 1."""
+    """The target's, not renormalised: over a part of the vocabulary the probabilities do not add up to 1."""
     q_log_NE: Tensor
-    """The drafter's, of the same events."""
+    """The drafter's, for the same events."""
     q_log_ND: Tensor
-    """The drafter's, of every token that it knows."""
+    """The drafter's, for its whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Target and drafter at N positions, before any temperature."""
+    """Target and drafter at N positions, before a temperature is applied."""
 
-    favourite_N: Tensor
-    """The target's likeliest token as a row of the drafter's vocabulary; -1 where it has none."""
+    target_argmax_N: Tensor
+    """The target's most likely token as a row of the drafter's vocabulary; -1 if it is not in there."""
     p_NV: Tensor | None
-    """The target's logits; None where only the `top` tokens have a probability."""
+    """The target's logits; None if only the `top` tokens are known."""
     q_ND: Tensor
     """The drafter's logits."""
     top: TopTokens | None
     vocabulary_D: Tensor | None
 
     def at(self, temperature: float) -> Rows:
-        """Both over the drafter's vocabulary, or over the known tokens and the tail."""
+        """Return the rows at a temperature, over the drafter's vocabulary or over the known tokens and the tail."""
         q_log_ND = _tempered(self.q_ND, temperature).log_softmax(-1)
         if self.top is not None:
-            assert temperature == 1, "nobody knows how much of the tail another temperature would make"
+            assert temperature == 1, "the probability of the tail is known at temperature 1 only"
             return Rows(*known_and_tail(self.top, q_log_ND, self.vocabulary_D), q_log_ND)
         assert self.p_NV is not None
         with torch.no_grad():
@@ -128,49 +129,49 @@ class Compared:
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """At temperature 1 without a copy of what is the largest tensor there is."""
+    """Divide logits by the temperature; at 1 return them without a copy."""
     return logits if temperature == 1 else logits / temperature
 
 
 def compare(student_ND: Tensor, known: TeacherOutput, entry: DraftStates, lm_head: LmHead) -> Compared:
-    """The drafter's states beside what is known of the target where they stand."""
+    """Compute the logits of target and drafter at the same tokens."""
     p_NV = None
     with torch.no_grad():
         if known.top is None:
             p_NV = at_least_float32(lm_head(known.hidden_NH))
-            favourite_N = p_NV.argmax(-1)
+            target_argmax_N = p_NV.argmax(-1)
         else:
             best_N1 = known.top.log_NE.where(known.top.ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
-            favourite_N = known.top.ids_NE.gather(-1, best_N1)[:, 0]
-        favourite_N = draft_rows(favourite_N, entry.vocabulary_D)
-    return Compared(favourite_N, p_NV, at_least_float32(entry.head(student_ND)), known.top, entry.vocabulary_D)
+            target_argmax_N = known.top.ids_NE.gather(-1, best_N1)[:, 0]
+        target_argmax_N = draft_rows(target_argmax_N, entry.vocabulary_D)
+    return Compared(target_argmax_N, p_NV, at_least_float32(entry.head(student_ND)), known.top, entry.vocabulary_D)
 
 
 def known_and_tail(top: TopTokens, q_log_ND: Tensor, vocabulary_D: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(p, q) as log-probabilities [N, E + 1] of the known tokens and, last, of any other token.
+    """Return (p, q) as log-probabilities [N, E + 1] of the known tokens and, last, of any other token.
 
-    p of the tail is what the known tokens leave, q of it the sum over the drafter's others. Known tokens that the
-    drafter has not are no events: their probability is missing from p as it is from any draft vocabulary's.
+    p of the tail is the probability that the known tokens leave, q of the tail the sum over the drafter's other tokens.
+    Known tokens that are not in the drafter's vocabulary are no events: their probability is missing from p.
     """
     N, D = q_log_ND.shape
     with torch.no_grad():
         top_log_NE = at_least_float32(top.log_NE).where(top.ids_NE >= 0, -torch.inf)
         rows_NE = draft_rows(top.ids_NE, vocabulary_D)
         event_NE = (rows_NE >= 0) & (top_log_NE > NOTHING)
-        # Column D takes what is no event.
+        # Column D takes the entries that are no events.
         merged_ND = torch.ones(N, D + 1, dtype=torch.bool, device=q_log_ND.device)
         merged_ND = merged_ND.scatter(-1, rows_NE.where(event_NE, D), False)[:, :D]
         tail_N1 = -torch.expm1(top_log_NE.logsumexp(-1, keepdim=True))
         tail_N1 = tail_N1.clamp_min(LEAST_TAIL).log().where(merged_ND.any(-1, keepdim=True), NOTHING)
         p_log_NE = torch.cat([top_log_NE.where(event_NE, NOTHING), tail_N1], -1).to(q_log_ND.dtype)
-    # Summed over the others rather than subtracted from 1, which would leave no digits of a small tail.
+    # A sum over the other tokens: 1 minus the known ones would lose all digits of a small tail.
     q_tail_N1 = q_log_ND.masked_fill(~merged_ND, NOTHING).logsumexp(-1, keepdim=True)
     q_known_NE = q_log_ND.gather(-1, rows_NE.clamp_min(0)).where(event_NE, NOTHING)
     return p_log_NE, torch.cat([q_known_NE, q_tail_N1], -1)
 
 
 def draft_rows(ids: Tensor, vocabulary_D: Tensor | None) -> Tensor:
-    """The row of each token in the drafter's vocabulary; -1 for none, and for a token that is -1 itself."""
+    """Return the row of each token in the drafter's vocabulary; -1 if it has none, and for -1."""
     if vocabulary_D is None:
         return ids
     sorted_D, order_D = vocabulary_D.sort()
@@ -179,5 +180,5 @@ def draft_rows(ids: Tensor, vocabulary_D: Tensor | None) -> Tensor:
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Log-probabilities of half-precision logits are too coarse to sum; fp64 stays for the gradient tests."""
+    """Convert half-precision logits to float32, in which log-probabilities are exact enough to sum; keep float64."""
     return logits if logits.dtype == torch.float64 else logits.float()

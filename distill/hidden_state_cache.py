@@ -1,8 +1,8 @@
-"""The target's states for every training row, on disk: the target runs once, not once an epoch.
+"""A cache on disk of the target's hidden states for every training row: the target runs once instead of every epoch.
 
-Only states are kept, H numbers a token (and the features that a drafter reads); logits are made again from them by the
-lm_head, so that nothing is cut off. Rows lie in shards that are written whole, carry a checksum and are
-built one by one: a kill loses the shard in hand, a damaged one is built again alone.
+States are kept, H numbers a token (and the features that a drafter reads); the lm_head computes the full logits from
+them again. Rows are stored in shards, which are written atomically one by one and have a checksum: a kill loses one
+shard, and a damaged shard is rebuilt alone.
 """
 
 import hashlib
@@ -34,11 +34,11 @@ FLOAT8_MAX = 448.0
 
 
 class SignalCache:
-    """Shards of states in a folder of its own for each target, data, layers and dtype.
+    """Shards of hidden states, in one folder for each target, data, layers and dtype.
 
     Args:
-        rows: the training data; `input_ids` of each row and, where rows are packed, `documents`: the lengths of the
-            documents in it, which the target does not see together.
+        rows: the training data: `input_ids` of each row and, if rows are packed, `documents`, the lengths of the
+            documents in it, which the target reads independently.
         layers: see `Needs.layers`.
         dtype: 'float32', 'bfloat16' or 'float8' (one scale a token).
         shard_rows: rows of a shard.
@@ -62,7 +62,7 @@ class SignalCache:
         return -(-len(self.lengths) // self.shard_rows)
 
     def missing(self) -> tuple[list[int], list[str]]:
-        """Shards that have to be built, and a line for each that is there but cannot be used."""
+        """Return the shards to build, and a message for each existing shard that cannot be used."""
         wanted, problems = [], []
         for shard in range(self.shards):
             problem = self._problem(shard)
@@ -75,7 +75,7 @@ class SignalCache:
     def build(
         self, shards: Iterable[int], teacher: OnlineTeacher, done: Callable[[], None], *, batch: int = 16
     ) -> None:
-        """Run the target over the rows of these shards and write each; `done` is called behind each."""
+        """Run the target over the rows of these shards and write each; `done` is called after each."""
         for shard in shards:
             parts: list[Tensor] = []
             rows = list(self._shard(shard))
@@ -87,11 +87,11 @@ class SignalCache:
             done()
 
     def bytes_a_token(self) -> float:
-        """On disk, over all shards."""
+        """Return the size of all shards on disk, in bytes per token."""
         return sum(self._file(shard).stat().st_size for shard in range(self.shards)) / sum(self.lengths)
 
     def read(self, row: int) -> Tensor:
-        """[T, W] of one row, in the dtype that it was stored in, float32 for float8."""
+        """Return the states [T, W] of one row in their stored dtype; float8 as float32."""
         shard = row // self.shard_rows
         if shard not in self._open:
             self._open[shard] = safe_open(self._file(shard), framework="pt")
@@ -109,7 +109,7 @@ class SignalCache:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
     def _problem(self, shard: int) -> str | None:
-        """None for a good shard, '' for one that is not there, else what is wrong."""
+        """Return None for a usable shard, '' for a missing one, and otherwise what is wrong."""
         file, note = self._file(shard), self._file(shard).with_suffix(".json")
         if not file.exists():
             return ""
@@ -119,7 +119,7 @@ class SignalCache:
                 return f"was made for {known['key']}, not {self.key}"
             return None if known["sha256"] == _sha256(file) else "does not match its checksum"
         except (OSError, ValueError, KeyError):
-            return "has no checksum beside it"
+            return "has no readable checksum file"
 
     def _write(self, shard: int, states_NW: Tensor) -> None:
         tensors = {"states": states_NW.to(DTYPES[self.dtype])}
@@ -128,7 +128,7 @@ class SignalCache:
             tensors = {"states": (states_NW.float() / scales_N[:, None]).to(DTYPES["float8"]), "scales": scales_N}
         file = self._file(shard)
         temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
-        then = "the shards before it are kept, and the run goes on from there. Free some space, or take "
+        then = "finished shards are kept, and the same command continues after them. Free some space, or use "
         try:
             with writing(f"teacher cache: {file}", then + "teacher.kind=online"):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ class SignalCache:
 
 
 class CachedTeacher:
-    """Hands out what `SignalCache` holds, as `OnlineTeacher` hands out what the target computes."""
+    """A teacher with the interface of `OnlineTeacher` that reads a `SignalCache`."""
 
     def __init__(self, teacher: OnlineTeacher, cache: SignalCache) -> None:
         self.model, self.lm_head = teacher.model, teacher.lm_head
@@ -160,7 +160,7 @@ class CachedTeacher:
         rows: Sequence[int] = (),
         documents_BT: Tensor | None = None,
     ) -> TeacherSignals:
-        """The batch as the target saw it; `rows`: which rows of the data it holds."""
+        """Return the batch with the cached states; `rows`: indices of its rows in the data."""
         parameter = self.lm_head.weight
         B, T = input_ids_BT.shape
         stored = [self._cache.read(row) for row in rows]
@@ -174,7 +174,7 @@ class CachedTeacher:
 
 
 def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list[int]] | None = None) -> list[Tensor]:
-    """[T, W] of each text; `documents`: the lengths of what is packed into it."""
+    """Return the states [T, W] of each text; `documents`: lengths of the documents that are packed into it."""
     width = max(map(len, texts))
     device = teacher.lm_head.weight.device
     ids_BT = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)

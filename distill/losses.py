@@ -1,11 +1,10 @@
-"""Per-token disagreement of target and drafter, as functions of two rows of log-probabilities.
+"""Losses per token, as functions of the log-probabilities of target and drafter, and their sums over chunks of tokens.
 
-A drafter may know only a part of the vocabulary: `p_log_ND` is then the target's log-probability of those D tokens, as
-it is, so that exp of it adds up to the mass M <= 1 that the drafter can reach at all.
+A drafter may know only a part of the vocabulary: `p_log_ND` is then the target's log-probability of those D tokens, not
+renormalised, so that exp of it adds up to the mass M <= 1 that the drafter can reach.
 
-Sums over tokens whose rows of logits never exist at once: a chunk's gradient is taken while its logits are alive.
-
-Recomputing chunks in the backward pass would save as much memory and cost another forward pass of both lm_heads.
+The logits of all tokens are never in memory at once: a chunk's gradient is computed with its loss. Recomputing chunks
+in the backward pass would save as much memory and cost another forward pass of both lm_heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Chunk = Callable[[Tensor, slice], tuple[Tensor, ...]]
-"""States [n, D] of the tokens in a slice to sums over them; the first is the loss, the others carry no gradient."""
+"""Maps states [n, D] of the tokens in a slice to sums over them: the loss, then sums that carry no gradient."""
 
 # Shapes: N tokens, D hidden size of the drafter.
 
@@ -50,7 +49,7 @@ class _ChunkedSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         loss_grad = gradients[0]
-        # In place: a head's gradient is as large as the head, and nobody else holds it.
+        # In place: a head's gradient is as large as the head, and this is its only reference.
         scaled = [None if gradient is None else gradient.mul_(loss_grad) for gradient in ctx.gradients]
         ctx.gradients = None
         return None, None, *scaled
@@ -59,13 +58,13 @@ class _ChunkedSums(torch.autograd.Function):
 def chunked_sums(
     function: Chunk, states_ND: Tensor, parameters: Sequence[nn.Parameter], size: int
 ) -> tuple[Tensor, ...]:
-    """`function`'s sums over all tokens, at most `size` at a time.
+    """Return `function`'s sums over all tokens, computed for at most `size` tokens at a time.
 
-    Without any token `function` is called with none, so that all processes build the same graph: ZeRO-2 adds up the
-    gradients of several processes in the order in which each of them computes them.
+    Without tokens `function` is called once with none, so that all processes build the same graph: ZeRO-2 reduces
+    gradients in the order in which each process computes them.
 
     Args:
-        parameters: what `function` reads beside the states and is to be trained; others get no gradient.
+        parameters: parameters that `function` reads besides the states; those that are not listed get no gradient.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return _ChunkedSums.apply(function, size, states_ND, *trained)
@@ -75,21 +74,21 @@ def chunked_sums(
 
 
 def forward_kl(p_log_ND: Tensor, q_log_ND: Tensor) -> Tensor:
-    """M KL(p / M || q) in nats per token [N]; KL(p || q) where M = 1 (DistillSpec: arXiv:2310.08461)."""
+    """Return M KL(p / M || q) in nats per token [N]; KL(p || q) if M = 1 (DistillSpec: arXiv:2310.08461)."""
     p_ND = p_log_ND.exp()
     mass_N = p_ND.sum(-1)
     return (p_ND * (p_log_ND - q_log_ND)).sum(-1) - torch.xlogy(mass_N, mass_N)
 
 
 def reverse_kl(p_log_ND: Tensor, q_log_ND: Tensor) -> Tensor:
-    """KL(q || p) in nats per token [N]: q is to put nothing where p has nothing (GKD: arXiv:2306.13649)."""
+    """Return KL(q || p) in nats per token [N], which penalises q where p is small (GKD: arXiv:2306.13649)."""
     return (q_log_ND.exp() * (q_log_ND - p_log_ND)).sum(-1)
 
 
 def jensen_shannon(p_log_ND: Tensor, q_log_ND: Tensor, beta: float = 0.5) -> Tensor:
-    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, per token [N] (GKD: arXiv:2306.13649, eq. 4).
+    """Return beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, per token [N].
 
-    What lies outside the drafter's vocabulary has q = 0, so m = beta p there.
+    GKD: arXiv:2306.13649, eq. 4. Outside the drafter's vocabulary q = 0, so that m = beta p.
     """
     p_ND, q_ND = p_log_ND.exp(), q_log_ND.exp()
     m_log_ND = (beta * p_ND + (1 - beta) * q_ND).clamp_min(torch.finfo(p_ND.dtype).tiny).log()
@@ -99,7 +98,7 @@ def jensen_shannon(p_log_ND: Tensor, q_log_ND: Tensor, beta: float = 0.5) -> Ten
 
 
 def overlap(p_log_ND: Tensor, q_log_ND: Tensor) -> Tensor:
-    """Probability that the target accepts a token drawn from the drafter, per token [N].
+    """Return the probability that the target accepts a token drawn from the drafter, per token [N].
 
     alpha = sum_v min(p_v, q_v)   (Leviathan et al. 2023, arXiv:2211.17192, Corollary 3.6)
     """
@@ -107,25 +106,25 @@ def overlap(p_log_ND: Tensor, q_log_ND: Tensor) -> Tensor:
 
 
 def total_variation(p_log_ND: Tensor, q_log_ND: Tensor) -> Tensor:
-    """TV(p, q) = 1 - alpha per token [N], the chance of a rejection. Its gradient is tiny from a random start."""
+    """Return TV(p, q) = 1 - alpha per token [N], the probability of a rejection; tiny gradients at initialisation."""
     return 1 - overlap(p_log_ND, q_log_ND)
 
 
 def lk_alpha(p_log_ND: Tensor, q_log_ND: Tensor) -> Tensor:
-    """-log alpha per token [N] (LK losses: arXiv:2602.23881): TV's gradient, larger the worse the agreement is."""
+    """Return -log alpha per token [N] (LK losses: arXiv:2602.23881); its gradient is that of TV divided by alpha."""
     return -overlap(p_log_ND, q_log_ND).clamp_min(torch.finfo(p_log_ND.dtype).tiny).log()
 
 
 def top_k_cross_entropy(p_log_ND: Tensor, q_log_ND: Tensor, k: int) -> Tensor:
-    """-sum over the target's k likeliest tokens of p log q, per token [N] (HASS, arXiv:2408.15766, section 3.1)."""
+    """Return -sum of p log q over the target's k most likely tokens, per token [N] (HASS, arXiv:2408.15766, 3.1)."""
     best = p_log_ND.topk(min(k, p_log_ND.shape[-1]))
     return -(best.values.exp() * q_log_ND.gather(-1, best.indices)).sum(-1)
 
 
 def cross_entropy(rows_N: Tensor, q_log_ND: Tensor) -> Tensor:
-    """-log q of one token, per token [N]: of the target's likeliest for greedy decoding, or of the text's own.
+    """Return -log q of one token, per token [N]: of the target's most likely token, or of the text's next one.
 
-    `rows_N`: its row in the drafter's vocabulary, -1 where it has none: nothing to learn, no loss.
+    `rows_N`: row of that token in the drafter's vocabulary; -1 if it has none, which gives a loss of 0.
     """
     loss_N = -q_log_ND.gather(-1, rows_N.clamp_min(0)[:, None])[:, 0]
     return torch.where(rows_N >= 0, loss_N, 0.0)
@@ -138,4 +137,4 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "tv": total_variation,
     "lk_alpha": lk_alpha,
 }
-"""Those that are a function of the two rows alone."""
+"""Losses that are functions of the two rows of log-probabilities alone."""

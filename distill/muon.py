@@ -1,7 +1,7 @@
-"""Muon: momentum whose update matrices are made orthogonal, so that every direction of a weight learns at one speed.
+"""The optimizer Muon: momentum with orthogonalised updates, so that a weight learns equally fast in all directions.
 
 Keller Jordan et al., 2024 (kellerjordan.github.io/posts/muon); the step is sized like Adam's as in Liu et al. 2025
-(arXiv:2502.16982). With only a few hundred steps to learn in, it reaches a far lower loss than AdamW.
+(arXiv:2502.16982). Within a few hundred steps it reaches a much lower loss than AdamW.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalised(matrices: Tensor, rounds: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[N, rows, columns] -> the same, singular values moved close to 1 and singular vectors kept."""
+    """Return matrices [N, rows, columns] with the same singular vectors and singular values close to 1."""
     a, b, c = QUINTIC
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = (matrices.mT if tall else matrices).to(dtype)
@@ -29,7 +29,7 @@ def orthogonalised(matrices: Tensor, rounds: int = 5, dtype: torch.dtype = torch
 
 
 class Muon(torch.optim.Optimizer):
-    """For the 2-D weights inside the blocks; embeddings and gains belong to AdamW.
+    """Muon for the 2-D weights inside the blocks; use AdamW for embeddings and gains.
 
     Args:
         dtype: of the matrix products; bf16 is precise enough and fast where the hardware has it.
@@ -47,14 +47,14 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # takes no closure
-        """One update of all parameters; those of equal shape are orthogonalised together."""
+        """Update all parameters once; those of equal shape are orthogonalised together."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                # What is in shards is gathered: a matrix is made orthogonal as a whole, on every process.
+                # Sharded parameters are gathered: a matrix is orthogonalised as a whole, on every process.
                 momenta = torch.stack([whole(self._momentum(parameter, group["momentum"])) for parameter in parameters])
                 updates = orthogonalised(momenta, dtype=group["dtype"])
                 # An orthogonal update has RMS 1/sqrt(longer side); this brings it to the 0.2 that is usual for Adam.
@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
                     parameter.add_(like(update, parameter), alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Nesterov's: the running mean of gradients, looked at one step ahead."""
+        """Return the Nesterov momentum: the running mean of gradients, one step ahead."""
         average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
         gradient = parameter.grad
         assert gradient is not None, "step leaves out parameters without a gradient"

@@ -1,7 +1,7 @@
-"""What training minimises: weighted disagreement over all draft positions, summed chunk by chunk.
+"""The training objective: weighted disagreement over all draft positions, summed chunk by chunk.
 
-Everything returns sums over this process's tokens; the training loop alone divides, by the number of tokens of the
-global batch, so that the loss depends on neither padding nor processes.
+All values are sums over this process's tokens. Only the training loop divides them, by the number of tokens in the
+global batch, so that the loss depends neither on padding nor on the number of processes.
 """
 
 import math
@@ -38,7 +38,7 @@ from draftsmith.heads.base import DraftStates, TeacherSignals
 # Shapes: N tokens, K draft positions, B texts, T positions, D draft vocabulary or drafter hidden size.
 
 KINDS = (*DIVERGENCES, "ce", "label", "lk_lambda", "accepted_length")
-"""What a term of an objective may be; the recipe's schema names the same."""
+"""Kinds of terms of an objective; the recipe's schema names the same."""
 
 
 @dataclass(frozen=True)
@@ -50,49 +50,49 @@ class AgreementSums:
     alpha_K: Tensor
     """Summed overlap by draft position."""
     match_K: Tensor
-    """How often the two argmaxes agree, by draft position."""
+    """Tokens at which both have the same argmax, by draft position."""
     count_K: Tensor
     """Unmasked tokens by draft position."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A mix of terms, at one or several temperatures, with a weight for each draft position.
+    """A weighted sum of terms, at one or several temperatures, with a weight for each draft position.
 
     kl, reverse_kl, js, tv, lk_alpha, ce   see `distill/losses.py`
-    label             -log q of the text's next token, whatever the target thinks of it
+    label             -log q of the text's next token, independent of the target
     lk_lambda         lambda KL + (1 - lambda) TV, lambda = exp(-eta alpha_k) with the last step's alpha of the position
                       (LK losses: arXiv:2602.23881)
     accepted_length   -(E[tau] - 1) = -sum_k prod_{i<=k} alpha_i over the positions of one draft
 
-    A teacher that knows the likeliest tokens alone gives lower bounds of the divergences and upper ones of alpha, see
+    With a teacher that knows only the most likely tokens, divergences are lower bounds and alpha is an upper bound, see
     `distill/alignment.py`; `ce` and `label` are exact.
     """
 
     kind: str = "kl"
     mix: Mapping[str, float] = field(default_factory=dict)
-    """Weights of several terms; then `kind` is not looked at."""
+    """Weights of several terms; `kind` is then ignored."""
     temperatures: tuple[float, ...] = (1.0,)
-    """Of both p and q; the terms are averaged over them. What is not a term, alpha among it, is at the first."""
+    """Applied to both p and q; the terms are averaged over them. All other values, such as alpha, use the first."""
     position_decay: float = 0.8
     position_weights: tuple[float, ...] = ()
-    """Weight of each draft position; without any, position k weighs position_decay ** k."""
+    """Weight of each draft position; if empty, position k has weight position_decay ** k."""
     beta: float = 0.5
-    """Of js."""
+    """Weight of p in the mixture of `js`."""
     eta: float = 3.0
-    """Of lk_lambda."""
+    """Decay of the KL term with alpha in `lk_lambda`."""
     draft_length: int = 4
-    """Of accepted_length and D-PACE, for drafters whose one state a position serves every depth."""
+    """For accepted_length and D-PACE: draft positions of drafters whose states serve every depth."""
     dpace: float | None = None
-    """a of D-PACE, which weighs a position by how much of the draft hangs on it; None for no such weights."""
+    """a of D-PACE, which weights a position by the accepted text that depends on it; None: no such weights."""
     chunk_tokens: int = 512
     feature_weight: float = 0.0
-    """Of EAGLE's regression: SmoothL1 between the drafter's state and the target's (arXiv:2401.15077, section 4)."""
+    """Weight of EAGLE's regression: SmoothL1 between the drafter's state and the target's (arXiv:2401.15077, sec. 4)."""
     top_k: int = 10
     top_k_weight: float = 0.0
-    """Of HASS's distillation on the target's likeliest tokens (arXiv:2408.15766, section 3.1)."""
+    """Weight of HASS's distillation on the target's `top_k` most likely tokens (arXiv:2408.15766, section 3.1)."""
     confidence_weight: float = 1.0
-    """Of a confidence head's binary cross-entropy with alpha (DSpark, arXiv:2607.05147)."""
+    """Weight of a confidence head's binary cross-entropy with alpha (DSpark, arXiv:2607.05147)."""
 
     @property
     def terms(self) -> dict[str, float]:
@@ -106,9 +106,9 @@ class Objective:
         lm_head: LmHead,
         last_alpha: Sequence[float] | None = None,
     ) -> AgreementSums:
-        """Sum the weighted terms over every unmasked (token, draft position).
+        """Return the weighted terms, summed over every unmasked (token, draft position).
 
-        `last_alpha`: each position's alpha over the last global batch, for lk_lambda; None before there is one.
+        `last_alpha`: alpha of each position over the last global batch, for lk_lambda; None in the first step.
         """
         if signals.top_ids_BTE is not None:
             self.require_usable("logprobs")
@@ -126,14 +126,14 @@ class Objective:
         )
 
     def require_usable(self, teacher: str) -> None:
-        """ConfigError for what a teacher of this kind (`teacher.kind`) cannot give."""
+        """Check that a teacher of this kind (`teacher.kind`) provides what the terms need; else raise ConfigError."""
         if teacher != "logprobs":
             return
         temperature = next((value for value in self.temperatures if value != 1), 1.0)
         for key, value, expected in (
-            ("temperature", temperature, "1, since the file does not say what the unknown tokens are at another one"),
-            ("top_k_weight", self.top_k_weight, "0, since the file may hold fewer; 'kl' is over all that it holds"),
-            ("feature_weight", self.feature_weight, "0, since the file holds no states of the target"),
+            ("temperature", temperature, "1, since the unknown tokens' probability is known at temperature 1 only"),
+            ("top_k_weight", self.top_k_weight, "0, since the file may hold fewer tokens; 'kl' uses all that it holds"),
+            ("feature_weight", self.feature_weight, "0, since the file holds no hidden states of the target"),
         ):
             if value != float(expected[0]):
                 raise ConfigError(f"objective.{key}={value} with teacher.kind='logprobs'; expected {expected}")
@@ -173,7 +173,7 @@ class Objective:
         first = compared.at(self.temperatures[0])
         for temperature in self.temperatures:
             rows = first if temperature == self.temperatures[0] else compared.at(temperature)
-            terms_N = self._terms(rows, compared.favourite_N, label_rows_N, last_alpha)
+            terms_N = self._terms(rows, compared.target_argmax_N, label_rows_N, last_alpha)
             loss_N = loss_N + terms_N / len(self.temperatures)
         p_log_NE, q_log_NE = first.p_log_NE, first.q_log_NE
         with torch.no_grad():
@@ -193,20 +193,20 @@ class Objective:
         if extra.dpace_N is not None:
             loss_N = loss_N * extra.dpace_N
         loss = self._position_weight(k) * loss_N.sum()
-        if extra.length_N is not None:  # no decay: the length itself says how much a position matters
+        if extra.length_N is not None:  # no decay: the accepted length itself weights the positions
             loss = loss - self.terms["accepted_length"] * (extra.length_N * overlap(p_log_NE, q_log_NE)).sum()
         with torch.no_grad():
             best_N = compared.q_ND.argmax(-1)
-            match = (compared.favourite_N == best_N).sum().to(alpha_N.dtype)
+            match = (compared.target_argmax_N == best_N).sum().to(alpha_N.dtype)
         return loss, alpha_N.sum(), match
 
-    def _terms(self, rows: Rows, favourite_N: Tensor, label_rows_N: Tensor, last_alpha: float) -> Tensor:
-        """[N]: the mix, but for accepted_length, which is no sum over tokens."""
+    def _terms(self, rows: Rows, target_argmax_N: Tensor, label_rows_N: Tensor, last_alpha: float) -> Tensor:
+        """Return the weighted terms [N], without accepted_length, which is not a sum over tokens."""
         p_log_NE, q_log_NE, q_log_ND = rows
         total_N = q_log_ND.new_zeros(q_log_ND.shape[0])
         for kind, weight in self.terms.items():
             if kind == "ce":
-                total_N = total_N + weight * cross_entropy(favourite_N, q_log_ND)
+                total_N = total_N + weight * cross_entropy(target_argmax_N, q_log_ND)
             elif kind == "label":
                 total_N = total_N + weight * cross_entropy(label_rows_N, q_log_ND)
             elif kind == "js":
@@ -241,22 +241,24 @@ class Objective:
 
     @torch.no_grad()
     def _agreement(self, position: Position, lm_head: LmHead) -> tuple[Tensor, Tensor]:
-        """(alpha [N], q of the target's favourite [N]) of one position's tokens."""
+        """Return alpha [N] and q of the target's most likely token [N] at one draft position."""
         alphas, likelihoods = [], []
         for start in range(0, position.student_ND.shape[0], self.chunk_tokens):
             place = slice(start, start + self.chunk_tokens)
             compared = compare(position.student_ND[place], position.known.at(place), position.entry, lm_head)
             p_log_NE, q_log_NE, q_log_ND = compared.at(self.temperatures[0])
             alphas.append(overlap(p_log_NE, q_log_NE))
-            favourite_N = compared.favourite_N
-            likelihoods.append(torch.where(favourite_N >= 0, (-cross_entropy(favourite_N, q_log_ND)).exp(), 0.0))
+            target_argmax_N = compared.target_argmax_N
+            likelihoods.append(
+                torch.where(target_argmax_N >= 0, (-cross_entropy(target_argmax_N, q_log_ND)).exp(), 0.0)
+            )
         none = position.student_ND.new_zeros(0, dtype=torch.float32)
         return (torch.cat(alphas), torch.cat(likelihoods)) if alphas else (none, none)
 
     def _per_draft(
         self, positions: list[Position], values: list[Tensor], weigh: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Lay values out as [K, B, T] by anchor, weigh them, and bring the weights back to each position's grid."""
+        """Lay values out as [K, B, T] by anchor, `weigh` them; return weights on each position's grid, and constants."""
         grids = []
         for position, value_N in zip(positions, values, strict=True):
             grid = value_N.new_zeros(position.grid)
@@ -265,7 +267,7 @@ class Objective:
         if len(positions) > 1 or positions[0].entry.offset or positions[0].entry.places_BT is not None:
             weights, constant = weigh(torch.stack(grids))
             return list(weights), [constant, *[torch.zeros_like(constant)] * (len(positions) - 1)]
-        # One state a position for every depth: the draft behind anchor t has its k-th token at t + k.
+        # One state a position serves every depth: token k of the draft after anchor t is at t + k.
         (grid,), length = grids, self.draft_length
         drafts = torch.stack([nn.functional.pad(grid[:, k:], (0, min(k, grid.shape[1]))) for k in range(length)])
         weights, constant = weigh(drafts)
@@ -286,13 +288,13 @@ class _PositionSums(NamedTuple):
 
 @dataclass
 class _TokenWeights:
-    """Of one draft position's tokens, detached."""
+    """Weights of one draft position's tokens, detached."""
 
     dpace_N: Tensor | None = None
     length_N: Tensor | None = None
-    """Derivative of the expected accepted length by the token's alpha."""
+    """Derivative of the expected accepted length with respect to the token's alpha."""
     constant: Tensor | float = 0.0
-    """What makes the surrogate's value that of the expected length."""
+    """Makes the value of the surrogate loss that of the expected length."""
 
     def at(self, place: slice) -> "_TokenWeights":
         """Return the weights of a part of the tokens; the constant belongs to all of them together."""
@@ -303,7 +305,7 @@ class _TokenWeights:
 
 
 def _length_weights(alpha_KBT: Tensor) -> tuple[Tensor, Tensor]:
-    """d/d alpha_i of sum_k prod_{j<=k} alpha_j, and what is missing from -sum_i w_i alpha_i to minus that sum."""
+    """Return w_i = d/d alpha_i of sum_k prod_{j<=k} alpha_j, and minus that sum plus sum_i w_i alpha_i."""
     K = alpha_KBT.shape[0]
     before = torch.cat([torch.ones_like(alpha_KBT[:1]), alpha_KBT[:-1].cumprod(0)])
     after = [torch.ones_like(alpha_KBT[0])]
@@ -315,6 +317,6 @@ def _length_weights(alpha_KBT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dpace_weights(sure_KBT: Tensor) -> tuple[Tensor, Tensor]:
-    """weight_k = sum_{j>=k} prod_{i<=j} s_i (D-PACE): how much accepted text hangs on position k."""
+    """Return weight_k = sum_{j>=k} prod_{i<=j} s_i (D-PACE): the accepted tokens that depend on position k."""
     survival = sure_KBT.cumprod(0)
     return survival.flip(0).cumsum(0).flip(0), survival.new_zeros(())

@@ -84,7 +84,7 @@ def test_a_killed_build_goes_on_and_damage_costs_one_shard(monkeypatch: pytest.M
     assert wanted == [1, 2]
     assert problems == [
         "teacher cache: shard-00001.safetensors does not match its checksum; building it again",
-        "teacher cache: shard-00002.safetensors has no checksum beside it; building it again",
+        "teacher cache: shard-00002.safetensors has no readable checksum file; building it again",
     ]
     again = SignalCache(model, rows, LAYERS, "float32", shard_rows=4)
     again.build(wanted, teacher, lambda: None)

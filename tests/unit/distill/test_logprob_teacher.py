@@ -110,7 +110,7 @@ def _plain(kind: str, p: Tensor, q: Tensor, k: int) -> Tensor:
 
 
 def _expected(kind: str, both: Both, k: int, b: int, anchor: int, place: int) -> tuple[Tensor, Tensor, bool]:
-    """(loss, alpha, whether the favourites agree) of one state, in plain formulas."""
+    """(loss, alpha, whether the argmaxes agree) of one state, in plain formulas."""
     ids, logs = both.top_ids[b, place], both.top_log[b, place]
     q_log_V = both.unrolled[k].head(both.states[k][b, anchor]).log_softmax(-1)
     p, q = _coarse_rows(ids, logs, q_log_V)

@@ -315,7 +315,7 @@ def test_expected_accepted_length_of_a_draft_model() -> None:
 
 
 def test_dpace_weights() -> None:
-    """weight_k = sum_{j>=k} prod_{i<=j} s_i with s = (1 - a) q(favourite) + a, detached."""
+    """weight_k = sum_{j>=k} prod_{i<=j} s_i with s = (1 - a) q(target's argmax) + a, detached."""
     signals, lm_head, unrolled, states = _three_positions(torch.Generator().manual_seed(13))
     ours = Objective("ce", dpace=0.5, position_decay=1.0)(unrolled, signals, lm_head).loss
     expected = torch.zeros((), dtype=torch.float64)
