@@ -1,7 +1,7 @@
-"""Conversations as tokens, and which of them the target would have written: what a drafter is trained on.
+"""Tokenise conversations with a chat template, and mark the assistant's tokens, on which a drafter is trained.
 
-Which tokens are the assistant's comes from the chat template itself: from its `{% generation %}` blocks where it has
-them, else from rendering each conversation up to a turn and behind it. Text is never searched for markers.
+The assistant's tokens follow from the chat template: from its `{% generation %}` blocks if it has them, else from
+rendering each conversation up to a turn and including it. Text is never searched for markers.
 """
 
 import re
@@ -24,33 +24,33 @@ from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.reading import read_text
 
 SHIPPED = ("vicuna",)
-"""Templates in distill/templates, of models whose tokenizer brings none."""
+"""Templates in distill/templates, for models whose tokenizer has none."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "\ue000"
 RENDERING_SECONDS = 5.0
-"""That a chat template may compute for one conversation."""
+"""CPU time that a chat template may take for one conversation."""
 LARGEST_TEMPLATE = 2**20
 """Bytes."""
 LONGEST_TEXT = 2**22
-"""Characters that are tokenised as one text."""
+"""Characters of a text that is tokenised."""
 CHARACTERS = 128
-"""More than tokens have on average in any text: what is longer than so many times a limit in tokens is beyond it."""
+"""Characters per token, more than the average of any text: a longer text exceeds a limit in tokens for certain."""
 Span = list[int]
-"""[start, end) of tokens that are trained; the token before `start` is read first."""
+"""[start, end) of tokens to train on; the token before `start` is only read."""
 
 
 class TooLongText(ConfigError):
-    """A text of so many characters that it is not even tokenised."""
+    """A text with too many characters to be tokenised."""
 
 
 def characters(tokens: int) -> int:
-    """Return how many characters a text of at most `tokens` tokens may have to be tokenised."""
+    """Return the length in characters up to which a text is tokenised where a limit of `tokens` tokens applies."""
     return min(LONGEST_TEXT, CHARACTERS * tokens)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids, and the spans of them that the target is to be agreed with on."""
+    """Token ids, and the spans of them that a drafter is trained on."""
 
     input_ids: list[int]
     spans: list[Span]
@@ -62,12 +62,12 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer with the chat template that conversations go through.
+    """A tokenizer with its chat template.
 
     Args:
-        template: another template than the tokenizer's: a file, or the name of one of `SHIPPED`.
-        options: what the template is given beside the messages, such as `enable_thinking`.
-        longest: characters of a text; tokenising a longer one raises `TooLongText`.
+        template: replaces the tokenizer's template: a file, or one of `SHIPPED`.
+        options: arguments of the template besides the messages, such as `enable_thinking`.
+        longest: most characters of a text; tokenising a longer one raises `TooLongText`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -81,17 +81,17 @@ class Chat:
         self.tokenizer.chat_template = template_text(self.template)
 
     def prompt(self, asked: Conversation) -> list[int]:
-        """Tokens behind which the target writes its first answer."""
+        """Return the tokens that the target's first answer follows."""
         if asked.messages:
-            return self.behind(asked.asked, asked)
+            return self.generation_prompt(asked.asked, asked)
         return self.plain(asked.text, asked.place)
 
     def plain(self, text: str, place: str = "text") -> list[int]:
-        """Tokens of text that no template has to do with."""
+        """Return the tokens of a text that goes through no template."""
         return self._ids(text, place)
 
-    def behind(self, messages: list[Message], of: Conversation) -> list[int]:
-        """Tokens of messages and of what opens an answer; without a template, the messages one below the other."""
+    def generation_prompt(self, messages: list[Message], of: Conversation) -> list[int]:
+        """Return the tokens of messages and of the start of an answer; without a template, of the messages on lines."""
         if not self.tokenizer.chat_template:
             return self.plain("\n".join(str(message["content"]) for message in messages), of.place)
         return self._ids(self._render(messages, of, opened=True), of.place, add_special_tokens=False)
@@ -99,7 +99,7 @@ class Chat:
     def answer(self, messages: list[Message], of: Conversation, prompt: list[int], tokens: list[int]) -> str:
         """Return the content of the message whose tokens were generated after `prompt`, which shows `messages`.
 
-        The template writes it after the same prompt again, so what the template itself writes there is left out.
+        The template adds its own text to the content when the message is rendered, so that text is removed here.
         """
         text = text_after(self.tokenizer, prompt, tokens)
         if not self.tokenizer.chat_template:
@@ -109,12 +109,12 @@ class Chat:
         return text.removeprefix(whole[len(opened) :].partition(PLACEHOLDER)[0]) if whole.startswith(opened) else text
 
     def encode(self, whole: Conversation, prompt_tokens: int) -> list[Encoded]:
-        """A conversation with its answers as tokens; several where the template shows a turn's past differently later.
+        """Return the tokens of a conversation with its answers; several samples if later turns change earlier ones.
 
-        A lone text is read for at most `prompt_tokens` tokens, at most half of it, and trained from there on.
+        The first `prompt_tokens` tokens of a plain text, at most half of it, are only read; the rest is trained on.
 
         Raises:
-            ConfigError: for one without an answer, or a template from which the answers cannot be told.
+            ConfigError: for a conversation without an answer, or a template that does not show where answers are.
         """
         if whole.input_ids is not None and whole.tokenizer in (None, tokenizer_fingerprint(self.tokenizer)):
             return [_checked(whole, len(self.tokenizer))]
@@ -136,16 +136,16 @@ class Chat:
         return Encoded(ids, [[cut, len(ids)]])
 
     def _first_answer(self, whole: Conversation) -> Encoded:
-        """Targets without a template have not learned to hold conversations: the first answer alone."""
+        """Return the first answer only: a target without a template is not trained on conversations."""
         answer = next(message["content"] for message in whole.messages if message["role"] == ASSISTANT)
-        return self._answered(self.behind(whole.asked, whole), str(answer), whole.place)
+        return self._answered(self.generation_prompt(whole.asked, whole), str(answer), whole.place)
 
     def _answered(self, prompt: list[int], answer: str, place: str) -> Encoded:
         ids, unspaced = (
             self._ids(text, place, add_special_tokens=False) for text in (answer, answer.removeprefix(" "))
         )
         if ids != unspaced and text_after(self.tokenizer, prompt, unspaced) == answer:
-            ids = unspaced  # sentencepiece tokenizers put a space before the first word by themselves
+            ids = unspaced  # sentencepiece tokenizers add a space before the first word
         if not ids:
             raise _unanswered(place)
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
@@ -153,7 +153,7 @@ class Chat:
         return Encoded(ids, [[len(prompt), len(ids)]])
 
     def _marked(self, whole: Conversation) -> Encoded:
-        """By the template's `{% generation %}` blocks."""
+        """Take the spans from the template's `{% generation %}` blocks."""
         self._require_tokenisable(self._render(whole.messages, whole, opened=False), whole.place)
         found = self._apply(whole.messages, whole, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         spans: list[Span] = []
@@ -171,10 +171,10 @@ class Chat:
         return Encoded(ids, [self._until_eos(ids, *span) for span in spans])
 
     def _turn_by_turn(self, whole: Conversation) -> list[Encoded]:
-        """By rendering up to each answer and behind it.
+        """Find the spans by rendering the conversation up to each answer and including it.
 
-        Behind a later turn some templates show an earlier one differently (its thinking is left out): the earlier turn
-        is then a sample of its own, which ends where the target ended.
+        Some templates render an earlier turn differently once a later one follows (without its thinking): the earlier
+        turn is then a sample of its own, which ends where the target ended.
         """
         samples: list[Encoded] = []
         for index, message in enumerate(whole.messages):
@@ -185,8 +185,8 @@ class Chat:
             before = opened if behind.startswith(opened) else self._render(whole.messages[:index], whole, opened=False)
             if not behind.startswith(before) or behind == before:
                 raise ConfigError(
-                    f"{whole.place}: the chat template does not show message {index + 1} behind the ones before it, so "
-                    "its answers cannot be told; expected a template with generation blocks (data.chat_template)"
+                    f"{whole.place}: the chat template does not show message {index + 1} after the ones before it; "
+                    "its answers cannot be located; expected a template with generation blocks (data.chat_template)"
                 )
             first, ids = (self._ids(text, whole.place, add_special_tokens=False) for text in (before, behind))
             start = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(first))
@@ -199,7 +199,7 @@ class Chat:
         return samples
 
     def _until_eos(self, ids: list[int], start: int, end: int) -> Span:
-        """Templates write a line break behind the end of a turn; the target stops before it."""
+        """Return the span up to EOS: templates add a line break after a turn, which the target does not generate."""
         places = [place for place in range(start, end) if ids[place] == self.tokenizer.eos_token_id]
         return [start, places[-1] + 1 if places else end]
 
@@ -212,12 +212,12 @@ class Chat:
                 return self.tokenizer.apply_chat_template(messages, tools=of.tools, **how, **self.options)
         except _OutOfTime as error:
             raise ConfigError(
-                f"{of.place}: the chat template still computes after {RENDERING_SECONDS:g} seconds; expected one that "
-                "ends (data.chat_template names another template)"
+                f"{of.place}: the chat template is still running after {RENDERING_SECONDS:g} seconds; expected one "
+                "that ends (data.chat_template names another template)"
             ) from error
-        except Exception as error:  # a template may raise whatever its expressions come to
+        except Exception as error:  # expressions of a template may raise anything
             raise ConfigError(
-                f"{of.place}: the chat template refuses it ({reason_of(error)}); expected what it takes"
+                f"{of.place}: the chat template refuses it ({reason_of(error)}); expected messages that it accepts"
             ) from error
 
     def _ids(self, text: str, place: str, **how: Any) -> list[int]:
@@ -242,7 +242,7 @@ def _unanswered(place: str) -> ConfigError:
 
 
 def _checked(whole: Conversation, vocab_size: int) -> Encoded:
-    """Tokens as a file keeps them."""
+    """Return the tokens and spans of a file; ConfigError if they are not valid."""
     ids, spans = whole.input_ids or [], whole.spans or []
     good = _whole_numbers(ids) and isinstance(spans, list) and len(spans) > 0 and all(map(_whole_numbers, spans))
     if not good or any(len(span) != 2 or not 0 < span[0] < span[1] <= len(ids) for span in spans):
@@ -257,14 +257,14 @@ def _whole_numbers(values: Any) -> bool:
 
 
 class _OutOfTime(BaseException):
-    """No Exception, so that nothing in between catches it."""
+    """The time limit is exceeded. Not an Exception, so that no `except Exception` of the template catches it."""
 
 
 @contextmanager
 def _computing_at_most(seconds: float) -> Iterator[None]:
-    """Raise `_OutOfTime` in the block once the process has computed for `seconds` in it, however busy the machine is.
+    """Raise `_OutOfTime` in the block once the process has used `seconds` of CPU time in it.
 
-    Without effect where Python delivers no signals: outside of the main thread, and on Windows.
+    No effect where Python delivers no signals: outside the main thread, and on Windows.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
@@ -283,7 +283,7 @@ def _computing_at_most(seconds: float) -> Iterator[None]:
 
 
 def template_text(name: str) -> str:
-    """A chat template from a file or by its name; ConfigError for one that cannot be read."""
+    """Return a chat template from a file or from `SHIPPED`; ConfigError if it cannot be read."""
     if name in SHIPPED:
         return files("draftsmith.distill").joinpath("templates", f"{name}.jinja").read_text(encoding="utf-8")
     try:

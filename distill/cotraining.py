@@ -1,7 +1,7 @@
-"""Training drafter and target together: LoRA adapters on the target make it easier to draft for, within bounds.
+"""Joint training of drafter and target: LoRA adapters make the target easier to draft for, within a KL bound.
 
-This changes p: what is lossless afterwards is decoding with the *adapted* target. So the distance from the original is
-part of the loss, is measured on held-out text, and no drafter is kept behind whose target has moved too far.
+This changes p: decoding is then lossless with respect to the *adapted* target. So the KL from the original target is
+part of the loss, is measured on held-out text, and a drafter whose target exceeds the bound is not saved as the best.
 With Medusa heads this is Medusa-2 (Cai et al. 2024, arXiv:2401.10774, section 2.2.2), distilled from the target itself.
 """
 
@@ -32,7 +32,7 @@ LORA: dict[str, tuple] = {
     **dict.fromkeys(("megatron_config", "layer_replication", "modules_to_save", "trainable_token_indices"), (None,)),
     **dict.fromkeys(("rank_pattern", "loftq_config"), ({}, None)),
 }
-"""Keys of an adapter's config, and what they may be: none that takes more than the adapters themselves."""
+"""Keys of an adapter's config with their allowed values, which need nothing but the adapter weights."""
 CONFIG, WEIGHTS, QUALITY = "adapter_config.json", "adapter_model.safetensors", "quality.json"
 
 # Shapes: B texts, T positions, N tokens, H hidden size, V vocabulary.
@@ -40,7 +40,7 @@ CONFIG, WEIGHTS, QUALITY = "adapter_config.json", "adapter_model.safetensors", "
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters that a run trains on its target; sizes as in the recipe's section `cotrain`."""
+    """The LoRA adapters that a run trains on its target; sizes as in the recipe's section `cotrain`."""
 
     model: PreTrainedModel
     rank: int
@@ -49,7 +49,7 @@ class Adapters:
 
     @classmethod
     def on(cls, model: PreTrainedModel, *, rank: int, alpha: float, modules: list[str] | None) -> "Adapters":
-        """Put them into `model`, in float32; the rest of it stays frozen."""
+        """Add float32 adapters to `model`, whose other weights stay frozen."""
         add_lora(model, rank=rank, alpha=alpha, modules=modules)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -58,18 +58,18 @@ class Adapters:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By name."""
+        """The trainable parameters by name."""
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Under the names that peft saves them by."""
+        """Return the adapters' tensors under the names that peft uses."""
         return {
             "base_model.model." + name.replace(".default.", "."): weight.detach().cpu().contiguous()
             for name, weight in self.parameters.items()
         }
 
     def save(self, folder: Path, base: str, quality: dict[str, Any]) -> None:
-        """A peft adapter, which `load_target` and peft itself put onto `base`, and what it did to the target."""
+        """Save a peft adapter of `base`, which `load_target` and peft can load, and the adapted target's `quality`."""
         folder.mkdir(parents=True, exist_ok=True)
         suffixes = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in self.parameters})
         config = LoraConfig(r=self.rank, target_modules=suffixes, task_type="CAUSAL_LM", inference_mode=True)
@@ -85,7 +85,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_base(folder: Path) -> str:
-    """The target that an adapter was trained on: 'embedded', a folder or a Hub id."""
+    """Return the target that an adapter was trained on: 'embedded', a folder or a Hub id."""
     try:
         base = read_json(folder / CONFIG)["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -96,21 +96,21 @@ def adapter_base(folder: Path) -> str:
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """`model` with the adapter's weights added to its own: an ordinary model again, with a fingerprint of its own."""
+    """Return `model` with the adapter merged into its weights, and with the fingerprints of the adapted target."""
     _require_lora(folder)
     tensors = load_file(folder / WEIGHTS)
     known = [adapted_fingerprint(base, tensors) for base in model_fingerprints(model)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # about what peft asks of transformers, not about us
+        warnings.simplefilter("ignore", FutureWarning)  # about a call from peft to transformers
         merged = PeftModel.from_pretrained(model, folder, use_safetensors=True).merge_and_unload()
     merged.draftsmith_fingerprints = known
     return merged
 
 
 def _require_lora(folder: Path) -> None:
-    """ConfigError unless the folder holds adapters like ours, in safetensors and of the rank that its config claims.
+    """Check that the folder holds LoRA adapters in safetensors, of the rank in its config; raise ConfigError otherwise.
 
-    peft would read pickled weights, import a module that the config names, or take memory for any rank.
+    peft would read pickled weights, import a module that the config names, and allocate memory for any rank.
     """
     config, file = read_json(folder / CONFIG), folder / WEIGHTS
     for key, allowed in LORA.items():
@@ -132,7 +132,7 @@ def _require_lora(folder: Path) -> None:
 
 
 def adapted_fingerprint(base: str, tensors: dict[str, Tensor]) -> str:
-    """The same whatever the dtype that target and adapter are added up in."""
+    """Return a fingerprint of target and adapter that does not depend on the dtype in which they are merged."""
     sums = {
         name: [float(weight.double().sum()), float(weight.double().abs().sum())] for name, weight in tensors.items()
     }
@@ -140,7 +140,7 @@ def adapted_fingerprint(base: str, tensors: dict[str, Tensor]) -> str:
 
 
 def quality_kl(lm_head: LmHead, original_NH: Tensor, adapted_NH: Tensor, chunk_tokens: int) -> Tensor:
-    """Summed KL(original || adapted) in nats, a chunk of [tokens, V] at a time; the gradient reaches `adapted_NH`."""
+    """Return the summed KL(original || adapted) in nats, computed in chunks; the gradient flows to `adapted_NH`."""
 
     def part(adapted_nH: Tensor, place: slice) -> tuple[Tensor]:
         return (forward_kl(_log_p(lm_head, original_NH[place]), _log_p(lm_head, adapted_nH)).sum(),)
@@ -154,7 +154,7 @@ def _log_p(lm_head: LmHead, states_nH: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def measure_quality(model: PreTrainedModel, texts: list[list[int]]) -> dict[str, float]:
-    """What the adapters in `model` have changed, on `texts`: nats a token and the share of equal favourites."""
+    """Compare the adapted target with the original on `texts`: KL and losses in nats a token, equal argmaxes."""
     lm_head = logits_head(model)
     assert lm_head is not None, "a target without an lm_head is refused when it is loaded"
     sums: dict[str, float] = dict.fromkeys(("kl", "nll_original", "nll_adapted", "top1_agreement"), 0.0)
@@ -164,7 +164,7 @@ def measure_quality(model: PreTrainedModel, texts: list[list[int]]) -> dict[str,
         with without_lora(model):
             p_TV = _log_p(lm_head, final_states(model, ids_1T, torch.ones_like(ids_1T))[0])
         q_TV = _log_p(lm_head, final_states(model, ids_1T, torch.ones_like(ids_1T))[0])
-        sums["kl"] += max(0.0, float(forward_kl(p_TV[:-1], q_TV[:-1]).sum()))  # rounding may leave less than nothing
+        sums["kl"] += max(0.0, float(forward_kl(p_TV[:-1], q_TV[:-1]).sum()))  # rounding may make it negative
         sums["top1_agreement"] += float((p_TV.argmax(-1) == q_TV.argmax(-1))[:-1].sum())
         for name, logits_TV in (("nll_original", p_TV), ("nll_adapted", q_TV)):
             sums[name] += float(nn.functional.cross_entropy(logits_TV[:-1], ids_1T[0, 1:], reduction="sum"))

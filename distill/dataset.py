@@ -1,6 +1,6 @@
-"""What a run may learn from, as tokens: read once, checked, counted and kept on disk; nothing is dropped in silence.
+"""Training examples as tokens: read once, checked and cached on disk; every row that is left out is counted.
 
-Several samples in one row: little is padding, and no sample sees another.
+Also packing: several samples in one row, with little padding, and without attention between samples.
 """
 
 import json
@@ -32,22 +32,22 @@ FEATURES = Features(
         "turns": Value("string"),
     }
 )
-"""Columns of examples. Without spans they are prompts, which the target is to answer. `opening`: equal for
-conversations that begin alike; `turns`: JSON of what a conversation asks, '' for plain text."""
+"""Columns of examples. An example without spans is a prompt for the target. `opening`: equal for conversations with the
+same first messages; `turns`: the user's turns as JSON, '' for plain text."""
 
 
 @dataclass(frozen=True)
 class ExampleSettings:
-    """Where examples come from and how long they may be; see the recipe's data section."""
+    """Source and limits of examples; see the recipe's data section."""
 
     source: str
     count: int
     prompt_tokens: int
     response_tokens: int
     answered: bool = False
-    """Take the responses that the text holds, too."""
+    """Read the responses in the data as well."""
     every_turn: bool = False
-    """Without answers: also ask what a conversation asks behind its first answer."""
+    """If not `answered`: keep all turns of a conversation, not only the first."""
     deduplicate: bool = True
     seed: int = 0
     subset: str | None = None
@@ -56,27 +56,27 @@ class ExampleSettings:
 
 @dataclass
 class Counts:
-    """What became of the rows that were read."""
+    """Numbers of rows that were read and left out."""
 
     rows: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
-    """Reason to number of samples."""
+    """Number of samples by reason."""
 
     def leave_out(self, reason: str) -> None:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
     def lines(self, source: str) -> list[str]:
-        """One sentence for each reason."""
+        """Return one line for each reason."""
         return [f"{source}: {number:,} of {self.rows:,} {reason}: left out" for reason, number in self.left_out.items()]
 
 
 def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, report: Callable[[str], None]) -> Dataset:
-    """At most `count` examples (`FEATURES`); `report` is told how many were left out, and why.
+    """Return at most `count` examples (`FEATURES`); `report` is called with the numbers and reasons of those left out.
 
-    The same source, tokenizer, template and settings are read once, and come from the cache afterwards.
+    The examples are cached by source, tokenizer, template and settings.
 
     Raises:
-        ConfigError: for a source that cannot be read, a row without what is needed, or when nothing is left.
+        ConfigError: for a source that cannot be read, a row without the needed keys, or if no example is left.
     """
     disable_progress_bars()
     if settings.source == EMBEDDED:
@@ -97,7 +97,7 @@ def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, re
 
 
 def _write(file: Path, chat: Chat, settings: ExampleSettings, context: int | None) -> Counts:
-    """Row by row, so that memory does not grow with the data."""
+    """Write the examples row by row, so that memory does not grow with the data."""
     counts, kept = Counts(), 0
     chat = replace(chat, template=None, longest=characters(settings.prompt_tokens + settings.response_tokens))
     with ArrowWriter(features=FEATURES, path=str(file)) as writer:
@@ -152,30 +152,30 @@ def _samples(chat: Chat, found: Conversation, settings: ExampleSettings) -> list
 
 
 def _too_long(sample: Encoded, settings: ExampleSettings, context: int | None) -> str | None:
-    """Why a sample cannot be taken; None for one that can."""
+    """Return why a sample is left out; None for a sample that is kept."""
     length = len(sample.input_ids)
     prompt = sample.spans[0][0] if sample.spans else length
     if prompt == 0:
-        return "have no token to read before the first that is trained"
+        return "have no token before the first trained one"
     if prompt > settings.prompt_tokens:
         return f"have prompts longer than data.prompt_tokens={settings.prompt_tokens}"
     if length - prompt > settings.response_tokens:
         return f"have answers longer than data.response_tokens={settings.response_tokens}"
     if context is not None and length + (0 if sample.spans else settings.response_tokens) > context:
-        room = "" if sample.spans else f" with data.response_tokens={settings.response_tokens} behind them"
+        room = "" if sample.spans else f" with data.response_tokens={settings.response_tokens} after them"
         return f"do not fit the target's context of {context}{room}"
     return None
 
 
 def _turns(found: Conversation, every_turn: bool) -> str:
-    """What the target is asked, turn by turn."""
+    """Return the user's turns and the tools as JSON; '' for plain text."""
     if not found.messages:
         return ""
     return json.dumps({"turns": found.turns if every_turn else found.turns[:1], "tools": found.tools})
 
 
 def _embedded(chat: Chat, settings: ExampleSettings) -> Dataset:
-    """Stretches of the embedded text; their own continuation is the answer."""
+    """Return windows of the embedded corpus; the answer is the continuation of the text."""
     prompt = settings.prompt_tokens
     window = prompt + (settings.response_tokens if settings.answered else 0)
     rows = embedded_prompts(chat.tokenizer, "train", settings.count, window, settings.seed)
@@ -187,12 +187,12 @@ def _embedded(chat: Chat, settings: ExampleSettings) -> Dataset:
 
 
 def hold_out(examples: Dataset, count: int) -> tuple[Dataset, list[list[int]]]:
-    """(what is trained on, the first prompts of the last `count` conversations).
+    """Return the training examples, and the first prompts of the last `count` conversations, which are held out.
 
-    Every row of a conversation that begins like a held-out one is kept out of training.
+    All rows of conversations that begin like a held-out one are removed from the training examples.
 
     Raises:
-        ConfigError: when nothing would be left to train on.
+        ConfigError: if no training example would be left.
     """
     openings = list(dict.fromkeys(reversed(examples["opening"])))
     if len(openings) <= count:
@@ -233,17 +233,17 @@ def length_statistics(rows: Dataset) -> LengthStatistics:
 
 
 KNOWN = ("top_ids", "top_logprobs")
-"""What a teacher's file knows of each trained token."""
+"""Columns with one entry for each trained token, from a file of log-probabilities."""
 AT_ONCE = 1000
-"""Packed rows that are Python numbers at a time, which take several times the room of columns."""
+"""Packed rows that are converted from Python lists at a time; lists take several times the memory of columns."""
 
 
 def pack(rows: Dataset, width: int) -> Dataset:
-    """Rows of at most `width` tokens: `input_ids`, `spans`, and `documents`, the lengths of the samples in each.
+    """Return rows of at most `width` tokens: `input_ids`, `spans`, and `documents`, the lengths of the samples in each.
 
-    What a teacher's file knows of the trained tokens (`top_ids`, `top_logprobs`) stays in their order.
+    `top_ids` and `top_logprobs`, if there are any, keep the order of the trained tokens.
 
-    Samples go, longest first, into the fullest row that still has room for them (best fit, decreasing). A sample that
+    Best-fit decreasing: samples are placed, longest first, into the fullest row that has room for them. A sample that
     is longer than `width` has a row of its own.
     """
     lengths = list(map(len, rows["input_ids"]))
@@ -269,7 +269,7 @@ def pack(rows: Dataset, width: int) -> Dataset:
     known = [name for name in KNOWN if name in rows.column_names]
     features = Features({name: rows.features[name] for name in ("input_ids", "spans", *known)})
     features["documents"] = List(Value("int64"))
-    # Not `from_generator`, whose cache on disk does not know when this code changes.
+    # Not `from_generator`: its cache on disk would not notice a change of this code.
     parts = [
         Dataset.from_list(list(_rows(rows, bins[start : start + AT_ONCE], known)), features=features)
         for start in range(0, len(bins), AT_ONCE)
@@ -284,7 +284,7 @@ def _rows(rows: Dataset, bins: list[list[int]], known: list[str]) -> Iterator[di
             begin, row = len(packed["input_ids"]), rows[index]
             packed["input_ids"] += row["input_ids"]
             packed["documents"].append(len(row["input_ids"]))
-            # The first token of a document has nothing before it to be predicted from.
+            # The first token of a document has no token before it to be predicted from.
             packed["spans"] += [[begin + max(1, start), begin + end] for start, end in row["spans"] if end > 1]
             for name in known:
                 packed[name] += row[name]

@@ -1,22 +1,22 @@
-"""Text that tokens add after other tokens.
+"""Decode the tokens that follow other tokens.
 
-Decoded by themselves, the same tokens may give other text: sentencepiece tokenizers strip the space of the first one,
-and a character may begin in one token and end in the next.
+Decoded alone, the same tokens may give another text: sentencepiece tokenizers strip the space of the first token, and a
+character may begin in one token and end in the next.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
-"""What stands for the bytes of an unfinished character."""
+"""Shown for the bytes of an incomplete character."""
 WINDOW = 32
-"""Tokens of the context that are decoded; all of it where these alone show no whole text."""
+"""Tokens of the context that are decoded; the whole context if these have no complete text."""
 
 
 def text_after(
     tokenizer: Any, context: Sequence[int], tokens: Sequence[int], *, skip_special_tokens: bool = True
 ) -> str:
-    """Return the text that `tokens` add after `context`; a character that the context left unfinished is in it."""
+    """Return the text that `tokens` add after `context`, including a character that the context left incomplete."""
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -33,14 +33,14 @@ def text_after(
 
 
 class IncrementalText:
-    """Turns tokens into text one by one; the bytes of an unfinished character wait for the rest."""
+    """Decode tokens one by one; the bytes of an incomplete character are held back."""
 
     def __init__(self, tokenizer: Any, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._before, self._waiting, self._shown = list(context), list[int](), 0
 
     def add(self, token: int) -> str:
-        """Return the text that became certain with `token`."""
+        """Return the text that is complete with `token`."""
         self._waiting.append(token)
         text = self._text()
         certain = text.rstrip(REPLACED)
@@ -51,7 +51,7 @@ class IncrementalText:
         return new
 
     def rest(self) -> str:
-        """Return what is left when no token follows: the replacement of an unfinished character."""
+        """Return the text that was held back, when no token follows."""
         return self._text()[self._shown :]
 
     def _text(self) -> str:

@@ -1,4 +1,4 @@
-"""Loading the target that a name means: the embedded one, a local folder, or a Hub id."""
+"""Load a target by name: the embedded one, a local folder, or a Hub id."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class LoadedTarget:
-    """A frozen target in eval mode, with its tokenizer and where it came from."""
+    """A frozen target in eval mode, with its tokenizer, name and revision."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ class LoadedTarget:
 
 
 def check_target_name(name: str) -> None:
-    """ConfigError for something that looks like a local path and does not exist; costs nothing."""
+    """Raise ConfigError if a name looks like a local path that does not exist; nothing is loaded."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if name != EMBEDDED and looks_local and not Path(name).expanduser().is_dir():
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_target_name(name: str) -> None:
 def load_tokenizer(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Tokenizer and config of a target, without its weights; arguments and errors as of `load_target`."""
+    """Return the tokenizer and the config of a target; arguments and errors as for `load_target`."""
     check_target_name(name)
     folder = Path(name).expanduser()
     if is_adapter(folder):
@@ -58,7 +58,7 @@ def load_tokenizer(
     try:
         _require_regular(folder)
         return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
-    except Exception as error:  # tokenizers, configs and weights have no common base for what goes wrong
+    except Exception as error:  # tokenizers, configs and weights raise errors without a common base
         raise ConfigError(
             f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})"
         ) from error
@@ -81,15 +81,15 @@ def load_target(
     """Load and freeze a target.
 
     Args:
-        name: "embedded", a local folder, or a Hub id; a folder may hold a peft adapter, as co-training leaves it.
+        name: "embedded", a local folder, or a Hub id; a folder may hold a peft adapter, as joint training saves it.
         dtype: one of float32, bfloat16, float16.
-        trust_remote_code: run code that the repository carries; off unless the user says so.
-        device: by default the accelerator when there is one.
+        trust_remote_code: run code from the repository.
+        device: by default the accelerator, if there is one.
 
     Raises:
-        ConfigError: when it cannot be found or read.
+        ConfigError: if the target is not found or cannot be read.
     """
-    disable_progress_bar()  # transformers would draw one for reading a file
+    disable_progress_bar()  # transformers shows one for reading a file
     if dtype not in DTYPES:
         raise ConfigError.of("target.dtype", dtype, f"one of {', '.join(DTYPES)}")
     check_target_name(name)
@@ -117,7 +117,7 @@ def load_target(
         model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **options)
     except ConfigError:
         raise
-    except Exception as error:  # tokenizers, configs and weights have no common base for what goes wrong
+    except Exception as error:  # tokenizers, configs and weights raise errors without a common base
         raise ConfigError(
             f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})"
         ) from error

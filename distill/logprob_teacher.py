@@ -1,15 +1,14 @@
-"""A teacher from a file: the likeliest tokens that an API wrote beside its answers, for targets that run elsewhere.
+"""A teacher for targets that run elsewhere: a file of answers with the log-probabilities of their most likely tokens.
 
-Read are rows with `prompt`, `messages` or `prompt_token_ids`, and behind it the answer as one of
+Rows have `prompt`, `messages` or `prompt_token_ids`, and an answer in one of these layouts:
 
     OpenAI chat            choices[].logprobs.content[] = {token, logprob, bytes, top_logprobs: [the same three]}
     OpenAI completions     choices[].logprobs = {tokens: [], token_logprobs: [], top_logprobs: [{token: logprob}]}
     plain                  input_ids, prompt_length, top_ids [[]], top_logprobs [[]] for each token of the answer
 
-where `choices[]` may be left out. Tokens as text are looked up by their bytes, which some servers cut a space from; the
-exact way is "token_id:7", as vLLM writes it with return_tokens_as_token_ids. Log-probabilities are of temperature 1.
-
-Which token of a vocabulary a piece of text is, by the bytes that each entry stands for.
+where `choices[]` may be left out. Tokens given as text are looked up by their bytes, from which some servers strip a
+space; "token_id:7", which vLLM writes with return_tokens_as_token_ids, is exact. Log-probabilities are those at
+temperature 1.
 """
 
 import math
@@ -32,16 +31,16 @@ from draftsmith.heads.base import Drafter, TeacherSignals
 
 TOKEN_ID = "token_id:"
 WORD_START = "\u2581"
-"""How sentencepiece writes a space."""
+"""A space in sentencepiece vocabularies."""
 SPACE = "\u0120"
-"""How byte-level BPE writes one."""
+"""A space in byte-level BPE vocabularies."""
 REPLACED = "\ufffd"
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 ESCAPED = re.compile(r"\\x([0-9a-f]{2})")
 
 
 class TokenTable:
-    """The tokens of a vocabulary by the bytes that they stand for."""
+    """A vocabulary's token ids by the bytes of each token."""
 
     def __init__(self, tokenizer: Any) -> None:
         vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -59,21 +58,21 @@ class TokenTable:
             plain = token in added or not all(character in alphabet for character in token)
             text = token.replace(WORD_START, " ") if pieces and token not in added else token
             raw = text.encode() if plain else bytes(alphabet[character] for character in token)
-            self._ids[raw] = None if raw in self._ids else index  # two of the same: nobody knows which was meant
-        # A byte of its own is written only where no piece stands for it.
+            self._ids[raw] = None if raw in self._ids else index  # two tokens with the same bytes are ambiguous
+        # Byte tokens are used only for text that no piece covers.
         self._ids = {**fallback, **self._ids}
 
     def find(self, text: str, raw: Sequence[int] | None = None) -> int | None:
-        """The token that a file writes as `text`, or exactly as `raw` bytes; None for none or several."""
+        """Return the token with this text, or with these `raw` bytes; None for no token or several."""
         if text.startswith(TOKEN_ID):
             number = text.removeprefix(TOKEN_ID)
             return int(number) if number.isdecimal() and int(number) < self.size else None
         encoded = text.encode(errors="surrogatepass")
         if REPLACED in text and (raw is None or bytes(raw) == encoded):
-            return None  # bytes that are no text of their own were replaced
+            return None  # incomplete characters were replaced, so the bytes are unknown
         if raw is not None:
             return self._ids.get(bytes(raw))
-        if text.startswith("bytes:") and ESCAPED.search(text):  # OpenAI's completions write broken characters so
+        if text.startswith("bytes:") and ESCAPED.search(text):  # incomplete characters in OpenAI's completions
             parts = ESCAPED.split(text.removeprefix("bytes:"))
             encoded = b"".join(
                 bytes.fromhex(part) if i % 2 else part.encode(errors="surrogatepass") for i, part in enumerate(parts)
@@ -82,7 +81,7 @@ class TokenTable:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte of each character in which byte-level BPE writes its tokens: printable ones stand for themselves."""
+    """Return the byte of each character of byte-level BPE's alphabet; printable bytes are their own character."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(own)]
     return {**{chr(byte): byte for byte in own}, **{chr(256 + place): byte for place, byte in enumerate(others)}}
@@ -99,11 +98,11 @@ FEATURES = Features(
     }
 )
 UNKNOWN_LOGPROB = -9999.0
-"""What APIs write for a token that is not among the likeliest: no probability at all."""
+"""Log-probability that APIs report for a token outside the top ones."""
 MOST = 1.01
-"""What probabilities may add up to: servers round them to few digits."""
+"""Upper bound of the sum of probabilities, which servers round."""
 MOST_LOGPROB = 1e-3
-"""What a log-probability may be, for the same reason."""
+"""Upper bound of a log-probability, for the same reason."""
 Known = dict[int, float]
 """Log-probability by token."""
 
@@ -111,25 +110,25 @@ Known = dict[int, float]
 def logprob_rows(
     source: str, tokenizer: Any, report: Callable[[str], None] = lambda _: None, chat: Chat | None = None
 ) -> Dataset:
-    """Training rows from a file of answers and log-probabilities.
+    """Return training rows from a file of answers and log-probabilities.
 
-    Returns `input_ids`, `spans` (the one span of the answer), and for each token of the answer `top_ids`, padded with
-    -1, and `top_logprobs`, padded with -inf. Alternatives that are not exactly one token of the target stay unknown;
-    `report` is told how many.
+    Rows have `input_ids`, `spans` (one span, the answer), and for each token of the answer `top_ids`, padded with -1,
+    and `top_logprobs`, padded with -inf. Alternatives that are not exactly one token of the target stay unknown;
+    `report` is called with their number.
 
     Args:
         tokenizer: the target's.
-        chat: how prompts are written, where that is not the tokenizer's own way.
+        chat: template for prompts; by default the tokenizer's.
 
     Raises:
-        ConfigError: naming the line, for a row that is none of the layouts or whose answer is not in the vocabulary.
+        ConfigError: naming the line, for a row in another layout or whose answer is not in the vocabulary.
     """
     reader = _Reader(chat or Chat(tokenizer), TokenTable(tokenizer))
     samples = [sample for place, row in read_source(source) for sample in reader.samples(place, row)]
     width = max(1, max(sample.top_ids_NE.shape[1] for sample in samples))
     if reader.unknown:
         report(
-            f"{reader.unknown} of {reader.alternatives} alternatives in {source} are no token of the target: unknown"
+            f"{reader.unknown} of {reader.alternatives} alternatives in {source} are not a token of the target: ignored"
         )
     columns = {
         "input_ids": [sample.input_ids for sample in samples],
@@ -141,7 +140,7 @@ def logprob_rows(
 
 
 class _Logprob(NamedTuple):
-    """What a file says of one token: as text, as bytes where it has them, and its log-probability; nothing checked."""
+    """A token of the file: its text, its bytes if there are any, and its log-probability; unchecked."""
 
     text: str
     raw: Any
@@ -158,7 +157,7 @@ class _Sample:
 
 @dataclass
 class _Reader:
-    """Turns rows of a file into samples, and counts what it could not look up."""
+    """Convert rows of a file to samples, and count alternatives that are not found in the vocabulary."""
 
     chat: Chat
     table: TokenTable
@@ -166,7 +165,7 @@ class _Reader:
     unknown: int = 0
 
     def samples(self, place: str, row: dict[str, Any]) -> Iterator[_Sample]:
-        """One for each answer in a row."""
+        """Yield one sample for each answer in a row."""
         if "top_ids" in row:
             yield self._finished(place, row, *self._plain(place, row))
             return
@@ -182,7 +181,7 @@ class _Reader:
                 said = self._completion(place, logprobs)
             else:
                 raise ConfigError(
-                    f"{place}: no log-probabilities; expected 'logprobs' with 'content' or 'tokens', beside the prompt "
+                    f"{place}: no log-probabilities; expected 'logprobs' with 'content' or 'tokens', in the row "
                     "or in 'choices', or 'input_ids' with 'top_ids'"
                 )
             yield self._finished(place, choice, prompt, [token for token, _ in said], [known for _, known in said])
@@ -197,9 +196,9 @@ class _Reader:
                 raise ConfigError(f"{place}: messages={messages!r}; expected a list of role and content")
             if messages[-1].get("role") == "assistant":
                 raise ConfigError(
-                    f"{place}: messages end with the assistant's; expected those that were answered alone"
+                    f"{place}: messages end with the assistant; expected only the messages before the answer"
                 )
-            ids = self.chat.behind(messages, Conversation(place, messages))
+            ids = self.chat.generation_prompt(messages, Conversation(place, messages))
         if not ids:
             raise ConfigError(f"{place}: no prompt; expected 'prompt', 'messages' or 'prompt_token_ids' with a token")
         return self._ids(place, "prompt_token_ids", ids)
@@ -252,12 +251,12 @@ class _Reader:
         return found
 
     def _token(self, place: str, number: int, said: list[_Logprob]) -> tuple[int, Known]:
-        """The token that was written, the last one of `said`, and what is known of all of them."""
+        """Return the sampled token, which is the last of `said`, and the known log-probabilities of all of them."""
         ids = [self.table.find(one.text, one.raw) for one in said]
         if ids[-1] is None:
             raise ConfigError(
                 f"{place}: token {number} is {said[-1].text!r}; expected exactly one token of the target's vocabulary "
-                "(vLLM names them for sure with return_tokens_as_token_ids)"
+                "(vLLM writes token ids with return_tokens_as_token_ids)"
             )
         self.alternatives += len(ids) - 1
         self.unknown += ids.count(None)
@@ -267,9 +266,9 @@ class _Reader:
     def _finished(
         self, place: str, row: dict[str, Any], prompt: list[int], answer: list[int], known: list[Known]
     ) -> _Sample:
-        """With EOS behind an answer that ended by itself: APIs leave it out, and what was as likely is unknown."""
+        """Return the sample, with EOS after an answer that ended by itself: APIs omit EOS and its log-probabilities."""
         eos = self.chat.tokenizer.eos_token_id
-        ended = row.get("finish_reason") == "stop" and row.get("stop_reason") is None  # vLLM: the stop string, if any
+        ended = row.get("finish_reason") == "stop" and row.get("stop_reason") is None  # vLLM: a stop string
         if ended and isinstance(eos, int) and answer[-1:] != [eos]:
             answer, known = [*answer, eos], [*known, {}]
         if not answer:
@@ -287,7 +286,7 @@ class _Reader:
 
 
 def _known(place: str, number: int, said: Sequence[tuple[int | None, Any]]) -> Known:
-    """Log-probability by token, without those that have none."""
+    """Return the log-probability by token, without unknown ones."""
     known: Known = {}
     for token, log in said:
         if isinstance(log, bool) or not isinstance(log, int | float) or not log <= MOST_LOGPROB:
@@ -301,7 +300,7 @@ def _known(place: str, number: int, said: Sequence[tuple[int | None, Any]]) -> K
 
 
 def _one_a_token(place: str, row: dict[str, Any], key: str, tokens: int) -> list[Any]:
-    """The list at `key` of a row; ConfigError unless it has an entry for each token of the answer."""
+    """Return the list at `key` of a row; ConfigError unless it has an entry for each token of the answer."""
     values = row.get(key)
     if not isinstance(values, list) or len(values) != tokens:
         found = len(values) if isinstance(values, list) else repr(values)
@@ -325,7 +324,7 @@ def _widened(values_NE: np.ndarray, width: int, filler: float) -> np.ndarray:
 
 
 class LogprobTeacher:
-    """Hands out what `logprob_rows` read; the target is there to be compared with, and never run."""
+    """A teacher with the interface of `OnlineTeacher` for the rows of `logprob_rows`; never runs the target."""
 
     def __init__(self, model: PreTrainedModel, rows: Dataset) -> None:
         self.model = model
@@ -342,15 +341,15 @@ class LogprobTeacher:
         rows: Sequence[int] = (),
         documents_BT: Tensor | None = None,
     ) -> TeacherSignals:
-        """The batch with what is known of it; `rows`: which rows of the data it holds.
+        """Return the batch with the known log-probabilities; `rows`: indices of its rows in the data.
 
-        What a row knows of its trained tokens, in their order, stands where `mask_BT` says that they are learned.
+        The entries of a row, one for each trained token, are placed in order where `mask_BT` is True.
         """
         stored = [self._rows[row] for row in rows]
         ids_NE = torch.tensor([known for row in stored for known in row["top_ids"]])
         log_NE = torch.tensor([known for row in stored for known in row["top_logprobs"]])
         counts_B = torch.tensor([len(row["top_ids"]) for row in stored])
-        assert torch.equal(mask_BT.sum(1).cpu(), counts_B), "a mask that is not the rows' own"
+        assert torch.equal(mask_BT.sum(1).cpu(), counts_B), "the mask is not that of the rows"
         top_ids_BTE = torch.full((*mask_BT.shape, ids_NE.shape[1]), -1, device=mask_BT.device)
         top_log_BTE = torch.full(top_ids_BTE.shape, -torch.inf, device=mask_BT.device)
         top_ids_BTE[mask_BT] = ids_NE.to(mask_BT.device)
@@ -369,9 +368,9 @@ class LogprobTeacher:
 
 
 def require_reads_text_alone(drafter: Drafter | type[Drafter]) -> None:
-    """ConfigError for a drafter that reads states of the target, which a file of log-probabilities has not."""
+    """Raise ConfigError if a drafter reads hidden states, which a file of log-probabilities does not hold."""
     if drafter.needs.hidden or drafter.needs.layers:
         raise ConfigError(
             f"teacher.kind='logprobs' with drafter.type={drafter.type!r}, which reads the target's hidden states; "
-            "expected 'draft_model', or teacher.kind='online' where the target runs here"
+            "expected 'draft_model', or teacher.kind='online' if the target runs here"
         )

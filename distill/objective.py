@@ -87,7 +87,7 @@ class Objective:
     """a of D-PACE, which weights a position by the accepted text that depends on it; None: no such weights."""
     chunk_tokens: int = 512
     feature_weight: float = 0.0
-    """Weight of EAGLE's regression: SmoothL1 between the drafter's state and the target's (arXiv:2401.15077, sec. 4)."""
+    """Weight of EAGLE's regression: SmoothL1 between the drafter's state and the target's (arXiv:2401.15077, 4)."""
     top_k: int = 10
     top_k_weight: float = 0.0
     """Weight of HASS's distillation on the target's `top_k` most likely tokens (arXiv:2408.15766, section 3.1)."""
@@ -258,7 +258,7 @@ class Objective:
     def _per_draft(
         self, positions: list[Position], values: list[Tensor], weigh: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Lay values out as [K, B, T] by anchor, `weigh` them; return weights on each position's grid, and constants."""
+        """Lay values out as [K, B, T] by anchor, `weigh` them; return weights on each position's grid and constants."""
         grids = []
         for position, value_N in zip(positions, values, strict=True):
             grid = value_N.new_zeros(position.grid)

@@ -1,7 +1,7 @@
-"""Responses sampled from the target: the text on which agreement is worth something. Cached, since it costs most.
+"""Target-generated responses for on-policy distillation, cached on disk.
 
-Prompts are answered in parts of similar length; each part is a file that is written whole, so that a run which was
-killed goes on behind the last one, and processes share the parts among them.
+Prompts of similar length are answered together as a part; each part is a file that is written atomically, so that a
+killed run continues after the last one. The parts are divided among the processes.
 """
 
 import json
@@ -35,30 +35,30 @@ from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
 
 SAMPLES_VERSION = 4
 COUNTS = "counts.json"
-"""Beside the rows: what it took to sample them."""
+"""File next to the rows: tokens, rounds and seconds of the sampling."""
 SEEDS_APART = 1_000_003
-"""So that two seeds of a recipe share no prompt's seed."""
+"""Distance of the seeds of a prompt for neighbouring seeds of a recipe."""
 RESPONSES_APART = 1_000_000_000_039
-"""So that two responses to a prompt share no seed, whatever the recipe's."""
+"""Distance of the seeds of two responses to a prompt, larger than for any seed of a recipe."""
 
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """What decides the responses, the target and the prompts aside."""
+    """Settings that determine the responses, apart from the target and the prompts."""
 
     response_tokens: int
     temperature: float
     batch_size: int
     seed: int
     drafter_share: float = 0.0
-    """Of the prompts that the drafter answers, as well as it can."""
+    """Share of the prompts that the drafter answers alone."""
     responses: int = 1
-    """To each prompt, each with a seed of its own."""
+    """Responses to each prompt, each with its own seed."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which of `count` processes this one is, and how it waits for the others."""
+    """This process's index among `count` processes, and a barrier."""
 
     index: int = 0
     count: int = 1
@@ -67,11 +67,11 @@ class Share:
 
 @dataclass
 class Sampler:
-    """Answers prompts: the target through the speculative decoder, and for a share of them the drafter alone.
+    """Sample responses with the speculative decoder, and for a share of the prompts with the drafter alone.
 
     Args:
-        drafter: proposes; the text stays the target's. None decodes with the target alone.
-        speculate: whether it does; else it only answers its share.
+        drafter: proposes tokens; the distribution stays the target's. None decodes with the target alone.
+        speculate: use the drafter for proposals; otherwise it only answers its share.
         draft_length: by default the drafter's own.
     """
 
@@ -83,7 +83,7 @@ class Sampler:
     draft_length: int | None = None
     rounds: int = field(default=0, init=False)
     tokens: int = field(default=0, init=False)
-    """Target passes and tokens so far, which give tau."""
+    """Tokens so far; divided by `rounds`, the target's forward passes, they give tau."""
 
     def __post_init__(self) -> None:
         self._limit = context_limit(self.target.model.config)
@@ -99,15 +99,15 @@ class Sampler:
                 kind = None if self.drafter is None else self.drafter.type
                 raise ConfigError(
                     f"data.drafter_share={self.settings.drafter_share} with drafter.type={kind!r}; expected a "
-                    "'draft_model', which can write without its target"
+                    "'draft_model', which generates without its target"
                 )
             self._own = SpeculativeDecoder(self.drafter.model)
 
     def answer(self, rows: list[dict[str, Any]], indices: list[int], response: int = 0) -> list[dict[str, Any]]:
-        """Rows of `input_ids`, `spans`, `question` (its index) and `messages` (JSON, '' for plain text).
+        """Return rows of `input_ids`, `spans`, `question` (its index) and `messages` (JSON, '' for plain text).
 
-        One a question, or several where the chat template shows an earlier turn differently later. Each question has a
-        seed of its own for each `response`, the number of the answer.
+        There is one row a question, or several if the chat template renders an earlier turn differently later. The seed
+        depends on the question and on `response`, the number of the response.
         """
         texts = [_Asked(index, list(row["input_ids"]), row["turns"]) for row, index in zip(rows, indices, strict=True)]
         running, turn = texts, 0
@@ -130,17 +130,17 @@ class Sampler:
                 continue
             first = SEEDS_APART * self.settings.seed + RESPONSES_APART * response + 7_919 * turn
             seeds = [first + text.index for text in group]
-            found = decoder.generate_batch(
+            answers = decoder.generate_batch(
                 [text.prompt for text in group],
                 seeds=seeds,
                 eos_token_id=self.target.model.generation_config.eos_token_id,
                 max_new_tokens=self.settings.response_tokens,
                 temperature=self.settings.temperature,
             )
-            outputs |= {text.index: output for text, output in zip(group, found, strict=True)}
+            outputs |= {text.index: output for text, output in zip(group, answers, strict=True)}
             if decoder is self._decoder:
-                self.rounds += sum(1 + len(output.rounds) for output in found)
-                self.tokens += sum(len(output.tokens) for output in found)
+                self.rounds += sum(1 + len(output.rounds) for output in answers)
+                self.tokens += sum(len(output.tokens) for output in answers)
         return [outputs[text.index] for text in texts]
 
     def _drawn(self, index: int, response: int) -> bool:
@@ -150,7 +150,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class _Part:
-    """Questions that are answered together, and the file of their answers."""
+    """Questions that are answered in one batch, and the file of their answers."""
 
     file: Path
     indices: list[int]
@@ -158,7 +158,7 @@ class _Part:
 
 
 class _Asked:
-    """A conversation that is being answered, turn by turn."""
+    """A conversation while it is answered turn by turn."""
 
     def __init__(self, index: int, prompt: list[int], turns: str) -> None:
         self.index, self.prompt = index, prompt
@@ -179,11 +179,11 @@ class _Asked:
         self._rows.append({"input_ids": ids, "spans": spans, "question": self.index, "messages": messages})
 
     def ask(self, chat: Chat, turn: int, fits: Callable[[list[int]], bool]) -> bool:
-        """Put the next question behind the last answer; False when there is none, or no room for it."""
+        """Append the next question to the last answer; return False if there is none, or no room for its answer."""
         if turn >= len(self._turns):
             return False
         messages = [*self._messages, *self._turns[turn]]
-        prompt = chat.behind(messages, self._as_conversation())
+        prompt = chat.generation_prompt(messages, self._as_conversation())
         if not fits(prompt):
             return False
         self._messages, self.prompt = messages, prompt
@@ -204,13 +204,13 @@ def target_samples(
     share: Share | None = None,
     progress: bool = True,
 ) -> Dataset:
-    """The target's responses to all questions, as `Sampler.answer` gives them, in order of the questions.
+    """Return the target's responses to all questions, as rows of `Sampler.answer` in the order of the questions.
 
-    With several responses to each, all first responses come first. The same target, questions and settings are sampled
-    once and read from the cache afterwards; with more responses than before only the new ones are sampled.
+    With several responses to each, all first responses come first. Responses are cached by target, questions and
+    settings; if more responses are asked for than are cached, only the new ones are sampled.
 
     Args:
-        folder: where they are kept instead of the cache.
+        folder: store the responses here instead of in the cache.
     """
     disable_progress_bars()
     share = share or Share()
@@ -221,7 +221,7 @@ def target_samples(
     folders = response_folders(folder, settings.responses)
     here = all(place.is_dir() for place in folders)
     with hold_cache(folder) if share.index == 0 and not here else nullcontext():
-        share.wait()  # until the first process holds what is written here: now all of them see the same
+        share.wait()  # until the first process holds the lock: after that all processes see the same files
         parts = {
             place: _parts(questions, settings.batch_size, place, response)
             for response, place in enumerate(folders)
@@ -245,22 +245,22 @@ def _read_rows(folder: Path) -> Dataset:
 
 
 def response_folders(folder: Path, responses: int) -> list[Path]:
-    """Where the first, second, … responses to all questions are kept."""
+    """Return the folders of the first, second, … responses to all questions."""
     return [folder, *(folder.with_name(f"{folder.name}-{response}") for response in range(1, responses))]
 
 
 def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
-    """`tau`, `tokens`, `rounds` and `seconds` of all sampling into `folder`, over processes and kills.
+    """Return `tau`, `tokens`, `rounds` and `seconds` of all sampling into `folder`, of all processes and restarts.
 
-    Seconds are those of the parts, divided by the processes that shared them. Nothing where they were not counted, or
-    nothing was decoded in rounds.
+    Seconds are summed over the parts and divided by the number of processes. Empty if an earlier version did not count
+    them, or if nothing was decoded in rounds.
     """
     counts = _summed([place / COUNTS for place in response_folders(folder, responses)])
     return {"tau": counts["tokens"] / counts["rounds"], **counts} if counts.get("rounds") else {}
 
 
 def samples_key(sampler: Sampler, questions: Dataset) -> str:
-    """Changes with whatever the responses depend on, not with their number."""
+    """Return the cache key of the responses, from everything that they depend on except their number."""
     settings, chat = asdict(sampler.settings), sampler.chat
     del settings["responses"]
     later = [str(chat.tokenizer.chat_template), chat.options] if any(questions["turns"]) else []
@@ -285,7 +285,7 @@ def _require_room(target: LoadedTarget, questions: Dataset, settings: SampleSett
 
 
 def _parts(questions: Dataset, size: int, folder: Path, response: int) -> list[_Part]:
-    """Questions of similar length, `size` together."""
+    """Divide the questions into parts of `size` questions of similar length."""
     lengths = list(map(len, questions["input_ids"]))
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     groups = [order[start : start + size] for start in range(0, len(order), size)]
@@ -294,7 +294,7 @@ def _parts(questions: Dataset, size: int, folder: Path, response: int) -> list[_
 
 
 def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], share: Share, progress: bool) -> None:
-    """Those of this process's parts that are not there yet."""
+    """Sample the missing ones of this process's parts."""
     mine = parts[share.index :: share.count]
     missing = [part for part in mine if not part.file.exists()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -311,10 +311,10 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
 
 
 def _write_part(file: Path, rows: list[dict[str, Any]], counts: dict[str, float]) -> None:
-    """Whole, or not at all; the counts are there before the part is."""
+    """Write a part atomically, after its counts."""
     temporary = file.with_suffix(".tmp")
     try:
-        with writing(file, "the parts before it are kept, and sampling goes on behind them once there is room"):
+        with writing(file, "finished parts are kept; once there is room, the same command continues after them"):
             write_json(file.with_suffix(".json"), counts)
             Dataset.from_list(rows).to_parquet(temporary)
             with temporary.open("rb+") as handle:
@@ -325,16 +325,19 @@ def _write_part(file: Path, rows: list[dict[str, Any]], counts: dict[str, float]
 
 
 def _assemble(files: list[Path], folder: Path) -> None:
-    """All parts as one data set in the order of the questions; the parts are not needed any more."""
+    """Write all parts as one data set in the order of the questions, and delete them."""
     whole = concatenate_datasets([Dataset(pyarrow.parquet.read_table(file)) for file in files])
     order = sorted(range(len(whole)), key=whole["question"].__getitem__)
-    with writing(folder, "all parts are kept, and are put together once there is room"), atomic_folder(folder) as place:
+    with (
+        writing(folder, "all parts are kept; once there is room, the same command joins them"),
+        atomic_folder(folder) as place,
+    ):
         whole.select(order).flatten_indices().save_to_disk(place / "rows")
         write_json(place / COUNTS, _summed([file.with_suffix(".json") for file in files]))
     shutil.rmtree(files[0].parent)
 
 
 def _summed(files: list[Path]) -> dict[str, float]:
-    """Counts in JSON files; nothing where some were not counted, by an earlier version."""
-    found = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
-    return {key: sum(counts[key] for counts in found) for key in found[0]} if all(found) else {}
+    """Return the sums of the counts in JSON files; empty if a file is missing, as from an earlier version."""
+    every = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
+    return {key: sum(counts[key] for counts in every) for key in every[0]} if all(every) else {}

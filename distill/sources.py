@@ -1,6 +1,6 @@
-"""One shape for every way in which people write conversations down: ShareGPT, messages, prompts, plain text.
+"""Read conversations in the common formats (ShareGPT, messages, prompts, plain text) into one form.
 
-Where rows come from: JSON lines, JSON, Parquet, plain text, a folder of them, or a data set of the Hub.
+Rows come from JSON lines, JSON, Parquet, CSV, Arrow, plain text, a folder of such files, or a data set of the Hub.
 """
 
 import gzip
@@ -17,7 +17,7 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.reading import parse_json
 
 Message = dict[str, Any]
-"""`role`, `content`, and whatever else the chat template knows, such as `tool_calls` or `reasoning_content`."""
+"""`role`, `content`, and other keys that the chat template reads, such as `tool_calls` or `reasoning_content`."""
 
 ANSWERS = ("response", "completion", "answer", "output", "chosen")
 ROLES = {
@@ -34,34 +34,33 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""ShareGPT's names, and what chat templates call them."""
+"""Role names of ShareGPT and others, and the names in chat templates."""
 ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template, or plain text that the target is to continue."""
+    """Messages for a chat template, or plain text for the target to continue."""
 
     place: str
     """File and line, for errors."""
     messages: list[Message] = field(default_factory=list)
     text: str = ""
-    """Instead of messages."""
+    """Plain text, if there are no messages."""
     whole: bool = False
-    """The text holds its own continuation."""
+    """The text includes its continuation."""
     answer: str | None = None
-    """What stands beside the text."""
+    """The response in another key of the row."""
     tools: list[Any] | None = None
     input_ids: list[int] | None = None
-    """Tokens as they were sampled, where the file keeps them (`draftsmith data regenerate`)."""
+    """The sampled tokens, if the file holds them (`draftsmith data regenerate`)."""
     spans: list[list[int]] | None = None
     tokenizer: str | None = None
     """Fingerprint of the tokenizer that `input_ids` belong to."""
 
     @property
     def turns(self) -> list[list[Message]]:
-        """What stands between the answers, the target being asked behind each; without any answer, each user message
-        is a turn."""
+        """The messages between the answers; in a conversation without answers, each user message begins a turn."""
         unanswered = all(message["role"] != ASSISTANT for message in self.messages)
         turns: list[list[Message]] = [[]]
         for message in self.messages:
@@ -75,21 +74,21 @@ class Conversation:
 
     @property
     def asked(self) -> list[Message]:
-        """The messages before the first answer; none where an answer comes first."""
+        """The messages before the first answer; empty if the conversation begins with an answer."""
         begins = bool(self.messages) and self.messages[0]["role"] != ASSISTANT
         return self.turns[0] if begins else []
 
     @property
     def opening(self) -> str:
-        """What two conversations have in common when one must not be held out while the other is trained on."""
+        """The first messages as text: conversations with the same opening are held out together."""
         return self.text or json.dumps(self.asked, sort_keys=True, default=str)
 
 
 def conversation(place: str, row: dict[str, Any]) -> Conversation:
-    """Read a row with `messages`, `conversations` (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`.
+    """Parse a row with `messages`, `conversations` (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`.
 
     Raises:
-        ConfigError: naming `place`, for a row that has none of them, or nothing in it.
+        ConfigError: naming `place`, for a row that has none of these keys, or only empty ones.
     """
     kept = {key: row[key] for key in ("input_ids", "spans", "tokenizer") if row.get(key) is not None}
     tools = _tools(place, row.get("tools"))
@@ -121,7 +120,7 @@ def _text(row: dict[str, Any]) -> str:
 def _answer(row: dict[str, Any]) -> str | None:
     for key in ANSWERS:
         value = row.get(key)
-        if isinstance(value, list) and value and isinstance(value[-1], dict):  # the answer as messages
+        if isinstance(value, list) and value and isinstance(value[-1], dict):  # a list of messages
             value = value[-1].get("content")
         if isinstance(value, str) and value:
             return value
@@ -146,7 +145,7 @@ def _messages(place: str, row: dict[str, Any]) -> list[Message]:
 def _message(place: str, number: int, entry: Any) -> Message:
     if not isinstance(entry, dict):
         raise ConfigError(f"{place}: message {number} is {type(entry).__name__}; expected role and content")
-    # Tables give every message every field that any of them has.
+    # In tables every message has the fields of all messages.
     entry = {key: value for key, value in entry.items() if value is not None}
     if "from" in entry and "value" in entry:
         role = ROLES.get(entry["from"]) if isinstance(entry["from"], str) else None
@@ -175,24 +174,24 @@ def _tools(place: str, tools: Any) -> list[Any] | None:
 
 
 Row = tuple[str, dict[str, Any]]
-"""Where a row stands, as errors name it, and its fields."""
+"""File and line of a row, for errors, and its fields."""
 
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 LINES = (".jsonl", ".ndjson", ".jsonl.gz")
 LONGEST_ROW = 2**28
-"""Characters of a line; a few bytes that are packed can unpack to any number."""
+"""Characters of a line; a small compressed file may expand to any size."""
 KNOWN = (*LINES, ".json", ".txt", *TABLES)
 
 
 def read_source(source: str, subset: str | None = None, split: str = "train") -> Iterator[Row]:
-    """The rows of a file, of every file in a folder in order of their names, or of a Hub data set.
+    """Yield the rows of a file, of all files in a folder in the order of their names, or of a Hub data set.
 
     Args:
         subset: configuration of a Hub data set.
         split: of a Hub data set.
 
     Raises:
-        ConfigError: naming the line, for something that is missing, empty or no object; while it is read.
+        ConfigError: during iteration, naming the line, for data that is missing, empty or not an object.
     """
     path, empty = Path(source).expanduser(), True
     rows = _local(path) if path.exists() or looks_local(source) else _hub(source, subset, split)
@@ -204,12 +203,12 @@ def read_source(source: str, subset: str | None = None, split: str = "train") ->
 
 
 def looks_local(source: str) -> bool:
-    """Whether a name that does not exist was meant as a file."""
+    """Return whether a name that does not exist is meant as a file."""
     return source.startswith((".", "/", "~")) or source.count("/") != 1 or source.endswith(KNOWN)
 
 
 def source_stamp(source: str, subset: str | None = None, split: str = "train") -> list[Any]:
-    """What changes when the rows may have: names, sizes and times of the files, or the name of the data set."""
+    """Return names, sizes and times of the files, or the name of the data set: a cache key for the rows."""
     path = Path(source).expanduser()
     if not path.exists():
         return [source, subset, split]
@@ -222,7 +221,7 @@ def _local(path: Path) -> Iterator[Row]:
         yield from _folder(path)
     elif not path.exists():
         raise ConfigError(f"prompts={path}; expected a file or a folder, and there is none")
-    elif not path.is_file():  # reading a pipe would wait for whoever writes it
+    elif not path.is_file():  # reading a pipe may block
         raise ConfigError(f"prompts={path} is not a regular file; expected a file or a folder")
     elif path.suffix in TABLES:
         yield from _numbered(path, _load(str(path), TABLES[path.suffix], data_files=str(path), split="train"))
@@ -258,10 +257,10 @@ def _load(source: str, *arguments: Any, **options: Any) -> Any:
 
 def _loaded(source: str | Path, load: Callable[[], Any]) -> Any:
     level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said in our line
+    logging.set_verbosity(logging.CRITICAL)  # the ConfigError below has the reason
     try:
         return load()
-    except Exception as error:  # datasets has no common base for what goes wrong
+    except Exception as error:  # datasets raises errors without a common base
         expected = "expected a file, a folder or a data set of the Hub"
         raise ConfigError(f"prompts={source}; {expected} ({reason_of(error)})") from error
     finally:
@@ -270,13 +269,13 @@ def _loaded(source: str | Path, load: Callable[[], Any]) -> Any:
 
 def _numbered(name: str | Path, rows: Dataset | IterableDataset) -> Iterator[Row]:
     found, number = iter(rows), 0
-    while (row := _loaded(name, lambda: next(found, None))) is not None:  # damaged columns show when they are read
+    while (row := _loaded(name, lambda: next(found, None))) is not None:  # damaged columns raise when they are read
         number += 1
         yield f"{name}:{number}", row
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """JSON lines, or one array of objects. Read without `datasets`, whose errors do not name the line."""
+    """Read JSON lines or one array of objects, without `datasets`, whose errors do not name the line."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The teacher in the loop: the target's final hidden states, from which p is made again chunk by chunk."""
+"""The online teacher: the target's final hidden states, from which p is computed chunk by chunk."""
 
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -26,9 +26,9 @@ class TargetHead(Protocol):
 
 
 class OnlineTeacher:
-    """Runs the frozen target without its lm_head: H numbers a token instead of a vocabulary's worth.
+    """Run the frozen target without its lm_head: H numbers a token instead of a row of logits.
 
-    `layers`: whose outputs are wanted as features, see `Needs.layers`.
+    `layers`: layers whose outputs are returned as features, see `Needs.layers`.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
@@ -52,10 +52,10 @@ class OnlineTeacher:
         *,
         gradient: bool = False,
     ) -> TeacherSignals:
-        """The batch as the target sees it; see `TeacherSignals` for what mask, source and documents mean.
+        """Return the target's signals for a batch; see `TeacherSignals` for mask, source and documents.
 
-        `rows` are for a teacher that has been asked before (distill/hidden_state_cache.py). `gradient`: the signals
-        lead back into the target, whose adapters are trained with the drafter.
+        `rows` is read by cached teachers only (distill/hidden_state_cache.py). `gradient`: keep the
+        target's graph, since its adapters are trained with the drafter.
         """
         text = (input_ids_BT, attention_mask_BT)
         with torch.set_grad_enabled(gradient):
@@ -65,7 +65,7 @@ class OnlineTeacher:
 
     @torch.no_grad()
     def _require_plain_head(self) -> None:
-        """Some models scale their logits behind the lm_head; for them lm_head(hidden) would be another p."""
+        """Check that lm_head(hidden) gives the model's logits; some models scale them afterwards."""
         name = type(self.model).__name__
         device = next(self.model.parameters()).device
         probe_1T = torch.arange(1, 4, device=device)[None]
@@ -76,26 +76,26 @@ class OnlineTeacher:
             source = None
             logits = self.model(input_ids=probe_1T, use_cache=False).logits.float()
         again = self.lm_head(final_states(self.model, probe_1T, torch.ones_like(probe_1T), source)).float()
-        room = _room(self.lm_head.weight.dtype) * logits.abs().max()  # the same product twice, so all but equal
+        room = _room(self.lm_head.weight.dtype) * logits.abs().max()  # the same product, so nearly equal
         if again.shape != logits.shape or (again - logits).abs().max() > room:
             raise ConfigError(
-                f"target {name} transforms its logits behind the lm_head; expected logits = lm_head(last hidden state)"
+                f"target {name} transforms its logits after the lm_head; expected logits = lm_head(last hidden state)"
                 ", soft-capped or not"
             )
 
 
 @torch.no_grad()
 def require_packable(model: PreTrainedModel, role: str = "target") -> None:
-    """ConfigError unless documents packed into one row are to `model` what they are alone (`data.pack`).
+    """Check that `model` reads documents packed into one row as it reads them alone (`data.pack`); else ConfigError.
 
-    transformers tells them apart by positions that restart. Recurrent layers, biases by distance and some attention
-    kernels know nothing of that, and no config says which; so two rows of two documents are tried out.
+    transformers separates documents by positions that restart. Recurrent layers, ALiBi and some attention kernels do
+    not, and no config says so; therefore two rows of two documents are compared with the documents alone.
     """
     refusal = f"data.pack=True with a {role} of model_type={model.config.model_type!r}"
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{refusal}, an encoder-decoder; expected data.pack=false")
     device, training = next(model.parameters()).device, model.training
-    texts = [[1, 2, 3, 4, 5], [6, 7, 8, 9], [9, 8, 7], [6, 5, 4, 3, 2, 1]]  # two rows: some kernels can do only one
+    texts = [[1, 2, 3, 4, 5], [6, 7, 8, 9], [9, 8, 7], [6, 5, 4, 3, 2, 1]]  # two rows: some kernels only support one
     ids_BT = torch.tensor([texts[0] + texts[1], texts[2] + texts[3]], device=device)
     documents_BT = document_numbers([[5, 4], [3, 6]], 9).to(device)
     model.eval()
@@ -104,17 +104,15 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
         texts_1T = [torch.tensor([text], device=device) for text in texts]
         alone_NH = torch.cat([final_states(model, text_1T, torch.ones_like(text_1T))[0] for text_1T in texts_1T])
     except (TypeError, ValueError) as error:
-        reason = f"it cannot be asked with position ids ({' '.join(str(error).split())})"
+        reason = f"it does not accept position ids ({' '.join(str(error).split())})"
         raise ConfigError(f"{refusal}: {reason}; expected data.pack=false") from error
     finally:
         model.train(training)
     room = _room(packed_BTH.dtype) * alone_NH.abs().max()
     if not (packed_BTH.flatten(0, 1) - alone_NH).abs().max() <= room:
-        raise ConfigError(
-            f"{refusal}: documents of one row are not to it what they are alone; expected data.pack=false"
-        )
+        raise ConfigError(f"{refusal}: it does not separate the documents of one row; expected data.pack=false")
 
 
 def _room(dtype: torch.dtype) -> float:
-    """How far two ways to the same number may lie apart, of the largest one; half precision rounds (bf16: 8 bits)."""
+    """Return the tolerance between two computations of the same numbers, relative to the largest (bf16 has 8 bits)."""
     return 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4

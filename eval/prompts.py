@@ -51,7 +51,7 @@ class Prompt:
         for answer, turn in zip(answers, asked.turns[1:], strict=False):
             content = chat.answer(messages, asked, ids, answer)
             messages += [{"role": ASSISTANT, "content": content}, *turn]
-            ids = chat.behind(messages, asked)
+            ids = chat.generation_prompt(messages, asked)
         return ids
 
 

@@ -84,7 +84,7 @@ def test_what_is_left_out_is_counted_by_reason(loaded: LoadedTarget, tmp_path: P
     short = read_examples(chat, ExampleSettings(source, 10, 300, 8), 128, said.append)
     assert len(short) == 3
     assert said[-2] == (
-        f"{source}: 1 of 5 do not fit the target's context of 128 with data.response_tokens=8 behind them: left out"
+        f"{source}: 1 of 5 do not fit the target's context of 128 with data.response_tokens=8 after them: left out"
     )
     with pytest.raises(ConfigError, match=r"leaves nothing to train on \(.* 5 of 5 have prompts longer"):
         read_examples(chat, ExampleSettings(source, 10, 2, 8), 128, said.append)
@@ -224,7 +224,7 @@ def test_a_full_disk_keeps_the_parts_before(
     monkeypatch.setattr(Dataset, "to_parquet", full)
     folder = tmp_path / "full"
     with pytest.raises(
-        DraftsmithError, match=r"part-00002.* cannot be written .*No space left.* parts before it are kept"
+        DraftsmithError, match=r"part-00002.* cannot be written .*No space left.* finished parts are kept"
     ):
         target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)
     assert sorted(file.name for file in (tmp_path / "full.parts").glob("*.[!j]*")) == [
@@ -389,7 +389,7 @@ TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def test_a_target_that_scales_its_logits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="GraniteForCausalLM transforms its logits behind the lm_head"):
+    with pytest.raises(ConfigError, match="GraniteForCausalLM transforms its logits after the lm_head"):
         OnlineTeacher(GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=2.0)).eval())
 
 

@@ -206,7 +206,7 @@ def test_templates_from_which_answers_cannot_be_told_are_refused(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     tiny_tokenizer.chat_template = "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"f:1: the chat template does not show message 2 behind the ones before it"):
+    with pytest.raises(ConfigError, match=r"f:1: the chat template does not show message 2 after the ones before it"):
         encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
     tiny_tokenizer.chat_template = MARKED.replace("'assistant'", "'nobody'")
     with pytest.raises(ConfigError, match="f:1: the chat template's generation blocks mark no token"):

@@ -213,7 +213,7 @@ def test_targets_that_take_no_positions_are_refused(monkeypatch: pytest.MonkeyPa
         return forward(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
 
     monkeypatch.setattr(model.model, "forward", without_positions)
-    with pytest.raises(ConfigError, match="draft model of model_type='llama': it cannot be asked with position ids"):
+    with pytest.raises(ConfigError, match="draft model of model_type='llama': it does not accept position ids"):
         require_packable(model, "draft model")
 
 
