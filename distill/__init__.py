@@ -1,1 +1,1 @@
-"""What a drafter learns from: prompts, target samples, teacher signals and objectives."""
+"""Training data, teachers and objectives: prompts, target samples, the target's signals, and losses."""

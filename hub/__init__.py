@@ -1,1 +1,1 @@
-"""Publishing: the model card."""
+"""Publishing: model card, export and import, push to the Hub."""

@@ -1,6 +1,6 @@
-"""From names to folders: `draftsmith export` and `draftsmith import`.
+"""`draftsmith export` and `draftsmith import`: write a drafter in another engine's format, and read one.
 
-Writing a drafter as another engine reads it. What each layout says is in `layouts/`.
+The formats are in `heads/formats/`.
 """
 
 from dataclasses import dataclass
@@ -28,23 +28,23 @@ from draftsmith.storage import atomic_folder, require_apart, require_writable, w
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 USUAL_LENGTH = 3
-"""Draft tokens where a drafter does not say for how many it was chosen."""
+"""Draft length of a drafter that does not store the one that it was chosen for."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written."""
+    """A written export."""
 
     folder: Path
     tensors: dict[str, tuple[str, tuple[int, ...]]]
-    """By name: (dtype, shape)."""
+    """(dtype, shape) by name."""
     serving: Serving
     adapted: bool = False
-    """The target was trained together with the drafter: it is not the original."""
+    """The target was trained jointly with the drafter and is not the original."""
 
     @property
     def parameters(self) -> int:
-        """Numbers in the file; an engine adds embeddings and lm_head where it shares the target's."""
+        """Parameters in the file, without embeddings and lm_head that an engine shares with the target."""
         return sum(torch.Size(shape).numel() for _, shape in self.tensors.values())
 
     @property
@@ -53,9 +53,9 @@ class Exported:
 
 
 def check_export(format: str, type: str | None, dtype: str | None, out: Path) -> None:
-    """ConfigError for a format that there is not or that cannot express drafters of this type, and for a full `out`.
+    """Check the format, that it supports drafters of this type, the dtype, and that `out` is empty; else ConfigError.
 
-    `type`: None where it is not known yet.
+    `type`: None if it is not known yet.
     """
     if format not in LAYOUTS:
         raise ConfigError.of("format", format, f"one of {', '.join(LAYOUTS)}")
@@ -70,11 +70,11 @@ def check_export(format: str, type: str | None, dtype: str | None, out: Path) ->
 def require_empty(out: Path) -> None:
     require_writable("out", out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out={out} is there already; expected a new or an empty folder")
+        raise ConfigError(f"out={out} exists already; expected a new or an empty folder")
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The widest dtype of the floats in a folder's safetensors, by name; None where there is none of `DTYPES`."""
+    """Return the widest dtype of the floats in a folder's safetensors; None if there is none of `DTYPES`."""
     found = set()
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -105,12 +105,12 @@ def export_drafter(
         drafter: as `load_drafter` returns it, attached to `target`.
         format: a key of `LAYOUTS`.
         out: a new or an empty folder.
-        target_name: what the engine is to load as its target: a Hub id or a folder.
-        dtype: float32, bfloat16 or float16; by default that of the drafter.
-        tokenizer: the target's, written beside what is loaded as a model of its own.
+        target_name: the target that the engine loads: a Hub id or a folder.
+        dtype: float32, bfloat16 or float16; by default the drafter's.
+        tokenizer: the target's, written next to a drafter that is loaded as a standalone model.
 
     Raises:
-        ConfigError: where the format cannot say what the drafter is; nothing is written then.
+        ConfigError: if the format cannot express the drafter; nothing is written then.
     """
     if not isinstance(drafter, TrainableDrafter):
         raise ConfigError(f"drafter of type {getattr(drafter, 'type', None)} has no weights; expected a trained one")
@@ -161,7 +161,7 @@ def _readme(source: Source, serving: Serving, format: str, revision: str | None,
 
 
 SHOWN = 40
-"""Tensors that are listed one by one."""
+"""Tensors that are listed on the terminal."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class ImportRequest:
 
 
 def export_to(request: ExportRequest) -> Exported:
-    """Check what can be checked cheaply, then load target and drafter and write."""
+    """Check the request, then load target and drafter, and write the export."""
     check_export(request.format, None, request.dtype, request.out)
     _require_apart(request)
     with hold_name("out", request.out):
@@ -214,7 +214,7 @@ def _export(request: ExportRequest) -> Exported:
 
 
 def import_from(request: ImportRequest) -> TrainableDrafter:
-    """Load what was published for the target, and save it as a draftsmith checkpoint."""
+    """Load a drafter that another project published for the target, and save it as a draftsmith checkpoint."""
     require_empty(request.out)
     if request.draft_length is not None and request.draft_length < 1:
         raise ConfigError.of("gamma", request.draft_length, ">= 1")
@@ -228,7 +228,7 @@ def _import(request: ImportRequest) -> TrainableDrafter:
     folder = _folder(request.drafter)
     check_target_name(request.target)
     if read_config(folder, request.drafter)[1] is not None:
-        raise ConfigError(f"drafter={request.drafter} is draftsmith's own already; expected another project's layout")
+        raise ConfigError(f"drafter={request.drafter} is a draftsmith checkpoint; expected another project's layout")
     dtype = stored_dtype(folder) or "float32"
     loaded = _load_target(request, dtype)
     drafter = load_drafter(folder, loaded.model, loaded.tokenizer)
@@ -258,9 +258,9 @@ def _require_apart(request: ExportRequest | ImportRequest) -> None:
 
 
 def _load_target(request: ExportRequest | ImportRequest, dtype: str) -> LoadedTarget:
-    """Load the target in `dtype`: loading brings the drafter to it, and its weights are to stay as they are.
+    """Load the target in `dtype`, to which loading converts the drafter, so that its weights stay as they are.
 
-    float16 is not wide enough for the weights of a target in bfloat16, which would be another target's.
+    For float16 the target is loaded in float32: in float16, weights of a bfloat16 target would change.
     """
     return load_target(
         request.target,
@@ -278,7 +278,7 @@ def _folder(drafter: str) -> Path:
 
 
 def _servable(target: str) -> str:
-    """What another engine can load: a Hub id, or a folder with its whole path."""
+    """Return the target as another engine loads it: a Hub id, or the absolute path of a folder."""
     if target == EMBEDDED:
         return str(embedded_target())
     folder = Path(target).expanduser()

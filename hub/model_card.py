@@ -1,12 +1,10 @@
-"""The model card of a drafter checkpoint: what it drafts for, what it was measured to be worth, how it was made.
+"""The model card of a drafter checkpoint: its target, its measurements, its usage and its recipe.
 
-The metadata of a model card, as the Hub's schema has it.
+The metadata follow the Hub's schema (huggingface/hub-docs, modelcard.md). `base_model_relation` is one of adapter,
+finetune, merge and quantized; a head, which only works with the target's states, is closest to an adapter, and a draft
+model to a finetune. A `model-index` has a task, a data set and metrics for each result.
 
-Keys and values: huggingface/hub-docs, modelcard.md. `base_model_relation` is one of adapter, finetune, merge and
-quantized; of these a head, which works on the target's states alone, is nearest to an adapter, and a draft model to a
-finetune. A `model-index` names for each result a task, a data set and metrics.
-
-What a run knows of its machine and nobody else need: local paths are cut to their last part, secrets refused.
+Local paths are cut to their last part, and texts with secrets are refused.
 """
 
 import math
@@ -38,7 +36,7 @@ LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 
 def check_repo(key: str, name: str) -> None:
-    """ConfigError unless `name` is a repository's: `user/name`."""
+    """Check that `name` is a repository id, `user/name`; raise ConfigError otherwise."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -48,9 +46,9 @@ def check_repo(key: str, name: str) -> None:
 
 
 def check_licence(licence: str | None) -> None:
-    """ConfigError for what is no identifier of a licence; whether it is a known one, the Hub says."""
+    """Check that `licence` has the form of an identifier; raise ConfigError otherwise. The Hub checks the rest."""
     if licence is not None and not LICENCE.fullmatch(licence):
-        raise ConfigError(f"licence={licence!r}; expected the Hub's identifier of one, such as apache-2.0 or mit")
+        raise ConfigError(f"licence={licence!r}; expected the Hub's identifier of a licence, such as apache-2.0 or mit")
 
 
 def card_data(
@@ -63,17 +61,18 @@ def card_data(
     rows: list[dict[str, Any]],
     prompts: str,
 ) -> ModelCardData:
-    """The metadata of a drafter's card.
+    """Return the metadata of a drafter's card.
 
     Args:
         section: `draftsmith` in the checkpoint's config.json.
-        licence: the Hub's identifier of one, such as apache-2.0.
+        licence: a licence identifier of the Hub, such as apache-2.0.
         base_model: the target on the Hub.
-        datasets: data sets of the Hub that it was trained on.
-        rows: of its evaluation, over all prompts; `prompts` says which.
+        datasets: data sets of the Hub that the drafter was trained on.
+        rows: rows of its evaluation over all prompts.
+        prompts: name of the prompts.
 
     Raises:
-        ConfigError: for a licence or a base model that the Hub would not take.
+        ConfigError: for a licence or a base model that the Hub does not accept.
     """
     check_licence(licence)
     if base_model is not None:
@@ -111,33 +110,33 @@ def _results(row: dict[str, Any], prompts: str) -> list[EvalResult]:
 
 
 def require_readable(card: str, data: ModelCardData) -> None:
-    """ConfigError unless the card's metadata reads back as what it was written from, as plain values."""
+    """Check that the card's metadata, parsed again, equals `data`; raise ConfigError otherwise."""
     try:
-        found = ModelCard(card).data.to_dict()
+        parsed = ModelCard(card).data.to_dict()
     except ValueError as error:
         raise ConfigError(f"README.md: {' '.join(str(error).split())}; expected valid metadata") from error
-    if found != data.to_dict():
-        raise ConfigError(f"README.md: its metadata reads back as {found}; expected {data.to_dict()}")
+    if parsed != data.to_dict():
+        raise ConfigError(f"README.md: its metadata reads back as {parsed}; expected {data.to_dict()}")
 
 
 PATH = re.compile(r"""(?<![^\s='"(,])(?:~|[A-Za-z]:)?[/\\]+[\w.~-][^\s'",;)]*""")
-"""An absolute path inside a text: not what stands behind a word or a colon, as in `tokens/s` and `https://…`."""
+"""An absolute path inside a text, but not after a word or a colon, as in `tokens/s` and `https://…`."""
 FILES = (".json", ".jsonl", ".ndjson", ".gz", ".txt", ".parquet", ".arrow", ".csv")
 
 
 def is_local(name: str) -> bool:
-    """Whether a target or a file of prompts has its name from this machine, rather than from the Hub: `user/name`."""
+    """Return whether a target or a prompt file is named by a local path, not by a Hub id `user/name`."""
     anywhere = name.startswith((".", "/", "~", "\\")) or bool(PureWindowsPath(name).drive)
     return anywhere or name.count("/") != 1 or name.endswith(FILES) or Path(name).exists()
 
 
 def last_part(path: str) -> str:
-    """`/home/someone/data/prompts.jsonl` as `prompts.jsonl`."""
+    """Return the last part of a path: `prompts.jsonl` of `/home/someone/data/prompts.jsonl`."""
     return (PureWindowsPath(path) if "\\" in path else PurePosixPath(path)).name or path
 
 
 def without_local_paths(value: Any) -> Any:
-    """Plain values with every absolute path, inside any text, cut to its last part. Keys stay."""
+    """Return plain values in which every absolute path in a text is cut to its last part; keys are not changed."""
     if isinstance(value, dict):
         return {key: without_local_paths(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -146,11 +145,11 @@ def without_local_paths(value: Any) -> Any:
         return value
     if value.startswith(("/", "~/", "\\\\")) or PureWindowsPath(value).is_absolute():
         return last_part(value)
-    return PATH.sub(lambda found: last_part(found.group()), value)
+    return PATH.sub(lambda match: last_part(match.group()), value)
 
 
 def require_no_secret(name: str, text: str) -> None:
-    """ConfigError where a text that is to be published holds a token or a password; it is not repeated."""
+    """Raise ConfigError if a text for publication holds a token or a password, which the message does not repeat."""
     token = get_token()
     if SECRET.search(text) or (token and token in text):
         raise ConfigError(f"{name} holds what looks like a token or a password; expected none: nothing was published")
@@ -158,18 +157,18 @@ def require_no_secret(name: str, text: str) -> None:
 
 PLOTS = "plots"
 EXPORTED, MERGED, ADAPTER, SERVED = "exported", "MERGED", "ADAPTER", "TARGET"
-"""Folders, as the card calls them; the last is a target that is not on the Hub by its name."""
+"""Folder names on the card; the last one is for a target that is not on the Hub."""
 
 
 @dataclass(frozen=True)
 class CardRequest:
-    """What a card says beside what the checkpoint and its measurement know."""
+    """Details of a card that are neither in the checkpoint nor in its measurement."""
 
     repo: str | None = None
-    """Where it will be loaded from; None for the folder itself."""
+    """Repository that the drafter will be loaded from; None for the folder itself."""
     licence: str | None = None
     base_model: str | None = None
-    """The target on the Hub, where the checkpoint names it otherwise."""
+    """The target on the Hub, if the checkpoint has another name for it."""
 
 
 def write_card(
@@ -183,9 +182,9 @@ def write_card(
 
     Args:
         folder: a draftsmith checkpoint.
-        evaluation: the content of an `eval.json`, of which the rows of `drafter` are kept; None where nothing was
-            measured yet.
-        metrics: of the training run, for its curves.
+        evaluation: the content of an `eval.json`, of which the rows of `drafter` are kept; None if nothing was
+            measured.
+        metrics: rows of the training run's `metrics.jsonl`, for its curves.
 
     Raises:
         ConfigError: for a folder that is not a checkpoint, a drafter without rows, or metadata that the Hub refuses.
@@ -230,14 +229,14 @@ def write_card(
     _write_plots(folder / PLOTS, plots)
     write_text(folder / "README.md", card)
     if evaluation is not None:
-        # What single prompts and samples gave stays in the report: a card is read, not compared.
+        # Measurements of single prompts and sampled texts stay in the report.
         write_json(folder / "eval.json", {**evaluation, "rows": rows, "measurements": [], "samples": []})
 
 
 def _about(drafter: str, evaluation: dict[str, Any]) -> dict[str, Any]:
-    """Without the notes and guards that begin with the name of another drafter that was measured beside it."""
+    """Return the evaluation without notes and guards that begin with the name of another drafter in it."""
     others = {row["drafter"] for row in evaluation["rows"]} - {drafter}
-    starts = tuple(f"{other}{behind}" for other in others for behind in (" (", ": ", " is in "))
+    starts = tuple(f"{other}{suffix}" for other in others for suffix in (" (", ": ", " is in "))
     notes = [note for note in evaluation["notes"] if not note.startswith(starts)]
     guards = [guard for guard in evaluation["guards"] if not guard["message"].startswith(starts)]
     return {**evaluation, "notes": notes, "guards": guards}
@@ -264,7 +263,7 @@ def _engines(section: dict[str, Any], base_model: str | None) -> _Engines:
 
 
 def checkpoint_section(folder: Path) -> dict[str, Any]:
-    """What `draftsmith train` wrote into a checkpoint's config.json; ConfigError for another folder."""
+    """Return the `draftsmith` section of a checkpoint's config.json; ConfigError for another folder."""
     try:
         config, stored = read_config(folder, folder)
     except ConfigError as error:
@@ -279,18 +278,18 @@ def checkpoint_section(folder: Path) -> dict[str, Any]:
 
 
 def hub_target(section: dict[str, Any]) -> str | None:
-    """The repository of the target that a drafter was trained for; None where that was no repository."""
+    """Return the repository of the target that a drafter was trained for; None for a local target."""
     name = _target_name(section)
     return None if is_local(name) else name
 
 
 def _target_name(section: dict[str, Any]) -> str:
-    """As the recipe names it: of a target that was trained too, the original."""
+    """Return the target's name in the recipe, which is that of the original if the target was trained jointly."""
     return ((section["recipe"] or {}).get("target") or {}).get("model") or section["target"]["name"]
 
 
 def _hub_datasets(recipe: dict[str, Any]) -> list[str]:
-    """The data set of the Hub that a recipe trains on, if it is one."""
+    """Return the data set of the Hub that a recipe trains on, if there is one."""
     source = (recipe.get("teacher") or {}).get("file") or (recipe.get("data") or {}).get("prompts")
     return [source] if source is not None and not is_local(source) else []
 

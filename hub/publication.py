@@ -1,4 +1,4 @@
-"""The folder that is published: a drafter's files by an allow-list, its card, plots and measurement; nothing else."""
+"""Assemble the folder that is published: files of the drafter from an allow-list, its card, plots and measurement."""
 
 import json
 import os
@@ -34,41 +34,41 @@ TOKENIZER += ("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "t
 PUBLISHED = ("config.json", "generation_config.json", "model.safetensors.index.json", "*.safetensors", *TOKENIZER)
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "quality.json", *TOKENIZER)
 TARGET = "target"
-"""Folder of the adapter of a target that was trained too: beside the drafter's in a run, inside it when published."""
+"""Folder of the adapter of a jointly trained target: next to the drafter in a run, inside it in a publication."""
 WRITTEN = ("config.json", "README.md", EVALUATION, f"{TARGET}/adapter_config.json", f"{TARGET}/quality.json")
-"""Files with texts of ours, in which a secret could stand."""
+"""Files with generated text, which are checked for secrets."""
 STALE = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", EVALUATION)
 STALE += (*(f"{TARGET}/{name}" for name in ADAPTER), f"{CODE}/generate.py", f"{CODE}/requirements.txt")
-"""What an earlier push may have left that would be read for the new one: other weights, or what those were worth."""
+"""Files of an earlier push that would be read with the new one: other weights, or their measurement."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What is published where, and what its card says."""
+    """A drafter, its repository, and the details of its card."""
 
     folder: Path
     """A draftsmith checkpoint."""
     repo: str
     """`user/name`"""
     evaluation: Path | None = None
-    """An `eval.json` or the folder of one; by default the checkpoint's own, if there is one."""
+    """An `eval.json` or its folder; by default the one in the checkpoint, if there is one."""
     measured_as: str | None = None
-    """The drafter's name in it, where it has several and none with this folder."""
+    """The drafter's name in the evaluation; needed if it has several drafters and none with this folder."""
     licence: str | None = None
     base_model: str | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    """Of the training run."""
+    """Rows of the training run's `metrics.jsonl`."""
 
     @property
     def title(self) -> str:
-        """In a commit's message."""
+        """Title in the commit message."""
         section = checkpoint_section(self.folder)
         name = DRAFTERS[section["type"]].card_name
         return f"{name[0].upper()}{name[1:]} for {self.base_model or hub_target(section) or 'its target'}"
 
 
 def check_publication(publication: Publication) -> list[str]:
-    """ConfigError for what cannot be published; else notes on what the card will lack. Nothing is written."""
+    """Check a publication and return notes on what its card will lack; raise ConfigError if it cannot be published."""
     check_repo("repo", publication.repo)
     section = checkpoint_section(publication.folder)
     check_licence(publication.licence)
@@ -81,22 +81,22 @@ def check_publication(publication: Publication) -> list[str]:
     notes = []
     if publication.base_model is None and hub_target(section) is None:
         notes.append(
-            "base_model is left out: the target is not on the Hub by that name; --base-model user/name says it"
+            "base_model is left out, since the target's name is not that of a repository; give --base-model user/name"
         )
     if publication.licence is None:
         notes.append(
-            "the licence is left out; --licence says it (a draft model cut from a target is under the target's)"
+            "the licence is left out; give --licence (a draft model cut from a target has the target's licence)"
         )
     if evaluation is None:
-        notes.append("not measured: the card has no alpha, tau and speedup; --eval takes what `draftsmith eval` wrote")
+        notes.append("not measured: the card has no alpha, tau and speedup; give --eval (see `draftsmith eval`)")
     return notes
 
 
 def assemble(publication: Publication, out: Path) -> list[Path]:
-    """Write the folder that is published to `out`, which is new, empty or an earlier one; its files, relative to it.
+    """Write the publication to `out`, which is new, empty or an earlier publication; return its files, relative to it.
 
     Raises:
-        ConfigError: for a folder that holds something else, or a text that holds what looks like a token.
+        ConfigError: if `out` holds other files, or a text holds what looks like a token.
     """
     check_out(out, publication.folder)
     source, section = publication.folder, checkpoint_section(publication.folder)
@@ -125,7 +125,7 @@ def assemble(publication: Publication, out: Path) -> list[Path]:
 
 
 def check_out(out: Path, source: Path) -> None:
-    """ConfigError unless `out` may be replaced: it is apart from `source`, and new, empty or an earlier publication."""
+    """Check that `out` may be replaced: it is new, empty or an earlier publication, and not in or around `source`."""
     require_writable("out", out)
     require_apart("out", out, source)
     if out.exists() and not out.is_dir():
@@ -147,7 +147,7 @@ def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> None:
 
 
 def _public_config(config: dict[str, Any], base_model: str | None) -> dict[str, Any]:
-    """config.json without what names a place on this machine; the target under its name on the Hub, where given."""
+    """Return config.json without local paths, with the target's name on the Hub if it is given."""
     section = without_local_paths(config["draftsmith"])
     if base_model is not None:
         section["target"]["name"] = base_model
@@ -163,25 +163,25 @@ def _publish_base(file: Path, base_model: str | None) -> None:
 
 
 def run_of(folder: Path) -> Path:
-    """The folder of the run that a drafter's folder lies in, also where that is `.`"""
+    """Return the folder of the run that a drafter's folder is in, also if `folder` is `.`."""
     return Path(os.path.abspath(folder)).parent
 
 
 def _adapter(folder: Path, section: dict[str, Any]) -> Path | None:
-    """The adapter of a target that was trained together with the drafter; ConfigError where it is gone."""
+    """Return the adapter of a target that was trained jointly with the drafter; ConfigError if it is missing."""
     if not section["target"].get("quality"):
         return None
     for place in (folder / TARGET, run_of(folder) / TARGET):
         if (place / "adapter_config.json").is_file():
             return place
     raise ConfigError(
-        f"{folder} was trained together with its target, and the adapter is not beside it; expected the folder "
+        f"{folder} was trained together with its target, and the adapter is missing; expected the folder "
         f"{run_of(folder) / TARGET}"
     )
 
 
 def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | None]:
-    """The measurement and the drafter's name in it: as told, the one with this folder, or the only one, moved since."""
+    """Return the measurement and the drafter's name in it: the given one, the one with this folder, or the only one."""
     place = publication.evaluation
     if place is None and (publication.folder / EVALUATION).is_file():
         place = publication.folder / EVALUATION
@@ -191,13 +191,13 @@ def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | No
     named = evaluation["settings"]["drafters"]
     measured = {row["drafter"]: row["drafter_type"] for row in evaluation["rows"]}
     own = [name for name, folder in named.items() if Path(folder).resolve() == publication.folder.resolve()]
-    # What lies in another folder still is another drafter; one that is gone may be this one, moved.
+    # A drafter whose folder exists is another one; if its folder is missing, it may be this one, moved.
     only = [name for name in measured if len(measured) == 1 and not Path(named[name]).is_dir()]
     candidates = [publication.measured_as] if publication.measured_as else own or only
     if len(candidates) != 1 or candidates[0] not in measured:
-        asked = f"measured_as={publication.measured_as!r}" if publication.measured_as else str(place)
+        given = f"measured_as={publication.measured_as!r}" if publication.measured_as else str(place)
         raise ConfigError(
-            f"{asked}; expected --as with one of the drafters measured there: {', '.join(sorted(measured))}"
+            f"{given}; expected --as with one of the drafters measured there: {', '.join(sorted(measured))}"
         )
     name, kind = candidates[0], checkpoint_section(publication.folder)["type"]
     if measured[name] != kind:
@@ -207,7 +207,7 @@ def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | No
 
 
 def _require_these_weights(evaluation: dict[str, Any], name: str, folder: Path, place: str) -> None:
-    """ConfigError where a head has been trained on since; of a draft model and of float16 the files do not tell."""
+    """Raise ConfigError if a head was measured with other weights; unknown for draft models and float16."""
     then = evaluation["identity"].get("drafters", {}).get(name)
     if then is None or evaluation["settings"]["dtype"] == "float16" or not (folder / WEIGHTS).is_file():
         return
@@ -218,7 +218,7 @@ def _require_these_weights(evaluation: dict[str, Any], name: str, folder: Path, 
 
 
 def _of_target(evaluation: dict[str, Any], section: dict[str, Any]) -> list[str]:
-    """A note where a draft model was measured with another target than it was trained for."""
+    """Return a note if the drafter was measured with another target than the one that it was trained for."""
     then, trained = evaluation["identity"].get("target"), section["target"]["model_fingerprint"]
     if then is None or then == trained or evaluation["settings"]["dtype"] == "float16":
         return []

@@ -1,9 +1,9 @@
-"""Publishing a drafter on the Hub, with huggingface_hub's own upload.
+"""Push a drafter to the Hub with huggingface_hub's upload.
 
-Resumable: large files arrive one by one and are kept by their content, and the commit comes last. A call that was cut
-off is made again: what has arrived is not sent again, and what has not changed is not committed again.
+The upload is resumable: large files are stored by their content one by one, and the commit comes last. After an
+interruption, call again: stored files are not sent again, and unchanged files are not committed again.
 
-What goes wrong between here and the Hub, as one line that says what to do; never with a token in it.
+Errors of the connection and of the Hub become one line that says what to do, without the token.
 """
 
 from collections.abc import Iterator
@@ -18,50 +18,50 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.hub.model_card import check_repo
 
-LOGIN = "`hf auth login`, or HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
+LOGIN = "`hf auth login`, or HF_TOKEN, with a token with write access (https://huggingface.co/settings/tokens)"
 
 
 class PushError(DraftsmithError):
-    """The Hub, or the way to it, failed; nothing local was lost, and the same call goes on."""
+    """The Hub or the connection to it failed; no local file is lost, and the same call continues."""
 
 
 @contextmanager
 def explained(repo: str) -> Iterator[None]:
-    """Turn whatever the client raises inside into ConfigError (yours to mend) or PushError (try again)."""
+    """Turn errors of the client into ConfigError (the user has to change something) or PushError (try again)."""
     try:
         yield
     except DraftsmithError:
         raise
-    except Exception as error:  # the client has no common base: its own, httpx's, RuntimeError for LFS, xet's
-        raise _explain(repo, error) from None  # a chain would show headers and addresses
+    except Exception as error:  # there is no common base: the client's, httpx's, RuntimeError for LFS, xet's
+        raise _explain(repo, error) from None  # the chain would show headers and addresses
 
 
 def _explain(repo: str, error: Exception) -> DraftsmithError:
     causes = _chain(error)
     answered = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
-    told = error if isinstance(error, ValueError) else answered or causes[-1]
-    reason = _without_token(" ".join(str(told).split()))[:300]
+    cause = error if isinstance(error, ValueError) else answered or causes[-1]
+    reason = _without_token(" ".join(str(cause).split()))[:300]
     status = None if answered is None else answered.response.status_code
     if status == 401:
         return ConfigError(f"push={repo}: the Hub refused the token (401); expected {LOGIN}")
     if status == 403:
-        return ConfigError(f"push={repo}: the token may not write there (403); expected one that may, by {LOGIN}")
+        return ConfigError(f"push={repo}: the token has no write access to it (403); expected {LOGIN}")
     if status == 404:
-        return ConfigError(f"push={repo}: the Hub knows no such repository or revision (404: {reason}); expected one")
+        return ConfigError(f"push={repo}: the Hub has no such repository or revision (404: {reason}); expected another")
     if status == 400 or isinstance(error, ValueError):
         return ConfigError(f"push={repo}: the Hub refused it ({reason}); expected a valid name, branch and card")
     if status is not None:
-        return PushError(f"push={repo}: the Hub answered {status} ({reason}); the same command goes on from there")
+        return PushError(f"push={repo}: the Hub answered {status} ({reason}); the same command continues from there")
     if isinstance(causes[-1], OfflineModeIsEnabled):
         return ConfigError(f"push={repo} with HF_HUB_OFFLINE; expected it unset")
     return PushError(
         f"push={repo}: the connection to {constants.ENDPOINT} failed ({type(causes[-1]).__name__}: {reason}); the same "
-        "command goes on: what has arrived is not sent again"
+        "command continues: files that have arrived are not sent again"
     )
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and its causes, as far as they were given on purpose."""
+    """Return the error and its explicit causes."""
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -82,9 +82,9 @@ class Destination:
 
     repo: str
     revision: str | None = None
-    """By default main; made from it where there is none of that name."""
+    """By default main; a missing branch is created from main."""
     private: bool = False
-    """Of a repository that is made; one that is there stays as it is."""
+    """For a new repository; an existing one is not changed."""
 
     @property
     def page(self) -> str:
@@ -93,39 +93,39 @@ class Destination:
 
 
 def prepare(destination: Destination) -> None:
-    """Make the repository and its branch where they are missing, and find out whether the token may write there.
+    """Create the repository and its branch if they are missing, and check that the token has write access.
 
     Raises:
-        ConfigError: without a token, for one that is refused, and for a name or branch that the Hub does not take.
-        PushError: where the Hub cannot be reached.
+        ConfigError: for a missing or refused token, and for a name or branch that the Hub does not accept.
+        PushError: if the Hub cannot be reached.
     """
     check_repo("repo", destination.repo)
     if get_token() is None:
-        raise ConfigError(f"push={destination.repo}: no token of the Hub; expected {LOGIN}")
+        raise ConfigError(f"push={destination.repo}: no access token of the Hub; expected {LOGIN}")
     api, branch = HfApi(), destination.revision
     with explained(destination.repo), _quiet():
         api.create_repo(destination.repo, private=destination.private or None, exist_ok=True)
         if branch not in (None, MAIN):
             api.create_branch(destination.repo, branch=branch, exist_ok=True)
-        # Asking how a file would be uploaded takes the right to write; nothing is uploaded.
-        asked = CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=b"-")
-        api.preupload_lfs_files(destination.repo, additions=[asked], revision=branch)
+        # Asking how a file would be uploaded needs write access; nothing is uploaded.
+        probe = CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=b"-")
+        api.preupload_lfs_files(destination.repo, additions=[probe], revision=branch)
 
 
 def upload(
     folder: Path, destination: Destination, message: str, *, stale: tuple[str, ...] = (), progress: bool = True
 ) -> str:
-    """Upload an assembled folder as one commit behind `prepare`; the commit's id.
+    """Upload an assembled folder as one commit, after `prepare`; return the commit's id.
 
     Args:
-        stale: patterns of files to delete from the repository where the folder has none of that name.
+        stale: patterns of files to delete from the repository if the folder has no such file.
 
     Raises:
-        ConfigError: for a token that is refused, or a card that the Hub does not take.
-        PushError: where it was cut off; the same call goes on.
+        ConfigError: for a refused token, or a card that the Hub does not accept.
+        PushError: if the upload was interrupted; the same call continues.
     """
     with explained(destination.repo), _quiet(bars=progress):
-        # Nothing else is deleted: it may be the user's.
+        # Other files may be the user's and are not deleted.
         done = HfApi().upload_folder(
             repo_id=destination.repo,
             folder_path=folder,
@@ -138,7 +138,7 @@ def upload(
 
 @contextmanager
 def _quiet(*, bars: bool = False) -> Iterator[None]:
-    """Without the client's progress bars, unless they are asked for."""
+    """Disable the client's progress bars in the block unless `bars`."""
     before = are_progress_bars_disabled()
     try:
         if not bars:

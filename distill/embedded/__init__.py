@@ -31,15 +31,15 @@ from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
 __all__ = ["EmbeddedRecipe", "Stage", "build_info", "embedded_prompts", "embedded_target"]
 
 BUILD_VERSION = 1
-"""Raise when the build's code changes what comes out of the same recipe and corpus: old caches are then left aside."""
+"""Increase when the code builds another target from the same recipe and corpus; old caches are then ignored."""
 
 
 def embedded_target(progress: bool = True, recipe: EmbeddedRecipe | None = None) -> Path:
-    """The folder of the embedded target in transformers format; built when absent, rebuilt when damaged.
+    """Return the folder of the embedded target in transformers format; build it if it is missing or damaged.
 
     Args:
         progress: show a progress line with the time left while building.
-        recipe: sizes and steps; the default is the one that everything measured in the docs used.
+        recipe: sizes and steps; the default is that of all measurements in the docs.
     """
     recipe = recipe or EmbeddedRecipe()
     console = Terminal(stderr=True, quiet=not progress)
@@ -60,25 +60,25 @@ def embedded_target(progress: bool = True, recipe: EmbeddedRecipe | None = None)
 
 
 def build_info(folder: Path) -> dict[str, Any]:
-    """What `embedded_target` recorded about its build: recipe, losses, seconds, environment."""
+    """Return what `embedded_target` recorded about its build: recipe, losses, seconds, environment."""
     return json.loads((folder / "build.json").read_text(encoding="utf-8"))
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file of the folder by name, `checksums.json` itself aside."""
+    """Return the SHA-256 of each file of the folder by name, except `checksums.json`."""
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != "checksums.json")
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def find_damage(folder: Path) -> str | None:
-    """The first file that is missing or does not match its checksum, with the reason; None when all is well."""
+    """Return the first file that is missing or does not match its checksum, with the reason; None for no damage."""
     try:
         expected = json.loads((folder / "checksums.json").read_text(encoding="utf-8"))
-        found = checksums(folder)
+        actual = checksums(folder)
         for name, digest in expected.items():
-            if name not in found:
+            if name not in actual:
                 return f"{name} is missing"
-            if found[name] != digest:
+            if actual[name] != digest:
                 return f"{name} does not match its checksum"
     except (OSError, ValueError, AttributeError):
         return "checksums.json cannot be read"
@@ -99,7 +99,7 @@ def _key(recipe: EmbeddedRecipe, train: list[Module], heldout: list[Module]) -> 
 
 def _build(folder: Path, recipe: EmbeddedRecipe, train: list[Module], heldout: list[Module], console: Terminal) -> None:
     """Write model, tokenizer and build.json into `folder`."""
-    disable_progress_bar()  # transformers would draw one for writing a file
+    disable_progress_bar()  # transformers shows one for writing a file
     started = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:

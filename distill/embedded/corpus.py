@@ -1,4 +1,4 @@
-"""Text that every Python carries: the standard library's own source, split by module into train and held-out."""
+"""The embedded corpus: the source of Python's standard library, split by module into train and held-out text."""
 
 import hashlib
 import random
@@ -22,7 +22,7 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 MAX_BYTES = 300_000
 HELDOUT_PERCENT = 10
 SPLIT_SALT = "pencil/"
-"""Picked among a few so that each kind of module has its share of held-out text."""
+"""Chosen so that each kind of module has held-out text."""
 
 KINDS: dict[str, str] = {
     "network": (
@@ -46,12 +46,12 @@ KINDS: dict[str, str] = {
         "_pyio _pyrepl glob io stat filecmp fileinput"
     ),
 }
-"""Top-level modules by what they are about; those in no row are `other`."""
+"""Top-level modules by subject; all others are `other`."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """One source file of the standard library: its path below the library's root, and its text."""
+    """A source file of the standard library: its path relative to the library's root, and its text."""
 
     path: str
     text: str
@@ -63,18 +63,18 @@ class Module:
 
     @property
     def kind(self) -> str:
-        """What the module is about: a key of KINDS, or `other`."""
+        """The module's subject: a key of KINDS, or `other`."""
         return next((kind for kind, names in KINDS.items() if self.package in names.split()), "other")
 
     @property
     def split(self) -> Split:
-        """The same on every machine and in every Python version: a hash of the path decides."""
+        """Chosen by a hash of the path: the same on every machine and in every Python version."""
         draw = int(hashlib.sha256((SPLIT_SALT + self.path).encode()).hexdigest()[:8], 16) % 100
         return "heldout" if draw < HELDOUT_PERCENT else "train"
 
 
 class EmbeddedPrompt(NamedTuple):
-    """The first tokens of a window of a module, from line `id` = `path:line` on."""
+    """A window of a module, which starts at the line `id` = `path:line`."""
 
     id: str
     category: str
@@ -108,10 +108,10 @@ def _all_modules() -> tuple[Module, ...]:
 
 
 def read_modules(split: Split, packages: tuple[str, ...] | None = None) -> list[Module]:
-    """The modules of one split in path order, only those of the top-level `packages` when given.
+    """Return the modules of a split in path order, only those of the top-level `packages` if given.
 
     Raises:
-        ConfigError: this Python was installed without its sources.
+        ConfigError: if this Python was installed without its sources.
     """
     modules = [
         module
@@ -124,7 +124,7 @@ def read_modules(split: Split, packages: tuple[str, ...] | None = None) -> list[
 
 
 def corpus_hash(modules: list[Module]) -> str:
-    """Changes with any path or any text."""
+    """Return the SHA-256 of all paths and texts."""
     digest = hashlib.sha256()
     for module in modules:
         digest.update(f"{module.path}\0{module.text}\0".encode())
@@ -132,11 +132,11 @@ def corpus_hash(modules: list[Module]) -> str:
 
 
 def _windows(tokenizer: Any, module: Module, prompt_tokens: int, seed: int) -> Iterator[EmbeddedPrompt]:
-    """Windows of one module that start at its non-blank lines, in random order."""
+    """Yield windows of one module that start at its non-blank lines, in random order."""
     lines = module.text.splitlines(keepends=True)
     order = [number for number, line in enumerate(lines) if line.strip()]
     random.Random(f"{seed}:{module.path}").shuffle(order)
-    too_late = len(lines)  # From here on the module's rest is known to be shorter than a window.
+    too_late = len(lines)  # From this line on, the rest of the module is shorter than a window.
     for first in order:
         if first >= too_late:
             continue
@@ -154,11 +154,11 @@ def embedded_prompts(
 ) -> list[EmbeddedPrompt]:
     """Return `count` prompts of `prompt_tokens` tokens each, cut from the modules of a split.
 
-    Windows start at a line and come from as many modules as there are before any module gives a second one.
-    The same arguments give the same rows.
+    Windows start at a line. Every module gives one window before any module gives a second one. The same arguments give
+    the same prompts.
 
     Raises:
-        ConfigError: `count` or `prompt_tokens` is not positive, or the split has fewer windows than `count`.
+        ConfigError: if `count` or `prompt_tokens` is not positive, or the split has fewer windows than `count`.
     """
     for key, value in (("count", count), ("prompt_tokens", prompt_tokens)):
         if value < 1:

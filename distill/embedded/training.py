@@ -1,7 +1,7 @@
-"""How the embedded target is made: a byte-level BPE tokenizer and a Llama that grows in depth while it trains.
+"""Training of the embedded target: a byte-level BPE tokenizer and a Llama that grows in depth during training.
 
-A deep model trained from scratch would need many times the minutes that a first run may take. So most tokens pass
-through a shallow model, whose blocks are then repeated to make a deeper one (progressive stacking: Gong et al., 2019).
+Training the deep model from scratch would take too long for a first run. Most tokens are therefore trained on a shallow
+model, whose blocks are then repeated to make a deeper one (progressive stacking: Gong et al., 2019).
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class EmbeddedRecipe:
-    """Everything that decides the embedded target's weights, the corpus aside."""
+    """Everything that determines the embedded target's weights, apart from the corpus."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -45,29 +45,29 @@ class EmbeddedRecipe:
         Stage(layers=12, steps=100, batch_size=8, sequence_length=512),
     )
     learning_rate: float = 6e-3
-    """Peak, of Muon: the matrices inside the blocks."""
+    """Peak learning rate of Muon, for the matrices inside the blocks."""
     embedding_learning_rate: float = 8e-3
-    """Peak, of AdamW: the embedding and the norms' gains."""
+    """Peak learning rate of AdamW, for the embedding and the norms' gains."""
     warmup_steps: int = 20
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     seed: int = 0
     packages: tuple[str, ...] | None = None
-    """Only these top-level packages of the standard library; all when None."""
+    """Only these top-level packages of the standard library; None for all."""
 
     @property
     def cost(self) -> int:
-        """Layer passes over tokens: what the time left is computed from (the embedding and lm_head cost ~1 layer)."""
+        """Layer passes over tokens, for the time left (embedding and lm_head cost about 1 layer)."""
         return sum(stage_step_cost(stage) * stage.steps for stage in self.stages)
 
 
 def stage_step_cost(stage: Stage) -> int:
-    """One optimizer step of a stage, in the unit of `EmbeddedRecipe.cost`."""
+    """Return the cost of an optimizer step, in the unit of `EmbeddedRecipe.cost`."""
     return (stage.layers + 1) * stage.batch_size * stage.sequence_length
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every text round-trips, unknown tokens cannot occur. Adds no special tokens by itself."""
+    """Train a byte-level BPE tokenizer: every text round-trips; no special tokens are added to texts."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -90,7 +90,7 @@ def train_tokenizer(texts: list[str], vocab_size: int, model_max_length: int) ->
 
 
 def encode_corpus(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
-    """All texts as one run of token ids [N], each between <|bos|> and <|eos|>."""
+    """Return all texts as one sequence of token ids [N], each between <|bos|> and <|eos|>."""
     ids: list[int] = []
     special = tokenizer.get_vocab()
     for text in texts:
@@ -99,7 +99,7 @@ def encode_corpus(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tenso
 
 
 def model_config(recipe: EmbeddedRecipe, tokenizer: PreTrainedTokenizerFast, layers: int) -> LlamaConfig:
-    """The Llama shape of `recipe` at one depth."""
+    """Return the Llama config of `recipe` at one depth."""
     special = tokenizer.get_vocab()
     return LlamaConfig(
         vocab_size=len(tokenizer),
@@ -122,9 +122,10 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def grow(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """A deeper model that computes nearly the same: each block repeated, every copy adding its share of the update.
+    """Return a deeper model that computes nearly the same function, with each block repeated.
 
-    A residual network is a discretised flow: n copies of a block with 1/n of its output follow it in finer steps.
+    Each of the n copies of a block adds 1/n of its output: the residual network, read as a discretised flow, takes
+    smaller steps.
     """
     config = type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": layers})
     deeper = LlamaForCausalLM(config)
@@ -142,7 +143,7 @@ def grow(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 
 
 def batches(tokens: Tensor, stage: Stage, seed: int) -> Iterator[Tensor]:
-    """Endless batches [B, T+1]: every epoch cuts the corpus at another phase and visits all pieces in random order."""
+    """Yield batches [B, T+1] without end; every epoch cuts the corpus at another offset, in random order."""
     generator = torch.Generator().manual_seed(seed)
     width = stage.sequence_length + 1
     queue: list[int] = []
@@ -156,12 +157,12 @@ def batches(tokens: Tensor, stage: Stage, seed: int) -> Iterator[Tensor]:
 
 
 def training_device() -> torch.device:
-    """The accelerator when there is one; its weights may differ from the CPU's in the last digits."""
+    """Return the accelerator if there is one; its weights may differ from the CPU's in the last digits."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def bf16_is_fast(device: torch.device) -> bool:
-    """True where bf16 matrix products run in hardware; elsewhere they are emulated and slower than fp32."""
+    """Return True if bf16 matrix products run in hardware; emulated, they are slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
@@ -169,7 +170,7 @@ def bf16_is_fast(device: torch.device) -> bool:
 
 
 def language_loss(model: LlamaForCausalLM, batch: Tensor, bf16: bool) -> Tensor:
-    """Mean next-token cross-entropy in nats of a batch [B, T+1]."""
+    """Return the mean next-token cross-entropy of a batch [B, T+1] in nats."""
     with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=bf16):
         logits_BTV = model(batch[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -177,7 +178,7 @@ def language_loss(model: LlamaForCausalLM, batch: Tensor, bf16: bool) -> Tensor:
 
 @torch.inference_mode()
 def heldout_loss(model: LlamaForCausalLM, tokens: Tensor, sequence_length: int, windows: int = 64) -> float:
-    """Mean loss in nats a token over evenly spaced windows of the held-out tokens."""
+    """Return the mean loss in nats a token over evenly spaced windows of the held-out tokens."""
     width = min(sequence_length + 1, len(tokens))
     starts = torch.linspace(0, len(tokens) - width, windows).long().tolist()
     bf16 = bf16_is_fast(model.device)
@@ -186,14 +187,14 @@ def heldout_loss(model: LlamaForCausalLM, tokens: Tensor, sequence_length: int, 
 
 
 def _pace(step: int, stage: Stage, last: bool, warmup: int) -> float:
-    """Share of the peak rate: a short warm-up, again after every growth, then flat; in the last stage linear to 0."""
+    """Return the factor of the peak rate: a short warm-up in each stage, then constant; linear to 0 in the last."""
     warm = min(1.0, (step + 1) / max(1, min(warmup, stage.steps // 4)))
     decay = 1 - step / stage.steps if last else 1.0
     return warm * decay
 
 
 def _optimizers(model: LlamaForCausalLM, recipe: EmbeddedRecipe, bf16: bool) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for the embedding and the norms' gains."""
+    """Return Muon for the matrices inside the blocks, AdamW for the embedding and the norms' gains."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     embedding = model.model.embed_tokens.weight
@@ -209,7 +210,7 @@ def train_model(
     tokens: Tensor,
     on_step: Callable[[Stage, float], None],
 ) -> LlamaForCausalLM:
-    """Train through all stages and return the fp32 model in eval mode. `on_step` gets each step's stage and loss."""
+    """Train through all stages and return the fp32 model in eval mode; `on_step` is called with stage and loss."""
     device = training_device()
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)

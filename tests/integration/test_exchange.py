@@ -141,13 +141,13 @@ def test_mistakes_are_told_in_one_line_before_any_work(
         "format='gguf'; expected one of": [*export, "--format", "gguf"],
         "format='medusa'; expected vllm, sglang, eagle, transformers": [*export, "--format", "medusa"],
         "dtype='int8'; expected one of": [*export, "--format", "vllm", "--dtype", "int8"],
-        "is there already; expected a new": [*export[:-1], str(tmp_path / "full"), "--format", "vllm"],
+        "exists already; expected a new": [*export[:-1], str(tmp_path / "full"), "--format", "vllm"],
         "/file/new cannot be made in": [*export[:-1], str(tmp_path / "full" / "file" / "new"), "--format", "vllm"],
         "out=. has no name of its own": [*export[:-1], ".", "--format", "vllm"],
         "target=./absent; expected": [*export[:2], "--target", "./absent", *export[4:], "--format", "vllm"],
         "drafter=suffix has no weights": ["export", "suffix", *export[2:], "--format", "vllm"],
         "expected a folder with config.json": ["export", str(tmp_path / "empty"), *export[2:], "--format", "vllm"],
-        "is draftsmith's own already": ["import", drafter, *export[2:]],
+        "is a draftsmith checkpoint": ["import", drafter, *export[2:]],
         "gamma=0; expected >= 1": ["import", drafter, *export[2:], "--gamma", "0"],
     }
     for message, arguments in wrong.items():

@@ -107,7 +107,7 @@ def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, mo
     wrong = "hf_" + "NotTheRightOne" * 2
     for token, given, message in (
         (wrong, REPO, r"refused the token \(401\)"),
-        (TOKEN, "other/name", r"may not write there \(403\)"),
+        (TOKEN, "other/name", r"has no write access to it \(403\)"),
         (TOKEN, "a/b/c", r"publish\.repo='a/b/c'; expected user/name"),
     ):
         monkeypatch.setenv("HF_TOKEN", token)
@@ -116,7 +116,7 @@ def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, mo
         assert token not in str(refused.value)
         assert not (tmp_path / "run").exists()
     hub.fail = {"POST .*/preupload/": 403}  # a repository that is there, and that others may write to
-    with pytest.raises(ConfigError, match=r"may not write there \(403\)"):
+    with pytest.raises(ConfigError, match=r"has no write access to it \(403\)"):
         _train(recipe_file, f"publish.repo={REPO}")
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="licence='A B'; expected"):

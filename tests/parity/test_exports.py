@@ -431,7 +431,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, target: Lla
     (tmp_path / "out").mkdir()
     exported(made("medusa", target), target, "vllm", tmp_path / "out")
     before = (tmp_path / "out" / "README.md").read_text()
-    with pytest.raises(ConfigError, match="out is there already; expected a new or an empty folder"):
+    with pytest.raises(ConfigError, match="out exists already; expected a new or an empty folder"):
         exported(made("medusa", target), target, "medusa", tmp_path / "out")
     assert (tmp_path / "out" / "README.md").read_text() == before
 

@@ -391,7 +391,7 @@ def test_a_text_that_two_tokens_share_is_neither() -> None:
         ({"prompt": [2, 64], "logprobs": COMPLETION}, "expected token ids below 64"),
         (
             {"messages": [{"role": "assistant", "content": "cd"}], "logprobs": COMPLETION},
-            "messages end with the assistant's",
+            "messages end with the assistant;",
         ),
         (
             {"prompt": PROMPT, "logprobs": {"tokens": ["c", "ce"], "token_logprobs": [-1.0, -1.0]}},

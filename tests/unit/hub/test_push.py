@@ -236,7 +236,7 @@ def test_a_dropped_connection(hub: Hub, run: Path, capsys: pytest.CaptureFixture
     assert push(run / "drafter", REPO) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
     assert err.startswith(f"PushError: push={REPO}: the connection to {hub.url} failed (")
-    assert "what has arrived is not sent again" in err
+    assert "files that have arrived are not sent again" in err
     assert len(hub.puts) == 1
     assert hub.repositories[REPO].files().keys() == {".gitattributes"}, "no half of a drafter"
     drops = []
@@ -251,12 +251,12 @@ def test_a_dropped_connection(hub: Hub, run: Path, capsys: pytest.CaptureFixture
     ("repo", "token", "fail", "message"),
     [
         (REPO, WRONG, {}, r"ConfigError: .*refused the token \(401\); expected `hf auth login`, or HF_TOKEN"),
-        (REPO, None, {}, "ConfigError: .*no token of the Hub; expected `hf auth login`"),
-        ("other/name", TOKEN, {}, r"ConfigError: push=other/name: the token may not write there \(403\)"),
+        (REPO, None, {}, "ConfigError: .*no access token of the Hub; expected `hf auth login`"),
+        ("other/name", TOKEN, {}, r"ConfigError: push=other/name: the token has no write access to it \(403\)"),
         ("no name", TOKEN, {}, "ConfigError: repo='no name'; expected user/name"),
         ("name", TOKEN, {}, "ConfigError: repo='name'; expected user/name"),
         (REPO, TOKEN, {"POST .*/commit/": 503}, "PushError: .*answered 503 .* the same command goes on"),
-        (REPO, TOKEN, {"POST .*/preupload/": 403}, r"ConfigError: .*may not write there \(403\)"),
+        (REPO, TOKEN, {"POST .*/preupload/": 403}, r"ConfigError: .*no write access to it \(403\)"),
         (REPO, TOKEN, {"POST /api/validate-yaml": 400}, "ConfigError: .*refused it .*Invalid metadata"),
         (REPO, TOKEN, {"POST /api/repos/create": 404}, r"ConfigError: .*no such repository or revision \(404"),
     ],
@@ -296,7 +296,7 @@ def test_no_way_to_the_hub(hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--licence", "Apache 2.0"], "licence='Apache 2.0'; expected the Hub's identifier of one"),
+        (["--licence", "Apache 2.0"], "licence='Apache 2.0'; expected the Hub's identifier of a licence"),
         (["--base-model", "a/b/c"], "base_model='a/b/c'; expected user/name"),
         (["--eval", "absent"], "absent; expected an eval.json or the folder of one"),
         (["--as", "x"], "expected --as with one of the drafters measured there: d"),
