@@ -80,11 +80,11 @@ class Chat:
             return
         self.tokenizer.chat_template = template_text(self.template)
 
-    def prompt(self, asked: Conversation) -> list[int]:
+    def prompt(self, dialogue: Conversation) -> list[int]:
         """Return the tokens that the target's first answer follows."""
-        if asked.messages:
-            return self.generation_prompt(asked.asked, asked)
-        return self.plain(asked.text, asked.place)
+        if dialogue.messages:
+            return self.generation_prompt(dialogue.asked, dialogue)
+        return self.plain(dialogue.text, dialogue.place)
 
     def plain(self, text: str, place: str = "text") -> list[int]:
         """Return the tokens of a text that goes through no template."""
@@ -155,9 +155,9 @@ class Chat:
     def _marked(self, whole: Conversation) -> Encoded:
         """Take the spans from the template's `{% generation %}` blocks."""
         self._require_tokenisable(self._render(whole.messages, whole, opened=False), whole.place)
-        found = self._apply(whole.messages, whole, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        encoded = self._apply(whole.messages, whole, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         spans: list[Span] = []
-        for place, marked in enumerate(found["assistant_masks"]):
+        for place, marked in enumerate(encoded["assistant_masks"]):
             if marked and spans and spans[-1][1] == place:
                 spans[-1][1] += 1
             elif marked:
@@ -167,7 +167,7 @@ class Chat:
                 f"{whole.place}: the chat template's generation blocks mark no token; expected the assistant's answers "
                 "inside them (data.chat_template names another template)"
             )
-        ids = list(found["input_ids"])
+        ids = list(encoded["input_ids"])
         return Encoded(ids, [self._until_eos(ids, *span) for span in spans])
 
     def _turn_by_turn(self, whole: Conversation) -> list[Encoded]:
@@ -181,14 +181,14 @@ class Chat:
             if message["role"] != ASSISTANT:
                 continue
             opened = self._render(whole.messages[:index], whole, opened=True)
-            behind = self._render(whole.messages[: index + 1], whole, opened=False)
-            before = opened if behind.startswith(opened) else self._render(whole.messages[:index], whole, opened=False)
-            if not behind.startswith(before) or behind == before:
+            after = self._render(whole.messages[: index + 1], whole, opened=False)
+            before = opened if after.startswith(opened) else self._render(whole.messages[:index], whole, opened=False)
+            if not after.startswith(before) or after == before:
                 raise ConfigError(
                     f"{whole.place}: the chat template does not show message {index + 1} after the ones before it; "
                     "its answers cannot be located; expected a template with generation blocks (data.chat_template)"
                 )
-            first, ids = (self._ids(text, whole.place, add_special_tokens=False) for text in (before, behind))
+            first, ids = (self._ids(text, whole.place, add_special_tokens=False) for text in (before, after))
             start = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(first))
             sample = Encoded(ids, [self._until_eos(ids, start, len(ids))])
             last = samples[-1] if samples else None

@@ -119,19 +119,19 @@ def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts
     seen: set[str] = set()
     for place, row in read_source(settings.source, settings.subset, settings.split):
         counts.rows += 1
-        found = conversation(place, row)
-        if found.messages and not found.asked:
+        dialogue = conversation(place, row)
+        if dialogue.messages and not dialogue.asked:
             counts.leave_out("begin with an answer")
             continue
         try:
-            samples = _samples(chat, found, settings)
+            samples = _samples(chat, dialogue, settings)
         except TooLongText:
             counts.leave_out(f"have more than {chat.longest:,} characters")
             continue
         for sample in samples:
             reason = _too_long(sample, settings, context)
             if reason is None and settings.deduplicate:
-                twin = fingerprint([sample.input_ids, found.turns if settings.every_turn else None])
+                twin = fingerprint([sample.input_ids, dialogue.turns if settings.every_turn else None])
                 reason = "are the same as another" if twin in seen else None
                 seen.add(twin)
             if reason is not None:
@@ -140,15 +140,15 @@ def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts
             yield {
                 "input_ids": sample.input_ids,
                 "spans": sample.spans,
-                "opening": fingerprint(found.opening),
-                "turns": _turns(found, settings.every_turn),
+                "opening": fingerprint(dialogue.opening),
+                "turns": _turns(dialogue, settings.every_turn),
             }
 
 
-def _samples(chat: Chat, found: Conversation, settings: ExampleSettings) -> list[Encoded]:
+def _samples(chat: Chat, dialogue: Conversation, settings: ExampleSettings) -> list[Encoded]:
     if settings.answered:
-        return chat.encode(found, settings.prompt_tokens)
-    return [Encoded(chat.prompt(found), [])]
+        return chat.encode(dialogue, settings.prompt_tokens)
+    return [Encoded(chat.prompt(dialogue), [])]
 
 
 def _too_long(sample: Encoded, settings: ExampleSettings, context: int | None) -> str | None:
@@ -167,11 +167,11 @@ def _too_long(sample: Encoded, settings: ExampleSettings, context: int | None) -
     return None
 
 
-def _turns(found: Conversation, every_turn: bool) -> str:
+def _turns(dialogue: Conversation, every_turn: bool) -> str:
     """Return the user's turns and the tools as JSON; '' for plain text."""
-    if not found.messages:
+    if not dialogue.messages:
         return ""
-    return json.dumps({"turns": found.turns if every_turn else found.turns[:1], "tools": found.tools})
+    return json.dumps({"turns": dialogue.turns if every_turn else dialogue.turns[:1], "tools": dialogue.tools})
 
 
 def _embedded(chat: Chat, settings: ExampleSettings) -> Dataset:

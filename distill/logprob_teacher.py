@@ -176,21 +176,21 @@ class _Reader:
             prompt = self._prompt(place, {**row, **choice})
             logprobs = choice.get("logprobs")
             if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
-                said = [self._chat_token(place, n, entry) for n, entry in enumerate(logprobs["content"], 1)]
+                answer = [self._chat_token(place, n, entry) for n, entry in enumerate(logprobs["content"], 1)]
             elif isinstance(logprobs, dict) and isinstance(logprobs.get("tokens"), list):
-                said = self._completion(place, logprobs)
+                answer = self._completion(place, logprobs)
             else:
                 raise ConfigError(
                     f"{place}: no log-probabilities; expected 'logprobs' with 'content' or 'tokens', in the row "
                     "or in 'choices', or 'input_ids' with 'top_ids'"
                 )
-            yield self._finished(place, choice, prompt, [token for token, _ in said], [known for _, known in said])
+            yield self._finished(place, choice, prompt, [token for token, _ in answer], [known for _, known in answer])
 
     def _prompt(self, place: str, row: dict[str, Any]) -> list[int]:
-        asked, messages = row.get("prompt"), row.get("messages")
-        ids = row.get("prompt_token_ids") or (asked if isinstance(asked, list) else None)
-        if ids is None and isinstance(asked, str):
-            ids = self.chat.plain(asked, place)
+        text, messages = row.get("prompt"), row.get("messages")
+        ids = row.get("prompt_token_ids") or (text if isinstance(text, list) else None)
+        if ids is None and isinstance(text, str):
+            ids = self.chat.plain(text, place)
         elif ids is None and messages:
             if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
                 raise ConfigError(f"{place}: messages={messages!r}; expected a list of role and content")
@@ -228,12 +228,12 @@ class _Reader:
 
     def _chat_token(self, place: str, number: int, entry: Any) -> tuple[int, Known]:
         others = (entry.get("top_logprobs") or []) if isinstance(entry, dict) else None
-        if not isinstance(others, list) or not all(_named(said) for said in (entry, *others)):
+        if not isinstance(others, list) or not all(_named(one) for one in (entry, *others)):
             raise ConfigError(
                 f"{place}: token {number} is {entry!r}; expected 'token' and 'logprob', also in 'top_logprobs'"
             )
-        said = [_Logprob(one["token"], one.get("bytes"), one["logprob"]) for one in (*others, entry)]
-        return self._token(place, number, said)
+        entries = [_Logprob(one["token"], one.get("bytes"), one["logprob"]) for one in (*others, entry)]
+        return self._token(place, number, entries)
 
     def _completion(self, place: str, logprobs: dict[str, Any]) -> list[tuple[int, Known]]:
         tokens, logs = logprobs["tokens"], logprobs.get("token_logprobs")
@@ -242,25 +242,25 @@ class _Reader:
             raise ConfigError(f"{place}: {len(tokens)} tokens; expected as many 'token_logprobs' and 'top_logprobs'")
         if logs and logs[0] is None:
             raise ConfigError(f"{place}: the first token has no probability; expected the answer alone (echo=false)")
-        found = []
+        answer = []
         for number, (token, log, top) in enumerate(zip(tokens, logs, tops, strict=True), 1):
             if not isinstance(token, str) or not isinstance(top or {}, dict):
                 raise ConfigError(f"{place}: token {number} is {token!r} with {top!r}; expected text and an object")
             others = [_Logprob(text, None, other) for text, other in (top or {}).items()]
-            found.append(self._token(place, number, [*others, _Logprob(token, None, log)]))
-        return found
+            answer.append(self._token(place, number, [*others, _Logprob(token, None, log)]))
+        return answer
 
-    def _token(self, place: str, number: int, said: list[_Logprob]) -> tuple[int, Known]:
-        """Return the sampled token, which is the last of `said`, and the known log-probabilities of all of them."""
-        ids = [self.table.find(one.text, one.raw) for one in said]
+    def _token(self, place: str, number: int, entries: list[_Logprob]) -> tuple[int, Known]:
+        """Return the sampled token, which is the last of `entries`, and the known log-probabilities of all of them."""
+        ids = [self.table.find(one.text, one.raw) for one in entries]
         if ids[-1] is None:
             raise ConfigError(
-                f"{place}: token {number} is {said[-1].text!r}; expected exactly one token of the target's vocabulary "
+                f"{place}: token {number} is {entries[-1].text!r}; expected one token of the target's vocabulary "
                 "(vLLM writes token ids with return_tokens_as_token_ids)"
             )
         self.alternatives += len(ids) - 1
         self.unknown += ids.count(None)
-        logs = [(token, one.logprob) for token, one in zip(ids, said, strict=True)]
+        logs = [(token, one.logprob) for token, one in zip(ids, entries, strict=True)]
         return ids[-1], _known(place, number, logs)
 
     def _finished(
@@ -285,10 +285,10 @@ class _Reader:
         )
 
 
-def _known(place: str, number: int, said: Sequence[tuple[int | None, Any]]) -> Known:
+def _known(place: str, number: int, pairs: Sequence[tuple[int | None, Any]]) -> Known:
     """Return the log-probability by token, without unknown ones."""
     known: Known = {}
-    for token, log in said:
+    for token, log in pairs:
         if isinstance(log, bool) or not isinstance(log, int | float) or not log <= MOST_LOGPROB:
             raise ConfigError(f"{place}: log-probability {log!r} at token {number}; expected a number up to 0")
         if token is not None and log > UNKNOWN_LOGPROB:
@@ -303,15 +303,15 @@ def _one_a_token(place: str, row: dict[str, Any], key: str, tokens: int) -> list
     """Return the list at `key` of a row; ConfigError unless it has an entry for each token of the answer."""
     values = row.get(key)
     if not isinstance(values, list) or len(values) != tokens:
-        found = len(values) if isinstance(values, list) else repr(values)
-        raise ConfigError(f"{place}: {key} of {found} tokens; expected {tokens}, one list for each response token")
+        size = len(values) if isinstance(values, list) else repr(values)
+        raise ConfigError(f"{place}: {key} of {size} tokens; expected {tokens}, one list for each response token")
     return values
 
 
-def _named(said: Any) -> bool:
-    raw = said.get("bytes") if isinstance(said, dict) else None
+def _named(entry: Any) -> bool:
+    raw = entry.get("bytes") if isinstance(entry, dict) else None
     good = raw is None or (isinstance(raw, list) and all(_whole(byte) and 0 <= byte < 256 for byte in raw))
-    return isinstance(said, dict) and isinstance(said.get("token"), str) and "logprob" in said and good
+    return isinstance(entry, dict) and isinstance(entry.get("token"), str) and "logprob" in entry and good
 
 
 def _whole(value: Any) -> TypeGuard[int]:

@@ -162,8 +162,8 @@ class _Asked:
 
     def __init__(self, index: int, prompt: list[int], turns: str) -> None:
         self.index, self.prompt = index, prompt
-        asked = json.loads(turns) if turns else {"turns": [[]], "tools": None}
-        self._turns, self._tools = asked["turns"], asked["tools"]
+        question = json.loads(turns) if turns else {"turns": [[]], "tools": None}
+        self._turns, self._tools = question["turns"], question["tools"]
         self._messages = list(self._turns[0])
         self._rows: list[dict[str, Any]] = []
 

@@ -134,11 +134,11 @@ def _messages(place: str, row: dict[str, Any]) -> list[Message]:
             return []
         return [{"role": "user", "content": turn} for turn in turns]
     for key in ("messages", "conversations", "conversation", "prompt"):
-        found = row.get(key)
-        if isinstance(found, list) and found:
+        entries = row.get(key)
+        if isinstance(entries, list) and entries:
             system = row.get("system")
             first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-            return first + [_message(place, number, entry) for number, entry in enumerate(found, 1)]
+            return first + [_message(place, number, entry) for number, entry in enumerate(entries, 1)]
     return []
 
 
@@ -234,10 +234,10 @@ def _local(path: Path) -> Iterator[Row]:
 
 def _folder(path: Path) -> Iterator[Row]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        found = _loaded(path, lambda: load_from_disk(path))
-        if not isinstance(found, Dataset):
-            raise ConfigError(f"prompts={path} holds splits {', '.join(found)}; expected the folder of one of them")
-        yield from _numbered(path, found)
+        data = _loaded(path, lambda: load_from_disk(path))
+        if not isinstance(data, Dataset):
+            raise ConfigError(f"prompts={path} holds splits {', '.join(data)}; expected the folder of one of them")
+        yield from _numbered(path, data)
         return
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(KNOWN)]
     if not files:
@@ -268,8 +268,8 @@ def _loaded(source: str | Path, load: Callable[[], Any]) -> Any:
 
 
 def _numbered(name: str | Path, rows: Dataset | IterableDataset) -> Iterator[Row]:
-    found, number = iter(rows), 0
-    while (row := _loaded(name, lambda: next(found, None))) is not None:  # damaged columns raise when they are read
+    iterator, number = iter(rows), 0
+    while (row := _loaded(name, lambda: next(iterator, None))) is not None:  # damaged columns raise when they are read
         number += 1
         yield f"{name}:{number}", row
 

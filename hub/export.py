@@ -75,16 +75,16 @@ def require_empty(out: Path) -> None:
 
 def stored_dtype(folder: Path) -> str | None:
     """Return the widest dtype of the floats in a folder's safetensors; None if there is none of `DTYPES`."""
-    found = set()
+    dtypes = set()
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 - not a dict
+                dtypes |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError) as error:
             why = f"{file.name} cannot be read ({error})"
             raise ConfigError(f"drafter={folder}: {why}; expected whole safetensors weights") from error
     return next(
-        (name for code, name in (("F32", "float32"), ("BF16", "bfloat16"), ("F16", "float16")) if code in found), None
+        (name for code, name in (("F32", "float32"), ("BF16", "bfloat16"), ("F16", "float16")) if code in dtypes), None
     )
 
 
@@ -130,13 +130,13 @@ def export_drafter(
 
 
 def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    found = {}
+    shapes = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 part = tensors.get_slice(name)
-                found[name] = (part.get_dtype(), tuple(part.get_shape()))
-    return found
+                shapes[name] = (part.get_dtype(), tuple(part.get_shape()))
+    return shapes
 
 
 def _readme(source: Source, serving: Serving, format: str, revision: str | None, folder: str) -> str:
