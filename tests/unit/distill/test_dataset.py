@@ -1,4 +1,4 @@
-"""Prompts, samples and the teacher: what training is fed."""
+"""Prompts, target samples, packing and the online teacher."""
 
 import json
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_greedy_samples_are_the_targets_own(loaded: LoadedTarget) -> None:
 def test_several_responses_are_drawn_each_by_itself(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first are those of responses=1; with more of them only the new ones are sampled, also after a kill."""
+    """The first responses are those of responses=1; with more responses only new ones are drawn, also after a kill."""
     folder = tmp_path / "answers"
     alone = target_samples(sampler(loaded, 12, 1.0, 3, 0), questions(), folder=tmp_path / "alone", progress=False)
     original, answered = Sampler.answer, []
@@ -176,7 +176,7 @@ def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeyp
 def test_sampling_goes_on_behind_the_last_part(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in the third of four parts: two are kept, and the text is what it would have been."""
+    """After a kill in the third of four parts two are kept, and the final text is that of an uninterrupted run."""
     whole = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "whole", progress=False)
     original, answered = Sampler.answer, []
 
@@ -197,7 +197,7 @@ def test_sampling_goes_on_behind_the_last_part(
 
 
 def test_the_key_of_samples_knows_the_template_behind_later_turns(loaded: LoadedTarget) -> None:
-    """The first prompts may be the same tokens, what comes later is not."""
+    """Conversations may have equal first prompts and different later ones."""
     turns = json.dumps({"turns": [[{"role": "user", "content": "a"}]] * 2, "tools": None})
     asked = questions().remove_columns("turns").add_column("turns", [turns] * len(PROMPTS))
     loaded.tokenizer.chat_template = TEMPLATE
@@ -236,7 +236,7 @@ def test_a_full_disk_keeps_the_parts_before(
 
 
 def test_processes_share_the_parts(loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes in turn: the second samples its own parts alone, and the first puts all together."""
+    """Two processes in turn: the second samples only its own parts, and the first joins all parts."""
     alone = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "alone", progress=False)
     done: list[list[int]] = []
     original = Sampler.answer
@@ -281,7 +281,7 @@ def test_a_drafter_makes_sampling_no_different(loaded: LoadedTarget) -> None:
 
 
 def test_the_drafter_answers_its_share(loaded: LoadedTarget) -> None:
-    """Greedy, so that it can be told who wrote: what the drafter wrote is its own text."""
+    """Greedy decoding shows which model wrote a response: the drafter's are its own greedy text."""
     drafter = DraftModel(make_llama(5))
     count = 60
     rows = [{"input_ids": [3 + i], "turns": ""} for i in range(count)]
@@ -399,7 +399,7 @@ def test_a_target_that_scales_its_logits_is_refused() -> None:
     ids=["random", "pruned", "config"],
 )
 def test_p_and_q_are_soft_capped_where_the_models_are(options: dict[str, Any]) -> None:
-    """Loss and gradient are those of the logits that whole forward passes of both models give."""
+    """Loss and gradient equal those from the logits of full forward passes of both models."""
     torch.manual_seed(0)
     config = Gemma2Config(**TINY, head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=1.0)
     target = Gemma2ForCausalLM(config).double().eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Text that tokens add after others: with first spaces that a tokenizer strips, and characters of several tokens."""
+"""Decoding after a context: tokenizers that strip the first space, and characters of several tokens."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def test_a_character_that_the_context_began_is_ended(piece_tokenizer: PreTrained
 
 
 def test_long_runs_of_bytes(piece_tokenizer: PreTrainedTokenizerFast) -> None:
-    """The window begins inside a character for most of these, and broken bytes after a whole run spoil nothing."""
+    """The window begins inside a character for most contexts, and incomplete bytes do not affect complete text."""
     text = "a " + "€🙂é" * WINDOW
     ids = piece_tokenizer(text)["input_ids"]
     assert streamed(piece_tokenizer, ids[:1], ids[1:]) == text[1:]
@@ -57,7 +57,7 @@ def test_long_runs_of_bytes(piece_tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_what_streams_adds_up_for_any_bytes() -> None:
-    """Byte tokens in any order, whole characters or not: nothing is shown twice, and no letter is lost."""
+    """Byte tokens in any order: no text is shown twice, and no letter is lost."""
     tokenizer = make_piece_tokenizer(metaspace=False)
     drawn = random.Random(0)
     for _ in range(200):
@@ -68,7 +68,7 @@ def test_what_streams_adds_up_for_any_bytes() -> None:
 
 
 class Bytes:
-    """One byte a token: characters of several bytes are whole only at their last one."""
+    """With one byte a token, a character of several bytes is complete at its last one."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return bytes(ids).decode(errors="replace")
@@ -98,7 +98,7 @@ TURNS = [[{"role": "user", "content": "x"}], [{"role": "user", "content": "y"}]]
 
 @pytest.mark.parametrize("space", ["", " "], ids=["none", "the template's own"])
 def test_the_next_turn_reads_what_was_generated(piece_tokenizer: PreTrainedTokenizerFast, space: str) -> None:
-    """With templates that put a space before an answer, as Vicuna's, and those that do not, as ChatML."""
+    """Templates that put a space before an answer, as Vicuna's, and templates that do not, as ChatML."""
     piece_tokenizer.chat_template = TEMPLATE.replace("%s", space)
     chat, answer = Chat(piece_tokenizer), piece_tokenizer("b c")["input_ids"]
     first = piece_tokenizer("u x a.")["input_ids"]

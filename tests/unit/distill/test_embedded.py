@@ -1,4 +1,4 @@
-"""The embedded target in miniature: a few packages, one thin model, a handful of steps."""
+"""The embedded target at a small size: a few packages, a small model, a few steps."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ MINIATURE = EmbeddedRecipe(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The miniature's folder, built once; tests that damage it build their own."""
+    """The folder of the small target, built once; tests that damage it build their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTSMITH_CACHE", str(tmp_path_factory.mktemp("cache")))
         return embedded_target(progress=False, recipe=MINIATURE)

@@ -1,4 +1,4 @@
-"""The teacher's states on disk: what comes back is what went in, and damage costs one shard."""
+"""The hidden-state cache: states are read as they were written, and damage invalidates one shard."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +51,7 @@ def seen(x_BTH: Tensor, signals: TeacherSignals) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 1e-2), ("float8", 0.1)])
 def test_states_come_back(dtype: str, error: float) -> None:
-    """Relative to the largest number of a token: bfloat16 has 8 bits, float8 four."""
+    """Tolerances relative to the largest number of a token: bfloat16 has 8 bits, float8 four."""
     rows = rows_of()
     cache, teacher = built(dtype, rows)
     online, cached = both(cache, teacher, rows)
@@ -113,7 +113,7 @@ def packed_rows(documents: list[list[int]]) -> Dataset:
 
 
 def test_packed_rows_are_cached_as_the_target_sees_them_online() -> None:
-    """Each document apart, whatever stands before it in its row; and other borders in the same text are another key."""
+    """States of packed documents equal those of single ones; other borders in the same text give another key."""
     rows = packed_rows(DOCUMENTS)
     cache, teacher = built("float32", rows)
     batch = collate(rows, [2, 0, 3, 1], CPU)

@@ -1,4 +1,4 @@
-"""Prompt files and chat templates that anyone may have written: refused with the line, or left out, without waiting."""
+"""Untrusted prompt files and chat templates: refused with the line, or left out, and never waited for."""
 
 import gzip
 import json

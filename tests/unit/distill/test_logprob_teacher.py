@@ -1,4 +1,4 @@
-"""A teacher that knows the likeliest tokens alone: coarse objectives, the files that people have, and training."""
+"""A teacher that knows only the most likely tokens: objectives with a tail, file layouts, and training."""
 
 import json
 import math
@@ -36,7 +36,7 @@ SUMMED = [kind for kind in KINDS if kind != "accepted_length"]
 
 
 class Both:
-    """One batch as the target's states and as its `known` likeliest tokens, and a drafter of three positions."""
+    """A batch as the target's states and as its `known` most likely tokens, and a drafter of three positions."""
 
     def __init__(self, seed: int, known: int, offsets: tuple[int, ...] = (1, 2, 3)) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def test_with_every_token_known_nothing_is_lost(kind: str, dpace: float | None) 
 
 
 def _coarse_rows(ids: Tensor, logs: Tensor, q_log_V: Tensor) -> tuple[Tensor, Tensor]:
-    """(p, q) over the known tokens and the rest, by subtraction."""
+    """Return (p, q) over the known tokens and the tail, by subtraction."""
     kept = [i for i, token in enumerate(ids.tolist()) if token >= 0]
     p, q = logs[kept].exp(), q_log_V.exp()[ids[kept]]
     rest = [token for token in range(len(q_log_V)) if token not in ids.tolist()]
@@ -110,7 +110,7 @@ def _plain(kind: str, p: Tensor, q: Tensor, k: int) -> Tensor:
 
 
 def _expected(kind: str, both: Both, k: int, b: int, anchor: int, place: int) -> tuple[Tensor, Tensor, bool]:
-    """(loss, alpha, whether the argmaxes agree) of one state, in plain formulas."""
+    """Return loss, alpha and equality of the argmaxes of one state, by plain formulas."""
     ids, logs = both.top_ids[b, place], both.top_log[b, place]
     q_log_V = both.unrolled[k].head(both.states[k][b, anchor]).log_softmax(-1)
     p, q = _coarse_rows(ids, logs, q_log_V)
@@ -128,12 +128,12 @@ def _expected(kind: str, both: Both, k: int, b: int, anchor: int, place: int) ->
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
 @pytest.mark.parametrize("kind", SUMMED)
 def test_with_some_known_the_tail_is_one_more_event(kind: str, chunk: int) -> None:
-    """Value, alpha, matches and gradient, where positions know from none to four tokens, by offset and by place."""
+    """Value, alpha, matches and gradient with zero to four known tokens a position, by offset and by place."""
     both = Both(seed=2, known=4)
     generator = torch.Generator().manual_seed(3)
     both.top_ids[torch.rand(both.top_ids.shape, generator=generator) < 0.3] = -1
     both.top_ids[:, 4] = -1
-    both.top_log[:2][both.top_ids[:2] < 0] = -torch.inf  # what stands beside -1 says nothing, whatever it is
+    both.top_log[:2][both.top_ids[:2] < 0] = -torch.inf  # log-probabilities beside -1 are ignored
     places = torch.randint(-1, T, (B, T), generator=generator)
     both.unrolled[2] = DraftStates(both.states[2], both.head, places_BT=places)
     objective = Objective(kind, beta=BETA, eta=ETA, position_decay=0.5, chunk_tokens=chunk)
@@ -158,7 +158,7 @@ def test_with_some_known_the_tail_is_one_more_event(kind: str, chunk: int) -> No
 
 
 def test_merging_tokens_can_only_hide_disagreement() -> None:
-    """Data processing: with fewer known tokens divergences shrink and alpha grows, and never the other way round."""
+    """Data-processing inequality: with fewer known tokens divergences never grow and alpha never shrinks."""
     for kind in ("kl", "reverse_kl", "js", "tv", "lk_alpha"):
         losses, alphas = [], []
         for known in (1, 2, 4, 8, V):
@@ -168,7 +168,7 @@ def test_merging_tokens_can_only_hide_disagreement() -> None:
             alphas.append(sums.alpha_K.sum().item())
         both = Both(seed=4, known=V)
         whole = Objective(kind)(both.unrolled, both.whole, both.lm_head)
-        # What the tail has at least lets rounding in.
+        # The tail's minimum probability allows for rounding.
         assert all(fewer <= more + 1e-5 for fewer, more in zip(losses, [*losses[1:], whole.loss.item()], strict=True))
         assert all(fewer >= more - 1e-5 for fewer, more in zip(alphas, [*alphas[1:], whole.alpha_K.sum()], strict=True))
         assert losses[0] < 0.9 * whole.loss.item()
@@ -177,7 +177,7 @@ def test_merging_tokens_can_only_hide_disagreement() -> None:
 
 @pytest.mark.parametrize("kind", ["kl", "tv", "js", "ce", "label"])
 def test_known_tokens_outside_a_draft_vocabulary_are_misses(kind: str) -> None:
-    """With every token known, the same as from states; the vocabulary is not sorted."""
+    """With every token known, the result equals that from states; the draft vocabulary is not sorted."""
     some = torch.tensor([9, 1, 4, 5])
     both = Both(seed=5, known=V)
     head = nn.Linear(D, len(some)).double()
@@ -193,7 +193,7 @@ def test_known_tokens_outside_a_draft_vocabulary_are_misses(kind: str) -> None:
 
 
 def test_a_tail_of_nothing_and_impossible_tokens_stay_finite() -> None:
-    """Files round: known tokens may add up to more than 1, or be impossible; a sure drafter leaves a tail of 1e-20."""
+    """Rounded files: known tokens may add up to more than 1 or be impossible; the drafter's tail may be 1e-20."""
     both = Both(seed=6, known=3, offsets=(0,))
     both.top_log[..., 0], both.top_log[..., 1], both.top_log[..., 2] = 1e-4, -20.0, -torch.inf
     sure = torch.zeros(B, T, V)
@@ -208,7 +208,7 @@ def test_a_tail_of_nothing_and_impossible_tokens_stay_finite() -> None:
 
 
 def test_a_small_tail_keeps_its_gradient() -> None:
-    """The drafter's tail of 1e-9 in float32, which 1 - sum of q would round to nothing or 6e-8."""
+    """The drafter's tail of 1e-9 in float32, which 1 - sum of q would round to 0 or 6e-8."""
     logits = torch.tensor([[[21.0, 0.5, 0.0]]], requires_grad=True)
     ids = torch.tensor([[0]])
     top_log = torch.tensor([[[math.log(0.75)]]])
@@ -341,7 +341,7 @@ def test_the_byte_alphabet_is_the_one_that_tokenizers_write() -> None:
 
 
 def test_tokens_that_are_halves_of_a_character(tmp_path: Path) -> None:
-    """The euro sign is e2 82 ac, each byte a token; only `bytes`, and OpenAI's escapes, can say so."""
+    """The euro sign is e2 82 ac, each byte a token; only `bytes` and OpenAI's escapes identify them."""
     tokenizer = _byte_level_tokenizer()
     assert tokenizer("€ t")["input_ids"] == [0xE2, 0x82, 0xAC, 256], "the vocabulary's ids are the bytes"
     said = [("\ufffd", [0xE2]), ("\\x82", [0x82]), ("\ufffd", [0xAC]), (" t", [32, 116]), ("<|end|>", None)]
@@ -362,7 +362,7 @@ def test_tokens_that_are_halves_of_a_character(tmp_path: Path) -> None:
 
 
 def test_tokens_of_sentencepiece() -> None:
-    """Byte pieces stand for what no other piece does; special tokens are their own text."""
+    """Byte pieces are used where no other piece matches; special tokens are their own text."""
     vocabulary = {"<unk>": 0, "<0x0A>": 1, "<0x61>": 2, "<0xE2>": 3, "▁the": 4, "a": 5, "▁": 6, "the": 7, "▁▁": 8}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True)), eos_token="</s>"
@@ -458,7 +458,7 @@ def test_signals_stand_before_the_tokens_that_they_are_about(
 def test_packed_rows_know_what_their_documents_do(
     tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: Any
 ) -> None:
-    """A packed row's `top_ids` are its documents', one after the other, as its spans are."""
+    """A packed row's `top_ids` are those of its documents in order, as its spans are."""
     file = _write(tmp_path / "file.jsonl", PLAIN, {"prompt": "abc", "logprobs": COMPLETION})
     first, second = logprob_rows(file, tiny_tokenizer)
     packed = {key: [*first[key], *second[key]] for key in ("input_ids", "top_ids", "top_logprobs")}
@@ -471,7 +471,7 @@ def test_packed_rows_know_what_their_documents_do(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_model_has_the_gradient_that_states_give(kind: str, tiny_target: LlamaForCausalLM) -> None:
-    """With every token known, in every weight of a draft model."""
+    """With every token known, the gradients of all weights of a draft model are equal."""
     target = tiny_target.double()
     drafter = DraftModel.from_target(target, num_hidden_layers=1, hidden_size=8, num_attention_heads=2).double()
     ids, mask = torch.randint(VOCAB, (2, 9)), torch.rand(2, 9) < 0.7
@@ -488,8 +488,8 @@ def test_a_draft_model_has_the_gradient_that_states_give(kind: str, tiny_target:
         torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-12)
 
 
-def test_nothing_is_known_of_an_eos_that_was_put_behind(tmp_path: Path, tiny_target: Any, tiny_tokenizer: Any) -> None:
-    """Its place moves nothing but the label's term."""
+def test_an_appended_eos_has_no_known_probabilities(tmp_path: Path, tiny_target: Any, tiny_tokenizer: Any) -> None:
+    """At the position of an appended EOS only the label term has a gradient."""
     file = _write(tmp_path / "file.jsonl", {"prompt": PROMPT, "logprobs": COMPLETION, "finish_reason": "stop"})
     rows = logprob_rows(file, tiny_tokenizer)
     batch = collate(rows, [0], torch.device("cpu"))
@@ -503,7 +503,7 @@ def test_nothing_is_known_of_an_eos_that_was_put_behind(tmp_path: Path, tiny_tar
 
 
 def _answered(target: LlamaForCausalLM, prompts_BT: Tensor, length: int, top: int) -> list[dict[str, Any]]:
-    """Rows as vLLM writes them: sampled by the target, with the `top` likeliest tokens at each place."""
+    """Return rows in vLLM's layout: sampled by the target, with the `top` most likely tokens at each place."""
     ids_BT = prompts_BT
     found = [{"tokens": [], "token_logprobs": [], "top_logprobs": []} for _ in prompts_BT]
     for _ in range(length):
@@ -521,7 +521,7 @@ def _answered(target: LlamaForCausalLM, prompts_BT: Tensor, length: int, top: in
 
 
 def test_a_draft_model_learns_the_target_from_a_file_alone(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """Training sees the file; the target's whole distribution is looked at to measure with, on answers held out."""
+    """Train from the file; measure with the target's full distribution on held-out answers."""
     target = make_llama()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -552,7 +552,7 @@ def test_a_draft_model_learns_the_target_from_a_file_alone(tmp_path: Path, tiny_
     assert kl_to_the_target() < 0.87 * before
 
 
-# What a file cannot teach.
+# Drafters and objectives that need hidden states.
 
 
 def test_only_drafters_that_read_text_alone() -> None:

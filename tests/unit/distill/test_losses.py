@@ -25,12 +25,12 @@ SUMMED = [kind for kind in KINDS if kind != "accepted_length"]
 
 
 def _next_token(signals: TeacherSignals, b: int, t: int) -> int | None:
-    """The token behind position t; None where the text ends."""
+    """Return the token after position t; None at the end of the text."""
     return int(signals.input_ids_BT[b, t + 1]) if t + 1 < T else None
 
 
 def _plain(kind: str, p_logits: Tensor, q_logits: Tensor, k: int = 0, label: int | None = None) -> Tensor:
-    """The formula over one row, as it stands in a paper."""
+    """Return the loss of one row by the formula of the paper."""
     p, q = p_logits.softmax(-1), q_logits.softmax(-1)
     m = 0.3 * p + 0.7 * q
     kl, tv = (p * (p.log() - q.log())).sum(), (p - q).abs().sum() / 2
@@ -85,7 +85,7 @@ def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> No
 
 
 def test_no_more_than_one_chunk_of_logits_is_alive() -> None:
-    """Counts, over forward and backward, the rows that the head turns into logits at a time."""
+    """Count the rows that the head maps to logits in one call, over forward and backward."""
     generator = torch.Generator().manual_seed(0)
     rows = []
 
@@ -109,7 +109,7 @@ def test_no_more_than_one_chunk_of_logits_is_alive() -> None:
 
 
 def test_an_empty_mask_still_reaches_every_parameter() -> None:
-    """A process whose slice holds no token must still take part in the reduction of gradients."""
+    """A process without tokens in its slice still takes part in the reduction of gradients."""
     signals = _signals(torch.Generator().manual_seed(0))
     empty = TeacherSignals(
         signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, torch.zeros_like(signals.mask_BT)
@@ -127,7 +127,7 @@ SOME = [1, 4, 5, 9]
 
 
 def _truncated(kind: str, p_logits: Tensor, q_logits: Tensor, label: int | None) -> Tensor:
-    """Over the draft vocabulary `SOME`, with the target's distribution as it is; plain formula."""
+    """Return the loss over the draft vocabulary `SOME`, with p not renormalised; plain formula."""
     p_V, q_D = p_logits.softmax(-1), q_logits.softmax(-1)
     p_D = p_V[SOME]
     if kind == "tv":
@@ -176,7 +176,7 @@ def test_tokens_outside_the_draft_vocabulary_count_as_misses(kind: str) -> None:
 
 
 def test_the_terms_of_eagle_hass_and_dspark() -> None:
-    """Feature distance, top-k cross-entropy and the confidence head's, each the plain formula's value."""
+    """Feature distance, top-k cross-entropy and confidence loss equal the plain formulas."""
     generator = torch.Generator().manual_seed(7)
     signals = _signals(generator)
     lm_head, head = (nn.Linear(H, V, bias=False).double() for _ in range(2))
@@ -202,7 +202,7 @@ def test_the_terms_of_eagle_hass_and_dspark() -> None:
 
 
 def test_states_at_chosen_places() -> None:
-    """Blocks behind anchors: each state meets the target's at the place that it names, -1 and masked ones none."""
+    """Blocks after anchors: each state is compared at the place that it names; -1 and masked ones are not."""
     signals = _signals(torch.Generator().manual_seed(9))
     lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, V).double()
     whole = torch.randn(B, T, D, dtype=torch.float64)
@@ -220,7 +220,7 @@ def test_states_at_chosen_places() -> None:
 
 @pytest.mark.parametrize("vocabulary", [None, SOME])
 def test_labels_are_the_tokens_behind_the_states_places(vocabulary: list[int] | None) -> None:
-    """By place rather than by offset, at two temperatures, value and gradient against the plain formula."""
+    """Value and gradient by place instead of offset, at two temperatures, against the plain formula."""
     generator = torch.Generator().manual_seed(18)
     signals = _signals(generator)
     tokens = list(range(V)) if vocabulary is None else vocabulary
@@ -248,7 +248,7 @@ def test_labels_are_the_tokens_behind_the_states_places(vocabulary: list[int] | 
 
 
 def test_padding_is_no_label() -> None:
-    """The position in front of the padding, were it unmasked, has nothing to learn from a pad token."""
+    """An unmasked position before the padding does not learn from the pad token."""
     signals = _signals(torch.Generator().manual_seed(16))
     lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, V).double()
     entry = DraftStates(torch.randn(B, T, D, dtype=torch.float64), head)
@@ -273,7 +273,7 @@ def _three_positions(generator: torch.Generator) -> tuple[TeacherSignals, nn.Mod
 def _alpha_of(
     signals: TeacherSignals, lm_head: nn.Module, entry: DraftStates, b: int, anchor: int, place: int
 ) -> Tensor:
-    """With its gradient; zero where the place is masked or there is none."""
+    """Return alpha with its gradient; zero if the place is masked or missing."""
     if place >= T or not signals.mask_BT[b, place]:
         return torch.zeros((), dtype=torch.float64)
     return _overlap(lm_head(signals.hidden_BTH[b, place]), entry.head(entry.hidden_BTD[b, anchor]))
@@ -297,7 +297,7 @@ def test_expected_accepted_length() -> None:
 
 
 def test_expected_accepted_length_of_a_draft_model() -> None:
-    """One state a position: the draft behind t is tested at t, t + 1, ..."""
+    """One state a position: the draft after t is tested at t, t + 1, ..."""
     generator = torch.Generator().manual_seed(12)
     signals, lm_head, (first, *_), (state, *_) = _three_positions(generator)
     entry = DraftStates(state, first.head)
@@ -357,7 +357,7 @@ def test_mixes_temperatures_and_position_weights() -> None:
 
 
 def test_the_loss_is_a_sum_over_tokens_however_they_are_batched() -> None:
-    """Rows apart, or padded further, give the same sums: nothing is averaged before the loop divides."""
+    """Single rows and rows with more padding give the same sums: no mean is taken before the training loop divides."""
     signals, lm_head, unrolled, _ = _three_positions(torch.Generator().manual_seed(15))
     objectives = [Objective(kind) for kind in KINDS]
 

@@ -12,7 +12,7 @@ def test_keeps_singular_vectors_and_flattens_singular_values():
         left, _, right = torch.linalg.svd(matrices, full_matrices=False)
         result = orthogonalised(matrices, dtype=torch.float32)
         inner = left.mT @ result @ right.mT
-        # The five-round polynomial maps singular values into about 0.7..1.2, never closer: speed is bought with slack.
+        # Five rounds map singular values to about 0.7..1.2; the fast polynomial does not converge to 1.
         assert torch.all((inner.diagonal(dim1=-2, dim2=-1) - 1).abs() < 0.35)
         assert (inner - torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-3
 

@@ -1,4 +1,4 @@
-"""Every way in which people write data down, and which tokens of it are trained on."""
+"""Formats of conversations, and the tokens of them that are trained on."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ MARKED = (
     "{% for m in messages %}{{ m.role[0]|upper }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}E"
     "{% endgeneration %}{% else %}{{ m.content }}E{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 )
-# Shows what the assistant thought in the last answer alone, and opens an answer with the thinking.
+# Shows the reasoning of the last answer only, and begins an answer with it.
 THINKING = (
     "{% for m in messages %}{{ m.role[0]|upper }}"
     "{% if m.role == 'assistant' and loop.last %}T{{ m.reasoning_content }}T{% endif %}{{ m.content }}E"
@@ -143,7 +143,7 @@ def test_rows_that_are_no_conversation_are_refused(row: dict[str, Any], said: st
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], **options: Any) -> list[tuple[str, list[str]]]:
-    """The text of each sample, and of each of its spans."""
+    """Return the text of each sample, and of each of its spans."""
     samples = Chat(tokenizer, **options).encode(conversation("f:1", row), 9)
     return [(shown(tokenizer, s.input_ids), [shown(tokenizer, s.input_ids[a:b]) for a, b in s.spans]) for s in samples]
 
@@ -178,7 +178,7 @@ def test_every_answer_of_a_conversation_is_trained(template: str, tiny_tokenizer
 
 
 def test_a_span_ends_with_the_end_of_the_turn(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """What a template writes behind it, such as a line break, the target never writes."""
+    """Text that a template adds after an answer, such as a line break, is not trained on."""
     tiny_tokenizer.chat_template = PLAIN.replace("}E{", "}<eos>x{")
     assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER, USER, ANSWER]}) == [
         ("Uab.xAcd.xUab.xAcd.x", ["cd.", "cd."])
@@ -225,7 +225,7 @@ def test_templates_from_which_answers_cannot_be_told_are_refused(
 
 
 def test_the_shipped_template_of_vicuna(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """A blank behind the question, the end token behind the answer, as in its authors' conversation format."""
+    """A blank after the question and the end token after the answer, as in its authors' conversation format."""
     system = template_text("vicuna").split('"')[1]
     Chat(tiny_tokenizer, "vicuna")
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]

@@ -1,4 +1,4 @@
-"""A folder that one process holds is refused to others; a part of the cache is waited for; a kill leaves nothing."""
+"""A locked folder is refused to other processes; for a part of the cache they wait; a kill leaves no lock."""
 
 import errno
 import fcntl
@@ -31,7 +31,7 @@ with getattr(locks, sys.argv[1])(*sys.argv[3:], Path(sys.argv[2])):
 
 @contextmanager
 def another(how: str, path: Path, *key: str) -> Iterator[subprocess.Popen]:
-    """A process that holds `path`."""
+    """Start a process that holds `path`."""
     command = [sys.executable, "-c", HOLDS, how, str(path), *key]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
@@ -72,7 +72,7 @@ def test_a_new_folder_in_which_nothing_was_written_goes_again(tmp_path: Path) ->
 
 
 def test_a_part_of_the_cache_is_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The other process ends by itself, and is killed; who waits goes on in both cases."""
+    """The waiting process continues after the other one ends, and after it is killed."""
     for end in (lambda process: process.stdin.close(), lambda process: process.kill()):
         with another("hold_cache", tmp_path / "samples") as first:
             got = threading.Event()
@@ -133,13 +133,13 @@ COMMANDS = {
     "import": ["import", "{target}", "--target", "{target}", "--out", "{out}"],
 }
 NAMES = ("regenerate", "export", "import")
-"""Of those, what writes a file or a folder at once."""
+"""Those of them that write a file or a folder in one step."""
 
 
 def test_every_command_that_writes_says_who_is_there(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is loaded, and without a trace."""
+    """Refused before anything is loaded, without leaving files."""
     out = tmp_path / "out"
     values = {"target": str(tmp_path / "tiny-target"), "recipe": str(recipe_file)}
     with another("hold_folder", out, "out") as first, another("hold_name", tmp_path / "new", "out") as second:

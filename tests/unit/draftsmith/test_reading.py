@@ -1,4 +1,4 @@
-"""YAML and JSON of anyone: plain values, bounded, or one ValueError; settings `key=value`; errors of one short line."""
+"""Untrusted YAML and JSON: plain values within bounds, or a ValueError; settings `key=value`; errors of one line."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Text that would act on a terminal, on a page or on a reader's accounts: it is only shown."""
+"""Escape sequences, markup and secrets in text are shown literally or hidden."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Files and folders are whole or not there; fingerprints change when what they stand for does."""
+"""Writes are atomic; fingerprints change with the data that they identify."""
 
 from pathlib import Path
 

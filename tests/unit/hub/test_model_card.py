@@ -1,4 +1,4 @@
-"""Cards of every kind of drafter: metadata that reads back, commands that fit the kind, nothing left to fill in."""
+"""Cards of all drafter types: metadata that can be parsed again, matching commands, no unfilled fields."""
 
 import json
 from itertools import pairwise
@@ -54,7 +54,7 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
 
 
 def test_engines_are_started_by_names_that_they_know(tmp_path: Path) -> None:
-    """DSpark is a dflash drafter with options of its own, and a target in a local folder has no name to serve."""
+    """DSpark is a dflash drafter with its own options, and a target in a local folder has no name for engines."""
     target = make_llama(num_hidden_layers=6)
     drafter = HEADS["dflash"].from_target(target, markov_rank=4)
     drafter.attach(target)
@@ -91,7 +91,7 @@ def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_targe
 
 
 def test_a_card_shows_names_as_text(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
-    """Of a target, its revision, prompts and drafters, wherever the card repeats them."""
+    """Markup in the names of target, revision, prompts and drafters, wherever the card has them."""
     nasty = "x\n```\n# owned ![i](http://h/i.png) <b> `c` \x1b]0;t\x07"
     data = {"data": {"prompts": f"/p/{nasty}"}}
     folder = _saved("medusa", tmp_path / "d", tiny_target, f"/t/{nasty}", **data)

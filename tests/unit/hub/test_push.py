@@ -1,4 +1,4 @@
-"""`draftsmith push` against a Hub on loopback: what arrives, what goes on, what is refused, what stays at home."""
+"""`draftsmith push` against a local Hub server: uploads, resumption, refusals, and files that are not uploaded."""
 
 import json
 import re
@@ -31,7 +31,7 @@ WRONG = "hf_" + "NotTheRightOne" * 2
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
-    """What a run leaves: two drafters, one in `drafter`, metrics, and things that are nobody's business."""
+    """A finished run: two drafters, one in `drafter`, metrics, and private files."""
     folder = tmp_path / "home" / "someone" / "run"
     for kind, drafter in (("drafter", DraftModel(make_llama(1))), ("medusa", Medusa.from_target(tiny_target))):
         for parameter in drafter.parameters():
@@ -64,7 +64,7 @@ def push(*arguments: object) -> int:
 
 
 CODE = ("generate.py", "requirements.txt")
-"""What stock transformers runs."""
+"""A script with plain transformers."""
 PUSHED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 PLOTS = {"plots/training.png", "plots/speedup.png", "plots/acceptance.png", "plots/time.png", "plots/theory.png"}
 PLOTS |= {"plots/over_temperature.png", "plots/over_batch_size.png"}
@@ -142,7 +142,7 @@ def test_heads_and_a_card_without_measurement(
 
 @pytest.mark.parametrize("kind", ["drafter", "medusa"])
 def test_the_cards_own_code_runs(kind: str, hub: Hub, run: Path, tiny_target_folder: Path) -> None:
-    """As it stands, but for the length: both blocks, with the target and the drafter from the Hub."""
+    """Both code blocks run as they are, with another length, and with target and drafter from the Hub."""
     hub.repository("org/tiny").commit("main", {file.name: file.read_bytes() for file in tiny_target_folder.iterdir()})
     assert push(run / kind, REPO, "--base-model", "org/tiny") == 0
     card = hub.repositories[REPO].files()["README.md"].decode()
@@ -201,7 +201,7 @@ def test_a_dry_run_asks_nobody(hub: Hub, run: Path, tmp_path: Path, capsys: pyte
 
 
 def test_nothing_is_written_over_the_drafter(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Nor into its folder, or around it: not by its name, nor by one that leads there."""
+    """Neither into its folder nor around it, by its name or by a link."""
     drafter, link = run / "medusa", tmp_path / "link"
     link.symlink_to(drafter)
     (tmp_path / "home-link").symlink_to(run.parent)
@@ -224,7 +224,7 @@ def test_nothing_is_written_over_the_drafter(run: Path, tmp_path: Path, capsys: 
 
 
 def test_a_dropped_connection(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
-    """What has arrived before it is not sent again; one drop alone is not even seen."""
+    """After an interruption, files that have arrived are not sent again; a single dropped connection is retried."""
     weights = (run / "drafter" / "model.safetensors").stat().st_size
 
     def drop(size: int) -> bool:

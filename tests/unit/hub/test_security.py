@@ -1,4 +1,4 @@
-"""What comes from others is read, checked and bounded; it is never run, and never leaves its folder."""
+"""Untrusted files are checked and bounded; they are never executed, and paths in them never leave their folder."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ REPO = "someone/model"
 
 
 class Bomb:
-    """Unpickled, it writes a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -46,7 +46,7 @@ def mark(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Medusa heads, as we save them."""
+    """Medusa heads as a draftsmith checkpoint."""
     made_for = describe_target(tiny_target, tiny_tokenizer, "org/target")
     drafter = Medusa.from_target(tiny_target)
     save_drafter(drafter, tmp_path / "medusa", target=made_for, recipe=None, draft_length=3, tokenizer=tiny_tokenizer)
@@ -103,7 +103,7 @@ def test_pickled_weights_are_not_even_fetched(
 def test_an_adapter_beside_a_model_is_not_put_on(
     hub: Hub, draft_folder: Path, mark: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """transformers would, unasked, and from a pickle."""
+    """transformers loads an adapter automatically, also from a pickle."""
     tiny_tokenizer.save_pretrained(draft_folder)
     adapter = {"peft_type": "LORA", "base_model_name_or_path": str(draft_folder), "r": 1, "target_modules": ["q_proj"]}
     (draft_folder / "adapter_config.json").write_text(json.dumps(adapter))
@@ -351,7 +351,7 @@ def test_adapters_on_a_target_are_held_to_their_file(
 
 
 def test_whole_checkpoints_still_load(folder: Path, tiny_target: LlamaForCausalLM) -> None:
-    """The bounds are no tighter than what is really there."""
+    """Real files are within the bounds."""
     drafter = load_drafter(folder, tiny_target)
     held = load_file(folder / "model.safetensors")
     assert all(torch.equal(value, held[name]) for name, value in drafter.state_dict().items())
@@ -362,7 +362,7 @@ UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "jobl
 
 
 def test_our_code_reads_no_pickle_and_runs_no_text() -> None:
-    """No import of such a module, no torch.load or torch.save, no eval or exec; what reads a model says safetensors."""
+    """No import of such a module, no torch.load or torch.save, no eval or exec; models are read as safetensors."""
     files = [file for room in ROOT.iterdir() if (room / "__init__.py").is_file() for file in room.rglob("*.py")]
     assert len(files) > 100
     for file in files:
