@@ -21,6 +21,7 @@ from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import adapted_recipe, load_recipe
 from draftsmith.train.run_folder import read_metrics
+from draftsmith.train.step import StepSums
 
 
 def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -261,10 +262,10 @@ def test_a_loss_that_is_no_number_keeps_the_batch_and_the_state(
     whole = run(recipe_file, f"output={tmp_path}/whole")
     original, broken = loop.Run._accumulate, [True]
 
-    def infinite(self: loop.Run, indices: list[int], tokens: int, done: float) -> list[torch.Tensor]:
+    def infinite(self: loop.Run, indices: list[int], tokens: int, done: float) -> StepSums:
         sums = original(self, indices, tokens, done)
         if done > 0.5 and broken[0]:
-            sums[0] = sums[0] * float("inf")
+            sums = sums._replace(loss=sums.loss * float("inf"))
         return sums
 
     monkeypatch.setattr(loop.Run, "_accumulate", infinite)

@@ -255,7 +255,7 @@ def test_a_dropped_connection(hub: Hub, run: Path, capsys: pytest.CaptureFixture
         ("other/name", TOKEN, {}, r"ConfigError: push=other/name: the token has no write access to it \(403\)"),
         ("no name", TOKEN, {}, "ConfigError: repo='no name'; expected user/name"),
         ("name", TOKEN, {}, "ConfigError: repo='name'; expected user/name"),
-        (REPO, TOKEN, {"POST .*/commit/": 503}, "PushError: .*answered 503 .* the same command goes on"),
+        (REPO, TOKEN, {"POST .*/commit/": 503}, "PushError: .*answered 503 .* the same command continues"),
         (REPO, TOKEN, {"POST .*/preupload/": 403}, r"ConfigError: .*no write access to it \(403\)"),
         (REPO, TOKEN, {"POST /api/validate-yaml": 400}, "ConfigError: .*refused it .*Invalid metadata"),
         (REPO, TOKEN, {"POST /api/repos/create": 404}, r"ConfigError: .*no such repository or revision \(404"),
