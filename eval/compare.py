@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,14 +11,14 @@ from rich.table import Table
 from draftsmith.errors import ConfigError
 from draftsmith.eval.metrics import Draws, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau
 from draftsmith.eval.plots import short_policy
-from draftsmith.eval.settings import BASELINE
+from draftsmith.eval.results import StoredEvaluation
+from draftsmith.eval.settings import BASELINE, Variant
 
 MATTER = ("max_new_tokens", "top_k", "top_p", "seed", "dtype")
 """Settings that decide what is decoded; target and prompts are compared by fingerprint, wherever they lie.
 Temperatures, drafters, draft lengths and rules are what is compared."""
 MACHINE = ("cpu", "accelerator", "torch_threads")
-Variant = tuple[str, str]
-BatchKey = tuple[float, int]
+Condition = tuple[float, int]
 """Temperature and batch size."""
 
 
@@ -38,7 +38,7 @@ class Contrast:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """One arm of A beside one of B at a temperature and batch size."""
 
     a: str
@@ -72,8 +72,8 @@ class Verdict:
         return f"tau {found.a:.2f} against {found.b:.2f}, a real difference"
 
 
-def compare_evaluations(a: dict[str, Any], b: dict[str, Any] | None) -> list[Verdict]:
-    """Verdicts for the contents of two `eval.json`, or for the arms of one among each other.
+def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None) -> list[Comparison]:
+    """Comparisons of the contents of two `eval.json`, or for the arms of one among each other.
 
     Arms meet at equal temperature and batch size. Between two files those with equal policies meet (and of these the
     drafters of one name, where both files have it); without any equal policy, all meet all.
@@ -84,20 +84,20 @@ def compare_evaluations(a: dict[str, Any], b: dict[str, Any] | None) -> list[Ver
     sides = [_measured(a), _measured(b if b is not None else a)]
     if b is not None:
         _require_comparable(a, b)
-    verdicts = []
+    comparisons = []
     for place in sides[0]:
         if place not in sides[1]:
             continue
         arms = [[arm for arm in side[place] if arm != BASELINE] for side in sides]
         pairs = _pairs(*arms) if b is not None else list(combinations(arms[0], 2))
-        verdicts += [_verdict(sides[0][place], sides[1][place], pair, place, named=b is not None) for pair in pairs]
-    if not verdicts:
+        comparisons += [_compare(sides[0][place], sides[1][place], pair, place, named=b is not None) for pair in pairs]
+    if not comparisons:
         raise ConfigError("the two have no temperature and batch size with arms to compare; expected at least one")
-    return verdicts
+    return comparisons
 
 
-def _measured(evaluation: dict[str, Any]) -> dict[BatchKey, dict[Variant, Series]]:
-    found: dict[BatchKey, dict[Variant, Series]] = {}
+def _measured(evaluation: StoredEvaluation) -> dict[Condition, dict[Variant, Series]]:
+    found: dict[Condition, dict[Variant, Series]] = {}
     for entry in evaluation["measurements"]:
         place = (entry["temperature"], entry["batch_size"])
         found.setdefault(place, {})[(entry["drafter"], entry["policy"])] = Series.from_json(entry)
@@ -106,12 +106,13 @@ def _measured(evaluation: dict[str, Any]) -> dict[BatchKey, dict[Variant, Series
     return found
 
 
-def _require_comparable(a: dict[str, Any], b: dict[str, Any]) -> None:
-    values = [
-        (key, *(f"{side['settings'][key]} ({side['identity'][key]})" for side in (a, b)))
-        for key in ("target", "prompts")
-        if a["identity"][key] != b["identity"][key]
-    ]
+def _require_comparable(a: StoredEvaluation, b: StoredEvaluation) -> None:
+    values: list[tuple[str, object, object]] = []
+    keys: tuple[Literal["target"], Literal["prompts"]] = ("target", "prompts")
+    for key in keys:
+        prints = a["identity"].get(key), b["identity"].get(key)
+        if prints[0] != prints[1]:
+            values.append((key, f"{a['settings'][key]} ({prints[0]})", f"{b['settings'][key]} ({prints[1]})"))
     values += [(key, a["settings"].get(key), b["settings"].get(key)) for key in MATTER]
     values += [(key, a["environment"].get(key), b["environment"].get(key)) for key in MACHINE]
     for key, ours, theirs in values:
@@ -132,9 +133,9 @@ def _pairs(a: list[Variant], b: list[Variant]) -> list[tuple[Variant, Variant]]:
     return pairs
 
 
-def _verdict(
-    a: dict[Variant, Series], b: dict[Variant, Series], arms: tuple[Variant, Variant], place: BatchKey, *, named: bool
-) -> Verdict:
+def _compare(
+    a: dict[Variant, Series], b: dict[Variant, Series], arms: tuple[Variant, Variant], place: Condition, *, named: bool
+) -> Comparison:
     """Paired by unit: every resample has the same prompts on both sides, and each side's own repeats within them.
 
     Within one file both sides' repeats ran side by side and are drawn together.
@@ -153,7 +154,7 @@ def _verdict(
     taus = resampled_taus(one, draws), resampled_taus(other, other_draws)
     name_a, name_b = (f"{drafter} ({short_policy(policy)})" for drafter, policy in arms)
     temperature, batch_size = place
-    return Verdict(
+    return Comparison(
         f"A's {name_a}" if named else name_a,
         f"B's {name_b}" if named else name_b,
         temperature,
@@ -169,19 +170,21 @@ def _contrast(a: float, b: float, a_S: NDArray, b_S: NDArray) -> Contrast:
     return Contrast(a, b, b / a if a else 0.0, low, high)
 
 
-def verdict_table(verdicts: list[Verdict]) -> Table:
+def comparison_table(comparisons: list[Comparison]) -> Table:
     """The same in columns."""
     table = Table(title="Paired by prompt; 95 % intervals of B/A", pad_edge=False)
     for name in ("A", "B"):
         table.add_column(name)
     for name in ("T", "batch", "speedups", "B/A", "taus", "B/A"):
         table.add_column(name, justify="right")
-    for verdict in verdicts:
+    for comparison in comparisons:
         cells = []
-        for found in (verdict.speedup, verdict.tau):
+        for found in (comparison.speedup, comparison.tau):
             star = "*" if found.real else ""
             cells += [f"{found.a:.2f}, {found.b:.2f}", f"{found.ratio:.3f}{star}\n[{found.low:.3f}, {found.high:.3f}]"]
-        table.add_row(verdict.a, verdict.b, f"{verdict.temperature:g}", str(verdict.batch_size), *cells)
-    if len(verdicts) > 1:
-        table.caption = f"*: 1 is outside. Of {len(verdicts)} lines about {0.05 * len(verdicts):.1f} get one by chance."
+        table.add_row(comparison.a, comparison.b, f"{comparison.temperature:g}", str(comparison.batch_size), *cells)
+    if len(comparisons) > 1:
+        table.caption = (
+            f"*: 1 is outside. Of {len(comparisons)} lines about {0.05 * len(comparisons):.1f} get one by chance."
+        )
     return table

@@ -1,7 +1,6 @@
 """How target and drafter differ, by draft position: the simple statistics that acceptance is often guessed from."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.distill.alignment import at_least_float32
 from draftsmith.errors import ConfigError
+from draftsmith.eval.results import Diagnostics, PositionDiagnostics
 from draftsmith.eval.teacher_forced import Measure, PositionStats, Rows, agreement, target_text
 from draftsmith.heads.base import Drafter
 
@@ -28,7 +28,7 @@ def diagnose(
     *,
     temperature: float,
     draft_length: int,
-) -> dict[str, Any]:
+) -> Diagnostics:
     """Compare target and drafter on `texts`, each (token ids, length of its prompt).
 
     The target should have written them at this temperature.
@@ -98,10 +98,11 @@ def _cosine(drafter: Drafter, rows: Rows) -> Tensor:
     return torch.nn.functional.cosine_similarity(states_ND.double(), target_NH.double(), dim=-1)
 
 
-def summary(tables: Sequence[PositionStats]) -> dict[str, Any]:
+def summary(tables: Sequence[PositionStats]) -> Diagnostics:
     """What `diagnose` returns, from the numbers of each text."""
     positions = tables[0]["tv"].shape[1]
-    rows, all_cosine, all_alpha = [], [], []
+    rows: list[PositionDiagnostics] = []
+    all_cosine, all_alpha = [], []
     for column in range(positions):
         known = {
             name: np.concatenate([table[name][: max(len(table[name]) - column, 0), column] for table in tables])
@@ -109,7 +110,7 @@ def summary(tables: Sequence[PositionStats]) -> dict[str, Any]:
         }
         if not len(known["tv"]):
             break
-        rows.append({"position": column + 1, "tokens": len(known["tv"]), **_statistics(known)})
+        rows.append(_statistics(column + 1, known))
         all_cosine.append(known["cosine"])
         all_alpha.append(1 - known["tv"])
     return {
@@ -118,12 +119,14 @@ def summary(tables: Sequence[PositionStats]) -> dict[str, Any]:
     }
 
 
-def _statistics(known: dict[str, NDArray[np.float64]]) -> dict[str, float | None]:
+def _statistics(position: int, known: dict[str, NDArray[np.float64]]) -> PositionDiagnostics:
     both = known["entropy_p"] + known["entropy_q"]
     apart = np.abs(known["entropy_p"] - known["entropy_q"])
     overlap = 1 - np.divide(apart, both, out=np.zeros_like(both), where=both > 0)
     cosine = float(known["cosine"].mean())
     return {
+        "position": position,
+        "tokens": len(known["tv"]),
         "forward_kl": float(known["forward_kl"].mean()),
         "reverse_kl": float(known["reverse_kl"].mean()),
         "tv": float(known["tv"].mean()),

@@ -6,21 +6,31 @@ A few texts with where each token came from: what acceptance looks like.
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.errors import ConfigError
 from draftsmith.eval.guards import dtype_of, guards, notes
-from draftsmith.eval.harness import BatchKey, Run
-from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, OWN, SCHEMA, Journal, Measurement
+from draftsmith.eval.harness import Run
+from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, OWN, SCHEMA, BatchKey, Journal, Measurement
 from draftsmith.eval.metrics import Series, expected_tau, greedy_identity, row_numbers
 from draftsmith.eval.prompts import OVERALL, Prompt
+from draftsmith.eval.results import (
+    Diagnostics,
+    EvalRow,
+    Guard,
+    PlainSpeeds,
+    RowKey,
+    Sample,
+    StoredEvaluation,
+    StoredMeasurement,
+    checked,
+)
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.eval.stages import stage
-from draftsmith.eval.stored_results import StoredEvaluation, checked
 from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment
 from draftsmith.reading import read_json
@@ -32,11 +42,11 @@ Piece = tuple[str, str]
 """The text of one token and its kind."""
 
 
-def samples(run: Run, tokenizer: Any) -> list[dict[str, Any]]:
+def samples(run: Run, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The first prompts of as many categories, each as every arm wrote it in the first repeat."""
     chosen = {prompt.id: prompt for prompt in _chosen(run.prompts)}
     size = run.settings.batch_sizes[0]
-    found = []
+    shown: list[Sample] = []
     for prompt in chosen.values():
         for temperature in run.settings.temperatures:
             for arm in run.arms:
@@ -44,8 +54,8 @@ def samples(run: Run, tokenizer: Any) -> list[dict[str, Any]]:
                     continue
                 for cell in run.cells(arm, temperature, size):
                     if cell.repeat == cell.turn == 0:
-                        found += [_sample(cell, place, prompt, tokenizer) for place in _places(cell, prompt)]
-    return found
+                        shown += [_sample(cell, place, prompt, tokenizer) for place in _places(cell, prompt)]
+    return shown
 
 
 def _chosen(prompts: list[Prompt]) -> list[Prompt]:
@@ -57,7 +67,7 @@ def _places(cell: Measurement, prompt: Prompt) -> list[int]:
     return [place for place, text in enumerate(cell.texts) if text.prompt == prompt.id]
 
 
-def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: Any) -> dict[str, Any]:
+def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
     text = cell.texts[place]
     pieces = token_texts(text.tokens[:TOKENS], tokenizer, prompt.input_ids)
     rounds, start = [], 0
@@ -69,7 +79,7 @@ def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: Any) -> di
     return {
         "prompt": prompt.id,
         "category": prompt.category,
-        "question": tokenizer.decode(prompt.input_ids),
+        "question": str(tokenizer.decode(prompt.input_ids)),
         "drafter": cell.drafter,
         "policy": cell.policy,
         "temperature": cell.temperature,
@@ -79,7 +89,7 @@ def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: Any) -> di
     }
 
 
-def token_texts(tokens: list[int], tokenizer: Any, prompt: list[int]) -> list[str]:
+def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> list[str]:
     """The text that each token adds after `prompt`; an unfinished character is shown with the token that ends it."""
     text = IncrementalText(tokenizer, prompt, skip_special_tokens=False)
     texts = [text.add(token) for token in tokens]
@@ -87,7 +97,7 @@ def token_texts(tokens: list[int], tokenizer: Any, prompt: list[int]) -> list[st
 
 
 EVALUATION = "eval.json"
-Diagnose = Callable[..., dict[str, Any]]
+Diagnose = Callable[..., Diagnostics]
 """`diagnose(target, drafter, texts, *, temperature, draft_length)`: plain values by draft position, of texts given as
 (token ids, how many of them are the prompt's)."""
 
@@ -97,21 +107,21 @@ class Evaluation:
     """The content of `eval.json`; docs/evaluation.md has its schema."""
 
     settings: Settings
-    rows: list[dict[str, Any]]
+    rows: list[EvalRow]
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-    guards: list[dict[str, str]] = field(default_factory=list)
-    measurements: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)
+    measurements: list[StoredMeasurement] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     identity: dict[str, Any] = field(default_factory=dict)
-    plain: dict[str, Any] | None = None
+    plain: PlainSpeeds | None = None
 
     def as_json(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "settings"}
         return {"schema": SCHEMA, "settings": asdict(self.settings), **values}
 
 
-def read_evaluation(path: Path) -> dict[str, Any]:
+def read_evaluation(path: Path) -> StoredEvaluation:
     """The content of an `eval.json`, or of the one in a folder.
 
     Raises:
@@ -127,8 +137,8 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA:
         raise ConfigError(f"{file}: schema={schema!r}; expected {SCHEMA}: measure again with this version")
-    checked(StoredEvaluation, value, file, "what `draftsmith eval` wrote")
-    return value
+    checked(StoredEvaluation, value, file, "what `draftsmith eval` wrote", strict=True)
+    return cast(StoredEvaluation, value)  # with the keys that are not checked
 
 
 def evaluate(
@@ -137,7 +147,7 @@ def evaluate(
     prompts: list[Prompt],
     settings: Settings,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     journal: Path | None = None,
     diagnose: Diagnose | None = None,
     progress: bool = True,
@@ -180,14 +190,14 @@ def evaluate(
     )
 
 
-def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[dict[str, Any]]:
+def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[EvalRow]:
     """For each temperature and batch size the row over all prompts and, of several categories, one for each."""
     settings = run.settings
     categories = sorted({prompt.category for prompt in run.prompts})
     rows = []
     for temperature in settings.temperatures:
         for size in settings.batch_sizes:
-            head = {
+            head: RowKey = {
                 "drafter": arm[0],
                 "drafter_type": run.drafters[arm[0]].type,
                 "policy": arm[1],
@@ -201,11 +211,12 @@ def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[dict[str,
                 base, spec = (run.cells(which, temperature, size, category) for which in (BASELINE, arm))
                 if not spec:
                     continue  # batches of this size never hold this category alone
-                row = {**head, "category": category or OVERALL, **row_numbers(base, spec, settings.seed)}
+                numbers = row_numbers(base, spec, settings.seed)
+                row: EvalRow = {**head, **numbers, "category": category or OVERALL}
                 if head["draft_length"] is not None:
                     row["expected_tau"] = expected_tau(row["alpha"], head["draft_length"])
                 if temperature == 0:
-                    row |= greedy_identity(base, spec)
+                    row["greedy_identical"], row["first_divergence"] = greedy_identity(base, spec)
                 rows.append(row)
     return rows
 
@@ -215,23 +226,31 @@ def is_chain(policy: str) -> bool:
     return policy.partition(":")[0] == "chain"
 
 
-def _measurements(run: Run) -> list[dict[str, Any]]:
+def _measurements(run: Run) -> list[StoredMeasurement]:
     """The numbers that rows were made from, for comparisons prompt by prompt: [unit][repeat] each."""
-    found = []
+    entries: list[StoredMeasurement] = []
     for arm in run.arms:
         for temperature in run.settings.temperatures:
             for size in run.settings.batch_sizes:
-                head = {"drafter": arm[0], "policy": arm[1], "temperature": temperature, "batch_size": size}
-                found.append({**head, **Series.of(run.cells(arm, temperature, size)).as_json()})
-    return found
+                series = Series.of(run.cells(arm, temperature, size)).as_json()
+                entries.append(
+                    {
+                        "drafter": arm[0],
+                        "policy": arm[1],
+                        "temperature": temperature,
+                        "batch_size": size,
+                        **series,
+                    }
+                )
+    return entries
 
 
-def _diagnose(run: Run, rows: list[dict[str, Any]], diagnose: Diagnose, progress: bool) -> list[str]:
+def _diagnose(run: Run, rows: list[EvalRow], diagnose: Diagnose, progress: bool) -> list[str]:
     """Add `diagnostics` to the rows: of a drafter, temperature and category, which all its policies share.
 
     Returns a note for each drafter that it cannot be done for; what was measured stands all the same.
     """
-    by_place: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    by_place: dict[tuple[str, float, str], list[EvalRow]] = {}
     for row in rows:
         if not run.drafters[row["drafter"]].only_retrieves:
             by_place.setdefault((row["drafter"], row["temperature"], row["category"]), []).append(row)

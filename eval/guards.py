@@ -1,12 +1,13 @@
 """What a reader has to know before quoting a number: guards say that one is wrong, notes how far to trust the rest."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from draftsmith.eval.harness import CALIBRATION, Run
 from draftsmith.eval.prompts import OVERALL
+from draftsmith.eval.results import EvalRow, Guard, PlainSpeeds
 from draftsmith.eval.settings import BASELINE
 
 REPETITIVE = 0.3
@@ -17,7 +18,7 @@ ROUNDING = 1e-4
 """By which a mean of float32 sums may leave [0, 1]."""
 
 
-def name_of(row: dict[str, Any]) -> str:
+def name_of(row: EvalRow) -> str:
     batch = f", batch {row['batch_size']}" if row["batch_size"] > 1 else ""
     return f"{row['drafter']} ({row['policy']}) at T={row['temperature']:g}{batch}"
 
@@ -27,16 +28,14 @@ def dtype_of(model: nn.Module) -> torch.dtype | None:
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
-def guards(
-    rows: list[dict[str, Any]], plain: dict[str, Any] | None, dtypes: dict[str, torch.dtype | None]
-) -> list[dict[str, str]]:
+def guards(rows: Sequence[EvalRow], plain: PlainSpeeds | None, dtypes: dict[str, torch.dtype | None]) -> list[Guard]:
     """Findings that mean that a number is wrong or unfair: `guard` names the kind, `message` the case.
 
     Args:
         plain: what `compare_with_generate` found.
         dtypes: of "target" and of each drafter by name.
     """
-    found = []
+    found: list[Guard] = []
     for row in rows:
         where = name_of(row) + ("" if row["category"] == OVERALL else f", {row['category']}")
         if row["category"] == OVERALL and row["speedup"] > row["tau"]:  # few prompts are noisier than that
@@ -62,7 +61,7 @@ def _short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def notes(run: Run, rows: list[dict[str, Any]]) -> list[str]:
+def notes(run: Run, rows: Sequence[EvalRow]) -> list[str]:
     """How far to trust the rows."""
     found = []
     if len(run.prompts) < 20:
@@ -86,7 +85,7 @@ def notes(run: Run, rows: list[dict[str, Any]]) -> list[str]:
     return found + _repetition(rows) + _quality_notes(run)
 
 
-def _row_notes(row: dict[str, Any]) -> list[str]:
+def _row_notes(row: EvalRow) -> list[str]:
     found, name = [], name_of(row)
     if not row["lossless"]:
         found.append(f"{name}: rule {row['rule']!r} is LOSSY: this is not the target's text, only something near it.")
@@ -95,16 +94,16 @@ def _row_notes(row: dict[str, Any]) -> list[str]:
     spread = max(row["speedup_repeats"], default=0) - min(row["speedup_repeats"], default=0)
     if row["speedup"] and spread > 0.2 * row["speedup"]:
         found.append(f"{name}: repeats differ by {spread:.2f}x; the machine was not quiet.")
-    equal, total = row.get("greedy_identical", (0, 0))
+    equal, total = row.get("greedy_identical", [0, 0])
     if equal < total:
         found.append(
             f"{name}: {total - equal} of {total} greedy texts part from the target's own, first at "
-            f"{row['first_divergence']}; a near tie in its logits does that, and so would a bug."
+            f"{row.get('first_divergence')}; a near tie in its logits does that, and so would a bug."
         )
     return found
 
 
-def _repetition(rows: list[dict[str, Any]]) -> list[str]:
+def _repetition(rows: Sequence[EvalRow]) -> list[str]:
     """One note a temperature: all arms write much the same text."""
     most: dict[float, float] = {}
     for row in rows:

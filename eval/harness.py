@@ -6,7 +6,7 @@ How many CPU threads to measure with: what serves the target alone best, so that
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -19,7 +19,7 @@ from draftsmith.decode.profiling import measure_costs
 from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
 from draftsmith.eval.hf_baseline import compare_with_generate
-from draftsmith.eval.journal import Journal, Key, Measurement
+from draftsmith.eval.journal import BatchKey, Journal, Key, Measurement
 from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.eval.stages import stage
@@ -68,16 +68,6 @@ REPEAT_APART, TURN_APART = 10_007, 1_000_003
 
 Questions = list[tuple[Prompt, list[int]]]
 """Prompts, each with the tokens after which its next turn is answered."""
-
-
-class BatchKey(NamedTuple):
-    """One question to one batch, which every arm answers in turn."""
-
-    repeat: int
-    temperature: float
-    batch_size: int
-    group: int
-    turn: int
 
 
 @dataclass
@@ -283,8 +273,7 @@ class Run:
             seeds=[first + self._numbers[prompt.id] for prompt, _ in asked],
             **self._sampling(place.temperature),
         )
-        where = {"drafter": arm[0], "policy": arm[1], **place._asdict()}
-        return Measurement.of(where, [prompt.id for prompt, _ in asked], outputs)
+        return Measurement.of(arm, place, [prompt.id for prompt, _ in asked], outputs)
 
     def _sampling(self, temperature: float) -> dict[str, Any]:
         cuts = {"top_k": self.settings.top_k, "top_p": self.settings.top_p} if temperature > 0 else {}

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.eval.results import PlainSpeeds
 from draftsmith.heads.model_config import context_limit
 
 PROMPTS, TOKENS, TRIALS = 4, 32, 3
@@ -21,7 +22,7 @@ class _Generates(Protocol):
     def generate(self, inputs: Tensor, *, attention_mask: Tensor, generation_config: GenerationConfig) -> Tensor: ...
 
 
-def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]]) -> dict[str, Any]:
+def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]]) -> PlainSpeeds:
     """Greedy tokens per second, prefill included, of `target.generate` and of our target alone, turn by turn.
 
     Returns plain values: `generate_tokens_per_second` and `baseline_tokens_per_second` over a few prompts, each the

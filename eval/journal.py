@@ -2,17 +2,18 @@
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, Field, model_validator
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
+from draftsmith.eval.results import PlainSpeeds, StoredSitting, checked
 from draftsmith.eval.settings import Variant
-from draftsmith.eval.stored_results import PlainSpeeds, StoredSitting, checked
 from draftsmith.reading import parse_json
 from draftsmith.storage import writing
 
@@ -76,6 +77,17 @@ def _kinds(record: Round) -> str:
     return (ACCEPTED * record.accepted + last)[: record.committed]
 
 
+class BatchKey(NamedTuple):
+    """One question to one batch of prompts, which every drafter and the target alone answer in turn."""
+
+    repeat: int
+    temperature: float
+    batch_size: int
+    group: int
+    """Number of the batch."""
+    turn: int
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One call of the decoder. Seconds are those of the whole batch; decode behind the prefill, which is apart."""
@@ -95,11 +107,20 @@ class Measurement:
     seconds: float
 
     @classmethod
-    def of(cls, place: dict[str, Any], names: list[str], outputs: list[DecodeOutput]) -> "Measurement":
-        """From what a batch gave. Texts leave a batch when they end, so the longest-lived saw all of its rounds."""
+    def of(cls, arm: Variant, place: BatchKey, names: list[str], outputs: list[DecodeOutput]) -> "Measurement":
+        """Build the record of one decoded batch.
+
+        Finished texts leave a batch, so the text with the most rounds took part in all of them.
+        """
         rounds = max((output.rounds for output in outputs), key=len)
         return cls(
-            **place,
+            drafter=arm[0],
+            policy=arm[1],
+            temperature=place.temperature,
+            batch_size=place.batch_size,
+            group=place.group,
+            repeat=place.repeat,
+            turn=place.turn,
             texts=[TextRecord.of(name, output) for name, output in zip(names, outputs, strict=True)],
             prefill_seconds=max(output.prefill_seconds for output in outputs),
             draft_seconds=sum(record.draft_seconds for record in rounds),
@@ -180,7 +201,8 @@ class Journal:
                 self.cells[found.cell.key] = found.cell
             elif found.fact is not None:
                 name, value = line["fact"]
-                checked(FACTS.get(name, Costs), value, f"{path}:{number}", "what `draftsmith eval` wrote")
+                place = f"{path}:{number}"
+                checked(FACTS.get(name, Costs), value, place, "what `draftsmith eval` wrote", strict=name in FACTS)
                 self.facts[name] = value
             else:
                 self.sittings.append(line["sitting"])
@@ -222,7 +244,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def require_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
     """ConfigError naming the first value of a run that differs from what its folder holds."""
     now = json.loads(json.dumps(now))
     for key, value in now.items():

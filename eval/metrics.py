@@ -3,20 +3,21 @@
 Intervals by resampling: which prompts were drawn, and which repeat of each, is left to chance again and again.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.eval.journal import Measurement, TextRecord
+from draftsmith.eval.results import DivergencePlace, RowNumbers, StoredSeries
 
 # Shapes: U units, R repeats, S resamples.
 
 RESAMPLES = 2000
 LEVEL = 0.95
-Interval = list[float] | None
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,19 @@ class Series:
             sums["overlaps"][u, r] += sum(text.overlaps for text in cell.texts)
         return cls(units, **sums)
 
-    def as_json(self) -> dict[str, list]:
-        return {"units": self.units, **{name: getattr(self, name).tolist() for name in NUMBERS}}
+    def as_json(self) -> StoredSeries:
+        """Return plain lists, as `eval.json` stores them."""
+        return {
+            "units": self.units,
+            "tokens": self.tokens.tolist(),
+            "rounds": self.rounds.tolist(),
+            "seconds": self.seconds.tolist(),
+            "overlap": self.overlap.tolist(),
+            "overlaps": self.overlaps.tolist(),
+        }
 
     @classmethod
-    def from_json(cls, value: dict[str, list]) -> "Series":
+    def from_json(cls, value: StoredSeries) -> "Series":
         return cls(value["units"], **{name: np.array(value[name], dtype=float) for name in NUMBERS})
 
     def pick(self, places: list[int]) -> "Series":
@@ -151,25 +160,31 @@ def percentiles(values_S: NDArray) -> list[float]:
     return [float(low), float(high)]
 
 
-def intervals(baseline: Series, speculative: Series, seed: int, resamples: int = RESAMPLES) -> dict[str, Interval]:
+class Intervals(TypedDict):
+    """Lower and upper end of each number's 95 % interval; None with a single unit."""
+
+    speedup_interval: list[float] | None
+    tau_interval: list[float] | None
+    alpha_interval: list[float] | None
+
+
+def intervals(baseline: Series, speculative: Series, seed: int, resamples: int = RESAMPLES) -> Intervals:
     """95 % bootstrap intervals of speedup, tau and alpha; None where there is one unit, which says nothing of others.
 
     With fewer than about 20 prompts such intervals are too narrow: they cover the truth in some 90 % of all runs.
     """
-    keys = ("speedup_interval", "tau_interval", "alpha_interval")
     units, repeats = speculative.tokens.shape
     if units < 2:
-        return dict.fromkeys(keys)
+        return {"speedup_interval": None, "tau_interval": None, "alpha_interval": None}
     draws = Draws.of(units, repeats, np.random.default_rng(seed), resamples)
-    found = (
-        resampled_speedups(baseline, speculative, draws),
-        resampled_taus(speculative, draws),
-        resampled_alphas(speculative, draws),
-    )
-    return {key: percentiles(values) for key, values in zip(keys, found, strict=True)}
+    return {
+        "speedup_interval": percentiles(resampled_speedups(baseline, speculative, draws)),
+        "tau_interval": percentiles(resampled_taus(speculative, draws)),
+        "alpha_interval": percentiles(resampled_alphas(speculative, draws)),
+    }
 
 
-def row_numbers(baseline: list[Measurement], speculative: list[Measurement], seed: int = 0) -> dict[str, Any]:
+def row_numbers(baseline: list[Measurement], speculative: list[Measurement], seed: int = 0) -> RowNumbers:
     """The measured part of an `eval.json` row. Speeds and the speedup are medians over repeats.
 
     Both lists hold the cells of one arm at one temperature and batch size, over the same batches of prompts.
@@ -187,7 +202,7 @@ def row_numbers(baseline: list[Measurement], speculative: list[Measurement], see
         "tau": tau(spec),
         "speedup": float(np.median(ratios)),
         **intervals(base, spec, seed),
-        "acceptance_at": acceptance_at(texts),
+        "acceptance_at": acceptance_at((text.tested, text.accepted) for text in texts),
         "baseline_tokens_per_second": float(np.median(speeds(base))),
         "tokens_per_second": float(np.median(speeds(spec))),
         "draft_share": draft,
@@ -201,13 +216,17 @@ def row_numbers(baseline: list[Measurement], speculative: list[Measurement], see
     }
 
 
-def acceptance_at(texts: list[TextRecord]) -> list[float]:
-    """Measured acceptance by draft position, given that the positions before it were accepted."""
-    deepest = max((len(text.tested) for text in texts), default=0)
-    sums = np.zeros((2, deepest))
-    for text in texts:
-        sums[:, : len(text.tested)] += [text.accepted, text.tested]
-    return [float(share) for share in ratio(*sums)[sums[1] > 0]]
+def acceptance_at(texts: Iterable[tuple[Sequence[float] | NDArray, Sequence[float] | NDArray]]) -> list[float]:
+    """Return acceptance by draft position, given that the positions before it were accepted.
+
+    `texts`: for each text the (expected) rounds that tested each position, and those that accepted it.
+    """
+    counts = list(texts)
+    tested_K, accepted_K = np.zeros((2, max((len(tested) for tested, _ in counts), default=0)))
+    for tested, accepted in counts:
+        tested_K[: len(tested)] += tested
+        accepted_K[: len(accepted)] += accepted
+    return [float(share) for share in ratio(accepted_K, tested_K)[tested_K > 0]]
 
 
 def expected_tau(alpha: float, draft_length: int) -> float:
@@ -228,10 +247,13 @@ def repeated_4grams(texts: list[list[int]]) -> float:
     return repeated / total if total else 0.0
 
 
-def greedy_identity(baseline: list[Measurement], speculative: list[Measurement]) -> dict[str, Any]:
+def greedy_identity(
+    baseline: list[Measurement], speculative: list[Measurement]
+) -> tuple[list[int], DivergencePlace | None]:
     """How many greedy texts equal the target's own, token by token, and where the first one parts."""
     own = {place: text.tokens for cell in baseline for place, text in _texts(cell)}
-    first, equal, total = None, 0, 0
+    first: DivergencePlace | None = None
+    equal, total = 0, 0
     for cell in speculative:
         for place, text in _texts(cell):
             total += 1
@@ -241,7 +263,7 @@ def greedy_identity(baseline: list[Measurement], speculative: list[Measurement])
             elif first is None:
                 where = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
                 first = {"prompt": text.prompt, "position": where}
-    return {"greedy_identical": [equal, total], "first_divergence": first}
+    return [equal, total], first
 
 
 def _texts(cell: Measurement) -> list[tuple[tuple[str, int, int], TextRecord]]:

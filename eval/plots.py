@@ -1,15 +1,11 @@
-"""Plots of a report, each titled with what it shows.
-
-What all plots have in common: style, colours, how they are kept. Colours are Okabe and Ito's.
-
-The plot of how drafters were trained.
-"""
+"""Plots of a report and of training, in the colours of Okabe and Ito; each title says what the plot shows."""
 
 import base64
 import io
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -19,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from draftsmith.eval.prompts import OVERALL
+from draftsmith.eval.results import StoredRow
 from draftsmith.safe_text import printable
 
 if TYPE_CHECKING:
@@ -26,6 +23,9 @@ if TYPE_CHECKING:
 
 mpl.use("Agg")
 
+
+T = TypeVar("T")
+Rows = Sequence[StoredRow]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7B4173", "#7F7F7F")
 MARKERS = "osD^vPX*<>"
@@ -76,14 +76,13 @@ def short_policy(policy: str) -> str:
     return f"γ={settings.removeprefix('draft_length=')}" if name == "chain" else name
 
 
-def arm_name(row: dict[str, Any], rows: list[dict[str, Any]], *, temperature: bool = True) -> str:
-    """Drafter, policy, temperature and batch size, the last only where there are several."""
+def variant_name(row: StoredRow, rows: Rows) -> str:
+    """Return drafter, policy, temperature and, if `rows` have several, batch size."""
     policy = short_policy(row["policy"])
     alike = {other["policy"] for other in rows if other["drafter"] == row["drafter"]}
     if sum(short_policy(other) == policy for other in alike) > 1:
         policy = row["policy"]
-    parts = [cut(row["drafter"]), cut(policy)]
-    parts += [f"T={row['temperature']:g}"] * temperature
+    parts = [cut(row["drafter"]), cut(policy), f"T={row['temperature']:g}"]
     if len({other["batch_size"] for other in rows}) > 1:
         parts.append(f"batch {row['batch_size']}")
     return ", ".join(parts)
@@ -100,12 +99,11 @@ def colour_of(key: str, keys: list[str]) -> str:
     return COLOURS[keys.index(key) % len(COLOURS)]
 
 
-def distinct(rows: list[dict[str, Any]], key: str) -> list[Any]:
-    """The values of a key in order of their first appearance."""
-    return list(dict.fromkeys(row[key] for row in rows))
+def distinct(values: Iterable[T]) -> list[T]:
+    """Return the values in order of their first appearance."""
+    return list(dict.fromkeys(values))
 
 
-Rows = list[dict[str, Any]]
 BAR = 0.36
 """Inches a horizontal bar."""
 MOST_ARMS = 24
@@ -113,19 +111,23 @@ MOST_ARMS = 24
 
 
 def evaluation_plots(rows: Rows) -> list[Plot]:
-    """Every plot that these rows have something to show in."""
+    """Return the plots of these rows, without those that would have no more than one point per line."""
     overall = [row for row in rows if row["category"] == OVERALL]
     with plt.rc_context(STYLE):
         shown = sorted(overall, key=lambda row: row["speedup"], reverse=True)[:MOST_ARMS]
         shown = [row for row in overall if row in shown]
         part = "" if len(shown) == len(overall) else f" (the {len(shown)} fastest of {len(overall)} arms)"
-        plots = [plot_speedup(shown, part), plot_acceptance(overall), plot_time(shown, part)]
+        plots = [plot_speedup(shown, part)]
+        if any(len(row["acceptance_at"]) > 1 for row in overall):
+            plots.append(plot_acceptance(overall))
+        plots.append(plot_time(shown, part))
         if len(rows) > len(overall):
-            arms = [_arm(row) for row in shown]
-            plots.append(plot_categories([row for row in rows if _arm(row) in arms], part))
-        for key, label in (("draft_length", "γ"), ("temperature", "temperature"), ("batch_size", "batch size")):
-            if len({row[key] for row in overall if row[key] is not None}) > 1:
-                plots.append(plot_over(overall, key, label))
+            variants = [_variant(row) for row in shown]
+            plots.append(plot_categories([row for row in rows if _variant(row) in variants], part))
+        for axis in AXES:
+            lines = lines_over(overall, axis)
+            if any(len(line) > 1 for line in lines.values()):
+                plots.append(plot_over(lines, axis, distinct(row["drafter"] for row in overall)))
         if any("expected_tau" in row for row in overall):
             plots.append(plot_theory(overall))
     return plots
@@ -135,7 +137,7 @@ def plot_speedup(rows: Rows, part: str) -> Plot:
     """A bar an arm with its 95 % interval, a line at the target alone."""
     best = max(rows, key=lambda row: row["speedup"])
     title = f"{best['drafter']} decodes {best['speedup']:.2f}x as fast as the target alone at T={best['temperature']:g}"
-    names = distinct(rows, "drafter")
+    names = distinct(row["drafter"] for row in rows)
     figure, axis = plt.subplots(figsize=(8, 1.4 + BAR * len(rows)))
     for place, row in enumerate(rows):
         low, high = row["speedup_interval"] or (row["speedup"], row["speedup"])
@@ -143,7 +145,7 @@ def plot_speedup(rows: Rows, part: str) -> Plot:
         axis.hlines(place, low, high, color="black", linewidth=1.4)
         axis.annotate(f"{row['speedup']:.2f}x", (max(high, row["speedup"]), place), (5, 0), va="center", **OFFSET)
     axis.axvline(1, color="black", linewidth=1, linestyle="--", label="target alone")
-    axis.set_yticks(range(len(rows)), [arm_name(row, rows) for row in rows])
+    axis.set_yticks(range(len(rows)), [variant_name(row, rows) for row in rows])
     axis.invert_yaxis()
     axis.set_xlim(0, 1.15 * max(1, *((row["speedup_interval"] or [0, row["speedup"]])[1] for row in rows)))
     axis.set_xlabel("speedup (ratio of tokens/s), 95 % interval")
@@ -158,11 +160,12 @@ OFFSET = {"textcoords": "offset points", "fontsize": 8}
 def plot_acceptance(rows: Rows) -> Plot:
     """A panel a drafter: acceptance at each draft position, given that all before it were accepted."""
     rows = [row for row in rows if row["acceptance_at"]]
-    names = distinct(rows, "drafter") or ["nothing was drafted"]
+    names = distinct(row["drafter"] for row in rows)
     figure, axes = _panels(len(names), width=4.3, height=3.4)
     for name, axis in zip(names, axes, strict=True):
         own = [row for row in rows if row["drafter"] == name and row["batch_size"] == rows[0]["batch_size"]]
-        policies, temperatures = distinct(own, "policy"), distinct(own, "temperature")
+        policies = distinct(row["policy"] for row in own)
+        temperatures = distinct(row["temperature"] for row in own)
         for row in own:
             axis.plot(
                 range(1, len(row["acceptance_at"]) + 1),
@@ -187,18 +190,18 @@ def plot_acceptance(rows: Rows) -> Plot:
 def plot_time(rows: Rows, part: str) -> Plot:
     """A stacked bar an arm: milliseconds a committed token in drafting, verifying and everything else."""
     figure, axis = plt.subplots(figsize=(8, 1.4 + BAR * len(rows)))
-    shares = (("draft_share", "draft", "#E69F00"), ("verify_share", "verify", "#0072B2"))
-    shares += (("overhead_share", "overhead (bookkeeping)", "#7F7F7F"),)
+    parts = (("draft", "#E69F00"), ("verify", "#0072B2"), ("overhead (bookkeeping)", "#7F7F7F"))
     for place, row in enumerate(rows):
         start, whole = 0.0, _milliseconds(row["tokens_per_second"])
-        for key, label, colour in shares:
-            width = whole * max(0.0, row[key])
+        shares = (row["draft_share"], row["verify_share"], row["overhead_share"])
+        for share, (label, colour) in zip(shares, parts, strict=True):
+            width = whole * max(0.0, share)
             axis.barh(place, width, left=start, height=0.7, color=colour, label=label if place == 0 else None)
             start += width
         alone = _milliseconds(row["baseline_tokens_per_second"])
         label = "target alone" if place == 0 else ""
         axis.vlines(alone, place - 0.42, place + 0.42, color="black", linewidth=2, label=label)
-    axis.set_yticks(range(len(rows)), [arm_name(row, rows) for row in rows])
+    axis.set_yticks(range(len(rows)), [variant_name(row, rows) for row in rows])
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds a token")
     axis.grid(axis="y", visible=False)
@@ -215,8 +218,8 @@ def plot_categories(rows: Rows, part: str) -> Plot:
     overall = [row for row in rows if row["category"] == OVERALL]
     categories = sorted({row["category"] for row in rows} - {OVERALL})
     columns = [OVERALL, *categories]
-    found = {(_arm(row), row["category"]): row["speedup"] for row in rows}
-    grid = np.array([[found.get((_arm(row), column), np.nan) for column in columns] for row in overall])
+    found = {(_variant(row), row["category"]): row["speedup"] for row in rows}
+    grid = np.array([[found.get((_variant(row), column), np.nan) for column in columns] for row in overall])
     reach = max(0.2, float(np.nanmax(np.abs(np.log2(np.maximum(grid, 0.05))))))
     figure, axis = plt.subplots(figsize=(2.8 + 0.85 * len(columns), 1.6 + BAR * len(overall)))
     axis.imshow(np.log2(np.maximum(grid, 0.05)), cmap="RdBu", vmin=-reach * 1.6, vmax=reach * 1.6, aspect="auto")
@@ -225,77 +228,91 @@ def plot_categories(rows: Rows, part: str) -> Plot:
             weight = "bold" if x == 0 else "normal"
             axis.text(x, y, f"{value:.2f}x", ha="center", va="center", fontsize=8, fontweight=weight)
     axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", rotation_mode="anchor")
-    axis.set_yticks(range(len(overall)), [arm_name(row, overall) for row in overall])
+    axis.set_yticks(range(len(overall)), [variant_name(row, overall) for row in overall])
     axis.grid(visible=False)
     return _done(figure, "categories", "Speedup by category, blue: faster than the target alone" + part)
 
 
-def _arm(row: dict[str, Any]) -> tuple:
-    return tuple(row[key] for key in ("drafter", "policy", "temperature", "batch_size"))
+def _variant(row: StoredRow) -> tuple[str, str, float, int]:
+    return (row["drafter"], row["policy"], row["temperature"], row["batch_size"])
 
 
-def plot_over(rows: Rows, key: str, label: str) -> Plot:
-    """Speedup over gamma, temperature or batch size; bands are intervals.
+Axis = Literal["draft_length", "temperature", "batch_size"]
+AXES: dict[Axis, str] = {"draft_length": "γ", "temperature": "temperature", "batch_size": "batch size"}
+"""Keys of a row over which the speedup is plotted, and the labels of the axes."""
+Lines = dict[tuple[str, float | None], list[StoredRow]]
+"""By drafter and temperature; the temperature is None where it is the axis."""
 
-    A line for each drafter at each temperature, at the first batch size. What is no chain appears, where gamma does not
-    matter, as the drafter's fastest policy.
+
+def lines_over(rows: Rows, key: Axis) -> Lines:
+    """Return the rows of each line of `plot_over`, sorted by `key`.
+
+    One line per drafter and temperature, at the first batch size. Over gamma, only chains; elsewhere, each drafter's
+    fastest policy.
     """
-    others = [other for other in ("drafter", "temperature") if other != key]
     if key != "batch_size":
         rows = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
     if key != "draft_length":
         rows = _fastest_policies(rows)
-    lines: dict[tuple, Rows] = {}
+    lines: Lines = {}
     for row in rows:
         if row[key] is not None:
-            lines.setdefault(tuple(row[other] for other in others), []).append(row)
-    names, temperatures = distinct(rows, "drafter"), distinct(rows, "temperature")
+            lines.setdefault((row["drafter"], None if key == "temperature" else row["temperature"]), []).append(row)
+    return {name: sorted(line, key=lambda row: row[key] or 0) for name, line in lines.items()}
+
+
+def plot_over(lines: Lines, key: Axis, names: list[str]) -> Plot:
+    """Plot the speedup over gamma, temperature or batch size; bands are intervals.
+
+    `names`: all drafters, so that each has the same colour in every plot.
+    """
+    temperatures = distinct(temperature for _, temperature in lines)
     figure, axis = plt.subplots(figsize=(6.2, 3.8))
-    for line, found in lines.items():
-        found.sort(key=lambda row: row[key])
-        kind = 0 if key == "temperature" else temperatures.index(line[1])
-        colour = colour_of(line[0], names)
-        values = [row[key] for row in found]
-        name = cut(line[0]) if key == "draft_length" else f"{cut(line[0])}, {short_policy(found[0]['policy'])}"
-        name += "" if key == "temperature" else f", T={line[1]:g}"
-        speedups = [row["speedup"] for row in found]
+    for (drafter, temperature), line in lines.items():
+        kind, colour = temperatures.index(temperature), colour_of(drafter, names)
+        values = [row[key] or 0 for row in line]
+        label = cut(drafter) if key == "draft_length" else f"{cut(drafter)}, {short_policy(line[0]['policy'])}"
+        label += "" if temperature is None else f", T={temperature:g}"
+        speedups = [row["speedup"] for row in line]
         style, marker = LINES[kind % len(LINES)], MARKERS[kind % len(MARKERS)]
-        axis.plot(values, speedups, color=colour, linestyle=style, marker=marker, markersize=4, label=name)
-        if len(lines) <= 6 and all(row["speedup_interval"] for row in found):
-            bounds = np.array([row["speedup_interval"] for row in found])
-            axis.fill_between(values, bounds[:, 0], bounds[:, 1], color=colour, alpha=0.12, linewidth=0)
+        axis.plot(values, speedups, color=colour, linestyle=style, marker=marker, markersize=4, label=label)
+        bounds = [row["speedup_interval"] for row in line if row["speedup_interval"]]
+        if len(lines) <= 6 and len(bounds) == len(line):
+            low, high = zip(*bounds, strict=True)
+            axis.fill_between(values, low, high, color=colour, alpha=0.12, linewidth=0)
     axis.axhline(1, color="black", linewidth=1, linestyle="--")
-    axis.set_xticks(sorted({row[key] for row in rows if row[key] is not None}))
-    axis.set_xlabel(label)
+    axis.set_xticks(sorted({row[key] or 0 for line in lines.values() for row in line}))
+    axis.set_xlabel(AXES[key])
     axis.set_ylabel("speedup")
     axis.set_ylim(bottom=0)
     axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), ncols=1 + len(lines) // 17)
-    return _done(figure, f"over_{key}", f"Speedup over {label}")
+    return _done(figure, f"over_{key}", f"Speedup over {AXES[key]}")
 
 
 def _fastest_policies(rows: Rows) -> Rows:
     """The rows of each drafter's policy with the highest speedup of all."""
-    best = {name: max(own, key=lambda row: row["speedup"]) for name, own in _by_drafter(rows).items()}
+    best: dict[str, StoredRow] = {}
+    for row in rows:
+        if row["drafter"] not in best or row["speedup"] > best[row["drafter"]]["speedup"]:
+            best[row["drafter"]] = row
     return [row for row in rows if row["policy"] == best[row["drafter"]]["policy"]]
-
-
-def _by_drafter(rows: Rows) -> dict[str, Rows]:
-    return {name: [row for row in rows if row["drafter"] == name] for name in distinct(rows, "drafter")}
 
 
 def plot_theory(rows: Rows) -> Plot:
     """Measured tau of chains over what independent acceptances of the measured alpha would give."""
-    rows = [row for row in rows if "expected_tau" in row]
-    names, temperatures = distinct(rows, "drafter"), distinct(rows, "temperature")
+    chains = [(row, row["expected_tau"]) for row in rows if "expected_tau" in row]
+    rows = [row for row, _ in chains]
+    names, temperatures = distinct(row["drafter"] for row in rows), distinct(row["temperature"] for row in rows)
     figure, axis = plt.subplots(figsize=(5.6, 4))
-    reach = 1.08 * max(max(row["tau"], row["expected_tau"], (row["tau_interval"] or [0, 0])[1]) for row in rows)
+    reach = 1.08 * max(max(row["tau"], expected, (row["tau_interval"] or [0, 0])[1]) for row, expected in chains)
     axis.plot([1, reach], [1, reach], color="black", linewidth=1, linestyle="--", label="as expected")
-    for row in rows:
+    for row, expected in chains:
         shape = MARKERS[temperatures.index(row["temperature"]) % len(MARKERS)]
         colour = colour_of(row["drafter"], names)
-        axis.plot(row["expected_tau"], row["tau"], shape, color=colour, markersize=6, alpha=0.8)
+        axis.plot(expected, row["tau"], shape, color=colour, markersize=6, alpha=0.8)
         if row["tau_interval"]:
-            axis.vlines(row["expected_tau"], *row["tau_interval"], color=colour, linewidth=1.2, alpha=0.8)
+            low, high = row["tau_interval"]
+            axis.vlines(expected, low, high, color=colour, linewidth=1.2, alpha=0.8)
     for name in names:
         axis.plot([], [], "s", color=colour_of(name, names), label=cut(name))
     for number, temperature in enumerate(temperatures):
@@ -326,8 +343,14 @@ def _done(figure: Figure, name: str, title: str) -> Plot:
     return Plot(name, title, figure)
 
 
+def training_plots(runs: dict[str, list[dict[str, Any]]]) -> list[Plot]:
+    """Return the plot of how drafters were trained; none where no run has logged two steps."""
+    logged = [sum("loss" in row for row in metrics) for metrics in runs.values()]
+    return [plot_training(runs)] if max(logged, default=0) > 1 else []
+
+
 def plot_training(runs: dict[str, list[dict[str, Any]]]) -> Plot:
-    """Loss and teacher-forced alpha a step on the left, measured tau on held-out prompts on the right."""
+    """Plot loss, alpha and measured tau over the steps; `runs` holds the rows of `metrics.jsonl` by drafter."""
     title = "Training: agreement with the target, and what it is worth when decoding"
     with plt.rc_context(STYLE):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))

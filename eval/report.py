@@ -11,8 +11,9 @@ from rich.table import Table
 from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import EVALUATION, Evaluation, read_evaluation
 from draftsmith.eval.journal import JOURNAL, SCHEMA, require_same, whole_lines
-from draftsmith.eval.plots import evaluation_plots, plot_training
+from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.prompts import OVERALL
+from draftsmith.eval.results import EvalRow
 from draftsmith.eval.settings import Settings
 from draftsmith.safe_text import markdown_environment, printable
 from draftsmith.storage import write_json, write_text
@@ -53,7 +54,7 @@ def summary_table(evaluation: Evaluation) -> Table:
             f"{row['baseline_tokens_per_second']:.0f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['speedup']:.2f}x\n{interval(row['speedup_interval'], 2)}",
-            *(f"{100 * row[key]:.0f} %" for key in ("draft_share", "verify_share", "overhead_share")),
+            *(f"{100 * share:.0f} %" for share in (row["draft_share"], row["verify_share"], row["overhead_share"])),
         )
     return table
 
@@ -83,8 +84,7 @@ def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[st
     """Write everything into `out`. `runs`: the training metrics of each drafter, for its curves."""
     out.mkdir(parents=True, exist_ok=True)
     plots = evaluation_plots(evaluation.rows)
-    if runs:
-        plots.append(plot_training(runs))
+    plots += training_plots(runs or {})
     for plot in plots:
         (out / plot.file).write_bytes(plot.png)
     values = {**_values(evaluation), "title": title, "plots": plots}
@@ -116,7 +116,7 @@ def visible(piece: str) -> list[tuple[str, str]]:
     return parts
 
 
-def headline(rows: list[dict[str, Any]]) -> str:
+def headline(rows: list[EvalRow]) -> str:
     """The finding in one sentence."""
     overall = [row for row in rows if row["category"] == OVERALL]
     best = max(overall, key=lambda row: row["speedup"])
@@ -153,7 +153,7 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _diagnostics(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _diagnostics(rows: list[EvalRow]) -> list[dict[str, Any]]:
     """One table a drafter, temperature and category that was diagnosed."""
     tables: dict[str, dict[str, Any]] = {}
     for row in rows:

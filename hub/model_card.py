@@ -21,7 +21,7 @@ from huggingface_hub.utils import validate_repo_id
 from markupsafe import Markup
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.eval.plots import Plot, evaluation_plots, plot_training
+from draftsmith.eval.plots import Plot, evaluation_plots, training_plots
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.report import interval
 from draftsmith.heads.configs import DRAFTERS
@@ -302,7 +302,7 @@ def _write_plots(folder: Path, plots: list[Plot]) -> None:
 
 def _plots(rows: list[dict[str, Any]], drafter: str, metrics: list[dict[str, Any]]) -> list[Plot]:
     plots = evaluation_plots(rows) if rows else []
-    return [*plots, plot_training({drafter: metrics})] if any("loss" in row for row in metrics) else plots
+    return plots + training_plots({drafter: metrics})
 
 
 def _render(**values: Any) -> str:

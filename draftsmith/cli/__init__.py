@@ -1,4 +1,4 @@
-"""The command line. Rooms are imported inside each command, so that help and errors do not wait for torch."""
+"""The command line. Commands import their packages when they run: help and errors do not wait for torch."""
 
 import sys
 from pathlib import Path
@@ -11,13 +11,23 @@ from draftsmith.cli.check import check
 from draftsmith.cli.data import data_app
 from draftsmith.cli.eval import eval_app
 from draftsmith.cli.forecast import forecast
-from draftsmith.cli.options import DRAFTER_HELP, POLICY_HELP, DtypeOption, RuleOption, TargetOption, TrustOption
+from draftsmith.cli.options import (
+    DRAFTER_HELP,
+    POLICY_HELP,
+    DtypeOption,
+    RuleOption,
+    SeedOption,
+    TargetOption,
+    TopKOption,
+    TopPOption,
+    TrustOption,
+)
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.safe_text import printable
 
 app = typer.Typer(
-    help="Train drafters for speculative decoding on a frozen target, and measure what they are worth.",
+    help="Train drafters for speculative decoding on a frozen target, and measure acceptance and speedup.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -39,14 +49,16 @@ def _show_version(value: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print version.")
+    ] = False,
 ) -> None:
     pass
 
 
 @app.command()
 def quickstart(
-    out: Annotated[Path, typer.Option("--out", help="Folder of runs and report.")] = Path("runs/quickstart"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for runs and the report.")] = Path("runs/quickstart"),
 ) -> None:
     """Build the embedded target, train two drafters on it, and measure both."""
     from draftsmith.cli.quickstart import quickstart as run
@@ -56,10 +68,10 @@ def quickstart(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe: see `draftsmith recipes`.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the file.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe (`draftsmith recipes`).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; overrides the file.")] = None,
 ) -> None:
-    """Train a drafter in this process; for several: accelerate launch -m draftsmith.train RECIPE."""
+    """Train a drafter in this process. Several processes: accelerate launch -m draftsmith.train RECIPE."""
     from draftsmith.train.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides)
@@ -70,13 +82,13 @@ def train(
 
 @app.command()
 def memory(
-    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe: see `draftsmith recipes`.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the file.")] = None,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="That share a batch.")] = 1,
-    sharded: Annotated[bool, typer.Option("--sharded", help="Under FSDP2 or ZeRO.")] = False,
-    on: Annotated[str | None, typer.Option("--on", help="Also the time, on h100, a100, rtx4090, …: computed.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe (`draftsmith recipes`).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; overrides the file.")] = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that share a batch.")] = 1,
+    sharded: Annotated[bool, typer.Option("--sharded", help="Estimate for FSDP2 or ZeRO.")] = False,
+    on: Annotated[str | None, typer.Option("--on", help="Also estimate the time on h100, a100, rtx4090, …")] = None,
 ) -> None:
-    """Tell what memory (and time) a recipe will take in each process, from the target's config: nothing is loaded."""
+    """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     from draftsmith.distill.load_target import load_tokenizer
     from draftsmith.train.accelerator import precision, require_divisible
     from draftsmith.train.data import check_teacher
@@ -90,7 +102,7 @@ def memory(
     check_teacher(checked)
     target = checked.target
     _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    # All machines that have a name compute bf16 in hardware, whatever this one does.
+    # All machines in the table compute bf16 in hardware, even if this one does not.
     bf16 = precision(checked) == "bf16" or (on is not None and checked.train.mixed_precision == "auto")
     options = {"processes": processes, "sharded": sharded, "bf16": bf16, "accelerated": True if on else None}
     typer.echo(f"about {estimate_memory(checked, config, **options)}")
@@ -100,14 +112,14 @@ def memory(
 
 @app.command()
 def adapt(
-    drafter: Annotated[str, typer.Argument(help="A folder that `draftsmith train` wrote.")],
-    prompts: Annotated[str, typer.Argument(help="Served prompts, with what the target answered: JSONL and its like.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the recipe.")] = None,
-    target: Annotated[str | None, typer.Option("--target", help="By default the one it was trained for.")] = None,
-    again: Annotated[bool, typer.Option("--answer-again", help="Have the target answer the prompts anew.")] = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the run.")] = Path("runs/adapted"),
+    drafter: Annotated[str, typer.Argument(help="A folder written by `draftsmith train`.")],
+    prompts: Annotated[str, typer.Argument(help="Served prompts and responses: a file (JSONL, JSON, Parquet).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; overrides the recipe.")] = None,
+    target: Annotated[str | None, typer.Option("--target", help="Target; default: the one it was trained for.")] = None,
+    again: Annotated[bool, typer.Option("--answer-again", help="Generate new responses with the target.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the run.")] = Path("runs/adapted"),
 ) -> None:
-    """Go on training a drafter on the prompts that its target serves; what is no better is not kept."""
+    """Continue training a drafter on the prompts that its target serves; keep the result only if it is better."""
     from draftsmith.train.recipe import adapted_recipe
 
     options = {"target": target, "answered": not again, "overrides": overrides or []}
@@ -123,18 +135,18 @@ def generate(
     target: TargetOption,
     drafter: Annotated[str | None, typer.Option("--drafter", help=DRAFTER_HELP)] = None,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
-    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length.")] = None,
+    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; default: the drafter's own.")] = None,
     policy: Annotated[str | None, typer.Option("--policy", help=POLICY_HELP)] = None,
     rule: RuleOption = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End behind this text; repeatable.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
-    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; repeatable.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most tokens to generate.")] = 128,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Continue a prompt, streaming; tokens that the drafter wrote are coloured."""
+    """Stream the continuation of a prompt; accepted draft tokens are coloured."""
     from draftsmith.cli.generate import GenerateRequest, stream
 
     request = GenerateRequest(
@@ -155,7 +167,7 @@ def generate(
 
 
 @app.command()
-def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe.")] = None) -> None:
+def recipes(name: Annotated[str | None, typer.Argument(help="Recipe to print.")] = None) -> None:
     """List the shipped recipes, or print one."""
     from draftsmith.train.recipe import shipped_recipes
 
@@ -170,7 +182,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe."
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run the command line; anything the user can mend is one line and exit code 2."""
+    """Run the command line; an error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         for argument in arguments:
@@ -180,12 +192,12 @@ def main(arguments: list[str] | None = None) -> Any:
     except DraftsmithError as error:
         _leave(f"{type(error).__name__}: {error}")
     except OSError as error:
-        # What this system does not let us do: a name that is too long, a folder that may not be read, a full disk.
+        # For example a name that is too long, a folder without permission, a full disk.
         _leave(f"{type(error).__name__}: {reason_of(error)}")
     except (KeyboardInterrupt, typer.Abort):
         _leave("interrupted", 130)
     except Exception as error:
-        message = getattr(error, "format_message", None)  # of what the parser raises, in each typer's own way
+        message = getattr(error, "format_message", None)  # errors of typer's parser
         if message is None:
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "draftsmith")

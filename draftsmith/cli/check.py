@@ -1,4 +1,4 @@
-"""`draftsmith check`: losslessness of a pair on this machine, as evidence and an exit code."""
+"""`draftsmith check`: a test of losslessness on this machine, with an exit code."""
 
 import json
 from dataclasses import asdict
@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftsmith.cli.options import (
+    CountOption,
     DtypeOption,
+    RuleOption,
+    SeedOption,
     TargetOption,
+    TemperaturesOption,
     TemplateOption,
     TemplateOptionsOption,
+    TopKOption,
+    TopPOption,
     TrustOption,
     named_drafters,
     template_options,
@@ -24,30 +30,30 @@ if TYPE_CHECKING:
     from draftsmith.eval.prompts import PromptRows
 
 EXIT_CODES = {"lossless": 0, "lossy": 1, "inconclusive": 3}
-"""2 is bad input, as everywhere."""
+"""By verdict; 2 is bad input, as in every command."""
 LEAST_TOKENS = 500
 
 
 def check(
     target: TargetOption,
-    drafter: Annotated[list[str], typer.Option("--drafter", help="As of `draftsmith eval`; repeatable.")],
-    prompts: Annotated[str, typer.Option("--prompts", help="'embedded' or a JSONL file.")] = "embedded",
-    count: Annotated[int, typer.Option("--count", help="At most this many prompts.")] = 12,
-    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Repeatable; 0 and 1.")] = None,
-    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; by default each drafter's own.")] = None,
-    policy: Annotated[list[str] | None, typer.Option("--policy", help="As of `draftsmith eval`; repeatable.")] = None,
-    rule: Annotated[str | None, typer.Option("--rule", help="Verification rule; by default the best lossless.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Sampled tokens, and as many for the control.")] = 10_000,
-    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    drafter: Annotated[list[str], typer.Option("--drafter", help="As for `draftsmith eval`; repeatable.")],
+    prompts: Annotated[str, typer.Option("--prompts", help="Prompts: 'embedded' or a file.")] = "embedded",
+    count: CountOption = 12,
+    temperature: TemperaturesOption = None,
+    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; default: each drafter's own.")] = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="As for `draftsmith eval`; repeatable.")] = None,
+    rule: RuleOption = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to sample; as many for the control.")] = 10_000,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for check.json.")] = None,
 ) -> None:
-    """Test whether drafters leave the target's text as it is: exit 0 lossless, 1 lossy, 3 inconclusive."""
+    """Test that decoding with drafters is lossless. Exit code 0: lossless, 1: lossy, 3: inconclusive."""
     from draftsmith.eval.lossless.check import CheckSettings
 
     settings = CheckSettings(
@@ -95,7 +101,7 @@ def _validated(settings: "CheckSettings", out: Path | None) -> "PromptRows":
 
 
 def _require_folder(settings: "CheckSettings", out: Path) -> None:
-    """ConfigError when `out` holds the evidence of another check."""
+    """Raise ConfigError if `out` holds the results of a check with other settings."""
     file = out / "check.json"
     if not file.exists():
         return

@@ -1,4 +1,4 @@
-"""`draftsmith eval …` on the command line: a measurement, or a comparison of two."""
+"""`draftsmith eval` and `draftsmith eval compare`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,12 +9,18 @@ from draftsmith.cli.options import (
     DRAFTER_HELP,
     POLICY_HELP,
     TARGET_HELP,
+    BatchSizesOption,
+    CountOption,
     DtypeOption,
     RuleOption,
+    SeedOption,
     SplitOption,
     SubsetOption,
+    TemperaturesOption,
     TemplateOption,
     TemplateOptionsOption,
+    TopKOption,
+    TopPOption,
     TrustOption,
     named_drafters,
     template_options,
@@ -22,45 +28,45 @@ from draftsmith.cli.options import (
 from draftsmith.errors import ConfigError
 
 eval_app = typer.Typer(
-    help="Measure drafters against the target alone: eval --target T --drafter D; or compare two measurements."
+    help="Measure drafters against the target alone (eval --target T --drafter D), or compare two measurements."
 )
+DraftersOption = Annotated[
+    list[str] | None, typer.Option("--drafter", help=DRAFTER_HELP + " Or name=DRAFTER; repeatable.")
+]
+PromptsOption = Annotated[
+    str, typer.Option("--prompts", help="Prompts: 'embedded', a file (JSONL, JSON, Parquet) or a Hub data set.")
+]
+DraftLengthsOption = Annotated[
+    list[int] | None,
+    typer.Option("--gamma", help="Draft length of a chain; repeatable; default: each drafter's own."),
+]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for the report; the same command continues a run.")]
 
 
 @eval_app.callback(invoke_without_command=True)
 def evaluate(
     context: typer.Context,
     target: Annotated[str | None, typer.Option("--target", help=TARGET_HELP)] = None,
-    drafter: Annotated[
-        list[str] | None, typer.Option("--drafter", help=DRAFTER_HELP + " Or name=any of these; repeatable.")
-    ] = None,
-    prompts: Annotated[
-        str, typer.Option("--prompts", help="'embedded', JSONL or its like, a Hub data set.")
-    ] = "embedded",
+    drafter: DraftersOption = None,
+    prompts: PromptsOption = "embedded",
     subset: SubsetOption = None,
     split: SplitOption = "train",
-    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Repeatable; 0 and 1.")] = None,
-    gamma: Annotated[
-        list[int] | None,
-        typer.Option("--gamma", help="Chains of this length; repeatable. By default each drafter's own."),
-    ] = None,
+    temperature: TemperaturesOption = None,
+    gamma: DraftLengthsOption = None,
     policy: Annotated[list[str] | None, typer.Option("--policy", help=POLICY_HELP + " Repeatable.")] = None,
-    batch_size: Annotated[
-        list[int] | None, typer.Option("--batch-size", help="Prompts decoded together; repeatable; 1.")
-    ] = None,
+    batch_size: BatchSizesOption = None,
     rule: RuleOption = None,
-    count: Annotated[int | None, typer.Option("--count", help="At most this many prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens a turn.")] = 96,
-    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Times that everything is measured.")] = 3,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    count: CountOption = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most new tokens per turn.")] = 96,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Times that every text is decoded.")] = 3,
+    seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the report; the same command goes on in it.")] = Path(
-        "runs/eval"
-    ),
+    out: OutOption = Path("runs/eval"),
 ) -> None:
     """Measure acceptance and wall-clock speedup of drafters against the target alone."""
     if context.invoked_subcommand is not None:
@@ -100,18 +106,18 @@ def evaluate(
 
 @eval_app.command(name="compare")
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A folder that `draftsmith eval` wrote, or an eval.json.")],
+    first: Annotated[Path, typer.Argument(metavar="A", help="A folder written by `draftsmith eval`, or an eval.json.")],
     second: Annotated[
-        Path | None, typer.Argument(metavar="B", help="Another one; without it, the arms of A among each other.")
+        Path | None, typer.Argument(metavar="B", help="Another one; default: compare the drafters and policies in A.")
     ] = None,
 ) -> None:
-    """Say which drafter is better, and whether the difference is real: paired by prompt, with intervals."""
-    from draftsmith.eval.compare import compare_evaluations, verdict_table
+    """Compare drafters prompt by prompt, with 95 % intervals of the ratio of their speeds."""
+    from draftsmith.eval.compare import compare_evaluations, comparison_table
     from draftsmith.eval.evaluation import read_evaluation
     from draftsmith.safe_text import Terminal
 
-    verdicts = compare_evaluations(read_evaluation(first), read_evaluation(second) if second is not None else None)
+    comparisons = compare_evaluations(read_evaluation(first), read_evaluation(second) if second is not None else None)
     console = Terminal(width=None if Terminal().is_terminal else 110)
-    console.print(verdict_table(verdicts))
-    for verdict in verdicts:
-        console.print(verdict.sentence)
+    console.print(comparison_table(comparisons))
+    for comparison in comparisons:
+        console.print(comparison.sentence)

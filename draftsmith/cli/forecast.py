@@ -1,4 +1,4 @@
-"""`draftsmith forecast` on the command line. Rooms are imported inside the command, as in cli.py."""
+"""`draftsmith forecast`: predicted acceptance and speedup."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,10 +6,16 @@ from typing import Annotated
 import typer
 
 from draftsmith.cli.options import (
+    BatchSizesOption,
+    CountOption,
     DtypeOption,
+    SeedOption,
     TargetOption,
+    TemperaturesOption,
     TemplateOption,
     TemplateOptionsOption,
+    TopKOption,
+    TopPOption,
     TrustOption,
     named_drafters,
     template_options,
@@ -18,38 +24,37 @@ from draftsmith.cli.options import (
 
 def forecast(
     target: TargetOption,
-    drafter: Annotated[
-        list[str], typer.Option("--drafter", help="As for `draftsmith eval`, or name=any of these; repeatable.")
-    ],
-    prompts: Annotated[str, typer.Option("--prompts", help="'embedded' or a JSONL file.")] = "embedded",
-    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Repeatable; 0 and 1.")] = None,
+    drafter: Annotated[list[str], typer.Option("--drafter", help="As for `draftsmith eval`; repeatable.")],
+    prompts: Annotated[str, typer.Option("--prompts", help="Prompts: 'embedded' or a file.")] = "embedded",
+    temperature: TemperaturesOption = None,
     max_draft_length: Annotated[
-        int, typer.Option("--max-draft-length", help="Chains of 1 to so many draft tokens are compared.")
+        int, typer.Option("--max-draft-length", help="Longest chain of draft tokens to compare.")
     ] = 8,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", help="Other policies to compare with, by name; repeatable.")
+        list[str] | None,
+        typer.Option("--policy", help="Other policy to compare; repeatable; default: a few trees."),
     ] = None,
-    rule: Annotated[str | None, typer.Option("--rule", help="Of drawn chains; by default the block rule.")] = None,
-    batch_size: Annotated[list[int] | None, typer.Option("--batch-size", help="Repeatable; 1.")] = None,
-    count: Annotated[int | None, typer.Option("--count", help="At most this many prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens a prompt.")] = 96,
-    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    rule: Annotated[str | None, typer.Option("--rule", help="Verification rule of chains; default: block.")] = None,
+    batch_size: BatchSizesOption = None,
+    count: CountOption = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most new tokens per prompt.")] = 96,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="Seconds of another machine; see docs/forecast.md.")
+        Path | None, typer.Option("--profile", help="Timings of another machine, see docs/forecast.md.")
     ] = None,
     save_profile: Annotated[
-        Path | None, typer.Option("--save-profile", help="Write this machine's seconds, as --profile reads them.")
+        Path | None, typer.Option("--save-profile", help="File for this machine's timings, for --profile.")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Also decode with each drafter's best policy.")] = False,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    measure: Annotated[bool, typer.Option("--measure", help="Also decode with each best policy and time it.")] = False,
+    seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder of forecast.json.")] = Path("runs/forecast"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for forecast.json.")] = Path("runs/forecast"),
 ) -> None:
-    """Predict acceptance, tau and speedup of drafters, and the best policy, without decoding with them."""
+    """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
     from draftsmith.eval.forecast.forecast import ForecastSettings
     from draftsmith.eval.forecast.run import ForecastFiles, run, show
 

@@ -1,4 +1,4 @@
-"""Options that several commands have in common."""
+"""Options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,39 +8,51 @@ import typer
 from draftsmith.errors import ConfigError
 from draftsmith.reading import parse_assignment, specified_name
 
-TARGET_HELP = "'embedded', a local folder or a Hub id."
+TARGET_HELP = "Target: 'embedded', a local folder or a Hub id."
 TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP)]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="Dtype of the target: float32, bfloat16 or float16.")]
 SubsetOption = Annotated[str | None, typer.Option("--subset", help="Configuration of a Hub data set.")]
-SplitOption = Annotated[str, typer.Option("--split", help="Of a Hub data set.")]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the target's repository carries.")
-]
+SplitOption = Annotated[str, typer.Option("--split", help="Split of a Hub data set.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the target's repository.")]
 TemplateOption = Annotated[
-    str | None, typer.Option("--chat-template", help="A file, or 'vicuna', instead of the tokenizer's.")
+    str | None, typer.Option("--chat-template", help="A file, or 'vicuna'; default: the tokenizer's template.")
 ]
 TemplateOptionsOption = Annotated[
-    list[str] | None, typer.Option("--template-option", help="key=value for the chat template; repeatable.")
+    list[str] | None, typer.Option("--template-option", help="Variable key=value of the chat template; repeatable.")
 ]
+TemperaturesOption = Annotated[
+    list[float] | None, typer.Option("--temperature", help="Temperature; repeatable; default: 0 and 1.")
+]
+BatchSizesOption = Annotated[
+    list[int] | None, typer.Option("--batch-size", help="Prompts decoded together; repeatable; default: 1.")
+]
+CountOption = Annotated[int | None, typer.Option("--count", help="Most prompts to use.")]
 DRAFTER_HELP = (
-    "Folder or Hub id, with @revision or without; or untrained: prompt-lookup, suffix, early-exit:layers=N, "
-    "hybrid:drafter=FOLDER."
+    "Drafter: a folder or Hub id, optionally with @revision, or without training: prompt-lookup, suffix, "
+    "early-exit:layers=N, hybrid:drafter=FOLDER."
 )
 POLICY_HELP = (
-    "How drafts grow: chain, confidence, adaptive, tree, measured-tree, sampled-tree, dynamic-tree, best-first or "
+    "Draft policy: chain, confidence, adaptive, tree, measured-tree, sampled-tree, dynamic-tree, best-first or "
     "optimal-tree, with settings as in best-first:size=16,depth=8."
 )
-RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; by default the best lossless one.")]
+RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; default: the best lossless one.")]
+TopKOption = Annotated[int | None, typer.Option("--top-k", help="Sample from the k most likely tokens.")]
+TopPOption = Annotated[float | None, typer.Option("--top-p", help="Sample from the smallest set of probability p.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
 
 
 def named_drafters(drafters: list[str]) -> dict[str, str]:
-    """`name=folder` or `folder` (named after its last parts) as a dict; two of one name are refused."""
+    """Return `name=folder` entries as a dict; a plain `folder` is named after its last part.
+
+    Raises:
+        ConfigError: for a repeated name.
+    """
     from draftsmith.heads.checkpoint import is_named
 
     named: dict[str, str] = {}
     for entry in drafters:
         name, equals, folder = entry.partition("=")
-        # suffix:min_match=3 is a drafter with a setting, runs/lr=0.1/drafter a folder: neither has a name for it.
+        # suffix:min_match=3 is a drafter with a setting, runs/lr=0.1/drafter a folder: neither gives a name.
         if not equals or ":" in name or Path(entry).is_dir():
             parts = [part for part in Path(entry).parts if part not in ("drafter", "/")]
             name, folder = (specified_name(entry) if is_named(entry) else parts[-1] if parts else entry), entry
@@ -51,5 +63,5 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
 
 
 def template_options(entries: list[str] | None) -> dict[str, Any]:
-    """`enable_thinking=false` and its like as a dict."""
+    """Return `key=value` entries, such as `enable_thinking=false`, as a dict of YAML values."""
     return dict(parse_assignment(f"--template-option {entry}", entry) for entry in entries or [])

@@ -27,6 +27,7 @@ from draftsmith.eval.forecast.expected_rounds import (
 from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, turns
 from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.harness import fastest_threads, threads
+from draftsmith.eval.metrics import acceptance_at
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
 from draftsmith.eval.teacher_forced import (
@@ -266,7 +267,7 @@ def numbers(
         "texts": len(per_text),
         "tau": float(tokens_S.sum() / rounds_S.sum()),
         "tau_interval": _interval(tokens_S[draws_RS].sum(1) / rounds_S[draws_RS].sum(1)),
-        "acceptance_at": acceptance_at(per_text),
+        "acceptance_at": acceptance_at((text.tested_K, text.accepted_K) for text in per_text),
         "drafted_per_round": float(sum(n * w for text in per_text for (n, _), w in text.work.items()) / rounds_S.sum()),
         "speed": [],
     }
@@ -308,16 +309,6 @@ def timing_errors(speedups: Sequence[float], count: int, rng: np.random.Generato
     spread = np.log(speedups).std(ddof=1)
     t = rng.standard_t(len(speedups) - 1, count)
     return np.exp(t * spread / len(speedups) ** 0.5 + rng.normal(0, SECONDS_ERROR, count))
-
-
-def acceptance_at(per_text: Sequence[ExpectedRounds]) -> list[float]:
-    """For each draft position, the share accepted among rounds that accepted everything before it."""
-    width = max((len(text.tested_K) for text in per_text), default=0)
-    tested_K, accepted_K = np.zeros(width), np.zeros(width)
-    for text in per_text:
-        tested_K[: len(text.tested_K)] += text.tested_K
-        accepted_K[: len(text.accepted_K)] += text.accepted_K
-    return [float(a / t) for a, t in zip(accepted_K, tested_K, strict=True) if t > 0]
 
 
 def _interval(values: np.ndarray) -> list[float]:

@@ -109,7 +109,7 @@ def test_a_path_that_ends_above_the_deepest_was_not_tested_there() -> None:
     out = DecodeOutput([1], [4] * 10, rounds, 0.2, "length")
     assert out.acceptance_at == [0.75, 0.5]
     of_text = TextRecord.of("a", out)
-    assert acceptance_at([of_text]) == out.acceptance_at
+    assert acceptance_at([(of_text.tested, of_text.accepted)]) == out.acceptance_at
     replayed = of_rounds(TargetText([1, 4, 4], 1, 20), rounds)
     assert (replayed.tested_K.tolist(), replayed.accepted_K.tolist()) == (of_text.tested, of_text.accepted)
 

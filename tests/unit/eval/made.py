@@ -5,7 +5,7 @@ from typing import Any
 
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.eval.evaluation import Evaluation
-from draftsmith.eval.journal import Measurement
+from draftsmith.eval.journal import BatchKey, Measurement
 from draftsmith.eval.metrics import Series
 from draftsmith.eval.settings import BASELINE, Settings
 from draftsmith.provenance import environment
@@ -17,9 +17,9 @@ def output(rounds: list[Round], tokens: list[int] | None = None) -> DecodeOutput
 
 
 def cell(*outputs: DecodeOutput, repeat: int = 0, group: int = 0, **place: Any) -> Measurement:
-    where = {"drafter": "d", "policy": "chain:draft_length=2", "temperature": 0.0, "batch_size": len(outputs)}
-    where |= {"group": group, "repeat": repeat, "turn": 0, **place}
-    return Measurement.of(where, [f"{group}.{number}" for number in range(len(outputs))], list(outputs))
+    arm = (place.pop("drafter", "d"), place.pop("policy", "chain:draft_length=2"))
+    key = {"temperature": 0.0, "batch_size": len(outputs), "group": group, "repeat": repeat, "turn": 0, **place}
+    return Measurement.of(arm, BatchKey(**key), [f"{group}.{number}" for number in range(len(outputs))], list(outputs))
 
 
 def row(**changes: Any) -> dict[str, Any]:

@@ -1,25 +1,25 @@
-"""Verdicts on measurements whose truth is known."""
+"""Comparisons of measurements whose truth is known."""
 
 import pytest
 from unit.eval.made import measured
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.compare import compare_evaluations, verdict_table
+from draftsmith.eval.compare import compare_evaluations, comparison_table
 
 
 def test_a_real_difference_is_seen_through_prompts_that_differ_far_more() -> None:
     """10 % apart, prompts from 0.6 to 1.4: only pairing by prompt shows it. At 30 prompts, 3 repeats and 5 % noise the
     ratio's standard error is about 0.012, so that 1 lies eight of them away."""
-    (verdict,) = compare_evaluations(measured("old", 1.5), measured("new", 1.65, seed=1))
-    assert verdict.speedup.real
-    assert verdict.tau.real
-    assert verdict.speedup.low < 1.1 < verdict.speedup.high
-    assert verdict.sentence.startswith("T=0: B's new (γ=4) is ")
-    assert "faster than A's old (γ=4)" in verdict.sentence
+    (comparison,) = compare_evaluations(measured("old", 1.5), measured("new", 1.65, seed=1))
+    assert comparison.speedup.real
+    assert comparison.tau.real
+    assert comparison.speedup.low < 1.1 < comparison.speedup.high
+    assert comparison.sentence.startswith("T=0: B's new (γ=4) is ")
+    assert "faster than A's old (γ=4)" in comparison.sentence
     (other,) = compare_evaluations(measured("new", 1.65, seed=1), measured("old", 1.5))
     assert "A's new (γ=4) is " in other.sentence
-    assert other.speedup.ratio == pytest.approx(1 / verdict.speedup.ratio)
-    assert verdict_table([verdict, other]).row_count == 2
+    assert other.speedup.ratio == pytest.approx(1 / comparison.speedup.ratio)
+    assert comparison_table([comparison, other]).row_count == 2
 
 
 def test_equal_drafters_are_told_apart_at_the_stated_rate_only() -> None:
@@ -33,10 +33,10 @@ def test_equal_drafters_are_told_apart_at_the_stated_rate_only() -> None:
 
 
 def test_no_difference_says_so() -> None:
-    (verdict,) = compare_evaluations(measured("a", 1.5), measured("a", 1.5))
-    assert verdict.speedup.ratio == 1.0
-    assert "no difference in speed between A's a (γ=4) and B's a (γ=4) that 30 prompts can show" in verdict.sentence
-    assert "tau does not differ" in verdict.sentence
+    (comparison,) = compare_evaluations(measured("a", 1.5), measured("a", 1.5))
+    assert comparison.speedup.ratio == 1.0
+    assert "no difference in speed between A's a (γ=4) and B's a (γ=4) that 30 prompts can show" in comparison.sentence
+    assert "tau does not differ" in comparison.sentence
 
 
 def test_which_arms_meet() -> None:

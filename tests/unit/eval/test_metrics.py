@@ -51,8 +51,7 @@ def test_a_text_without_rounds_divides_by_nothing() -> None:
 def test_greedy_identity_names_the_first_divergence() -> None:
     own = [cell(output([], [1, 2, 3]), repeat=repeat) for repeat in range(2)]
     ours = [cell(output([], [1, 2, 3])), cell(output([], [1, 9, 3]), repeat=1)]
-    found = greedy_identity(own, ours)
-    assert found == {"greedy_identical": [1, 2], "first_divergence": {"prompt": "0.0", "position": 1}}
+    assert greedy_identity(own, ours) == ([1, 2], {"prompt": "0.0", "position": 1})
 
 
 def test_expected_tau_is_the_mean_of_independent_acceptances() -> None:

@@ -136,6 +136,24 @@ def test_each_axis_of_the_measurement_has_its_plot() -> None:
     assert "24 fastest of 30" in evaluation_plots(many)[0].title
 
 
+def test_lines_of_single_points_are_not_drawn(tmp_path: Path) -> None:
+    """Two drafters with one draft length each differ in γ, but no line has two points; likewise a draft of one."""
+    rows = [row(), row(drafter="e", draft_length=4, policy="chain:draft_length=4")]
+    assert "over_draft_length" not in [plot.name for plot in evaluation_plots(rows)]
+    rows.append(row(draft_length=4, policy="chain:draft_length=4"))
+    assert "over_draft_length" in [plot.name for plot in evaluation_plots(rows)], "γ = 2 and 4 of one drafter"
+    single = [row(acceptance_at=[0.8])]
+    assert "acceptance" not in [plot.name for plot in evaluation_plots(single)]
+    step = {"step": 1, "loss": 2.0, "alpha": [0.5]}
+    write_report(evaluation(single), tmp_path, title="t", runs={"d": [step]})
+    assert not {"acceptance.png", "training.png", "over_draft_length.png"} & {path.name for path in tmp_path.iterdir()}
+    for report in ("report.md", "report.html"):
+        assert "draft position, given that all before it" not in (tmp_path / report).read_text()
+    write_report(evaluation(rows), tmp_path, title="t", runs={"d": [step, {**step, "step": 2}]})
+    assert {"acceptance.png", "training.png", "over_draft_length.png"} < {path.name for path in tmp_path.iterdir()}
+    assert "](over_draft_length.png)" in (tmp_path / "report.md").read_text()
+
+
 def test_invisible_characters_are_shown() -> None:
     assert visible(" a\n\tb\x1b") == [("", " a"), ("⏎", "\n"), ("→", "\t"), ("", "b"), ("\\u001b", "")]
 

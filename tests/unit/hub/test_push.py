@@ -67,7 +67,6 @@ CODE = ("generate.py", "requirements.txt")
 """A script with plain transformers."""
 PUSHED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 PLOTS = {"plots/training.png", "plots/speedup.png", "plots/acceptance.png", "plots/time.png", "plots/theory.png"}
-PLOTS |= {"plots/over_temperature.png", "plots/over_batch_size.png"}
 
 
 def test_pushed_and_loaded_by_name(
