@@ -1,4 +1,4 @@
-"""The documentation keeps its word: its code runs and does what it says, links lead somewhere, commands parse."""
+"""Tests of the documentation: its code runs, its links exist, its commands parse, and every public name is in it."""
 
 import inspect
 import os
@@ -96,7 +96,7 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
 
 
 def test_the_drafter_of_the_page_takes_two_files(tmp_path: Path) -> None:
-    """A copy of the package with the page's drafter in heads/bigram.py and its entry in heads/configs.py trains it."""
+    """Add the page's drafter and its entry to a copy of the package, and use it in a recipe."""
     shutil.copytree(ROOT / "draftsmith", tmp_path / "draftsmith")
     drafter, entry = _python_blocks()[:2]
     (tmp_path / "draftsmith" / "heads" / "bigram.py").write_text(drafter, encoding="utf-8")
@@ -128,7 +128,7 @@ assert "bigram" in LAYOUTS["transformers"]
 
 
 def _require_forecast(target: LlamaForCausalLM, bigram: TrainableDrafter) -> None:
-    """The forecast knows q of every draft position, though one state a position is all that `unroll` gives."""
+    """Check q of every draft position in the forecast: `unroll` of this drafter returns one state per position."""
     plain, greedy = Processors(Sampling(1.0)), Sampling(0.0)
     (text,) = sample_texts(target, [[5, 6, 7]], greedy, max_new_tokens=12)
     (table,) = agreement(target, bigram, [text], 3, [acceptance_measure(plain)])
@@ -165,7 +165,7 @@ def test_of_the_two_rules_of_the_page_one_is_exact(extending: SimpleNamespace, s
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if not link.startswith("http"):
@@ -173,14 +173,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def yaml_blocks() -> list[tuple[str, dict[str, Any]]]:
-    """Every YAML block with the page it stands on."""
+    """Return every YAML block with the name of its page."""
     blocks = ((page, re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)) for page in PAGES)
     return [(page.name, yaml.safe_load(block)) for page, found in blocks for block in found]
 
 
 @pytest.mark.parametrize(("page", "values"), yaml_blocks(), ids=lambda value: value if isinstance(value, str) else "")
-def test_yaml_of_the_documentation_is_taken(page: str, values: dict[str, Any]) -> None:
-    """A recipe, sections of one, or a machine's seconds."""
+def test_yaml_of_the_documentation_is_valid(page: str, values: dict[str, Any]) -> None:
+    """Validate a block as a recipe, sections of a recipe, or a machine's seconds."""
     if "alone" in values:
         CostModel.model_validate(values)
     else:
@@ -188,7 +188,7 @@ def test_yaml_of_the_documentation_is_taken(page: str, values: dict[str, Any]) -
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every `draftsmith …` line of a shell block, with the page it stands on."""
+    """Return every `draftsmith …` line of a shell block with the name of its page."""
     found = []
     for page in PAGES:
         for block in re.findall(r"```(?:sh|bash|console)?\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
@@ -201,8 +201,8 @@ def commands() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_commands_of_the_documentation_parse(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the command itself is kept from running: names of options and arguments are read as they would be."""
-    line = re.sub(r" > \S+$|[][…]|\.\.\.|<[^>]*>", " ", line)  # what a synopsis has beside the words themselves
+    """Parse options and arguments as the command line does, without running the command."""
+    line = re.sub(r" > \S+$|[][…]|\.\.\.|<[^>]*>", " ", line)  # notation of a synopsis
     words = shlex.split(line, comments=True)[1:]
     ran = []
     command = get_command(app)
@@ -248,7 +248,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 @pytest.mark.parametrize("name", documented())
 def test_everything_in_the_reference_has_a_docstring(name: str) -> None:
-    """mkdocstrings leaves out what has none, without a warning."""
+    """mkdocstrings omits members without a docstring silently."""
     item = resolve_name(name)
     members = vars(item).items() if inspect.isclass(item) else ()
     public = [(key, value) for key, value in members if not key.startswith("_") and _is_code(value)]
