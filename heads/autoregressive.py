@@ -1,46 +1,48 @@
-"""What drafters with layers of their own share: a network that the decoder's reader drives, and the target's parts.
+"""Base classes of drafters with decoder layers: the network, its decoding on trees and the training-time test.
 
-A body reads, for each token, its embedding and a state: of the target, or of the body itself one step earlier.
-
-Drafters that feed their own state back: EAGLE, HASS, EAGLE-3, MTP. One file each describes its network.
+A network reads, for each token, its embedding and a state: of the target, or of the network itself one step earlier.
+EAGLE, HASS, EAGLE-3 and MTP feed their own states back; each describes its network in a file of its own.
 
     target's features  f0   f1   f2                     drafter's states  s3    s4
                         │    │    │                                        │     │
     tokens         x1 ──┤x2 ─┤x3 ─┤ ──▶ s3 ──▶ d1 = x4?   d1 ─────────────┤ d2 ─┤ ──▶ s5 ──▶ d3
-                        └────┴────┴── committed: with the target's         └─────┴── drafted: with its own
+                        └────┴────┴── committed: with target features      └─────┴── drafted: with drafter states
 
-What is committed is read again with the target's features, so errors never outlive a round.
+Committed tokens are read again with the target's features, so errors of the states do not accumulate over rounds.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Context, DraftStates, Needs, TeacherSignals, TrainableDrafter, Tree
 from draftsmith.heads.draft_tree import ROOT
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.hidden_states import positions_like
+from draftsmith.heads.hidden_states import positions_like, weight_of
 from draftsmith.heads.layers import Attend, CachedAttention, Rope, UnrolledAttention, ready, rotary
 
-# Shapes: B rows, T tokens fed, F features of the target a position, H hidden size, V vocabulary, D draft vocabulary.
+# Shapes: B rows, T tokens read, n tokens or nodes, F size of the target's features per position, H hidden size,
+# V vocabulary, D draft vocabulary.
 
 
 @dataclass
 class NetworkOutput:
+    """Output of a network in decoding."""
+
     logits: Tensor
     """[B, T, V]"""
     states: Tensor
-    """[B, T, H]: what the next step reads."""
+    """[B, T, H]: input of the next step."""
 
 
 class DraftNetwork(nn.Module, ABC):
-    """A few decoder layers on [embedding of a token; state behind the token before it]."""
+    """A few decoder layers that read the embedding of a token and the state at the token before it."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -49,41 +51,43 @@ class DraftNetwork(nn.Module, ABC):
         self.vocabulary: DraftVocabulary | None = None
         self._shared: tuple[nn.Module, ...] = ()
 
-    def attach(self, target: nn.Module) -> None:
-        """Share the target's embeddings and lm_head. In a tuple, so that they are neither trained nor saved."""
-        self._shared = (target.get_input_embeddings(), target.get_output_embeddings())
+    def attach(self, target: PreTrainedModel) -> None:
+        """Share the target's embeddings and lm_head. In a tuple they are not registered: not trained and not saved."""
+        lm_head = target.get_output_embeddings()
+        assert lm_head is not None
+        self._shared = (target.get_input_embeddings(), lm_head)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """The target's embeddings [B, T, H], in the body's dtype."""
+        """Return the target's embeddings [B, T, H] in the network's dtype."""
         return self._shared[0](ids_BT).to(self.dtype)
 
     def target_head(self, states_nH: Tensor) -> Tensor:
-        """The target's lm_head on states of the body."""
+        """Return logits [n, V] of the target's lm_head."""
         head = self._shared[1]
-        return head(states_nH.to(head.weight.dtype))
+        return head(states_nH.to(weight_of(head).dtype))
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
     @abstractmethod
     def project(self, features_nF: Tensor) -> Tensor:
-        """The target's features as a state [n, H]."""
+        """Return the target's features as a state [n, H]."""
 
     @abstractmethod
     def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """One step: the states [B, T, H] behind these tokens."""
+        """Run the layers on tokens and the states before them, and return the states [B, T, H] after these tokens."""
 
     @abstractmethod
     def head(self, states_nH: Tensor) -> Tensor:
-        """Logits [n, V] of states that `step` returned, or [n, D] over the draft vocabulary."""
+        """Return logits [n, V] of states that `step` returned, or [n, D] over the draft vocabulary."""
 
     def head_parameters(self) -> tuple[nn.Parameter, ...]:
-        """What `head` trains; nothing where it is the target's."""
+        """Return the trainable parameters of `head`; none where it is the target's."""
         return ()
 
     def full_head(self, states_nH: Tensor) -> Tensor:
-        """Logits [n, V], whatever the draft vocabulary."""
+        """Return logits [n, V] over the target's vocabulary, with or without a draft vocabulary."""
         logits_nD = self.head(states_nH)
         return logits_nD if self.vocabulary is None else self.vocabulary.expand(logits_nD)
 
@@ -97,7 +101,7 @@ class DraftNetwork(nn.Module, ABC):
         use_cache: bool = True,
         logits_to_keep: int | Tensor = 0,
     ) -> NetworkOutput:
-        """As a transformers LM, with a state [B, T, H] beside each token."""
+        """Run like a transformers LM, on its cache; `features` are the states [B, T, H] before each token."""
         embeds_BTH = self.embed(input_ids)
         rope = self.rotary(embeds_BTH, position_ids)
         attend = CachedAttention(past_key_values, attention_mask)
@@ -109,18 +113,21 @@ class DraftNetwork(nn.Module, ABC):
         return NetworkOutput(self.full_head(states_BTH), states_BTH)
 
 
-class NetworkDrafter(TrainableDrafter):
-    """A drafter around a body that reads features of the target's `layers`."""
+Network = TypeVar("Network", bound=DraftNetwork)
 
-    needs: ClassVar[Needs] = Needs(hidden=True)
 
-    def __init__(self, body: DraftNetwork, layers: tuple[int, ...]) -> None:
+class NetworkDrafter(TrainableDrafter, Generic[Network]):
+    """A drafter with a network, `body`, that reads features of the target's `layers`."""
+
+    needs: Needs = Needs(hidden=True)
+
+    def __init__(self, body: Network, layers: tuple[int, ...]) -> None:
         super().__init__()
         self.body = body
         self.needs = Needs(hidden=True, layers=layers)
         self.vocab_size, self.context_limit = body.config.vocab_size, body.config.max_position_embeddings
 
-    def attach(self, target: nn.Module) -> None:
+    def attach(self, target: PreTrainedModel) -> None:
         self.body.attach(target)
 
     @property
@@ -132,7 +139,7 @@ class NetworkDrafter(TrainableDrafter):
 
     @abstractmethod
     def options(self) -> dict[str, Any]:
-        """What else `from_config` has to know, beside the body's config and the layers."""
+        """Return the keyword arguments of `from_config` other than the network's config and the layers."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -142,13 +149,13 @@ class NetworkDrafter(TrainableDrafter):
 # Shapes: B rows, T positions, n nodes, H hidden size.
 
 
-class AutoregressiveDrafter(NetworkDrafter):
-    """Drives a `DraftNetwork` step by step, on text and on trees."""
+class AutoregressiveDrafter(NetworkDrafter[Network]):
+    """Runs its network step by step, on text and on draft trees."""
 
     regresses: ClassVar[bool] = False
-    """States are guesses of the target's final hidden state."""
+    """States predict the target's final hidden state."""
 
-    def __init__(self, body: DraftNetwork, layers: tuple[int, ...], train_steps: int) -> None:
+    def __init__(self, body: Network, layers: tuple[int, ...], train_steps: int) -> None:
         super().__init__(body, layers)
         if train_steps < 1:
             raise ConfigError.of("drafter.train_steps", train_steps, ">= 1")
@@ -158,7 +165,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         super().start(context)
         self._runner = context.runner(self.body)
         self._states: list[dict[int, Tensor]] = [{} for _ in context.texts]
-        # All of the prompt but its last token, whose logits `begin` returns.
+        # All of the prompt except its last token, whose logits `begin` returns.
         unread = [text.tokens[1:-1] for text in context.texts]
         if any(unread):
             self._read(unread)
@@ -172,7 +179,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         return logits_BV
 
     def _read(self, tokens: list[list[int]]) -> Tensor:
-        """Read committed tokens, each with the target's features of the token before it."""
+        """Read committed tokens, each with the features of the token before it; return logits after the last ones."""
         features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
         states = [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features]
         return self._runner.append(tokens, states)
@@ -195,7 +202,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         self._runner.drop(rows)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        """The training-time test: each step reads the last one's states, as in decoding; step k has offset k + 1."""
+        """Return the states of the training-time test: step k reads those of step k - 1, as in decoding."""
         body, ids_BT = self.body, signals.input_ids_BT
         states_BTH = self._teacher_states(signals)
         positions_BT = positions_like(ids_BT, signals.documents_BT)
@@ -218,6 +225,8 @@ class AutoregressiveDrafter(NetworkDrafter):
         return unrolled
 
     def _teacher_states(self, signals: TeacherSignals) -> Tensor:
+        """Return the target's features as states [B, T, H], which the first step reads."""
+        assert signals.features_BTF is not None, "the drafter's needs name layers"
         return self.body.project(signals.features_BTF.to(self.body.dtype))
 
     def options(self) -> dict[str, Any]:
@@ -225,6 +234,6 @@ class AutoregressiveDrafter(NetworkDrafter):
 
 
 def shifted(ids_BT: Tensor, by: int) -> Tensor:
-    """Ids moved left; zeros fill the end, where nothing is trained."""
+    """Return ids shifted left by `by`; zeros fill the end, where nothing is trained."""
     by = min(by, ids_BT.shape[1])
     return nn.functional.pad(ids_BT[:, by:], (0, by))

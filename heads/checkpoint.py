@@ -1,29 +1,35 @@
-"""A drafter on disk: `config.json` with a `draftsmith` section, `model.safetensors`, and nothing that executes.
+"""Drafter checkpoints: `config.json` with a `draftsmith` section and `model.safetensors`, without code.
 
-A draft model is saved as a plain transformers checkpoint, so that it also loads as `assistant_model` elsewhere.
+A draft model is saved as a plain transformers checkpoint, which also loads as `assistant_model` in transformers.
 
-Drafters that need no checkpoint, by name: `suffix`, `suffix:datastore=FILE`, `early-exit:layers=2`, `hybrid:…`.
+Drafters without a checkpoint are built by name: `suffix`, `suffix:datastore=FILE`, `early-exit:layers=2`, `hybrid:…`.
 """
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL, Drafter, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.formats.speculators import read_published
 from draftsmith.heads.lora import merged_state
+from draftsmith.heads.model_config import text_config
 from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
 from draftsmith.heads.validation import (
     LONGEST_DRAFT,
@@ -45,24 +51,26 @@ SETTINGS: dict[str, dict[str, type]] = {
     "early-exit": {"layers": int},
     "hybrid": {"drafter": str, "datastore": str, "min_match": int},
 }
-"""Name: its settings."""
+"""Settings of each named drafter, with their types."""
 
 
 def is_named(text: str) -> bool:
-    """Whether `text` names a drafter of this file, rather than a folder or a repository."""
+    """Return whether `text` names a drafter that needs no checkpoint, not a folder or a repository."""
     return specified_name(text) in SETTINGS
 
 
 def parse_named(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and its settings; ConfigError for a key or value that does not fit."""
+    """Return the name and its settings; raise ConfigError for an unknown key or an invalid value."""
     name, values = parse_specification("drafter", text, SETTINGS)
     if name == "hybrid" and "drafter" not in values:
-        raise ConfigError(f"drafter={text}; expected hybrid:drafter=FOLDER, the trained drafter to fall back on")
+        raise ConfigError(
+            f"drafter={text}; expected hybrid:drafter=FOLDER, the trained drafter for texts without a match"
+        )
     return name, values
 
 
-def drafter_named(text: str, target: nn.Module, load: Callable[[str], Drafter]) -> Drafter:
-    """The drafter that `text` names; `load` reads the checkpoint inside a hybrid."""
+def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Drafter]) -> Drafter:
+    """Return the drafter that `text` names; `load` reads the checkpoint of a hybrid."""
     name, values = parse_named(text)
     if name == "prompt-lookup":
         return PromptLookup(**values)
@@ -78,14 +86,14 @@ WEIGHTS = "model.safetensors"
 FORMAT = 1
 UNREADABLE = (SafetensorError, StrictDataclassError, OSError, ImportError, MemoryError, RuntimeError, ValueError)
 UNREADABLE += (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
-"""What constructors and readers make of a damaged file, or of values that anyone may have written."""
+"""Errors that constructors and readers raise for damaged files and for invalid values in a config."""
 
 
 def describe_target(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str | None = None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint records of its target, to be recognised later."""
-    config = model.config.get_text_config(decoder=True)
+    """Return the description by which a checkpoint recognises its target."""
+    config = text_config(model)
     own, in_float16 = model_fingerprints(model)
     return {
         "name": name,
@@ -107,7 +115,7 @@ def save_drafter(
     draft_length: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write the drafter into `folder`, which exists or is made. For an atomic write wrap it in `atomic_folder`."""
+    """Write the drafter into `folder`, which is created if missing. Use `atomic_folder` for an atomic write."""
     folder.mkdir(parents=True, exist_ok=True)
     section = {
         "format": FORMAT,
@@ -133,23 +141,23 @@ def save_drafter(
 
 def load_drafter(
     path_or_repo: str | Path,
-    target: nn.Module,
+    target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     revision: str | None = None,
 ) -> Drafter:
     """Load a drafter and check that it fits `target`.
 
-    Nothing that it brings is run: of a repository only data is fetched, of weights only safetensors are read, and what
-    its config claims is compared with them before memory is taken.
+    No code of the drafter runs: only data is downloaded, only safetensors weights are read, and the sizes in the config
+    are compared with the weights before memory is allocated.
 
     Args:
-        path_or_repo: a local folder or a Hub id: a draftsmith checkpoint, a plain transformers causal LM or
-            encoder-decoder model, or what another project published, see heads/formats/. Or the name of a drafter that
-            needs no checkpoint, such as `suffix`.
-        target: the model it will draft for; the drafter takes its device and dtype.
-        tokenizer: the target's, when at hand: its vocabulary is then compared with the drafter's.
-        revision: a branch, tag or commit of the Hub repository; `user/name@revision` says the same.
+        path_or_repo: a local folder or a Hub id of a draftsmith checkpoint, a plain transformers causal LM or
+            encoder-decoder model, or a drafter published by another project, see heads/formats/. Or the name of a
+            drafter without a checkpoint, such as `suffix`.
+        target: the target model; the drafter is moved to its device and dtype.
+        tokenizer: the target's tokenizer; if given, its vocabulary is compared with the drafter's.
+        revision: a branch, tag or commit of the Hub repository; `user/name@revision` is equivalent.
 
     Raises:
         ConfigError: for a missing folder, a damaged file, or a drafter of another target.
@@ -163,8 +171,8 @@ def load_drafter(
     drafter = _read(folder, stored, config, target)
     _require_layers(drafter, path_or_repo, target)
     drafter.attach(target)
-    wanted = target.config.get_text_config(decoder=True).vocab_size
-    foreign = stored is None or drafter.vocab_size != wanted  # an imported one keeps the padding that it had
+    wanted = text_config(target).vocab_size
+    foreign = stored is None or drafter.vocab_size != wanted  # imported drafters keep their own padding
     if foreign and isinstance(drafter, DraftModel) and tokenizer is not None:
         drafter.shared_vocabulary = shared_vocabulary(folder, path_or_repo, tokenizer)
     if drafter.vocab_size != wanted and drafter.shared_vocabulary is None:
@@ -175,8 +183,10 @@ def load_drafter(
     parameter = next(target.parameters())
     drafter.draft_length_hint = stored.draft_length if stored else drafter.draft_length_hint
     if (drafter.draft_length_hint or 1) > LONGEST_DRAFT:
-        asked = f"drafts of {drafter.draft_length_hint} tokens"
-        raise ConfigError(f"drafter={path_or_repo} asks for {asked}; expected at most {LONGEST_DRAFT}")
+        length = drafter.draft_length_hint
+        raise ConfigError(
+            f"drafter={path_or_repo} asks for drafts of {length} tokens; expected at most {LONGEST_DRAFT}"
+        )
     drafter.target_quality = stored.target.quality if stored else None
     drafter = drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
     if drafter.needs.hidden:
@@ -184,14 +194,16 @@ def load_drafter(
     return drafter
 
 
-def _read(folder: Path, stored: StoredDrafter | None, config: dict[str, Any], target: nn.Module) -> TrainableDrafter:
+def _read(
+    folder: Path, stored: StoredDrafter | None, config: dict[str, Any], target: PreTrainedModel
+) -> TrainableDrafter:
+    """Build the drafter and load its weights."""
     try:
         packed = config.get("quantization_config") is not None
         with bounded(folder, shapes_in(folder), packed=packed):
-            published = read_published(folder, config, target) if stored is None else None
-            if published is not None:
-                return published
-            if stored is None or stored.type == DraftModel.type:
+            if stored is None:
+                return _published(folder, config, target) or DraftModel(_language_model(folder))
+            if stored.type == DraftModel.type:
                 return DraftModel(_language_model(folder))
             drafter = HEADS[stored.type].from_config(stored.drafter)
         drafter.load_state_dict(load_file(folder / WEIGHTS))
@@ -205,18 +217,25 @@ def _read(folder: Path, stored: StoredDrafter | None, config: dict[str, Any], ta
     return drafter
 
 
-def _require_layers(drafter: TrainableDrafter, name: str | Path, target: nn.Module) -> None:
-    """ConfigError for features of layers that the target has not."""
-    layers, depth = drafter.needs.layers, target.config.get_text_config(decoder=True).num_hidden_layers
+def _published(folder: Path, config: dict[str, Any], target: PreTrainedModel) -> TrainableDrafter | None:
+    """Return the drafter of a folder in another project's format, None for other folders."""
+    from draftsmith.heads.formats.readers import read_published
+
+    return read_published(folder, config, target)
+
+
+def _require_layers(drafter: TrainableDrafter, name: str | Path, target: PreTrainedModel) -> None:
+    """Raise ConfigError for features of layers that the target does not have."""
+    layers, depth = drafter.needs.layers, text_config(target).num_hidden_layers
     if not all(type(layer) is int and (layer == FINAL or 1 <= layer <= depth) for layer in layers):
         raise ConfigError(f"drafter={name}: layers={list(layers)} in config.json; expected the target's, 1 to {depth}")
 
 
 @torch.no_grad()
-def _require_runs(drafter: TrainableDrafter, name: str | Path, target: nn.Module) -> None:
-    """ConfigError for a config with which the weights compute nothing: sizes may fit, and other values not."""
+def _require_runs(drafter: TrainableDrafter, name: str | Path, target: PreTrainedModel) -> None:
+    """Raise ConfigError for a config whose sizes fit the weights, but with which a forward pass fails."""
     weight = next(drafter.parameters())
-    hidden = target.config.get_text_config(decoder=True).hidden_size
+    hidden = text_config(target).hidden_size
     ids_BT = torch.zeros(1, 4, dtype=torch.long, device=weight.device)
     states_BTH = weight.new_zeros(1, 4, hidden)
     features_BTF = weight.new_zeros(1, 4, hidden * len(drafter.needs.layers))
@@ -231,7 +250,7 @@ def _require_runs(drafter: TrainableDrafter, name: str | Path, target: nn.Module
 
 
 def _require_vocabulary(vocabulary: DraftVocabulary | None, stored: StoredDrafter, folder: Path) -> None:
-    """ConfigError for a map of draft tokens that is not the one that the drafter was trained with."""
+    """Raise ConfigError unless the map of draft tokens is the one that the drafter was trained with."""
     if vocabulary is None:
         return
     vocabulary.require_consistent(folder)
@@ -242,26 +261,27 @@ def _require_vocabulary(vocabulary: DraftVocabulary | None, stored: StoredDrafte
         )
 
 
-def _language_model(folder: Path) -> nn.Module:
-    """A causal LM or an encoder-decoder model, whichever the config describes; all of its weights are in the folder."""
+def _language_model(folder: Path) -> PreTrainedModel:
+    """Load the causal LM or encoder-decoder model of a folder, which must hold all of its weights."""
     require_whole_model("drafter", str(folder))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-    model, told = auto.from_pretrained(folder, **options)
-    for name in sorted(told["missing_keys"]):
+    # With output_loading_info the result is a pair, unlike its annotation.
+    model, info = cast(tuple[PreTrainedModel, dict[str, Any]], auto.from_pretrained(folder, **options))
+    for name in sorted(info["missing_keys"]):
         raise ConfigError(f"drafter={folder} holds no tensor {name}; expected all of its weights")
     return model
 
 
 def _require_fit(
-    stored: StoredDrafter, name: str | Path, target: nn.Module, tokenizer: PreTrainedTokenizerBase | None
+    stored: StoredDrafter, name: str | Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """ConfigError unless the checkpoint was made for a target of these shapes, this tokenizer and these weights."""
+    """Raise ConfigError unless the checkpoint was trained for the target's shapes, tokenizer and weights."""
     if stored.type not in HEADS:
         raise ConfigError(f"drafter={name} is of type {stored.type!r}; expected one of {sorted(HEADS)}")
     made_for, needs_hidden = stored.target, HEADS[stored.type].needs.hidden
-    config = target.config.get_text_config(decoder=True)
+    config = text_config(target)
     for key in ("vocab_size", "hidden_size") if needs_hidden else ("vocab_size",):
         if getattr(made_for, key) != getattr(config, key):
             raise ConfigError(
@@ -274,16 +294,19 @@ def _require_fit(
     fingerprints = {made_for.model_fingerprint, made_for.float16_fingerprint}
     if needs_hidden and fingerprints.isdisjoint(model_fingerprints(target)):
         raise ConfigError(
-            f"drafter={name} reads the hidden states of {made_for.name}, and the target's weights are others; "
+            f"drafter={name} reads the hidden states of {made_for.name}, and the target's weights are different; "
             "expected the target that it was trained on"
         )
 
 
 def shared_vocabulary(folder: Path | str, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """How many tokens a plain transformers checkpoint shares with the target: its tokenizer has to agree.
+    """Return the number of tokens that a plain transformers checkpoint shares with the target.
 
-    Families pad their embeddings to different sizes, so equal tokenizers may stand on unequal vocabularies. None
-    without a tokenizer beside the checkpoint: the vocabulary size is then all that can be compared.
+    Models of a family pad their embeddings to different sizes, so equal tokenizers may have unequal vocabulary sizes.
+    None for a checkpoint without a tokenizer, of which only the vocabulary size can be compared.
+
+    Raises:
+        ConfigError: for a tokenizer with other tokens than the target's.
     """
     try:
         own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -1,15 +1,15 @@
-"""DFlash: a small block-diffusion model that fills a whole block of masks in one pass; with DSpark's options.
+"""DFlash: a small block-diffusion model that predicts all masked tokens of a block in one pass; with DSpark's options.
 
     features of all committed tokens ──▶ fc ──▶ norm ──▶ keys and values of every layer
                                                             ▲
-    block:   x_a   mask  mask  mask  ──▶ layers, each place of the block sees the others and the features
+    block:   x_a   mask  mask  mask  ──▶ layers: each position of the block sees the others and the features
               │     │     │     └──▶ target's lm_head ──▶ d3
               │     │     └────────▶ d2        (+ DSpark's Markov bias from the token before)
               │     └──────────────▶ d1
               └ anchor: the last committed token
 
-Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, logits gain W2·W1[token before], so that q depends on
-the path; with `confidence_head`, each place also says how likely its token is accepted, which ends a draft early.
+Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, W2·W1[token before] is added to the logits, so that q
+depends on the path; `confidence_head` predicts the probability that each token is accepted, which can end a draft.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,24 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkDrafter, NetworkOutput
 from draftsmith.heads.base import Context, DraftStates, TeacherSignals, Tree
 from draftsmith.heads.draft_tree import ROOT
-from draftsmith.heads.hidden_states import positions_like
-from draftsmith.heads.layers import Attention, Rope, attention, last_gain, layer_config, norm
+from draftsmith.heads.hidden_states import positions_like, weight_of
+from draftsmith.heads.layers import Attend, Attention, Rope, attention, last_gain, layer_config, norm
+from draftsmith.heads.model_config import text_config
 from draftsmith.heads.peagle import Line, default_mask_token
 
-# Shapes: B rows, T positions, F features, A anchors, b block size, S keys, H hidden size, h heads, d head size.
+# Shapes: B rows, T positions, F size of the features, A anchors, b block size, K = b - 1 draft positions, S keys,
+# H hidden size, h heads, d head size.
 
 
 class BlockLayer(nn.Module):
-    """A Qwen3-like layer whose keys are those of the features, then those of the block."""
+    """A Qwen3-like layer that attends to the features and to the block."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -41,18 +43,18 @@ class BlockLayer(nn.Module):
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = norm(config), norm(config)
 
-    def forward(self, x_BTH: Tensor, rope: Rope, attend: Any) -> Tensor:
+    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
         x_BTH = x_BTH + self.self_attn(self.input_layernorm(x_BTH), rope, attend)
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
 
     def context_keys(self, context_BTH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of the features [B, h, T, d]."""
+        """Return rotated keys and values of the features, both [B, h, T, d]."""
         k_BhTd, v_BhTd = self.self_attn.keys(context_BTH)
         return apply_rotary_pos_emb(k_BhTd, k_BhTd, *rope)[0], v_BhTd
 
 
 class _CachedBlock:
-    """Decoding: the block sees all slots that its last place sees; its own keys are forgotten afterwards."""
+    """Attention in decoding: every position of the block sees the cache slots that its last position sees."""
 
     def __init__(self, cache: Any, mask: Tensor | None) -> None:
         self._cache, self._mask = cache, None if mask is None else mask[:, :, -1:]
@@ -64,9 +66,11 @@ class _CachedBlock:
 
 
 class _AnchoredBlocks:
-    """Training: A blocks of b places a text, each seeing the features before its anchor and itself.
+    """Attention in training: A blocks of b positions per text; each sees the features before its anchor and itself.
 
-    `documents_BT`: see `TeacherSignals`; features of other documents are not seen.
+    Args:
+        context: keys and values of the features, for each layer.
+        documents_BT: see `TeacherSignals`; blocks see only features of their own document.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class _AnchoredBlocks:
 
 
 class DFlashNetwork(DraftNetwork):
-    """Layers on a block; the features go into their keys and values."""
+    """Layers on a block of an anchor and masks; the features enter as keys and values."""
 
     def __init__(self, config: LlamaConfig, features: int) -> None:
         super().__init__(config)
@@ -103,11 +107,19 @@ class DFlashNetwork(DraftNetwork):
         return self.hidden_norm(self.fc(features_nF))
 
     def block(self, anchors_n: Tensor, size: int) -> Tensor:
-        """[n, b, H]: what stands in a block behind each anchor."""
+        """Return the input embeddings [n, b, H] of a block: each anchor, then masks."""
         anchor_n1H = self.embed(anchors_n)[:, None]
         return torch.cat([anchor_n1H, self.mask_embedding.expand(anchors_n.shape[0], size - 1, -1)], 1)
 
-    def step(self, embeds_BTH: Tensor, states_BTH: Tensor | None, rope: Rope, attend: Any) -> Tensor:
+    def context_keys(self, context_BTH: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
+        """Return rotated keys and values of the projected features, for each layer."""
+        pairs = []
+        for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
+            pairs.append(layer.context_keys(context_BTH, rope))
+        return pairs
+
+    def step(self, embeds_BTH: Tensor, states_BTH: Tensor | None, rope: Rope, attend: Attend) -> Tensor:
         x_BTH = embeds_BTH
         for layer in self.layers:
             x_BTH = layer(x_BTH, rope, attend)
@@ -116,22 +128,22 @@ class DFlashNetwork(DraftNetwork):
     def head(self, states_nH: Tensor) -> Tensor:
         return self.target_head(states_nH)
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # ModelRunner looks for logits_to_keep
         self,
         input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: Any,
         features: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
         use_cache: bool = True,
     ) -> NetworkOutput:
-        """With `features` [B, T, H]: put them into the cache. Without: fill a block, whose first token is real."""
+        """Write `features` [B, T, H] into the cache; without them, predict a block of an anchor and masks."""
         if features is not None:
             rope = self.rotary(features, position_ids)
-            for index, layer in enumerate(self.layers):
-                past_key_values.update(*layer.context_keys(features, rope), index)
-            nothing = features[..., :1]
-            return NetworkOutput(nothing, nothing)
+            for index, (keys, values) in enumerate(self.context_keys(features, rope)):
+                past_key_values.update(keys, values, index)
+            empty = features[..., :1]
+            return NetworkOutput(empty, empty)
         embeds_BTH = self.block(input_ids[:, 0], input_ids.shape[1])
         attend = _CachedBlock(past_key_values, attention_mask)
         states_BTH = self.step(embeds_BTH, None, self.rotary(embeds_BTH, position_ids), attend)
@@ -139,7 +151,7 @@ class DFlashNetwork(DraftNetwork):
 
 
 class MarkovBias(nn.Module):
-    """W2·W1[token before]: a low-rank bigram correction of the logits (DSpark)."""
+    """W2·W1[token before], a low-rank bigram bias of the logits (DSpark)."""
 
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -150,7 +162,7 @@ class MarkovBias(nn.Module):
 
 @dataclass(frozen=True)
 class _Head:
-    """The head of an unrolled place: states [n, H + rank] to logits, the bias of the token before included."""
+    """Map states [n, H + rank] of an unrolled position to logits [n, V], with the bias of the token before."""
 
     body: DFlashNetwork
     markov: MarkovBias | None
@@ -161,8 +173,8 @@ class _Head:
         return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(states_nD[..., hidden:])
 
 
-class DFlash(NetworkDrafter):
-    """One pass a round, whatever the draft length."""
+class DFlash(NetworkDrafter[DFlashNetwork]):
+    """DFlash, with its options DSpark: one pass per round for any draft length."""
 
     type: ClassVar[str] = "dflash"
 
@@ -185,7 +197,7 @@ class DFlash(NetworkDrafter):
     @classmethod
     def from_target(
         cls,
-        target: nn.Module,
+        target: PreTrainedModel,
         *,
         block_size: int = 8,
         num_hidden_layers: int = 2,
@@ -195,7 +207,12 @@ class DFlash(NetworkDrafter):
         markov_rank: int = 0,
         confidence_head: bool = False,
     ) -> Self:
-        """`layers`: five of the target's by default, evenly spaced; `mask_token`: whose embedding masks start from."""
+        """Return layers of the target's width.
+
+        Args:
+            layers: layers of the target that are read; by default five, evenly spaced.
+            mask_token: the token whose embedding initialises that of masks; by default the last.
+        """
         if block_size < 2:
             raise ConfigError.of("drafter.block_size", block_size, ">= 2: the anchor and one draft token")
         if anchors < 1:
@@ -211,7 +228,7 @@ class DFlash(NetworkDrafter):
         drafter.attach(target)
         with torch.no_grad():
             token = default_mask_token(target, mask_token)
-            drafter.body.mask_embedding.copy_(target.get_input_embeddings().weight[token])
+            drafter.body.mask_embedding.copy_(weight_of(target.get_input_embeddings())[token])
             drafter.body.norm.weight.copy_(last_gain(target, drafter.body.norm.weight))
         return drafter
 
@@ -229,7 +246,7 @@ class DFlash(NetworkDrafter):
         self._read([text.tokens[:-1] for text in context.texts])
 
     def _read(self, tokens: list[list[int]]) -> None:
-        """Put the features of committed tokens into the cache."""
+        """Write the features of committed tokens into the cache."""
         features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
         self._runner.append(tokens, [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features])
 
@@ -264,31 +281,32 @@ class DFlash(NetworkDrafter):
             last = self.context.texts[row].tokens[-1]
             before = [last if node == ROOT else tree.tokens[node] for node in wanted]
             states_nD = self._with_token(self._states_BKH[row, depths], torch.tensor(before, dtype=torch.long))
-            confidences.append(self._sureness(states_nD).sigmoid().tolist())
+            confidences.append(self._confidence_logits(states_nD).sigmoid().tolist())
         return confidences
 
     def _with_token(self, states_nH: Tensor, before_n: Tensor) -> Tensor:
-        """[..., H + rank]: states beside what the Markov bias knows of the tokens before them."""
+        """Return states and the Markov embeddings of the tokens before them, [..., H + rank]."""
         if self.markov is None:
             return states_nH
         return torch.cat([states_nH, self.markov.markov_w1(before_n.to(states_nH.device))], -1)
 
     def _biased(self, logits_nV: Tensor, before_n: Tensor) -> Tensor:
+        """Return logits with the Markov bias of the tokens before them."""
         return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(self.markov.markov_w1(before_n))
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        """Blocks behind random anchors; place k of a block is to agree with the target k - 1 positions further on."""
+        """Return states of blocks at random anchors; position k learns the target's distribution at anchor + k - 1."""
         body, ids_BT, size = self.body, signals.input_ids_BT, self.block_size
         B, T = ids_BT.shape
         documents_BT = signals.documents_BT
         positions_BT = positions_like(ids_BT, documents_BT)
         anchors_BA = self._anchors(signals.mask_BT, positions_BT)
+        assert signals.features_BTF is not None, "the drafter's needs name layers"
         context_BTH = body.project(signals.features_BTF.to(body.dtype))
-        rope = body.rotary(context_BTH, positions_BT)
-        context = [layer.context_keys(context_BTH, rope) for layer in body.layers]
+        context = body.context_keys(context_BTH, body.rotary(context_BTH, positions_BT))
         chosen_BA = anchors_BA.clamp_min(0)
         positions_BA = positions_BT.expand(B, -1).gather(1, chosen_BA)
         positions_BAb = positions_BA[..., None] + torch.arange(size, device=ids_BT.device)
@@ -309,14 +327,15 @@ class DFlash(NetworkDrafter):
                     states_BAD,
                     _Head(body, self.markov),
                     places_BT=places_BA,
-                    confidence=None if self.confidence is None else self._sureness,
+                    confidence=None if self.confidence is None else self._confidence_logits,
                     head_parameters=self._head_parameters(),
                 )
             )
         return unrolled
 
-    def _sureness(self, states_nD: Tensor) -> Tensor:
-        """[n] logits of the confidence head."""
+    def _confidence_logits(self, states_nD: Tensor) -> Tensor:
+        """Return the logits [n] of the confidence head."""
+        assert self.confidence is not None
         return self.confidence(states_nD)[..., 0]
 
     def _head_parameters(self) -> tuple[nn.Parameter, ...]:
@@ -324,15 +343,17 @@ class DFlash(NetworkDrafter):
         return tuple(parameter for part in parts if part is not None for parameter in part.parameters())
 
     def _anchors(self, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """[B, A]: random positions of which the next token belongs to a response, -1 where a text has fewer."""
+        """Return random positions [B, A] whose next token is trained (`mask_BT`), -1 where a text has fewer."""
         order_BT = torch.rand(mask_BT.shape, device=mask_BT.device).masked_fill(~mask_BT, 2.0)
-        order_BT = order_BT.masked_fill(positions_BT == 0, 2.0)  # nothing stands before a document's first token
+        order_BT = order_BT.masked_fill(
+            positions_BT == 0, 2.0
+        )  # the first token of a document has no features before it
         best = order_BT.topk(min(self.anchors, mask_BT.shape[1]), largest=False)
         return torch.where(best.values < 2.0, best.indices, -1)
 
 
-def five_depths(target: nn.Module) -> tuple[int, ...]:
-    """Five layers, evenly spaced from the second to the last but two; fewer where the target has not as many."""
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+def five_depths(target: PreTrainedModel) -> tuple[int, ...]:
+    """Return five layers, evenly spaced from the second to the third to last; fewer for a shallow target."""
+    depth = text_config(target).num_hidden_layers
     first, last = min(2, depth), max(depth - 2, 1)
     return tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))

@@ -1,52 +1,59 @@
-"""An independent draft model: a small causal LM with the target's vocabulary.
+"""Independent draft models: a small causal LM with the target's vocabulary, or the target's first layers.
 
     committed tokens ──▶ [small LM, own KV cache] ──▶ d1 ──▶ d2 ──▶ … ──▶ d_gamma
 
-It reads only tokens, so any transformers causal LM with the same tokenizer serves, trained here or not.
+A draft model reads only tokens, so any transformers causal LM with the same tokenizer works, trained here or not.
 Leviathan et al. 2023, arXiv:2211.17192.
 
-Self-speculation: the target's own first layers and its lm_head, as a draft model without a weight of its own.
+Early exit (self-speculation) uses the target's first layers and its lm_head, without weights of its own:
 
     committed tokens ──▶ layer 1 … layer k ──▶ norm ──▶ lm_head ──▶ d1 ──▶ d2 ──▶ …
 
-How well that agrees depends on the target; models trained for early exit (LayerSkip, Elhoushi et al. 2024,
-arXiv:2404.16710) agree far better than others.
+Acceptance depends on the target; it is much higher for models trained for early exit (LayerSkip, Elhoushi et al. 2024,
+arXiv:2404.16710).
 """
 
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Context, DraftStates, TeacherSignals, TrainableDrafter, Tree
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, logits_head
 from draftsmith.heads.lora import add_lora, check_lora
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, text_config
 from draftsmith.heads.validation import require_whole_model
 
 MOST_LAYERS = 1024
-"""Of a model that is built from a recipe's config."""
+"""Maximum number of layers of a model that is built from a recipe's config."""
 
 
 class DraftModel(TrainableDrafter):
-    """Wraps a transformers causal LM, `model`, with a cache of its own."""
+    """A transformers LM, `model`, as a drafter with its own KV cache."""
 
     type: ClassVar[str] = "draft_model"
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.vocab_size = text_config(model).vocab_size
         self.context_limit = context_limit(model.config)
 
     @classmethod
     def from_target(
         cls,
-        target: nn.Module,
+        target: PreTrainedModel,
         *,
         model: str | None = None,
         config: dict[str, Any] | None = None,
@@ -59,22 +66,28 @@ class DraftModel(TrainableDrafter):
         lora_rank: int | None = None,
         lora_alpha: float = 16,
     ) -> Self:
-        """A small model with the target's vocabulary: another checkpoint, any config, or the target's architecture.
+        """Return a small model with the target's vocabulary: a checkpoint, any config, or the target's architecture.
 
-        `init="target_layers"` prunes the target: its embeddings, norms, lm_head and the layers that `keep` names; the
-        widths must then stay the target's. With `lora_rank` only adapters are trained.
+        Args:
+            model: a checkpoint to start from.
+            config: a transformers config of a model to build with random weights.
+            init: "target_layers" prunes the target: it copies embeddings, norms, lm_head and the layers that `keep`
+                names, and requires the target's widths.
+            lora_rank: train only adapters of this rank.
+
+        The other arguments are sizes of a model with the target's architecture.
         """
-        own = (hidden_size, intermediate_size, num_attention_heads)
+        widths = _Widths(hidden_size, intermediate_size, num_attention_heads)
         if (model is not None) + (config is not None) + (init == "target_layers") > 1:
             raise ConfigError(
-                "drafter.model, drafter.config and drafter.init='target_layers'; expected one of the three"
+                "drafter.model, drafter.config and drafter.init='target_layers'; expected at most one of them"
             )
         if model is not None:
             draft = _pretrained(model, target)
         elif config is not None:
             draft = _from_scratch(config, target)
         else:
-            draft = _of_target(target, num_hidden_layers, own, init, keep)
+            draft = _of_target(target, num_hidden_layers, widths, init, keep)
         if lora_rank is not None:
             check_lora(draft, "drafter", rank=lora_rank)
             add_lora(draft, rank=lora_rank, alpha=lora_alpha)
@@ -86,8 +99,8 @@ class DraftModel(TrainableDrafter):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         options = {key: value for key, value in config.items() if key != "model_type"}
-        made = AutoConfig.for_model(config["model_type"], **options)
-        return cls(_built(lambda kind: AutoModelForCausalLM.from_config(made, attn_implementation=kind)))
+        built_from = AutoConfig.for_model(config["model_type"], **options)
+        return cls(_built(lambda kind: AutoModelForCausalLM.from_config(built_from, attn_implementation=kind)))
 
     def start(self, context: Context) -> None:
         super().start(context)
@@ -95,14 +108,14 @@ class DraftModel(TrainableDrafter):
         self._runner.append([self._known(text.tokens[:-1]) for text in context.texts])
 
     def begin(self, rows: list[int]) -> Tensor:
-        # What it has not read yet: the last committed token, and after a round of full acceptance one more.
+        # Unread are the last committed token, and after a round with full acceptance also the one before it.
         unread: list[list[int]] = [[] for _ in self.context.texts]
         for row in rows:
             unread[row] = self._known(self.context.texts[row].tokens[self._runner.lengths[row] :])
         return self._runner.append(unread)
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """`tokens` as this model can read them: a target with a larger padded vocabulary may have ids beyond it."""
+        """Return `tokens` with 0 for ids beyond this model's vocabulary, which a larger padded target may have."""
         if self.shared_vocabulary is None:
             return tokens
         return [token if token < self.vocab_size else 0 for token in tokens]
@@ -125,11 +138,21 @@ class DraftModel(TrainableDrafter):
             signals.source_mask_BS,
             signals.documents_BT,
         )
-        return [DraftStates(states_BTD, logits_head(self.model), offset=0)]
+        head = logits_head(self.model)
+        assert head is not None
+        return [DraftStates(states_BTD, head, offset=0)]
 
 
-def _pretrained(name: str, target: nn.Module) -> nn.Module:
-    """A checkpoint; its padded vocabulary is cut or filled to the target's size."""
+class _Widths(NamedTuple):
+    """Sizes of a draft model; None keeps the target's."""
+
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+
+
+def _pretrained(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    """Return the model of a checkpoint, with its padded vocabulary cut or extended to the target's size."""
     auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
     try:
         require_whole_model("drafter.model", name)
@@ -139,44 +162,45 @@ def _pretrained(name: str, target: nn.Module) -> nn.Module:
         raise
     except Exception as error:
         raise _no_model(name, error) from error
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    if model.config.get_text_config(decoder=True).vocab_size != vocab_size:
+    vocab_size = text_config(target).vocab_size
+    if text_config(model).vocab_size != vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
     return model
 
 
-def _built(build: Callable[[str], nn.Module]) -> nn.Module:
+def _built(build: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     """Return a model whose attention takes tree masks: sdpa, or eager for architectures without it, such as Gemma 2.
 
-    It is named in each case, so that no config of the model's chooses one.
+    The implementation is always passed explicitly, so that the model's config cannot choose one.
     """
     try:
         model = build("sdpa")
     except ValueError:
         return build("eager")
-    if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # transformers 5.17 takes sdpa, which leaves the cap out without a word
+    if getattr(text_config(model), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # with sdpa, transformers 5.17 silently omits the cap
     return model
 
 
 def pretrained_config(name: str) -> dict[str, Any]:
-    """Return the config of the checkpoint `name`; ConfigError where there is none."""
+    """Return the config of the checkpoint `name`; raise ConfigError where there is none."""
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
-    except Exception as error:  # configs have no common base for what goes wrong
+    except Exception as error:  # configs raise errors without a common base class
         raise _no_model(name, error) from error
 
 
 def _no_model(name: str, error: Exception) -> ConfigError:
+    """Return the error for a checkpoint that cannot be loaded."""
     return ConfigError(f"drafter.model={name}; expected a language model's folder or Hub id ({reason_of(error)})")
 
 
-def _from_scratch(values: dict[str, Any], target: nn.Module) -> nn.Module:
-    """Random weights in the shapes of any transformers config; vocabulary and special tokens are the target's."""
+def _from_scratch(values: dict[str, Any], target: PreTrainedModel) -> PreTrainedModel:
+    """Return a model with random weights from a transformers config; vocabulary and special tokens are the target's."""
     kind = values.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ConfigError.of("drafter.config.model_type", kind, "a model type of transformers, such as llama or gpt2")
-    theirs = target.config.get_text_config(decoder=True)
+    theirs = text_config(target)
     special = {key: getattr(theirs, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     options = {key: value for key, value in values.items() if key != "model_type"}
     auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
@@ -192,13 +216,9 @@ def _from_scratch(values: dict[str, Any], target: nn.Module) -> nn.Module:
 
 
 def _of_target(
-    target: nn.Module,
-    num_hidden_layers: int,
-    own: tuple[int | None, int | None, int | None],
-    init: str,
-    keep: str | list[int],
-) -> nn.Module:
-    """The target's architecture, with fewer layers and perhaps other widths."""
+    target: PreTrainedModel, num_hidden_layers: int, widths: _Widths, init: str, keep: str | list[int]
+) -> PreTrainedModel:
+    """Return a model of the target's architecture, with fewer layers and optionally other widths."""
     config = deepcopy(target.config)
     depth = config.num_hidden_layers
     if not isinstance(keep, str):
@@ -208,32 +228,35 @@ def _of_target(
     if not 1 <= num_hidden_layers <= depth:
         raise ConfigError.of("drafter.num_hidden_layers", num_hidden_layers, f"1 to the target's {depth}")
     chosen = kept_layers(keep, num_hidden_layers, depth)
-    _resize(config, chosen, *own)
+    _resize(config, chosen, widths)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
         model = _built(lambda kind: auto.from_config(config, dtype=torch.float32, attn_implementation=kind))
     except (RuntimeError, MemoryError) as error:
-        raise ConfigError(f"drafter of sizes {own} cannot be built ({reason_of(error)}); expected smaller") from error
+        raise ConfigError(
+            f"drafter of sizes {tuple(widths)} cannot be built ({reason_of(error)}); expected smaller sizes"
+        ) from error
     if init == "target_layers":
-        if own != (None, None, None):
+        if widths != _Widths():
             raise ConfigError("drafter.init='target_layers' keeps the target's widths; expected no other width")
         copy_layers(target, model, chosen)
     return model
 
 
 def kept_layers(keep: str | list[int], count: int, depth: int) -> list[int]:
-    """The layers of a target of `depth` that a draft model of `count` keeps."""
+    """Return the layers that a draft model of `count` layers keeps of a target with `depth` layers."""
+    if not isinstance(keep, str):
+        return list(keep)
     if keep == "even":
         return spread(count, depth)
     if keep == "first":
         return list(range(count))
-    return list(range(depth - count, depth)) if keep == "last" else list(keep)
+    return list(range(depth - count, depth))
 
 
-def _resize(
-    config: PreTrainedConfig, layers: list[int], hidden: int | None, intermediate: int | None, heads: int | None
-) -> None:
-    """Change `config` in place to the given sizes; None keeps the target's."""
+def _resize(config: PreTrainedConfig, layers: list[int], widths: _Widths) -> None:
+    """Change `config` in place to the number of these layers and to the given widths."""
+    hidden, intermediate, heads = widths
     config.num_hidden_layers = len(layers)
     if config.is_encoder_decoder:
         config.num_decoder_layers = len(layers)
@@ -256,14 +279,14 @@ def _resize(
 
 
 def spread(count: int, depth: int) -> list[int]:
-    """`count` of `depth` layers, evenly spaced, the first and last among them; only the first when count is 1."""
+    """Return `count` of `depth` layers, evenly spaced from the first to the last; only the first for a count of 1."""
     if count == 1:
         return [0]
     return [round(i * (depth - 1) / (count - 1)) for i in range(count)]
 
 
 @torch.no_grad()
-def copy_layers(target: nn.Module, model: nn.Module, layers: list[int]) -> None:
+def copy_layers(target: PreTrainedModel, model: PreTrainedModel, layers: list[int]) -> None:
     """Copy the target's weights into `model`, whose layer i becomes the target's layer `layers[i]`."""
     prefixes = [f"{name}." for name in layer_lists(target)]
     weights = {}
@@ -280,19 +303,19 @@ def copy_layers(target: nn.Module, model: nn.Module, layers: list[int]) -> None:
         model.load_state_dict(weights)
     except RuntimeError as error:  # T5 keeps the position bias of all layers in its first one
         raise ConfigError(
-            f"drafter.keep={layers}: these make no model ({reason_of(error, whole=True)}); expected other layers"
+            f"drafter.keep={layers} makes no model ({reason_of(error, whole=True)}); expected other layers"
         ) from error
 
 
 class EarlyExit(DraftModel):
-    """A draft model that shares the target's modules; only the list of layers is shorter."""
+    """A draft model of the target's own modules, with only its first layers."""
 
     type: ClassVar[str] = "early-exit"
 
-    def __init__(self, target: nn.Module, *, layers: int | None = None) -> None:
+    def __init__(self, target: PreTrainedModel, *, layers: int | None = None) -> None:
         if target.config.is_encoder_decoder:
             raise ConfigError(f"model_type={target.config.model_type!r}; expected a decoder-only target for early exit")
-        depth = target.config.num_hidden_layers
+        depth: int = target.config.num_hidden_layers
         layers = max(1, depth // 4) if layers is None else layers
         if not 1 <= layers < depth:
             raise ConfigError.of("layers", layers, f"1 to {depth - 1}, fewer than the target has")
@@ -300,22 +323,25 @@ class EarlyExit(DraftModel):
         self.layers = layers
 
 
-def first_layers(target: nn.Module, count: int) -> nn.Module:
-    """`target` with its first `count` layers only. Every module below is the target's own, not a copy."""
+def first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
+    """Return `target` with only its first `count` layers; the modules are the target's own, not copies."""
     config = deepcopy(target.config)
     config.num_hidden_layers = count
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:count]
-    return _shortened(target, layers_name(target).split("."), config, count)
+    model = _shortened(target, layers_name(target).split("."), config, count)
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
-def _shortened(module: nn.Module, path: list[str], config: object, count: int) -> nn.Module:
-    """A shallow copy of `module` in which the list of layers at `path` ends after `count`."""
+def _shortened(module: nn.Module, path: list[str], config: PreTrainedConfig, count: int) -> nn.Module:
+    """Return a shallow copy of `module` in which the list of layers at `path` has `count` entries."""
     if not path:
+        assert isinstance(module, nn.ModuleList)
         return nn.ModuleList(list(module)[:count])
     clone = copy(module)
     clone._modules = dict(module._modules)
     if "config" in clone.__dict__:
-        clone.config = config
-    clone._modules[path[0]] = _shortened(module._modules[path[0]], path[1:], config, count)
+        clone.__dict__["config"] = config
+    clone._modules[path[0]] = _shortened(module.get_submodule(path[0]), path[1:], config, count)
     return clone

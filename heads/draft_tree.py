@@ -1,9 +1,9 @@
-"""The Draft: what a drafter proposes in one round, and the two ways in which its tokens can have come about.
+"""Drafts: the tokens that a drafter proposes in one round, chosen deterministically or drawn at random.
 
-A `Draft` holds tokens that were chosen in any way whatsoever: the best k, pruned, re-sorted, copied from the prompt.
-A `DrawnDraft` holds tokens that were drawn at random from the drafter's q, one after the other, none taken back; only
-its `Drawing` can make one. The rules that weigh p against q ask for a `DrawnDraft`, because they are wrong for tokens
-that were looked at before it was decided to submit them.
+A `Draft` holds tokens that were chosen in any way: the best k, pruned, re-sorted, copied from the prompt. A
+`DrawnDraft` holds tokens that were drawn from the drafter's q one after the other, all of which were kept; only
+`Drawing` creates it. Verification rules that compare p with q require a `DrawnDraft`: they are not lossless for tokens
+that were selected after their values were known.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree of draft tokens, chosen in whatever way. A chain is the tree with one path.
+    """A tree of draft tokens, chosen in any way. A chain is a tree with one path.
 
     Nodes are stored in topological order. `parents[i]` is the index of node i's parent, `ROOT` for a child of the last
     committed token. Siblings hold different tokens, unless they were drawn independently.
@@ -32,7 +32,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: list[int]) -> "Draft":
-        """Tokens that follow one another."""
+        """Return a draft with one path of these tokens."""
         return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
     @cached_property
@@ -42,7 +42,7 @@ class Draft:
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """For the root (entry 0) and each node i (entry i + 1), its children in their order."""
+        """The children of the root (entry 0) and of each node i (entry i + 1), in order."""
         below: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
             below[parent + 1].append(node)
@@ -50,7 +50,7 @@ class Draft:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Nodes on the path to each node, itself included."""
+        """Number of nodes on the path to each node, including itself."""
         if self.is_chain:
             return list(range(1, len(self) + 1))
         depths: list[int] = []
@@ -60,11 +60,11 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Tokens on the longest path."""
+        """Number of tokens on the longest path."""
         return len(self) if self.is_chain else max(self.depths, default=0)
 
     def path(self, node: int) -> list[int]:
-        """Nodes from a child of the root down to `node`."""
+        """Return the nodes from a child of the root to `node`."""
         if self.is_chain:
             return list(range(node + 1))
         path = []
@@ -74,7 +74,7 @@ class Draft:
         return path[::-1]
 
     def keep(self, nodes: list[int]) -> "Draft":
-        """Only these nodes, in this order; each after its parent. The result is a `Draft`, whatever this one is."""
+        """Return a draft of these nodes in this order, each after its parent. It is never a `DrawnDraft`."""
         place = {ROOT: ROOT}
         for new, old in enumerate(nodes):
             place[old] = new
@@ -85,31 +85,31 @@ class Draft:
 
 
 class DrawnDraft(Draft):
-    """A tree whose tokens were drawn from the drafter's q. Made by `Drawing` alone."""
+    """A tree whose tokens were drawn from the drafter's q; only `Drawing` creates it."""
 
     q: tuple[Tensor, ...]
-    """For each node the distribution [V] behind its parent, after every logits processor; siblings share it."""
+    """For each node the distribution [V] after its parent, with all logits processors applied; siblings share it."""
     replacement: bool
-    """True: siblings are independent draws from q. False: each is drawn from q without the earlier ones."""
+    """True: siblings are independent draws from q. False: each is drawn from q without the earlier siblings."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("a DrawnDraft is made by Drawing alone; tokens chosen otherwise make a Draft")
+        raise TypeError("a DrawnDraft is created by Drawing only; use Draft for tokens that were chosen otherwise")
 
     @property
     def q_NV(self) -> Tensor:
-        """Distribution [N, V] from which each token was drawn."""
+        """The distributions [N, V] from which the tokens were drawn."""
         return torch.stack(self.q)
 
 
 class Drawing:
-    """Draws a tree of tokens from q, one by one, and keeps every one of them.
+    """Draws a tree of tokens from q, one by one, and keeps all of them.
 
-    Whether a token is submitted is decided by calling `add`, before the token is known; there is no way to take it
-    back, nor to add one that was not drawn here. That is what the rules for `DrawnDraft` rest on ("non-anticipation").
+    The call of `add` decides that a token is submitted before the token is known; tokens cannot be removed, and tokens
+    that were not drawn here cannot be added. The rules for `DrawnDraft` require this ("non-anticipation").
 
     Args:
-        draw: an index with probability proportional to the weights [V], i.e. `Rng.categorical`.
-        replacement: whether siblings are drawn independently of one another.
+        draw: returns an index with probability proportional to the weights [V], i.e. `Rng.categorical`.
+        replacement: whether siblings are drawn independently of each other.
     """
 
     def __init__(self, draw: Callable[[Tensor], int], *, replacement: bool = False) -> None:
@@ -119,9 +119,9 @@ class Drawing:
         self._q: list[Tensor] = []
 
     def add(self, parent: int, q_V: Tensor) -> int | None:
-        """Draw one more child of `parent`, whose distribution is `q_V`: its token.
+        """Draw one more child of `parent` from `q_V` and return its token.
 
-        None, and no child, when drawing without replacement has used up the support of q.
+        Without replacement, return None and add no child once all tokens in the support of q are drawn.
         """
         weights_V = q_V
         if not self._replacement:
@@ -138,7 +138,7 @@ class Drawing:
         return token
 
     def draft(self) -> DrawnDraft:
-        """All that was drawn."""
+        """Return the draft of all tokens that were drawn."""
         draft = object.__new__(DrawnDraft)
         object.__setattr__(draft, "tokens", tuple(self.tokens))
         object.__setattr__(draft, "parents", tuple(self.parents))

@@ -1,6 +1,6 @@
-"""A draft vocabulary: the D tokens that a drafter's lm_head knows, of the target's V.
+"""Draft vocabulary: the D tokens of a drafter's lm_head, a subset of the target's V tokens.
 
-What lies outside can never be drafted, so its q is exactly zero and decoding stays lossless; it counts as a miss.
+Tokens outside it have a draft probability of exactly zero, so they are never drafted and decoding stays lossless.
 """
 
 import torch
@@ -11,7 +11,12 @@ from draftsmith.provenance import fingerprint
 
 
 class DraftVocabulary(nn.Module):
-    """`d2t` [D] int64: token = row + d2t[row]; `t2d` [V] bool: which tokens have a row. Stored with the weights."""
+    """Map between rows of the lm_head and tokens of the target; stored with the weights."""
+
+    d2t: Tensor
+    """[D] int64: token = row + d2t[row]."""
+    t2d: Tensor
+    """[V] bool: the tokens that have a row."""
 
     def __init__(self, vocab_size: int, size: int) -> None:
         super().__init__()
@@ -20,7 +25,7 @@ class DraftVocabulary(nn.Module):
 
     @classmethod
     def of(cls, tokens: list[int], vocab_size: int) -> "DraftVocabulary":
-        """The vocabulary of these tokens, each once."""
+        """Return the vocabulary of these distinct tokens."""
         if not tokens or len(set(tokens)) < len(tokens) or not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise ConfigError(f"draft vocabulary of {len(tokens)} tokens; expected distinct ids below {vocab_size}")
         vocabulary = cls(vocab_size, len(tokens))
@@ -34,21 +39,21 @@ class DraftVocabulary(nn.Module):
 
     @property
     def tokens_D(self) -> Tensor:
-        """[D]: the token of each row."""
+        """The token of each row, [D]."""
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
     def expand(self, logits_nD: Tensor) -> Tensor:
-        """[..., V] logits over the target's vocabulary: -inf for what has no row."""
+        """Return logits [..., V] over the target's vocabulary: -inf for tokens without a row."""
         logits_nV = logits_nD.new_full((*logits_nD.shape[:-1], self.t2d.shape[0]), -torch.inf)
         logits_nV[..., self.tokens_D] = logits_nD
         return logits_nV
 
     def fingerprint(self) -> str:
-        """Changes with the tokens."""
+        """Return a hash of the tokens."""
         return fingerprint(self.tokens_D.tolist())
 
     def require_consistent(self, name: object) -> None:
-        """ConfigError unless `d2t` and `t2d` describe the same tokens."""
+        """Raise ConfigError unless `d2t` and `t2d` describe the same tokens."""
         tokens_D = self.tokens_D
         if tokens_D.min() < 0 or tokens_D.max() >= self.t2d.shape[0]:
             raise ConfigError(
@@ -59,7 +64,7 @@ class DraftVocabulary(nn.Module):
 
 
 def most_frequent(counts_V: Tensor, size: int, always: tuple[int, ...] = ()) -> list[int]:
-    """The `size` most frequent tokens, those in `always` among them; ties go to the lower id."""
+    """Return the `size` most frequent tokens, including those in `always`; ties go to the lower id."""
     counts_V = counts_V.clone().double()
     counts_V[list(always)] = torch.inf
     order = sorted(range(len(counts_V)), key=lambda token: (-float(counts_V[token]), token))
@@ -67,7 +72,7 @@ def most_frequent(counts_V: Tensor, size: int, always: tuple[int, ...] = ()) -> 
 
 
 def checked_size(size: int | None, vocab_size: int) -> int | None:
-    """`size` of a draft vocabulary, None where it is the whole one; ConfigError when it is larger than that."""
+    """Return `size`, or None for the whole vocabulary; raise ConfigError when it is larger than that."""
     if size is not None and not 1 <= size <= vocab_size:
         raise ConfigError.of("drafter.draft_vocab_size", size, f"1 to {vocab_size}, the target's vocabulary")
     return None if size == vocab_size else size

@@ -1,18 +1,18 @@
-"""EAGLE-1 and HASS: one decoder layer that predicts the target's next final state, which the target's lm_head reads.
+"""EAGLE-1 and HASS: one decoder layer that predicts the target's next final state, the input of the target's lm_head.
 
     f_t (final state) ──┐
                         ├─▶ fc ──▶ decoder layer ──▶ f̂_{t+1} ──▶ target's lm_head ──▶ token t+2
-    embedding of t+1  ──┘                              └────▶ back in, beside the embedding of token t+2
+    embedding of t+1  ──┘                              └────▶ next step, with the embedding of t+2
 
-EAGLE-1 (Li et al. 2024, arXiv:2401.15077) is trained on the target's states alone, with noise on them; HASS (Zhang et
-al. 2024, arXiv:2408.15766) on its own as well, several steps deep, which is what it reads when decoding.
+EAGLE-1 (Li et al. 2024, arXiv:2401.15077) is trained on the target's states alone, with added noise; HASS (Zhang et
+al. 2024, arXiv:2408.15766) also on its own states, over several steps, as in decoding.
 """
 
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
 from draftsmith.heads.base import FINAL, TeacherSignals
@@ -42,8 +42,8 @@ class EagleNetwork(DraftNetwork):
         return self.target_head(states_nH)
 
 
-class Eagle(AutoregressiveDrafter):
-    """EAGLE-1. EAGLE-2 is this drafter decoded with the policy `dynamic-tree`."""
+class Eagle(AutoregressiveDrafter[EagleNetwork]):
+    """EAGLE-1; with the policy `dynamic-tree` it is EAGLE-2."""
 
     type: ClassVar[str] = "eagle"
     regresses: ClassVar[bool] = True
@@ -61,11 +61,11 @@ class Eagle(AutoregressiveDrafter):
 
     @classmethod
     def from_target(
-        cls, target: nn.Module, *, num_hidden_layers: int = 1, train_steps: int | None = None, noise: float = 0.1
+        cls, target: PreTrainedModel, *, num_hidden_layers: int = 1, train_steps: int | None = None, noise: float = 0.1
     ) -> Self:
-        """Decoder layers of the target's width; at first fc hands on the state, so its guess is the state itself."""
-        steps = {} if train_steps is None else {"train_steps": train_steps}
-        drafter = cls(layer_config(target, num_hidden_layers), noise=noise, **steps)
+        """Return decoder layers of the target's width. At first fc passes the state through unchanged."""
+        config = layer_config(target, num_hidden_layers)
+        drafter = cls(config, noise=noise) if train_steps is None else cls(config, noise=noise, train_steps=train_steps)
         drafter.attach(target)
         with torch.no_grad():
             hidden = drafter.body.config.hidden_size
@@ -79,12 +79,12 @@ class Eagle(AutoregressiveDrafter):
         states_BTH = super()._teacher_states(signals)
         if not (self.training and self.noise):
             return states_BTH
-        # Uniform, so that the drafter learns to live with guesses that are a little off (EAGLE, section 4).
+        # Uniform noise makes the drafter robust to errors of its own states (EAGLE, section 4).
         return states_BTH + (torch.rand_like(states_BTH) * 2 - 1) * self.noise
 
 
 class Hass(Eagle):
-    """EAGLE's network, trained on its own states: three steps by default."""
+    """EAGLE-1's network trained on its own states, by default over three steps."""
 
     type: ClassVar[str] = "hass"
 

@@ -1,28 +1,30 @@
-"""EAGLE-3: features of three depths of the target, a drafter state of its own kind, an lm_head of its own.
+"""EAGLE-3: reads features of three depths of the target, and has its own hidden states and its own lm_head.
 
     low, middle, high ──▶ fc ──▶ g_t ──▶ norm ─┐
                                   │            ├─▶ attention ──▶ (+) ──▶ MLP ──▶ s_{t+1} ──▶ norm ──▶ lm_head ──▶ t+2
-    embedding of t+1 ───────────── │ ─▶ norm ──┘                  ▲                 └──▶ back in, in g's place
+    embedding of t+1 ───────────── │ ─▶ norm ──┘                  ▲                 └──▶ next step as g
                                   └──────── residual ─────────────┘
 
-Trained with the training-time test: several steps, each on the last one's states. Li et al. 2025, arXiv:2503.01840.
+Trained with the training-time test: several steps, each on the states of the last. Li et al. 2025, arXiv:2503.01840.
 """
 
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.hidden_states import weight_of
 from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, last_gain, layer_config, norm
+from draftsmith.heads.model_config import text_config
 
 
 class FirstLayer(nn.Module):
-    """A decoder layer whose attention reads the embedding and the state side by side."""
+    """A decoder layer whose attention reads the concatenation of embedding and state."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Network(DraftNetwork):
-    """See the file's head. EAGLE-3.1's norms are options: on the features before fc, and on what is fed back."""
+    """EAGLE-3's network. EAGLE-3.1's norms are options: of the features before fc, of the states that are fed back."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Eagle3Network(DraftNetwork):
         features_nF = self.input_norm(features_nF)
         if len(self.fc_norm):
             parts = features_nF.chunk(len(self.fc_norm), -1)
-            features_nF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            features_nF = torch.cat([own(part) for own, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(features_nF)
 
     def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
@@ -84,14 +86,16 @@ class Eagle3Network(DraftNetwork):
         return self.lm_head(states_nH if self.norm_output else self.norm(states_nH))
 
     def head_parameters(self) -> tuple[nn.Parameter, ...]:
-        return (self.lm_head.weight,) if self.norm_output else (self.lm_head.weight, self.norm.weight)
+        own = tuple(self.lm_head.parameters())
+        return own if self.norm_output else (*own, *self.norm.parameters())
 
 
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Boolean options of the network."""
 
 
-class Eagle3(AutoregressiveDrafter):
-    """EAGLE-3, and with its options EAGLE-3.1."""
+class Eagle3(AutoregressiveDrafter[Eagle3Network]):
+    """EAGLE-3, with its options EAGLE-3.1."""
 
     type: ClassVar[str] = "eagle3"
 
@@ -111,7 +115,7 @@ class Eagle3(AutoregressiveDrafter):
     @classmethod
     def from_target(
         cls,
-        target: nn.Module,
+        target: PreTrainedModel,
         *,
         num_hidden_layers: int = 1,
         intermediate_size: int | None = None,
@@ -120,7 +124,7 @@ class Eagle3(AutoregressiveDrafter):
         train_steps: int = 7,
         **options: Any,
     ) -> Self:
-        """Layers of the target's width; norm and lm_head start as the target's, fc hands on the highest feature."""
+        """Return layers of the target's width, initialised from the target, see `start_from_target`."""
         drafter = cls(
             layer_config(target, num_hidden_layers, intermediate_size=intermediate_size),
             layers=three_depths(target) if layers is None else tuple(layers),
@@ -136,14 +140,14 @@ class Eagle3(AutoregressiveDrafter):
         return {**super().options(), **vocabulary_size(self), **self._options}
 
 
-def vocabulary_size(drafter: NetworkDrafter) -> dict[str, int | None]:
-    """The key of a stored config that tells the size of a draft vocabulary."""
+def vocabulary_size(drafter: NetworkDrafter[Any]) -> dict[str, int | None]:
+    """Return the entry of a stored config for the size of the draft vocabulary."""
     return {"draft_vocab_size": None if drafter.draft_vocabulary is None else len(drafter.draft_vocabulary)}
 
 
-def three_depths(target: nn.Module) -> tuple[int, ...]:
-    """Layers whose outputs are the inputs of EAGLE-3's layers 2, L/2 and L - 3, counted from 0."""
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
+    """Return the layers whose outputs are the inputs of EAGLE-3's layers 2, L/2 and L - 3, counted from 0."""
+    depth = text_config(target).num_hidden_layers
     if depth < 4:
         raise ConfigError(
             f"target has {depth} layers; expected at least 4 for features of three depths, or drafter.layers"
@@ -152,10 +156,13 @@ def three_depths(target: nn.Module) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def start_from_target(body: Eagle3Network, target: nn.Module, draft_vocabulary: list[int] | None) -> None:
-    """Begin near what the target does: its lm_head in the rows of the draft vocabulary, the gain of its last norm, and
-    of the features the highest alone, whose state is nearest to what the lm_head reads."""
-    weight_VH = target.get_output_embeddings().weight
+def start_from_target(body: Eagle3Network, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
+    """Initialise the network from the target.
+
+    The lm_head becomes the target's (its rows of the draft vocabulary), the norm gets the gain of the target's last
+    norm, and fc selects the highest feature, which is closest to the input of the lm_head.
+    """
+    weight_VH = weight_of(target.get_output_embeddings())
     if draft_vocabulary is not None:
         body.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_VH.shape[0])
         weight_VH = weight_VH[body.vocabulary.tokens_D]

@@ -1,22 +1,24 @@
-"""Hydra heads: Medusa's, each also reading the embeddings of the draft tokens before its own.
+"""Hydra heads: like Medusa's, but each also reads the embeddings of the draft tokens before its own.
 
     final state of t ─┬─▶ head 0 ◀── embedding of t+1                       ──▶ token t+2   (d1)
                       ├─▶ head 1 ◀── embeddings of t+1, d1                  ──▶ token t+3   (d2)
                       └─▶ head k ◀── embeddings of t+1, d1 … dk             ──▶ token t+k+2
 
-So q of a draft token depends on its whole path. Ankner et al. 2024, arXiv:2402.05109.
+The probabilities of a draft token depend on its whole path. Ankner et al. 2024, arXiv:2402.05109.
 """
 
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from draftsmith.heads.hidden_states import weight_of
 from draftsmith.heads.medusa import ResidualBlock
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 
-# Shapes: n nodes, H hidden size, E width of the embeddings, S = H + kE what head k is handed.
+# Shapes: n nodes, H hidden size, E size of the embeddings, S = H + kE size of the carried state of head k.
 
 
 class HydraHead(nn.Module):
@@ -35,7 +37,7 @@ class HydraHead(nn.Module):
 
 
 class Hydra(TokenHeads):
-    """K sequentially dependent heads with the target's embeddings and lm_heads of their own."""
+    """K sequentially dependent heads with the target's embeddings and their own lm_heads."""
 
     type: ClassVar[str] = "hydra"
 
@@ -60,25 +62,25 @@ class Hydra(TokenHeads):
     @classmethod
     def from_target(
         cls,
-        target: nn.Module,
+        target: PreTrainedModel,
         *,
         num_heads: int = 4,
         num_layers: int = 1,
         shared_lm_head: bool = False,
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
-        """Copies of the target's lm_head; what is added to the state is small at first."""
+        """Return heads with copies of the target's lm_head; their addition to the state is small at first."""
         check_heads(num_heads, num_layers, context_limit(target.config))
         hidden_size, vocab_size = target_sizes(target)
-        width = target.get_input_embeddings().weight.shape[1]
+        width = weight_of(target.get_input_embeddings()).shape[1]
         size = None if draft_vocabulary is None else len(draft_vocabulary)
         drafter = cls(hidden_size, width, vocab_size, num_heads, num_layers, shared_lm_head, size)
         drafter.lm_heads.copy_from(target, draft_vocabulary)
         drafter.attach(target)
         return drafter
 
-    def attach(self, target: nn.Module) -> None:
-        # In a tuple, so that the target's embeddings are neither trained nor saved.
+    def attach(self, target: PreTrainedModel) -> None:
+        # Modules in a tuple are not registered: the target's embeddings are neither trained nor saved.
         self._embeddings = (target.get_input_embeddings(),)
 
     def config(self) -> dict[str, Any]:

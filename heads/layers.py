@@ -1,4 +1,4 @@
-"""The transformer layer that drafters with layers of their own are made of, and the two ways in which it attends."""
+"""The decoder layer of drafter networks, and its attention in decoding and in training."""
 
 from typing import Any, Protocol
 
@@ -6,28 +6,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.hidden_states import causal_in_documents
+from draftsmith.heads.hidden_states import causal_in_documents, weight_of
+from draftsmith.heads.model_config import text_config
 
-# Shapes: B rows, T tokens fed, S keys, h heads, d head size, H hidden size.
+# Shapes: B rows, T tokens read, Q queries, S keys, J unrolled steps, h heads, d head size, H hidden size, A = h * d.
 
 QUERIES = 512
-"""Queries whose scores are alive at a time in the training-time test."""
+"""Queries whose attention scores are in memory at a time in the training-time test."""
 Rope = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary positions."""
 
 
 class Attend(Protocol):
-    """Where keys and values go, and what each query sees of them."""
+    """Attention of one layer: stores or reads keys and values and applies the mask."""
 
     def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
-        """[B, h, T, d]; keys and values may have fewer heads than queries."""
+        """Return the attention output [B, h, T, d]; keys and values may have fewer heads than queries."""
+        ...
 
 
 class CachedAttention:
-    """Decoding: keys go into a transformers cache; `mask` [B, 1, T, S] bool, or None where each sees what is before."""
+    """Attention in decoding, with a transformers cache; `mask` is bool [B, 1, T, S], or None for causal attention."""
 
     def __init__(self, cache: Any, mask: Tensor | None) -> None:
         self._cache, self._mask = cache, mask
@@ -39,13 +42,13 @@ class CachedAttention:
 
 
 class UnrolledAttention:
-    """Training: step j's query i sees the first step's keys up to i, and of each later step only the key at i.
+    """Attention in training: query i of step j sees the first step's keys up to i, and of each later step the key at i.
 
-    That is what a draft node sees when decoding: the committed tokens, read with the target's features, and its own
-    path, read with the drafter's. Li et al. 2025 (EAGLE-3), arXiv:2503.01840, section 3.2; HASS, arXiv:2408.15766.
+    A draft node sees the same when decoding: the committed tokens, read with the target's features, and its own path,
+    read with the drafter's states. Li et al. 2025 (EAGLE-3), arXiv:2503.01840, section 3.2; HASS, arXiv:2408.15766.
 
     Args:
-        documents_BT: see `TeacherSignals`; the first step's keys are then those of the query's document alone.
+        documents_BT: see `TeacherSignals`; queries see only the first step's keys of their own document.
     """
 
     def __init__(self, documents_BT: Tensor | None = None) -> None:
@@ -78,7 +81,8 @@ class UnrolledAttention:
             return attention(q_BhTd, k_BhTd, v_BhTd, None, causal=True)
         # With a mask and fewer key heads than query heads, torch may fall back to a kernel that keeps all scores.
         groups = q_BhTd.shape[1] // k_BhTd.shape[1]
-        return attention(q_BhTd, *(x.repeat_interleave(groups, 1) for x in (k_BhTd, v_BhTd)), self._mask_B1TT)
+        keys, values = (x.repeat_interleave(groups, 1) for x in (k_BhTd, v_BhTd))
+        return attention(q_BhTd, keys, values, self._mask_B1TT)
 
 
 def _attend_own(
@@ -90,7 +94,7 @@ def _attend_own(
     start: int,
     documents_BT: Tensor | None,
 ) -> Tensor:
-    """Queries from `start` on over the first step's keys up to themselves and J keys of their own."""
+    """Return attention of queries from `start` on over the first step's keys up to each, and over J keys of its own."""
     Q, T = q_BhQd.shape[2], k_BhTd.shape[2]
     q_BhQd = q_BhQd * q_BhQd.shape[-1] ** -0.5
     hidden = torch.ones(Q, T, dtype=torch.bool, device=q_BhQd.device).triu(start + 1)
@@ -104,21 +108,24 @@ def _attend_own(
 
 
 def attention(q_BhTd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-    """Scaled dot-product attention with fewer key heads than query heads where the model has such."""
+    """Return scaled dot-product attention; keys and values may have fewer heads than queries."""
     grouped = q_BhTd.shape[1] != k_BhSd.shape[1]
     return scaled_dot_product_attention(q_BhTd, k_BhSd, v_BhSd, mask, is_causal=causal, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
-    """Rotary self-attention that may read a wider input than the model's width, and normalise its heads (Qwen3)."""
+    """Rotary self-attention with an optional input size and optional norms of queries and keys (Qwen3)."""
 
     def __init__(
         self, config: LlamaConfig, layer: int, *, input_size: int | None = None, qk_norm: bool = False
     ) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
+        head_dim, key_heads = config.head_dim, config.num_key_value_heads
+        assert head_dim is not None, "LlamaConfig sets it"
+        assert key_heads is not None, "LlamaConfig sets it"
+        self.layer, self.head_dim = layer, head_dim
         size, bias = input_size or config.hidden_size, config.attention_bias
-        inner, outer = (count * self.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        inner, outer = (count * head_dim for count in (config.num_attention_heads, key_heads))
         self.q_proj = nn.Linear(size, inner, bias=bias)
         self.k_proj = nn.Linear(size, outer, bias=bias)
         self.v_proj = nn.Linear(size, outer, bias=bias)
@@ -133,17 +140,16 @@ class Attention(nn.Module):
         return self.o_proj(attend(self.layer, q_BhTd, k_BhTd, v_BhTd).transpose(1, 2).flatten(2))
 
     def keys(self, x_BTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, not rotated yet, and values [B, h, T, d]."""
-        return self.k_norm(self._heads(self.k_proj(x_BTH))).transpose(1, 2), self._heads(self.v_proj(x_BTH)).transpose(
-            1, 2
-        )
+        """Return keys, not rotated yet, and values, both [B, h, T, d]."""
+        k_BThd, v_BThd = self.k_norm(self._heads(self.k_proj(x_BTH))), self._heads(self.v_proj(x_BTH))
+        return k_BThd.transpose(1, 2), v_BThd.transpose(1, 2)
 
     def _heads(self, x_BTA: Tensor) -> Tensor:
         return x_BTA.unflatten(-1, (-1, self.head_dim))
 
 
 class DecoderLayer(nn.Module):
-    """Llama's layer. `norm_input=False` leaves out the first norm, as EAGLE-1 does."""
+    """Llama's decoder layer; `norm_input=False` omits the first norm, as in EAGLE-1."""
 
     def __init__(self, config: LlamaConfig, layer: int, *, norm_input: bool = True, qk_norm: bool = False) -> None:
         super().__init__()
@@ -158,33 +164,37 @@ class DecoderLayer(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, which is fused only where gain and input have one dtype; under autocast they have not."""
+    """RMSNorm with the gain cast to the input's dtype: torch fuses it for equal dtypes only, as under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def norm(config: LlamaConfig, size: int | None = None) -> RMSNorm:
+    """Return a new RMSNorm over `size` values, by default the hidden size."""
     return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
-def last_gain(target: nn.Module, default_H: Tensor) -> Tensor:
-    """The gain of the target's last norm, which its lm_head was trained behind; `default_H` where it has no such."""
-    gain = getattr(getattr(target.base_model, "norm", None), "weight", None)
+def last_gain(target: PreTrainedModel, default_H: Tensor) -> Tensor:
+    """Return the gain of the target's last norm, whose output its lm_head reads; `default_H` where it has none."""
+    gain: Tensor | None = getattr(getattr(target.base_model, "norm", None), "weight", None)
     return gain if gain is not None and gain.shape == default_H.shape else default_H
 
 
 def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
+    """Return the rotary position embedding that `config` describes."""
     return LlamaRotaryEmbedding(config)
 
 
-def layer_config(target: nn.Module, num_hidden_layers: int, **changes: Any) -> LlamaConfig:
-    """A Llama config whose width, heads, MLP and positions are the target's, whatever its architecture."""
-    config = target.config.get_text_config(decoder=True)
+def layer_config(target: PreTrainedModel, num_hidden_layers: int, **changes: Any) -> LlamaConfig:
+    """Return a Llama config with the width, heads, MLP size and positions of a target of any architecture."""
+    config = text_config(target)
     hidden, heads = config.hidden_size, config.num_attention_heads
-    width = target.get_input_embeddings().weight.shape[1]
+    width = weight_of(target.get_input_embeddings()).shape[1]
     if width != hidden:
-        raise ConfigError(f"target's embeddings are {width} wide and its states {hidden}; expected one width")
+        raise ConfigError(
+            f"target has embeddings of width {width} and hidden states of width {hidden}; expected equal widths"
+        )
     values = {
         "vocab_size": config.vocab_size,
         "hidden_size": hidden,
@@ -204,14 +214,15 @@ def layer_config(target: nn.Module, num_hidden_layers: int, **changes: Any) -> L
 
 
 def ready(config: LlamaConfig) -> LlamaConfig:
-    """`config` marked as one whose layers take bool masks."""
+    """Return `config` with sdpa attention, which takes bool masks."""
     config._attn_implementation = "sdpa"
     return config
 
 
-def _rope_parameters(config: Any) -> dict[str, Any]:
+def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the config's rotary parameters, for rotation of the whole head."""
     rope = getattr(config, "rope_parameters", None) or {}
-    if "full_attention" in rope:  # one entry for each kind of layer
+    if "full_attention" in rope:  # one entry per type of layer
         rope = rope["full_attention"]
     rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     return {"rope_type": "default", "rope_theta": 10000.0, **rope}

@@ -1,34 +1,38 @@
-"""LoRA adapters inside a transformers model, by peft, in place: its class, and all that reads it, stays as is.
-
-Weights that torch keeps in shards over several processes (DTensor), as whole tensors and back.
-"""
+"""LoRA adapters inserted into a transformers model in place, by peft, and conversion of sharded weights (DTensor)."""
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
+from draftsmith.heads.hidden_states import weight_of
 
 
 def add_lora(model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None = None) -> None:
-    """Put adapters beside linear layers; from then on they alone are trained. At first they change nothing.
+    """Insert adapters into linear layers and freeze all other weights. The adapters start with no effect.
 
-    `modules`: the last parts of the names of the layers; by default every linear layer but the lm_head.
+    Args:
+        modules: last parts of the layers' names; by default every linear layer except the lm_head.
     """
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules or "all-linear", init_lora_weights=True)
+    # peft accepts fractional values of alpha, though it annotates them as int.
+    config = LoraConfig(
+        r=rank, lora_alpha=cast(int, alpha), target_modules=modules or "all-linear", init_lora_weights=True
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # about what peft asks of transformers, not about us
+        warnings.simplefilter("ignore", FutureWarning)  # from peft's use of transformers
         inject_adapter_in_model(config, model)
 
 
-def check_lora(model: nn.Module, section: str, *, rank: int, modules: list[str] | None = None) -> None:
-    """ConfigError for a rank or layers that `model` cannot have adapters of; `section` is the recipe's."""
+def check_lora(model: PreTrainedModel, section: str, *, rank: int, modules: list[str] | None = None) -> None:
+    """Raise ConfigError for a rank or layers that do not fit `model`; `section` is the recipe's section."""
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     missing = sorted(set(modules or ()) - names)
     if missing:
@@ -39,23 +43,24 @@ def check_lora(model: nn.Module, section: str, *, rank: int, modules: list[str] 
         raise ConfigError.of(f"{section}.lora_rank", rank, f"at most {smallest}, the smallest side of a layer")
 
 
-def _require_inner(model: nn.Module, modules: list[str], key: str) -> None:
-    """Embeddings and lm_head stay as they are: drafters share them, and an adapter would untie tied ones."""
+def _require_inner(model: PreTrainedModel, modules: list[str], key: str) -> None:
+    """Raise ConfigError for embeddings and lm_head: drafters share them, and an adapter would untie tied ones."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     outer = {name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)}
     wrong = sorted(outer & set(modules))
     if wrong:
-        tied = " (tied embeddings)" if ends[1] is not None and ends[0].weight is ends[1].weight else ""
+        tied = " (tied embeddings)" if ends[1] is not None and weight_of(ends[0]) is weight_of(ends[1]) else ""
         raise ConfigError(f"{key}={wrong}{tied}; expected layers inside the blocks of {type(model).__name__}")
 
 
 def adapted_layers(model: nn.Module) -> list[LoraLayer]:
+    """Return the layers that have an adapter."""
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
-    """The model as it was before any adapter."""
+    """Disable all adapters inside the context."""
     layers = adapted_layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers:
@@ -65,13 +70,13 @@ def without_lora(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-        for parameter in trained:  # peft freezes what it switches off
+        for parameter in trained:  # peft freezes disabled adapters
             parameter.requires_grad_(True)
 
 
 @torch.no_grad()
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The weights with adapters added in, under the names that they have without."""
+    """Return the weights with adapters merged, under the names of the model without adapters."""
     merged = {}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, value in model.state_dict().items():
@@ -81,17 +86,19 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
         elif ".base_layer." in name:
             plain = name.replace(".base_layer.", ".")
             is_weight = plain == f"{owner}.weight"
-            merged[plain] = value + layers[owner].get_delta_weight("default").to(value.dtype) if is_weight else value
+            # Every kind of adapted layer defines get_delta_weight, but not their base class.
+            delta = layers[owner].get_delta_weight if is_weight else None  # pyright: ignore[reportAttributeAccessIssue]
+            merged[plain] = value if delta is None else value + delta("default").to(value.dtype)
     return merged
 
 
 def whole(value: Tensor) -> Tensor:
-    """The whole tensor, on every process; all of them have to call it when it is in shards."""
+    """Return the full tensor on every process; for a sharded tensor all processes must call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def like(value: Tensor, weight: Tensor) -> Tensor:
-    """`value`, which every process has whole, in shards as `weight` is; no process has to wait for another one."""
+    """Return the full tensor `value` with the sharding of `weight`, without communication between processes."""
     if not isinstance(weight, DTensor):
         return value
     replicated = DTensor.from_local(value, weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False)

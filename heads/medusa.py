@@ -1,26 +1,35 @@
-"""Medusa heads: K small networks on the target's final hidden state, each predicting one token further ahead.
+"""Medusa heads: K small networks on the target's final hidden state; head k predicts the token k + 2 positions ahead.
 
     target's state at t ──▶ lm_head        ──▶ token t+1   (the target's own)
                         ├─▶ head 0: h + SiLU(W h) ──▶ linear ──▶ token t+2   (d1)
                         ├─▶ head 1        ──▶ token t+3   (d2)
                         └─▶ head k        ──▶ token t+k+2
 
-No head sees the tokens before its own, so each q depends on the state alone. Cai et al. 2024, arXiv:2401.10774.
-Medusa-1 leaves the target alone; Medusa-2 also trains adapters on it (the recipe's section `cotrain`).
+No head reads draft tokens, so each q depends on the state alone. Cai et al. 2024, arXiv:2401.10774. Medusa-1 keeps the
+target frozen; Medusa-2 also trains adapters on it (the recipe's section `cotrain`).
 """
 
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftsmith.heads.base import Context, DraftStates, Needs, TeacherSignals
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.multi_head import LmHeads, PathIndependentDrafter, check_heads, last_states, require_states
+from draftsmith.heads.multi_head import (
+    LmHeads,
+    PathIndependentDrafter,
+    check_heads,
+    last_states,
+    require_states,
+    target_sizes,
+)
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), the identity at first because W and b are zero."""
+    """x + SiLU(W x + b); W and b start at zero, so the block starts as the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -34,10 +43,10 @@ class ResidualBlock(nn.Module):
 
 
 class Medusa(PathIndependentDrafter):
-    """K heads, each a few residual blocks and an lm_head; with `shared_lm_head` one lm_head for all."""
+    """K heads of residual blocks and an lm_head each; with `shared_lm_head` one lm_head for all."""
 
     type: ClassVar[str] = "medusa"
-    needs: ClassVar[Needs] = Needs(hidden=True)
+    needs: Needs = Needs(hidden=True)
 
     def __init__(
         self,
@@ -60,16 +69,16 @@ class Medusa(PathIndependentDrafter):
     @classmethod
     def from_target(
         cls,
-        target: nn.Module,
+        target: PreTrainedModel,
         *,
         num_heads: int = 3,
         num_layers: int = 1,
         shared_lm_head: bool = False,
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
-        """Identity blocks and copies of the target's lm_head: at first every head predicts what the target does."""
+        """Return identity blocks and copies of the target's lm_head: every head starts with the target's prediction."""
         check_heads(num_heads, num_layers, context_limit(target.config))
-        vocab_size, hidden_size = target.get_output_embeddings().weight.shape
+        hidden_size, vocab_size = target_sizes(target)
         size = None if draft_vocabulary is None else len(draft_vocabulary)
         drafter = cls(hidden_size, vocab_size, num_heads, num_layers, shared_lm_head, size)
         drafter.lm_heads.copy_from(target, draft_vocabulary)
@@ -78,6 +87,10 @@ class Medusa(PathIndependentDrafter):
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
         return self.lm_heads.vocabulary
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.blocks.parameters()).dtype
 
     def config(self) -> dict[str, Any]:
         keys = ("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head")
@@ -93,15 +106,15 @@ class Medusa(PathIndependentDrafter):
         require_states(context, "Medusa heads")
 
     def begin(self, rows: list[int]) -> Tensor:
-        self._hidden_BH = last_states(self.context, self.blocks[0][0].linear.weight.dtype)
+        self._hidden_BH = last_states(self.context, self.dtype)
         return self.logits_at(0)
 
     def logits_at(self, depth: int) -> Tensor:
         return self.lm_heads.full(depth, self.blocks[depth](self._hidden_BH))
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        # A target in half precision may train heads that are kept in fp32.
-        hidden_BTH = signals.hidden_BTH.to(self.blocks[0][0].linear.weight.dtype)
+        # The heads may be kept in fp32 while the target is in half precision.
+        hidden_BTH = signals.hidden_BTH.to(self.dtype)
         return [
             DraftStates(block(hidden_BTH), self.lm_heads[k], offset=k + 1, vocabulary_D=self.lm_heads.tokens_D)
             for k, block in enumerate(self.blocks)

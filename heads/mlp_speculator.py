@@ -1,28 +1,29 @@
-"""The MLP speculator: a small recurrent state that starts as the target's and takes in one draft token a step.
+"""MLP speculator: a small recurrent state, initially the target's, updated with one draft token per step.
 
-    final state of t ──▶ norm ──▶ z0 ─▶ [ z ← GELU(norm(a·P z + b·E x)) ] ─▶ … one step a draft token
+    final state of t ──▶ norm ──▶ z0 ─▶ [ z ← GELU(norm(a·P z + b·E x)) ] ─▶ … one step per draft token
                                             ▲                  │
                               embedding of t+1, d1, d2 …       └──▶ lm_head ──▶ token t+2, t+3, …
 
-With tied weights one step serves all positions. Wertheimer et al. 2024, arXiv:2404.19124.
+With tied weights all positions share one step. Wertheimer et al. 2024, arXiv:2404.19124.
 """
 
 import math
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 
 STATE_SHARE = 0.5
-"""How much of the new state's variance comes from the old one, to the power of the number of heads (section 3)."""
+"""Share of the last state's variance that comes from the initial state (section 3)."""
 
-# Shapes: n nodes, H the target's hidden size, S the speculator's.
+# Shapes: n nodes, H hidden size of the target, S size of the speculator's state.
 
 
 class SpeculatorStep(nn.Module):
-    """z ← GELU(norm(a·P z + b·E x)); a² and b²·2/size, by which embeddings are smaller than states, add up to 1."""
+    """z ← GELU(norm(a·P z + b·E x)), with a² + b²·2/size = 1, since embeddings are smaller than states."""
 
     def __init__(self, input_size: int, size: int, vocab_size: int, state_weight: float) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class SpeculatorStep(nn.Module):
 
 
 class MlpSpeculator(TokenHeads):
-    """Steps with embeddings of their own; `tie_weights`: all but the first, whose input is wider, are one."""
+    """Recurrent steps with their own embeddings; with `tie_weights` steps of equal input size are one module."""
 
     type: ClassVar[str] = "mlp_speculator"
 
@@ -59,7 +60,7 @@ class MlpSpeculator(TokenHeads):
         self.max_draft_length = num_heads
         weight = STATE_SHARE ** (0.5 / num_heads)
         self.scale = nn.LayerNorm(hidden_size, elementwise_affine=False)
-        # Tied, the first step is apart only where the target's state has another width.
+        # With tied weights the first step is separate only where the target's state has another size.
         apart = hidden_size != inner_size
         count = num_heads if not tie_weights else min(num_heads, 1 + apart)
         self.steps = nn.ModuleList(
@@ -70,14 +71,14 @@ class MlpSpeculator(TokenHeads):
     @classmethod
     def from_target(
         cls,
-        target: nn.Module,
+        target: PreTrainedModel,
         *,
         num_heads: int = 3,
         inner_size: int | None = None,
         tie_weights: bool = True,
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
-        """Embeddings and, at the target's width, lm_heads start as the target's."""
+        """Return random steps; at the target's width the lm_heads start as copies of the target's."""
         check_heads(num_heads, 1, context_limit(target.config))
         hidden_size, vocab_size = target_sizes(target)
         size = None if draft_vocabulary is None else len(draft_vocabulary)

@@ -1,17 +1,22 @@
-"""Values that a transformers model's config states in more than one way."""
+"""Values of a transformers model's config that architectures store in different ways."""
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
 
 
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the config of the model's text decoder, which for most models is the model's config."""
+    return model.config.get_text_config(decoder=True)
+
+
 def context_limit(config: PreTrainedConfig) -> int | None:
     """Return the number of positions that a model of this config can read; None when the config states no limit."""
     if getattr(config, "relative_attention_num_buckets", None):
         return None  # relative positions: T5's n_positions is the length that it was trained with, not a limit
-    text_config = config.get_text_config(decoder=True)
+    decoder = config.get_text_config(decoder=True)
     for key in ("max_position_embeddings", "n_positions"):
-        limit = getattr(text_config, key, None)
+        limit = getattr(decoder, key, None)
         if limit:
             return int(limit)
     return None

@@ -1,9 +1,10 @@
-"""Drafters with nothing to train: they propose what followed the same tokens before, in the text or in a corpus.
+"""Drafters without training: they propose the tokens that followed an earlier match, in the text or in a corpus.
 
     ... the cat sat on the | mat and slept ...        earlier in the text, or in the datastore
-                         ... on the |                 the text's end now: proposes "mat and slept"
+                         ... on the |                 end of the text: proposes "mat and slept"
 
-Their tokens are not drawn from any q; the point-mass rule verifies them exactly. Prompt lookup: Saxena 2023; suffix
+Their tokens are not drawn from a distribution q; the point-mass rule verifies them exactly. Prompt lookup: Saxena 2023;
+suffix
 automata for drafting: Hu et al. 2024 (SAM decoding), arXiv:2411.10666; a datastore: He et al. 2023 (REST),
 arXiv:2311.08252.
 """
@@ -15,26 +16,28 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Context, Drafter, Needs, Tree
+from draftsmith.heads.base import Context, Drafter, Tree
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.suffix import Datastore, SuffixAutomaton
 
 SEPARATOR = -1
-"""Stands between an encoder's source and the decoder's tokens; no token is equal to it."""
+"""Separates the source of an encoder from the decoder's tokens; no token has this id."""
 
 
 class Index(Protocol):
-    """Finds earlier occurrences of the end of one text."""
+    """Index of one text that finds earlier occurrences of its end."""
 
     def extend(self, tokens: list[int]) -> None:
-        """The text has grown."""
+        """Append tokens to the text."""
+        ...
 
     def propose(self, count: int) -> tuple[int, list[int]]:
-        """(length of the match, up to `count` tokens that followed it); (0, []) without a match."""
+        """Return (length of the match, up to `count` tokens that followed it); (0, []) without a match."""
+        ...
 
 
 class NgramIndex:
-    """Where each n-gram of up to `longest` tokens last ended, so that a lookup is a few dictionary reads."""
+    """Index of the last end of each n-gram of up to `longest` tokens."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -54,7 +57,7 @@ class NgramIndex:
 
     def propose(self, count: int) -> tuple[int, list[int]]:
         for size in range(min(self._longest, len(self._text) - 1), 0, -1):
-            # The text's own end is the last occurrence; the one before it has something behind it.
+            # The last occurrence is the end of the text itself; the one before it has a continuation.
             end = self._before.get(tuple(self._text[-size:]))
             if end is not None:
                 return size, self._text[end : end + count]
@@ -62,7 +65,7 @@ class NgramIndex:
 
 
 class SuffixIndex:
-    """The longest match of any length, in the text by a suffix automaton and in a corpus by its datastore."""
+    """Index for the longest match of any length: a suffix automaton of the text and a datastore of a corpus."""
 
     def __init__(self, datastore: Datastore | None = None) -> None:
         self._automaton = SuffixAutomaton()
@@ -76,20 +79,20 @@ class SuffixIndex:
     def propose(self, count: int) -> tuple[int, list[int]]:
         length = self._automaton.match()[0]
         if self._datastore is not None:
-            # The text itself wins a tie: what is repeated here is likelier than what is usual elsewhere.
-            found, continuation = self._datastore.lookup(self._tail, count, min_match=length + 1)
-            if found > length:
-                return found, continuation
+            # Ties go to the text itself, whose repetitions are more likely to continue than those of a corpus.
+            matched, continuation = self._datastore.lookup(self._tail, count, min_match=length + 1)
+            if matched > length:
+                return matched, continuation
         return (length, self._automaton.continuation(count)) if length else (0, [])
 
 
 class Retrieval(Drafter):
-    """Proposes from one index a text; the longer the match, the more tokens.
+    """Proposes the continuation of a match in an index of the text; longer matches propose more tokens.
 
     Args:
-        draft_length: the most tokens a round.
-        min_match: shorter matches propose nothing.
-        factor: draft tokens for each token of the match.
+        draft_length: maximum number of draft tokens per round.
+        min_match: minimum length of a match; shorter matches propose nothing.
+        factor: draft tokens per token of the match.
     """
 
     only_retrieves: ClassVar[bool] = True
@@ -101,10 +104,11 @@ class Retrieval(Drafter):
                 raise ConfigError.of(key, value, ">= 1")
         if not factor > 0:
             raise ConfigError.of("factor", factor, "a number above 0")
-        self.max_draft_length, self.min_match, self.factor = draft_length, min_match, factor
+        self.max_draft_length = self._draft_length = draft_length
+        self.min_match, self.factor = min_match, factor
 
     def index(self) -> Index:
-        """An empty index for a new text."""
+        """Return an empty index for a new text."""
         raise NotImplementedError
 
     def start(self, context: Context) -> None:
@@ -121,11 +125,11 @@ class Retrieval(Drafter):
         return self.matched(row, room)[1]
 
     def matched(self, row: int, room: int) -> tuple[int, Draft]:
-        """The length of the match and the draft, which is empty when the match is too short."""
+        """Return the length of the match and the draft, which is empty when the match is too short."""
         text, index = self.context.texts[row], self._indexes[row]
         index.extend(text.tokens[self._read[row] :])
         self._read[row] = len(text.tokens)
-        length, tokens = index.propose(min(room, self.max_draft_length))
+        length, tokens = index.propose(min(room, self._draft_length))
         if length < self.min_match:
             return length, Draft()
         if SEPARATOR in tokens:
@@ -137,7 +141,7 @@ class Retrieval(Drafter):
 
 
 class PromptLookup(Retrieval):
-    """The most recent earlier occurrence of the last `max_ngram` tokens or fewer."""
+    """Prompt lookup: matches the most recent earlier occurrence of the last `max_ngram` tokens or fewer."""
 
     type: ClassVar[str] = "prompt-lookup"
 
@@ -152,7 +156,7 @@ class PromptLookup(Retrieval):
 
 
 class SuffixRetrieval(Retrieval):
-    """The longest earlier match of any length, and of the corpus in `datastore` when it has a longer one."""
+    """Matches the longest earlier occurrence of any length, or of the corpus in `datastore` when that is longer."""
 
     type: ClassVar[str] = "suffix"
 
@@ -172,9 +176,9 @@ class SuffixRetrieval(Retrieval):
 
 
 class Hybrid(Drafter):
-    """Takes what retrieval finds when it matches at least `min_match` tokens, otherwise the trained drafter's draft.
+    """Proposes the retrieved draft when at least `min_match` tokens match, otherwise the trained drafter's draft.
 
-    A long match is both likelier to go on and free; the drafter catches up on the text when it is asked again.
+    A long match is likely to continue and costs no model pass. The drafter reads the skipped tokens at its next call.
     """
 
     type: ClassVar[str] = "hybrid"
@@ -188,10 +192,7 @@ class Hybrid(Drafter):
         self.context_limit, self.draft_length_hint = drafter.context_limit, drafter.draft_length_hint
         self.max_draft_length, self.target_quality = drafter.max_draft_length, drafter.target_quality
         self.model = getattr(drafter, "model", None)
-
-    @property
-    def needs(self) -> Needs:
-        return self.drafter.needs
+        self.needs = drafter.needs
 
     def start(self, context: Context) -> None:
         super().start(context)

@@ -1,13 +1,13 @@
-"""P-EAGLE: EAGLE-3's network that drafts all positions in one pass, with mask tokens in place of unknown ones.
+"""P-EAGLE: EAGLE-3's network drafts all positions in one pass, with mask tokens in place of unknown tokens.
 
     position     t          t+1     t+2     t+3
-    state        g_t        mask    mask    mask        (a learned state stands in for those not known yet)
+    state        g_t        mask    mask    mask        (one learned state for all unknown states)
     token        x_{t+1}    mask    mask    mask
                   │          │       │       │
-                  └─▶ d1     └─▶ d2  └─▶ d3  └─▶ d4      each sees what is committed and the masks before it
+                  └─▶ d1     └─▶ d2  └─▶ d3  └─▶ d4      each sees the committed tokens and the masks before it
 
-So q at a depth does not depend on the draft tokens before it. P-EAGLE (Amazon, 2026), in the shapes that vLLM's
-speculators document; mask tokens as in PARD, arXiv:2504.18583.
+The probabilities at a depth do not depend on the draft tokens before it. P-EAGLE (Amazon, 2026), in the shapes of
+vLLM's speculators; mask tokens as in PARD, arXiv:2504.18583.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import NetworkDrafter, shifted
 from draftsmith.heads.base import Context, DraftStates, TeacherSignals
 from draftsmith.heads.eagle3 import Eagle3Network, start_from_target, three_depths, vocabulary_size
-from draftsmith.heads.hidden_states import positions_like
+from draftsmith.heads.hidden_states import positions_like, weight_of
 from draftsmith.heads.layers import UnrolledAttention, layer_config
 from draftsmith.heads.multi_head import PathIndependentDrafter
 
@@ -30,7 +30,7 @@ from draftsmith.heads.multi_head import PathIndependentDrafter
 
 @dataclass
 class Line:
-    """Tokens one after the other, as a tree."""
+    """A sequence of tokens as a tree with one path."""
 
     tokens: list[int]
 
@@ -39,8 +39,8 @@ class Line:
         self.depths = list(range(1, len(self.tokens) + 1))
 
 
-class ParallelEagle(NetworkDrafter, PathIndependentDrafter):
-    """EAGLE-3's network, asked once a round."""
+class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
+    """EAGLE-3's network with one pass per round."""
 
     type: ClassVar[str] = "peagle"
 
@@ -63,7 +63,7 @@ class ParallelEagle(NetworkDrafter, PathIndependentDrafter):
     @classmethod
     def from_target(
         cls,
-        target: nn.Module,
+        target: PreTrainedModel,
         *,
         num_tokens: int = 5,
         num_hidden_layers: int = 1,
@@ -71,7 +71,8 @@ class ParallelEagle(NetworkDrafter, PathIndependentDrafter):
         mask_token: int | None = None,
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
-        """As EAGLE-3; the mask token is any token of the target that texts hardly hold, by default its last."""
+        """Return layers of the target's width, initialised as EAGLE-3's. The mask token, by default the target's last,
+        should be rare in texts."""
         if num_tokens < 1:
             raise ConfigError.of("drafter.num_tokens", num_tokens, ">= 1")
         drafter = cls(
@@ -98,12 +99,12 @@ class ParallelEagle(NetworkDrafter, PathIndependentDrafter):
             self._runner.append(unread, states)
 
     def _states(self, counts: list[int]) -> list[Tensor]:
-        """The next committed tokens' states."""
+        """Return the states of the next `counts` committed tokens of each text."""
         features = [text.take_features(count) for text, count in zip(self.context.texts, counts, strict=True)]
         return [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features]
 
     def begin(self, rows: list[int]) -> Tensor:
-        """One pass over what is new and the masks behind it; the masks are forgotten at once."""
+        """Read new committed tokens and the masks after them in one pass; then the masks are dropped from the cache."""
         unread: list[list[int]] = [[] for _ in self.context.texts]
         for row in rows:
             unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] + 1 :]
@@ -116,9 +117,9 @@ class ParallelEagle(NetworkDrafter, PathIndependentDrafter):
         ]
         logits = self._runner.branch(lines, [list(range(len(line.tokens))) for line in lines], states)
         self._runner.commit([list(range(count)) for count in counts])
-        some = logits[rows[0]].new_zeros(self.num_tokens, logits[rows[0]].shape[-1])
-        behind = [rows_nV[count - 1 :] if count else some for rows_nV, count in zip(logits, counts, strict=True)]
-        self._logits_KBV = torch.stack(behind, 1)
+        unasked_KV = logits[rows[0]].new_zeros(self.num_tokens, logits[rows[0]].shape[-1])
+        asked = [rows_nV[count - 1 :] if count else unasked_KV for rows_nV, count in zip(logits, counts, strict=True)]
+        self._logits_KBV = torch.stack(asked, 1)
         return self._logits_KBV[0]
 
     def logits_at(self, depth: int) -> Tensor:
@@ -128,9 +129,10 @@ class ParallelEagle(NetworkDrafter, PathIndependentDrafter):
         self._runner.drop(rows)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        """Behind every position a line of masks, which is what the training-time test's attention shows them."""
+        """Return states of masks after every position, with the attention of the training-time test."""
         body, ids_BT = self.body, signals.input_ids_BT
         positions_BT = positions_like(ids_BT, signals.documents_BT)
+        assert signals.features_BTF is not None, "the drafter's needs name layers"
         states_BTH = body.project(signals.features_BTF.to(body.dtype))
         embeds_BTH = body.embed(shifted(ids_BT, 1))
         mask_BT = torch.full_like(ids_BT, self.mask_token)
@@ -140,7 +142,7 @@ class ParallelEagle(NetworkDrafter, PathIndependentDrafter):
             if k > 0:
                 embeds_BTH, states_BTH = body.embed(mask_BT), self.mask_hidden.expand_as(states_BTH)
             out_BTH = body.step(embeds_BTH, states_BTH, body.rotary(embeds_BTH, positions_BT + k), attend)
-            # The mask's state has to get a gradient, which it gets nowhere else where a draft is one token.
+            # The mask's state needs a gradient in every batch; with one draft token nothing else gives it one.
             trained = (*body.head_parameters(), self.mask_hidden)
             unrolled.append(
                 DraftStates(out_BTH, body.head, offset=k + 1, vocabulary_D=tokens_D, head_parameters=trained)
@@ -148,9 +150,9 @@ class ParallelEagle(NetworkDrafter, PathIndependentDrafter):
         return unrolled
 
 
-def default_mask_token(target: nn.Module, wanted: int | None) -> int:
-    """`wanted`, or the target's last token; ConfigError for one that it does not have."""
-    vocab_size = target.get_input_embeddings().weight.shape[0]
+def default_mask_token(target: PreTrainedModel, wanted: int | None) -> int:
+    """Return `wanted`, by default the target's last token; raise ConfigError for a token outside its vocabulary."""
+    vocab_size = weight_of(target.get_input_embeddings()).shape[0]
     token = vocab_size - 1 if wanted is None else wanted
     if not 0 <= token < vocab_size:
         raise ConfigError.of("drafter.mask_token", token, f"0 to {vocab_size - 1}")

@@ -1,10 +1,9 @@
-"""A suffix automaton over a growing text: the longest end of the text that has occurred before, at once.
+"""Suffix automaton of a growing text, and suffix array of a corpus, for drafting from earlier occurrences.
 
-Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text"; each token costs amortised O(1).
-
-A corpus to draft from: its suffix array finds where the end of a text occurs, and what followed most often.
-
-Manber & Myers 1990, by prefix doubling; as a drafter's memory: REST, He et al. 2023, arXiv:2311.08252.
+`SuffixAutomaton` finds the longest suffix of the text that occurred before, in amortised O(1) per token: Blumer et al.
+1985, "The smallest automaton recognizing the subwords of a text". `Datastore` finds a text's suffix in a corpus and
+its most frequent continuation: Manber & Myers 1990, by prefix doubling; for drafting: REST, He et al. 2023,
+arXiv:2311.08252.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,16 +18,16 @@ from safetensors.numpy import save_file
 from draftsmith.errors import ConfigError, reason_of
 
 SEPARATOR = -1
-"""Stands behind each document; nothing matches or continues across it."""
+"""Marks the end of each document; no match or continuation crosses it."""
 FORMAT = "1"
 LOOKED_AT = 512
-"""Occurrences that are counted for the most frequent next token; of more, that many evenly spread."""
+"""Occurrences that are counted for the most frequent next token; of more, an evenly spaced sample."""
 
 # Shapes: N tokens of the corpus, separators included.
 
 
 class Datastore:
-    """Tokens and their suffix array, both int32 [N]. Made by `build` or `load`."""
+    """A corpus and its suffix array, both int32 [N]. Created by `build` or `load`."""
 
     def __init__(self, tokens_N: np.ndarray, suffixes_N: np.ndarray) -> None:
         self._tokens, self._suffixes = tokens_N, suffixes_N
@@ -38,7 +37,7 @@ class Datastore:
 
     @classmethod
     def build(cls, documents: Iterable[list[int]]) -> Self:
-        """Sort all suffixes of the documents."""
+        """Build the suffix array of the documents."""
         parts = [np.asarray([*document, SEPARATOR], np.int32) for document in documents]
         tokens_N = np.concatenate(parts) if parts else np.empty(0, np.int32)
         return cls(tokens_N, _suffix_array(tokens_N))
@@ -49,13 +48,11 @@ class Datastore:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """ConfigError for a missing, damaged or foreign file."""
+        """Load a saved datastore; raise ConfigError for a missing or damaged file, or one of another format."""
         try:
             with safe_open(path, "np") as file:
                 if (file.metadata() or {}).get("draftsmith_datastore") != FORMAT:
-                    raise ConfigError(
-                        f"datastore={path} is not one of ours; expected a file that `Datastore.save` wrote"
-                    )
+                    raise ConfigError(f"datastore={path} is no datastore; expected a file written by `Datastore.save`")
                 tokens_N, suffixes_N = file.get_tensor("tokens"), file.get_tensor("suffixes")
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"datastore={path} cannot be read ({reason_of(error)}); expected a whole file") from error
@@ -64,12 +61,12 @@ class Datastore:
     def lookup(
         self, context: list[int], count: int, *, max_match: int = 16, min_match: int = 1
     ) -> tuple[int, list[int]]:
-        """The longest suffix of `context` in the corpus that something follows: (its length, up to `count` tokens).
+        """Find the longest suffix of `context` in the corpus: (its length, up to `count` tokens of its continuation).
 
-        The continuation takes the most frequent next token again and again, among the occurrences that agree so far.
-        (0, []) when no suffix of at least `min_match` tokens occurs.
+        Each token of the continuation is the most frequent one among the occurrences that agree so far. (0, []) when
+        no suffix of at least `min_match` tokens occurs with a continuation.
         """
-        # A longer suffix occurs only where its shorter ones do: the longest is found by bisection on the length.
+        # A suffix occurs only where its own suffixes do, so bisection on the length finds the longest.
         low, high, best = min_match, min(max_match, len(context)), (0, 0, 0)
         while low <= high:
             middle = (low + high) // 2
@@ -89,7 +86,7 @@ class Datastore:
         return (length, tokens) if tokens else (0, [])
 
     def _interval(self, pattern: list[int]) -> tuple[int, int]:
-        """Where in the suffix array the suffixes begin with `pattern`."""
+        """Return the interval of the suffix array whose suffixes begin with `pattern`."""
         size = len(pattern)
 
         def prefix(suffix: int) -> list[int]:
@@ -98,19 +95,20 @@ class Datastore:
         return bisect_left(self._suffixes, pattern, key=prefix), bisect_right(self._suffixes, pattern, key=prefix)
 
     def _next(self, suffix: int, offset: int) -> int:
+        """Return the token at `offset` of a suffix."""
         place = suffix + offset
         return int(self._tokens[place]) if place < len(self._tokens) else SEPARATOR
 
     def _most_frequent(self, start: int, end: int, offset: int) -> int | None:
-        """The token that most often stands `offset` behind the suffixes; None where only ends of documents do."""
+        """Return the most frequent token at `offset` of the suffixes; None where all of them end there."""
         step = max(1, (end - start) // LOOKED_AT)
         places = self._suffixes[start:end:step].astype(np.int64) + offset
         tokens = self._tokens[np.minimum(places, len(self._tokens) - 1)]
-        found, counts = np.unique(tokens[tokens != SEPARATOR], return_counts=True)
-        return int(found[counts.argmax()]) if len(found) else None
+        values, counts = np.unique(tokens[tokens != SEPARATOR], return_counts=True)
+        return int(values[counts.argmax()]) if len(values) else None
 
     def _narrowed(self, start: int, end: int, offset: int, token: int) -> tuple[int, int]:
-        """The part of an interval in which `token` stands at `offset`."""
+        """Return the part of an interval whose suffixes have `token` at `offset`."""
 
         def following(suffix: int) -> int:
             return self._next(suffix, offset)
@@ -122,7 +120,7 @@ class Datastore:
 
 
 def _suffix_array(tokens_N: np.ndarray) -> np.ndarray:
-    """Start of every suffix, sorted: ranks by the first 1, 2, 4, ... tokens until all differ. int32 [N]."""
+    """Return the start of every suffix in sorted order, int32 [N], from ranks by the first 1, 2, 4, … tokens."""
     N = len(tokens_N)
     if N == 0:
         return np.empty(0, np.int32)
@@ -142,18 +140,19 @@ def _suffix_array(tokens_N: np.ndarray) -> np.ndarray:
 
 
 class SuffixAutomaton:
-    """Every substring of the text so far is a path from state 0; a state stands for substrings with the same ends."""
+    """Automaton in which every substring of the text is a path from state 0; a state is a set of substrings with equal
+    end positions."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._text: list[int] = []
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
-        """The state of the longest suffix of this state's substrings that also ends elsewhere."""
+        """For each state, the state of the longest suffix of its substrings that also ends elsewhere."""
         self._longest = [0]
         self._end = [0]
-        """Tokens up to and including the end at which this state was made, or matched last."""
+        """For each state, the number of tokens up to the end at which it was created or matched last."""
         self._last = 0
-        """The state of the whole text. Its link is the longest suffix that ends earlier too."""
+        """The state of the whole text. Its link is the longest suffix that also ends earlier."""
         self._match_end = 0
         self.extend(tokens)
 
@@ -167,17 +166,17 @@ class SuffixAutomaton:
             matched = self._link[self._last]
             self._match_end = self._end[matched]
             if matched:
-                self._end[matched] = len(self._text)  # the next time, this is the most recent end
+                self._end[matched] = len(self._text)  # most recent end for the next match
 
     def match(self) -> tuple[int, int]:
-        """(length of the longest suffix that also ended earlier, how many tokens stand up to that end); (0, 0) if none.
+        """Return (length of the longest suffix that also ended earlier, number of tokens up to that end), or (0, 0).
 
-        Of several earlier ends it is the last at which this very match was found, otherwise the first.
+        Of several earlier ends it is the last at which the same match was returned, otherwise the first.
         """
         return self._longest[max(self._link[self._last], 0)], self._match_end
 
     def continuation(self, count: int) -> list[int]:
-        """Up to `count` tokens that followed the match; past the text's end it repeats, as a copy of itself would."""
+        """Return `count` tokens that followed the match; at the end of the text they repeat periodically."""
         if self._match_end == 0:
             return []
         period = len(self._text) - self._match_end
@@ -197,14 +196,14 @@ class SuffixAutomaton:
         self._last = new
 
     def _split(self, state: int, token: int) -> int:
-        """The state behind `state` by `token` that holds no longer substrings; made from the present one if need be."""
-        behind = self._next[state][token]
-        if self._longest[behind] == self._longest[state] + 1:
-            return behind
-        clone = self._add(dict(self._next[behind]), self._longest[state] + 1, self._end[behind])
-        self._link[clone] = self._link[behind]
-        self._link[behind] = clone
-        while state != -1 and self._next[state].get(token) == behind:
+        """Return the state after `state` and `token` without longer substrings, which may be split from another."""
+        target = self._next[state][token]
+        if self._longest[target] == self._longest[state] + 1:
+            return target
+        clone = self._add(dict(self._next[target]), self._longest[state] + 1, self._end[target])
+        self._link[clone] = self._link[target]
+        self._link[target] = clone
+        while state != -1 and self._next[state].get(token) == target:
             self._next[state][token] = clone
             state = self._link[state]
         return clone

@@ -1,11 +1,8 @@
-"""What a checkpoint's config.json may say, checked before anything is built from it: it may have come from anyone.
+"""Validation of untrusted drafter files: config.json is checked before anything is built from it.
 
-Building a module from a config that anyone may have written, within what the weights beside it can fill.
-
-safetensors checks its own header: the tensors that it names fill the file exactly. So files bound the memory that they
-take; a config does not, and is held to them here: a claim that is too large is refused before memory is taken for it.
-
-A drafter's folder on this machine, fetched from the Hub first where its name is a repository's.
+The memory that a safetensors file can use is bounded by its size, since the tensors of its header fill the file
+exactly. A config has no such bound: `bounded` raises an error when a module built from it would need more memory than
+the weights justify, before that memory is allocated. `local_folder` downloads repositories, without code and pickles.
 """
 
 import json
@@ -28,34 +25,37 @@ from draftsmith.reading import read_json, require_regular
 
 Shapes = dict[str, tuple[int, ...]]
 ALWAYS = 2**24
-"""Numbers that any config may claim: 64 MiB in float32."""
+"""Numbers that any config may allocate: 64 MiB in float32."""
 WHOLE, PACKED = 4, 16
-"""Numbers that may be built for each in a file: an encoder-decoder model makes its embeddings four times before it ties
-them; of quantized weights one number may hold eight."""
+"""Numbers that may be allocated for each number in a file: an encoder-decoder model creates its embeddings four times
+before they are tied; in quantized weights one number may hold eight."""
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.eye)
 
 
 def shapes_in(folder: Path) -> Shapes:
-    """The shape of every tensor in the folder's safetensors, from their headers. ConfigError for a damaged file."""
-    found: Shapes = {}
+    """Return the shape of every tensor in the folder's safetensors headers; raise ConfigError for a damaged file."""
+    shapes: Shapes = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
         except (SafetensorError, OSError) as error:
             why = f"{file.name} cannot be read ({error})"
             raise ConfigError(f"drafter={folder}: {why}; expected whole safetensors weights") from error
-    return found
+    return shapes
 
 
 @contextmanager
 def bounded(name: str | Path, held: Shapes, *, packed: bool = False) -> Iterator[None]:
-    """ConfigError where what is built inside takes more memory, or more parameters, than such files could ask for.
+    """Limit the memory and the parameters of modules that are built inside the context to what the files justify.
 
     Args:
-        name: of the drafter, for errors.
-        held: what its files hold.
-        packed: quantized weights.
+        name: name of the drafter, for errors.
+        held: shapes of the tensors in its files.
+        packed: whether the weights are quantized.
+
+    Raises:
+        ConfigError: before an allocation that exceeds the limit.
     """
     numbers = sum(math.prod(shape) for shape in held.values())
     most = ALWAYS + (PACKED if packed else WHOLE) * numbers
@@ -64,7 +64,7 @@ def bounded(name: str | Path, held: Shapes, *, packed: bool = False) -> Iterator
     def registered(*_: Any) -> None:
         nonlocal parameters
         parameters += 1
-        if parameters > 4 * len(held) + 1024:  # what is tied, fused or put in another's place registers again
+        if parameters > 4 * len(held) + 1024:  # tied, fused and replaced parameters register again
             raise _refusal(name, f"{parameters} parameters or more", f"what {len(held)} tensors can fill")
 
     def refuse(claimed: int) -> None:
@@ -79,22 +79,24 @@ def bounded(name: str | Path, held: Shapes, *, packed: bool = False) -> Iterator
 
 
 class _Allowance(TorchFunctionMode):
-    """Adds up the sizes that torch is asked for, and calls `refuse` with the sum before it goes beyond `most`."""
+    """Sums the sizes of tensors that torch allocates, and calls `refuse` with the sum before it exceeds `most`."""
 
     def __init__(self, most: int, refuse: Callable[[int], None]) -> None:
         super().__init__()
         self._most, self._refuse, self._taken = most, refuse, 0
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function in FACTORIES:
-            self._taken += _asked(function, args, kwargs or {})
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in FACTORIES:
+            self._taken += _requested(func, args, kwargs or {})
             if self._taken > self._most:
                 self._refuse(self._taken)
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
-def _asked(function: Any, args: tuple, named: dict[str, Any]) -> int:
-    """Numbers that a factory is asked for."""
+def _requested(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """Return how many numbers a factory function allocates for these arguments."""
     if function is torch.arange:
         given = named | dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False))
         return int(abs(given["end"] - given.get("start", 0)) / abs(given.get("step", 1))) + 1
@@ -111,19 +113,19 @@ def _refusal(name: str | Path, claimed: str, expected: str) -> ConfigError:
 
 
 DATA = ("*.json", "*.safetensors", "*.txt", "*.model")
-"""What is fetched: data. No code, no pickled weights."""
+"""Files that are downloaded: no code and no pickled weights."""
 
 
 def local_folder(path_or_repo: str, revision: str | None = None) -> Path:
-    """The folder of a drafter.
+    """Return the local folder of a drafter, downloaded first for a repository of the Hub.
 
     Args:
         path_or_repo: a local folder, `user/name` or `user/name@revision`.
         revision: a branch, tag or commit of the repository.
 
     Raises:
-        ConfigError: for a folder or repository that is not there, a name in it that would leave the cache, or a
-            revision given twice or with a local folder.
+        ConfigError: for a missing folder or repository, a file name that would leave the cache, or a revision given
+            twice or with a local folder.
     """
     if Path(path_or_repo).is_dir():
         if revision is not None:
@@ -134,16 +136,17 @@ def local_folder(path_or_repo: str, revision: str | None = None) -> Path:
         raise ConfigError(f"drafter={path_or_repo} with revision={revision!r}; expected one of the two")
     try:
         return Path(snapshot_download(repo, revision=named if at else revision, allow_patterns=list(DATA)))
-    except Exception as error:  # the client has no common base: its own, httpx's, OSError, ValueError
+    except Exception as error:  # no common base class: the client's own errors, httpx's, OSError, ValueError
         raise ConfigError(
             f"drafter={path_or_repo}; expected a local folder or a Hub id ({reason_of(error)})"
         ) from error
 
 
 def require_whole_model(key: str, name: str, revision: str | None = None) -> None:
-    """ConfigError for a folder or repository that holds a peft adapter, alone or beside a model.
+    """Raise ConfigError for a folder or repository with a peft adapter, with or without a model.
 
-    transformers would put it on unasked: pickled where it is no safetensors, and of any size that its config claims.
+    transformers would load it automatically: from a pickle where there is no safetensors file, and in any size that
+    its config states.
     """
     if find_adapter_config_file(name, revision=revision) is not None:
         expected = "a whole model, or of a target the local folder of an adapter"
@@ -151,24 +154,24 @@ def require_whole_model(key: str, name: str, revision: str | None = None) -> Non
 
 
 LARGEST_JSON = 8 * 2**20
-"""Bytes of a config or an index; those of the largest models have less than one MiB."""
+"""Maximum bytes of a config or an index; those of the largest models are below one MiB."""
 INDEX = "model.safetensors.index.json"
 LONGEST_DRAFT = 1024
-"""Tokens that a config may ask to draft in a round."""
+"""Maximum draft length of a config."""
 IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-"""Keys by which transformers may be told to fetch a kernel, which is code, from a repository."""
+"""Keys whose value can make transformers download a kernel, which is code, from a repository."""
 
 Text = Annotated[str, Field(max_length=4096)]
 
 
 class _Stored(BaseModel):
-    """Keys that have come since are left alone; those that are known have to be of their type, with no conversion."""
+    """Base of stored sections: unknown keys are ignored; known ones must have their type, without conversion."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
 class StoredTarget(_Stored):
-    """The target that a drafter was trained for, as `describe_target` tells it."""
+    """The target that a drafter was trained for, as written by `describe_target`."""
 
     name: Text
     revision: Text | None = None
@@ -176,7 +179,7 @@ class StoredTarget(_Stored):
     hidden_size: Annotated[int, Field(ge=1, le=2**20)]
     model_fingerprint: Text
     float16_fingerprint: Text | None = None
-    """Of the same weights in float16; see `model_fingerprints`."""
+    """Fingerprint of the same weights in float16; see `model_fingerprints`."""
     tokenizer_fingerprint: Text | None = None
     quality: dict[str, float] | None = None
 
@@ -194,14 +197,14 @@ class StoredDrafter(_Stored):
 
 
 def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredDrafter | None]:
-    """The content of config.json and its section of ours, None where it is not a checkpoint of ours.
+    """Return the content of config.json and its `draftsmith` section, None for a checkpoint without one.
 
     Args:
-        name: of the drafter, for errors.
+        name: name of the drafter, for errors.
 
     Raises:
-        ConfigError: for a file that is missing, too large or not JSON, a section with a wrong value, and anything that
-            would make a reader leave the folder or run code.
+        ConfigError: for a file that is missing, too large or not JSON, a section with an invalid value, and values
+            that would make a reader leave the folder or run code.
     """
     try:
         if folder.is_dir():
@@ -220,11 +223,12 @@ def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredD
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, ("draftsmith", *problem["loc"])))
-        found = repr(problem["input"])[:80]
-        raise ConfigError(f"drafter={name}: {key}={found} in config.json; {problem['msg'].lower()}") from error
+        value = repr(problem["input"])[:80]
+        raise ConfigError(f"drafter={name}: {key}={value} in config.json; {problem['msg'].lower()}") from error
 
 
 def _read_json(file: Path, what: str) -> dict[str, Any]:
+    """Return the object in a JSON file; raise ConfigError for another file, with `what` as its first words."""
     if not file.is_file():
         raise ConfigError(f"{what}; expected a folder with {file.name}, and there is none")
     size = file.stat().st_size
@@ -240,7 +244,7 @@ def _read_json(file: Path, what: str) -> dict[str, Any]:
 
 
 def _require_no_kernel(config: dict[str, Any], drafter: str | Path) -> None:
-    """ConfigError for one that the config, or that of a part of the model inside it, names."""
+    """Raise ConfigError for a kernel repository in the config or in the config of a part of the model."""
     for key, value in config.items():
         if key in IMPLEMENTATIONS and "/" in json.dumps(value):
             raise ConfigError(f"drafter={drafter}: {key}={value!r} in config.json names code; expected none")
@@ -249,7 +253,7 @@ def _require_no_kernel(config: dict[str, Any], drafter: str | Path) -> None:
 
 
 def _require_plain_names(names: Any, drafter: str | Path) -> None:
-    """ConfigError unless the shards that an index names lie beside it."""
+    """Raise ConfigError unless all shards of an index are files in its own folder."""
     for name in names.values() if isinstance(names, dict) else [names]:
         plain = isinstance(name, str) and name not in ("", "..") and name.endswith(".safetensors")
         if not plain or PurePosixPath(name).name != name or PureWindowsPath(name).name != name:

@@ -1,7 +1,4 @@
-"""What every layout is written from, and what a writer hands back.
-
-How vLLM and SGLang are started with a drafter that was exported for them: what exports and cards print.
-"""
+"""Input and output of the export writers, and the commands that start vLLM and SGLang with an export."""
 
 import json
 import shlex
@@ -13,10 +10,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.model_config import text_config
 from draftsmith.storage import write_json
 
 VLLM: dict[str, dict[str, Any]] = {
@@ -28,25 +26,26 @@ VLLM: dict[str, dict[str, Any]] = {
     "dspark": {"method": "dspark"},
     "mtp": {"method": "mtp"},
 }
-"""By type of drafter (DSpark's options make a dflash drafter one), what `--speculative-config` says of it."""
+"""Values of `--speculative-config` by type of drafter; dflash with DSpark's options is `dspark`."""
 UNSERVED = ("mtp",)
-"""Written for vLLM, and not served by it as it is: see docs/serving.md."""
+"""Types that are exported in vLLM's layout but not served by vLLM without changes, see docs/serving.md."""
 SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "hass": "EAGLE", "eagle3": "EAGLE3"}
-"""By type of drafter, `--speculative-algorithm`."""
+"""Values of `--speculative-algorithm` by type of drafter."""
 
 
 def vllm_type(kind: str, drafter: dict[str, Any]) -> str:
-    """A key of `VLLM`, or a type that it has no method for; `drafter` is what the checkpoint's config says of it."""
+    """Return the key of `VLLM` for a type, or the type; `drafter` is the section of the checkpoint's config."""
     return "dspark" if kind == "dflash" and (drafter.get("markov_rank") or drafter.get("confidence_head")) else kind
 
 
 def vllm_command(target: str, plan: dict[str, Any], folder: str, draft_length: int) -> str:
+    """Return the shell command that serves `target` with the drafter in `folder`."""
     plan = {**plan, "model": folder, "num_speculative_tokens": draft_length}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(plan))}"
 
 
 def sglang_command(target: str, algorithm: str, folder: str, draft_length: int, dtype: str | None = None) -> str:
-    """A chain: SGLang counts the last committed token among the draft tokens."""
+    """Return the shell command that serves chains; SGLang counts the last committed token as a draft token."""
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} \\\n"
         f"  --speculative-draft-model-path {folder} --speculative-num-steps {draft_length} \\\n"
@@ -75,50 +74,53 @@ class Source(Generic[D]):
     draft_length: int
     dtype: torch.dtype
     checkpoint: dict[str, Any]
-    """What `describe_target` said of the target."""
+    """The result of `describe_target`."""
     tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
-    def text(self) -> Any:
+    def text(self) -> PreTrainedConfig:
         """The target's text config."""
-        return self.target.config.get_text_config(decoder=True)
+        return text_config(self.target)
 
     @property
     def target_architectures(self) -> list[str]:
+        """The class names of the target's model."""
         return list(self.target.config.architectures or [type(self.target).__name__])
 
-    def require(self, fits: bool, found: str, expected: str) -> None:
-        """ConfigError in one line unless `fits`: the layout cannot say what `found` names."""
+    def require(self, fits: bool, value: str, expected: str) -> None:
+        """Raise ConfigError unless `fits`: the layout cannot express `value`."""
         if not fits:
-            raise ConfigError(f"drafter of type {self.drafter.type}: {found}; expected {expected}")
+            raise ConfigError(f"drafter of type {self.drafter.type}: {value}; expected {expected}")
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """`tensor` as it is written: on the CPU, floats in the export's dtype, with storage of its own."""
+        """Return a copy of `tensor` on the CPU, floats in the export's dtype."""
         tensor = tensor.detach().cpu()
         return (tensor.to(self.dtype) if tensor.is_floating_point() else tensor).clone().contiguous()
 
     def weights(self, module: nn.Module, rename: Callable[[str], str] = str) -> dict[str, Tensor]:
+        """Return the module's tensors as they are stored, under the names that `rename` gives them."""
         return {rename(name): self.stored(value) for name, value in module.state_dict().items()}
 
     def write(self, config: dict[str, Any], tensors: dict[str, Tensor], file: str = WEIGHTS) -> None:
+        """Write config.json and the tensors."""
         save_file(tensors, self.folder / file, metadata={"format": "pt"})
         write_json(self.folder / "config.json", config)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How to start what was written, and what is to be known about it."""
+    """How to use an export, and notes about it."""
 
     engine: str
     usage: str
-    """Shell or Python, `language` says which; `{folder}` stands for the export's folder or repository."""
+    """Code in the language `language`; `{folder}` is replaced by the export's folder or repository."""
     language: str = "sh"
     notes: list[str] = field(default_factory=list)
 
 
 def llama_fields(body: LlamaConfig, **changes: Any) -> dict[str, Any]:
-    """A Llama config in full. Rotary positions in the keys of transformers 5 and in those before."""
-    rope = dict(body.rope_parameters)
+    """Return a complete Llama config, with the rotary keys of transformers 5 and of earlier versions."""
+    rope: dict[str, Any] = {**(body.rope_parameters or {})}
     fields = {"model_type": "llama", **{key: getattr(body, key) for key in COPIED}}
     fields |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "tie_word_embeddings": False}
     if rope["rope_type"] != "default":
@@ -127,15 +129,24 @@ def llama_fields(body: LlamaConfig, **changes: Any) -> dict[str, Any]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """`bfloat16`"""
+    """Return the name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def with_output_biases(tensors: dict[str, Tensor], body: LlamaConfig) -> dict[str, Tensor]:
-    """Where a config says `attention_bias`, engines expect a bias behind attention too, and leave it as allocated."""
+    """Return the tensors with zero output biases of attention for layers with `attention_bias`.
+
+    Engines expect these biases too, and leave them uninitialised where they are missing.
+    """
     if not body.attention_bias:
         return tensors
     zeros = {name: value for name, value in tensors.items() if name.endswith("self_attn.o_proj.weight")}
     return tensors | {
         name.replace("o_proj.weight", "o_proj.bias"): value.new_zeros(value.shape[0]) for name, value in zeros.items()
     }
+
+
+def sglang_usage(source: Source[Any]) -> str:
+    """Return the command that serves the export in SGLang."""
+    algorithm, dtype = SGLANG[source.drafter.type], name_of(source.dtype)
+    return sglang_command(source.target_name, algorithm, "{folder}", source.draft_length, dtype)

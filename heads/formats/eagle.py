@@ -1,45 +1,108 @@
-"""EAGLE-1, HASS and EAGLE-3 as the EAGLE repository and SGLang read them: a flat Llama config, `midlayer`."""
+"""EAGLE-1, HASS and EAGLE-3 in the layout of the EAGLE repository and SGLang: a flat Llama config, `midlayer`.
+
+The reader of EAGLE-3 also reads the layout of vLLM's speculators, including P-EAGLE.
+"""
 
 from typing import Any
 
-from draftsmith.heads.eagle3 import OPTIONS
-from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of
-from draftsmith.heads.formats.transformers import sglang_usage
+import torch
+
+from draftsmith.heads.eagle import Eagle
+from draftsmith.heads.eagle3 import OPTIONS, Eagle3
+from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, sglang_usage
+from draftsmith.heads.formats.published import LAYER_IDS, POSITIVE, Published
+from draftsmith.heads.hidden_states import weight_of
+from draftsmith.heads.peagle import ParallelEagle
+
+# Shapes: H hidden size, F size of the features, V target vocabulary, D draft vocabulary.
+
+
+def read_eagle3(published: Published) -> Eagle3 | ParallelEagle:
+    """Read EAGLE-3 in both layouts, and P-EAGLE, whose stored `mask_hidden` [1, 1, F] is an input of fc."""
+    published.drop_zero_biases()
+    published.drop_shared("embed_tokens.weight", published.target.get_input_embeddings())
+    config, kind = published.config, published.config.get("speculators_model_type")
+    eagle_config, depth = published.part("eagle_config"), published.text.num_hidden_layers
+    first = "layers.0." if kind else "midlayer."
+    if not kind:  # engines disagree about the ids outside of eagle_config
+        published.allow(LAYER_IDS, config.get(LAYER_IDS), (None,))
+        published.allow("use_aux_hidden_state", eagle_config.get("use_aux_hidden_state", True), (True,))
+    ids, shift = (config.get(LAYER_IDS), 0) if kind else (eagle_config.get(LAYER_IDS), 1)
+    if ids is None:
+        ids, shift = [2, depth // 2, depth - 3], 0
+    layers = published.layers(LAYER_IDS, ids, shift)
+    body = published.body(published.part("transformer_layer_config") if kind else config, first)
+    given = {"norm_before_residual": kind == "eagle3", **config, **eagle_config}
+    options = {key: published.allow(key, given.get(key, False), (True, False)) for key in OPTIONS}
+    V = body.vocab_size
+    D = published.allow("draft_vocab_size", given.get("draft_vocab_size") or V, range(1, V + 1))
+    size = D if D < V or "d2t" in published.tensors else None
+    mask_11F = None
+    if kind == "peagle":
+        mask = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
+        length = published.allow("speculative_tokens", published.draft_length(), POSITIVE)
+        drafter = ParallelEagle(
+            body, layers=layers, num_tokens=length, mask_token=mask, draft_vocab_size=size, **options
+        )
+        mask_11F = published.take("mask_hidden", f"float [1, 1, {len(layers) * body.hidden_size}]")
+    else:
+        drafter = Eagle3(body, layers=layers, draft_vocab_size=size, **options)
+    published.fill(drafter.body, lambda name: name.removeprefix("vocabulary.").replace("layers.0.", first))
+    published.sort_rows(drafter.body.vocabulary, [drafter.body.lm_head])
+    if isinstance(drafter, ParallelEagle) and mask_11F is not None:
+        drafter.mask_hidden.copy_(drafter.body.project(mask_11F.flatten().float()))
+    if D == V:
+        drafter.body.vocabulary = None  # the rows are all tokens in order
+    return drafter
+
+
+def read_eagle1(published: Published) -> Eagle:
+    """Read EAGLE-1, where the key `bias` belongs to fc."""
+    published.drop_zero_biases()
+    published.drop_shared("embed_tokens.weight", published.target.get_input_embeddings())
+    published.drop_shared("lm_head.weight", published.target.get_output_embeddings())
+    drafter = Eagle(published.body(published.config))
+    if published.config.get("bias") is not True:
+        published.tensors.setdefault("fc.bias", torch.zeros(published.text.hidden_size))
+    published.fill(drafter.body, lambda name: name)
+    return drafter
+
 
 OTHERS = "format=vllm or transformers"
 
 
-def write_eagle1(source: Source) -> Serving:
-    """With the target's embeddings: the repository loads these weights strictly."""
+def write_eagle1(source: Source[Eagle]) -> Serving:
+    """Write EAGLE-1 for the EAGLE repository, with the target's embeddings: it loads these weights strictly."""
     tensors = source.weights(source.drafter.body)
-    tensors["embed_tokens.weight"] = source.stored(source.target.get_input_embeddings().weight)
+    tensors["embed_tokens.weight"] = source.stored(weight_of(source.target.get_input_embeddings()))
     source.write(_eagle1_config(source, "LlamaForCausalLM"), tensors)
-    notes = ["`bias` is written as true: it says that `fc` has one.", *_hass(source)]
+    notes = ["`bias` is written as true: it means that `fc` has a bias.", *_hass(source)]
     return Serving("the EAGLE repository", _original(source, use_eagle3=False), "python", notes)
 
 
-def write_eagle1_for_sglang(source: Source) -> Serving:
-    """Without embeddings, which SGLang takes from the target."""
+def write_eagle1_for_sglang(source: Source[Eagle]) -> Serving:
+    """Write EAGLE-1 for SGLang, without embeddings, which it takes from the target."""
     source.write(_eagle1_config(source, "LlamaForCausalLMEagle"), source.weights(source.drafter.body))
     return Serving("SGLang", sglang_usage(source), notes=_hass(source))
 
 
-def _eagle1_config(source: Source, architecture: str) -> dict[str, Any]:
+def _eagle1_config(source: Source[Eagle], architecture: str) -> dict[str, Any]:
     body = source.drafter.body.config
     _require_plain_layers(source, "format=transformers")
     dtype = name_of(source.dtype)
     return llama_fields(body, architectures=[architecture], bias=True, dtype=dtype, torch_dtype=dtype)
 
 
-def _hass(source: Source) -> list[str]:
+def _hass(source: Source[Eagle]) -> list[str]:
+    """Return the note for HASS."""
     return ["HASS is EAGLE-1's network: the engine runs it as EAGLE."] if source.drafter.type == "hass" else []
 
 
-def write_eagle3(source: Source) -> Serving:
-    """The repository reads the inputs of the target's layers 2, L/2 and L - 3, and nothing else."""
+def write_eagle3(source: Source[Eagle3]) -> Serving:
+    """Write EAGLE-3 for the EAGLE repository, which reads the inputs of the target's layers 2, L/2 and L - 3 only."""
     depth = source.text.num_hidden_layers
     wanted, layers = (2, depth // 2, depth - 3), source.drafter.needs.layers
-    source.require(depth > 6, f"a target of {depth} layers", f"more than 6, or {OTHERS}")  # or the three are not three
+    source.require(depth > 6, f"a target of {depth} layers", f"more than 6, or {OTHERS}")  # otherwise they coincide
     source.require(layers == wanted, f"features of layers {list(layers)}", f"{list(wanted)}, or {OTHERS}")
     for option in OPTIONS:
         source.require(not source.drafter.options().get(option), f"{option}=True", f"false, or {OTHERS}")
@@ -47,19 +110,23 @@ def write_eagle3(source: Source) -> Serving:
     return Serving("the EAGLE repository", _original(source, use_eagle3=True), "python", _eagle3_notes(source))
 
 
-def write_eagle3_for_sglang(source: Source) -> Serving:
+def write_eagle3_for_sglang(source: Source[Eagle3]) -> Serving:
+    """Write EAGLE-3 for SGLang."""
     layers, options = source.drafter.needs.layers, source.drafter.options()
     source.require(len(layers) == 3, f"features of layers {list(layers)}", f"three of them, or {OTHERS}")
-    for option in ("norm_before_residual", "norm_before_fc"):  # there are no such keys: SGLang would say nothing
+    for option in ("norm_before_residual", "norm_before_fc"):  # no such keys: SGLang would ignore them silently
         source.require(not options.get(option), f"{option}=True", f"false, or {OTHERS}")
     _write_midlayer(source)
     notes = _eagle3_notes(source)
     if options.get("fc_norm") or options.get("norm_output"):
-        notes.append("EAGLE-3.1's `fc_norm` and `norm_output` need an SGLang that knows them; older ones ignore them.")
+        notes.append(
+            "EAGLE-3.1's `fc_norm` and `norm_output` need an SGLang that reads them; older versions ignore them."
+        )
     return Serving("SGLang", sglang_usage(source), notes=notes)
 
 
-def _write_midlayer(source: Source) -> None:
+def _write_midlayer(source: Source[Eagle3]) -> None:
+    """Write the flat layout, whose one layer is named `midlayer`."""
     drafter, body = source.drafter, source.drafter.body
     _require_plain_layers(source, OTHERS)
     count = body.config.num_hidden_layers
@@ -84,31 +151,33 @@ def _write_midlayer(source: Source) -> None:
 
 
 def _renamed(name: str, prefixes: dict[str, str]) -> str:
+    """Return the name with its prefix replaced."""
     for ours, theirs in prefixes.items():
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     return name
 
 
-def _require_plain_layers(source: Source, otherwise: str) -> None:
-    """Biases would be dropped without a word."""
+def _require_plain_layers(source: Source[Eagle] | Source[Eagle3], otherwise: str) -> None:
+    """Raise ConfigError for layers with biases, which the layout would silently lose."""
     for key in ("attention_bias", "mlp_bias"):
-        found = getattr(source.drafter.body.config, key)
-        source.require(not found, f"{key}=True", f"false, or {otherwise}")
+        source.require(not getattr(source.drafter.body.config, key), f"{key}=True", f"false, or {otherwise}")
 
 
-def _eagle3_notes(source: Source) -> list[str]:
+def _eagle3_notes(source: Source[Eagle3]) -> list[str]:
+    """Return the notes on an export of EAGLE-3."""
     ids = [layer - 1 for layer in source.drafter.needs.layers]
     notes = [
-        f"Layer ids count blocks here: {ids} is what vLLM's layout calls {list(source.drafter.needs.layers)}.",
-        "The layer is named `midlayer`: SGLang silently drops `layers.0`. Embeddings are the target's and left out.",
+        f"Layer ids count blocks from 0: {ids} here is {list(source.drafter.needs.layers)} in vLLM's layout.",
+        "The layer is named `midlayer`: SGLang silently drops `layers.0`. Embeddings are the target's and are omitted.",
     ]
     if source.drafter.draft_vocabulary is not None:
         notes.append("`d2t` holds offsets (token = row + d2t[row]), `t2d` is a mask of tokens.")
     return notes
 
 
-def _original(source: Source, *, use_eagle3: bool) -> str:
+def _original(source: Source[Any], *, use_eagle3: bool) -> str:
+    """Return the code that loads the export in the EAGLE repository."""
     return (
         "from eagle.model.ea_model import EaModel\n\n"
         f'model = EaModel.from_pretrained(base_model_path="{source.target_name}", ea_model_path="{{folder}}",\n'

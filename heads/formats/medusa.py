@@ -1,16 +1,57 @@
-"""Medusa heads: the layout that vLLM reads, and the original one (FasterDecoding/Medusa)."""
+"""Medusa heads in vLLM's layout and in the original one (FasterDecoding/Medusa)."""
 
 import re
 
+import torch
 from torch import Tensor
 
 from draftsmith.heads.formats.common import VLLM, Serving, Source, name_of, vllm_command
+from draftsmith.heads.formats.published import POSITIVE, Published
+from draftsmith.heads.medusa import Medusa
+
+# Shapes: H hidden size, V target vocabulary, D draft vocabulary.
 
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
 
 
-def write_medusa_for_vllm(source: Source) -> Serving:
-    """`blocks.k.layers.j.*` and `lm_heads.k.weight`; a draft vocabulary as `token_map`, the token of each row."""
+def read_medusa(published: Published) -> Medusa:
+    """Read vLLM's layout, or the original one where no tensor is named `blocks.*`."""
+    config, H, V = published.config, published.text.hidden_size, published.text.vocab_size
+    tensors = {name.removeprefix("medusa_heads."): value for name, value in published.tensors.items()}
+    published.tensors = tensors
+    published.allow("hidden_size", config.get("hidden_size", H), (H,))
+    published.allow("vocab_size", config.get("vocab_size", V), (V,))
+    heads = published.allow("num_heads", config.get("medusa_num_heads", config.get("num_heads")), POSITIVE)
+    layers = config.get("medusa_num_layers", config.get("num_hidden_layers", 1))
+    layers = published.allow("num_hidden_layers", layers, POSITIVE)
+    D = published.allow("truncated_vocab_size", config.get("truncated_vocab_size") or V, range(1, V + 1))
+    shared = bool(config.get("original_lm_head"))
+    drafter = Medusa(H, V, heads, layers, shared, D if D < V else None)
+    if not any(name.startswith("blocks.") for name in tensors):
+        own = re.compile(r"^lm_heads\.(\d+)\.")
+        published.fill(drafter, lambda name: own.sub(rf"\1.{layers}.", name.removeprefix("blocks.")))
+        return drafter
+    biases = [f"blocks.{head}.layers.{layer}.bias" for head in range(heads) for layer in range(layers)]
+    if any(name in tensors for name in biases):
+        published.allow("medusa_fc_bias", config.get("medusa_fc_bias", True), (True,))
+    elif not config.get("medusa_fc_bias"):
+        tensors |= dict.fromkeys(biases, torch.zeros(H))
+    if D < V:  # token_map [D], the token of each row, becomes offsets and a mask
+        map_D = published.take("token_map", f"int [{D}]").long()
+        if len(map_D.unique()) < D or map_D.min() < 0 or map_D.max() >= V:
+            raise published.refusal("tensor token_map has repeated or unknown tokens", f"distinct ids below {V}")
+        for name in [name for name, value in tensors.items() if name.startswith("lm_heads.") and len(value) == V]:
+            tensors[name] = tensors[name][map_D]
+        tensors["lm_heads.vocabulary.d2t"] = map_D - torch.arange(D)
+        tensors["lm_heads.vocabulary.t2d"] = torch.isin(torch.arange(V), map_D)
+    own = re.compile(r"^(blocks\.\d+)\.(\d+)\.linear\.")
+    published.fill(drafter, lambda name: own.sub(r"\1.layers.\2.", name))
+    published.sort_rows(drafter.draft_vocabulary, [drafter.lm_heads[k] for k in range(1 if shared else heads)])
+    return drafter
+
+
+def write_medusa_for_vllm(source: Source[Medusa]) -> Serving:
+    """Write vLLM's layout; the draft vocabulary is `token_map`, the token of each row."""
     drafter, vocabulary = source.drafter, source.drafter.draft_vocabulary
     tensors: dict[str, Tensor] = {}
     for name, value in source.weights(drafter).items():
@@ -31,14 +72,14 @@ def write_medusa_for_vllm(source: Source) -> Serving:
         "dtype": name_of(source.dtype),
     }
     source.write(config, tensors)
-    notes = ["`medusa_fc_bias` is written as true: vLLM takes it for false where it is missing, and drops the biases."]
+    notes = ["`medusa_fc_bias` is written as true: without the key vLLM drops the biases."]
     if vocabulary is not None:
-        notes.append("`token_map` is the token of each row itself, not an offset as EAGLE-3's `d2t`.")
+        notes.append("`token_map` is the token of each row, not an offset as EAGLE-3's `d2t`.")
     return Serving("vLLM", vllm_command(source.target_name, VLLM["medusa"], "{folder}", drafter.num_heads), notes=notes)
 
 
-def write_medusa(source: Source) -> Serving:
-    """`k.j.linear.*` and, behind the last block of head k, `k.layers.weight`: an lm_head for each head."""
+def write_medusa(source: Source[Medusa]) -> Serving:
+    """Write `k.j.linear.*` and, with j one past the last block, `k.j.weight`, the lm_head of head k."""
     drafter = source.drafter
     source.require(drafter.draft_vocabulary is None, "a draft vocabulary", "format=vllm or transformers")
     tensors = {name.removeprefix("blocks."): value for name, value in source.weights(drafter.blocks).items()}
@@ -57,15 +98,13 @@ def write_medusa(source: Source) -> Serving:
         "import torch\n"
         "from medusa.model.medusa_model import MedusaModel\n"
         "from safetensors.torch import load_file\n\n"
-        "# The repository reads medusa_lm_head.pt, a pickle: made here from the safetensors, once.\n"
+        "# The repository reads medusa_lm_head.pt, a pickle; this line creates it from the safetensors file, once.\n"
         f'torch.save(load_file("{{folder}}/{ORIGINAL_WEIGHTS}"), "{{folder}}/medusa_lm_head.pt")\n'
         f'model = MedusaModel.from_pretrained("{{folder}}", torch_dtype=torch.{name_of(source.dtype)})'
     )
-    notes = ["No pickle is written: the original repository's file is made by the line above."]
+    notes = ["No pickle is written; the code above creates the original repository's file."]
     if drafter.num_layers > 1:
-        notes.append(
-            "The original code repeats one block in a head where there are several layers, and trains it once."
-        )
+        notes.append("The original code uses one block repeatedly in a head with several layers.")
     if drafter.shared_lm_head:
-        notes.append("The one lm_head of all heads is written once for each.")
+        notes.append("The shared lm_head is written once for each head.")
     return Serving("the Medusa repository", usage, "python", notes)

@@ -200,7 +200,7 @@ def test_drafter_and_target_are_trained_together(drafter: str, recipe_file: Path
     ids = torch.arange(2, 30)[None]
     p_log, q_log = (one.model(ids).logits.log_softmax(-1) for one in (plain, adapted))
     assert 0 <= float((p_log.exp() * (p_log - q_log)).sum(-1).mean()) < 0.5
-    with pytest.raises(ConfigError, match="the target's weights are others"):
+    with pytest.raises(ConfigError, match="the target's weights are different"):
         load_drafter(folder, plain.model)
 
 

@@ -422,7 +422,9 @@ def test_a_mask_state_that_no_features_give_is_refused(tmp_path: Path, target: L
     drafter = made("peagle", target)
     with torch.no_grad():
         drafter.body.fc.weight[0] = 0
-    with pytest.raises(ConfigError, match=r"its mask state is no image of fc \(off by .*%\); expected an fc of full"):
+    with pytest.raises(
+        ConfigError, match=r"a mask state that fc cannot produce \(relative error .*%\); expected an fc of"
+    ):
         exported(drafter, target, "vllm", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

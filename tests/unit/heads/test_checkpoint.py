@@ -84,7 +84,7 @@ def test_a_cast_target_is_the_same_target(
 
     folder = _save(Medusa.from_target(target(trained)), tmp_path / "d", target(trained), None)
     assert load_drafter(folder, target(loaded)).type == "medusa"
-    with pytest.raises(ConfigError, match="the target's weights are others"):
+    with pytest.raises(ConfigError, match="the target's weights are different"):
         load_drafter(folder, target(loaded, change=1.01))
 
 

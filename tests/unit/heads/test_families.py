@@ -237,7 +237,7 @@ def test_another_targets_checkpoint_is_refused(
 ) -> None:
     target = target_model()
     folder = save(make(name, target), tmp_path / "d", target, tiny_tokenizer)
-    with pytest.raises(ConfigError, match="the target's weights are others"):
+    with pytest.raises(ConfigError, match="the target's weights are different"):
         load_drafter(folder, make_llama(5, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2))
 
 

@@ -74,7 +74,7 @@ def test_files_that_are_not_datastores_are_refused(tmp_path: Path) -> None:
     save_file({"tokens": np.zeros(3, np.int32)}, foreign)
     for path, message in {
         damaged: "cannot be read",
-        foreign: "is not one of ours",
+        foreign: "is no datastore",
         tmp_path / "absent": "cannot be read",
     }.items():
         with pytest.raises(ConfigError, match=f"datastore={path} {message}"):

@@ -1,0 +1,167 @@
+"""A drafter folder of another project, with checked access to its config.json and its tensors.
+
+Layouts count the target's layers in two ways: the id k of vLLM's speculators is transformers' `hidden_states[k]`, as in
+`Needs.layers`; SGLang's id k is the output of block k, counted from 0, which is `hidden_states[k + 1]`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.hidden_states import weight_of
+
+# Shapes: H hidden size, V target vocabulary, D draft vocabulary, F features.
+
+LLAMA_LIKE = ("llama", "qwen2", "qwen3")
+"""Model types whose layers are Llama's, apart from biases and norms of heads, which their tensors show."""
+KEPT = ("hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "hidden_act")
+KEPT += ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "attention_bias")
+KEPT += ("mlp_bias",)
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LARGE = 2**40
+POSITIVE = range(1, LARGE + 1)
+
+
+@dataclass
+class Published:
+    """A folder with a recognised layout, and the target that the drafter must fit, with its text config."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    """The tensors that have not been read yet."""
+    target: PreTrainedModel
+    text: PreTrainedConfig
+
+    def refusal(self, problem: str, expected: str) -> ConfigError:
+        """Return the error for a drafter that cannot be read."""
+        return ConfigError(f"drafter={self.folder}: {problem}; expected {expected}")
+
+    def allow(self, key: str, value: Any, allowed: range | tuple[Any, ...]) -> Any:
+        """Return `value`, the value of `key` in config.json; raise ConfigError unless it is one of `allowed`."""
+        whole = isinstance(allowed, range)
+        if (whole and type(value) is not int) or value not in allowed:  # `in` iterates a range for other types than int
+            words = f"an integer, {allowed[0]} to {allowed[-1]}" if whole else ", ".join(map(str, allowed))
+            expected = words.replace(f" to {LARGE}", " or more") if whole or len(allowed) < 2 else f"one of {words}"
+            raise self.refusal(f"{key}={value!r} in config.json", expected)
+        return value
+
+    def part(self, key: str) -> dict[str, Any]:
+        """Return a mapping in config.json; empty where the key is missing."""
+        part = self.config.get(key) or {}
+        if not isinstance(part, dict):
+            raise self.refusal(f"{key}={part!r} in config.json", "a mapping")
+        return part
+
+    def layers(self, key: str, ids: Any, shift: int = 0) -> tuple[int, ...]:
+        """Return layers as counted in `Needs.layers`, which is `shift` more than in the layout."""
+        first, last = 1 - shift, self.text.num_hidden_layers - shift
+        if not isinstance(ids, list) or not ids or not all(type(k) is int and first <= k <= last for k in ids):
+            raise self.refusal(f"{key}={ids!r}", f"a list of the target's layers, {first} to {last}")
+        return tuple(k + shift for k in ids)
+
+    def draft_length(self, most: int = LARGE) -> int | None:
+        """Return the draft length of the first proposal method, None without one; raise ConfigError above `most`."""
+        methods = self.part("speculators_config").get("proposal_methods") or [{}]
+        if not isinstance(methods, list) or not isinstance(methods[0], dict):
+            raise self.refusal(f"proposal_methods={methods!r} in config.json", "a list of mappings")
+        length = methods[0].get("speculative_tokens")
+        return None if length is None else self.allow("speculative_tokens", length, range(1, most + 1))
+
+    def body(self, fields: dict[str, Any], first: str = "layers.0.", **changes: int) -> LlamaConfig:
+        """Return the config of the drafter's layers from its stored `fields`, with defaults of their model type.
+
+        Args:
+            first: prefix of the first layer's tensors.
+            changes: values that replace stored ones.
+        """
+        kind = self.allow("model_type", fields.get("model_type", "llama"), LLAMA_LIKE)
+        try:
+            theirs = AutoConfig.for_model(**{**fields, "model_type": kind})
+        except (StrictDataclassError, ValueError, TypeError) as error:
+            raise self.refusal(f"the layers in config.json ({' '.join(str(error).split())})", "others") from error
+        rope, heads, hidden = theirs.rope_parameters, theirs.num_attention_heads, self.text.hidden_size
+        self.allow("hidden_size", theirs.hidden_size, (hidden,))
+        self.allow("target_hidden_size", self.config.get("target_hidden_size"), (None, hidden))
+        self.allow("vocab_size", theirs.vocab_size, (self.text.vocab_size,))
+        self.allow("rope_type", rope["rope_type"], ("default", *ROPE_INIT_FUNCTIONS))
+        self.allow("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,))
+        self.allow("layer_types", set(getattr(theirs, "layer_types", None) or ()), (set(), {"full_attention"}))
+        divisors = tuple(n for n in range(1, heads + 1) if heads % n == 0)
+        self.allow("num_key_value_heads", theirs.num_key_value_heads, divisors)
+        if f"{first}self_attn.q_proj.bias" in self.tensors:
+            changes["attention_bias"] = True
+        values = {key: getattr(theirs, key) for key in KEPT if hasattr(theirs, key)}
+        return LlamaConfig(**{**values, "bos_token_id": None, "eos_token_id": None, **changes})
+
+    def drop_shared(self, name: str, part: nn.Module | None) -> None:
+        """Skip a tensor that equals the weight of the target's `part` in any dtype; raise ConfigError if it differs."""
+        own = weight_of(part).detach().cpu()
+        theirs = self.tensors.pop(name, own)
+        if not any(torch.equal(theirs.to(dtype), own.to(dtype)) for dtype in (own.dtype, theirs.dtype)):
+            what = "embeddings" if name.startswith("embed") else "an lm_head"
+            problem = f"tensor {name} {list(theirs.shape)} is not the target's {list(own.shape)}"
+            raise self.refusal(problem, f"the same: drafters of this kind with {what} of their own are not supported")
+
+    def drop_zero_biases(self) -> None:
+        """Skip output biases of attention that are zero; engines require them where the inputs have biases."""
+        for name in [name for name in self.tensors if name.endswith("self_attn.o_proj.bias")]:
+            if not self.tensors[name].any():
+                del self.tensors[name]
+
+    def take(self, name: str, wanted: str) -> Tensor:
+        """Remove and return an unread tensor; raise ConfigError unless its kind and shape are `wanted`."""
+        tensor = self.tensors.pop(name, None)
+        if tensor is None:
+            raise self.refusal(f"no tensor {name}", wanted)
+        if _kind_and_shape(tensor) != wanted:
+            raise self.refusal(f"tensor {name} is {_kind_and_shape(tensor)}", wanted)
+        return tensor
+
+    def fill(self, module: nn.Module, published: Callable[[str], str]) -> None:
+        """Load `module` from all unread tensors, of which `published(x)` is the module's tensor x."""
+        shapes = {name: _kind_and_shape(value) for name, value in module.state_dict().items()}
+        module.load_state_dict({name: self.take(published(name), wanted) for name, wanted in shapes.items()})
+        for name in sorted(name for name in self.tensors if "rotary_emb." not in name):
+            raise self.refusal(f"unexpected tensor {name} {list(self.tensors[name].shape)}", "none of that name")
+
+    def sort_rows(self, vocabulary: DraftVocabulary | None, heads: list[nn.Linear]) -> None:
+        """Sort the rows of lm_heads, and the draft vocabulary, by token."""
+        if vocabulary is not None:
+            tokens_D, order_D = vocabulary.tokens_D.sort()
+            vocabulary.d2t.copy_(tokens_D - torch.arange(len(tokens_D)))
+            for head in heads:
+                head.weight.copy_(head.weight[order_D])
+            vocabulary.require_consistent(self.folder)
+
+
+def read_tensors(folder: Path, names_only: bool = False) -> dict[str, Any]:
+    """Return the tensors of all files of the folder by name; with `names_only` the values are None."""
+    read: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in list(tensors.keys()):
+                    if name in read and not names_only:
+                        raise ConfigError(f"drafter={folder}: tensor {name} is in two files; expected it in one")
+                    read[name] = None if names_only else tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            why = f"{file.name} cannot be read ({error})"
+            raise ConfigError(f"drafter={folder}: {why}; expected whole safetensors weights") from error
+    return read
+
+
+def _kind_and_shape(tensor: Tensor) -> str:
+    """Return the words for a tensor in errors: `float [32, 64]`."""
+    kind = "float" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
+    return f"{kind} {list(tensor.shape)}"

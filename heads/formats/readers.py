@@ -1,0 +1,64 @@
+"""Recognise and read drafters published by other projects: EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark, MTP and Medusa.
+
+`config.json` and the names of the tensors identify the layout; only safetensors weights are read.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.formats.eagle import read_eagle1, read_eagle3
+from draftsmith.heads.formats.medusa import read_medusa
+from draftsmith.heads.formats.published import LARGE, Published, read_tensors
+from draftsmith.heads.formats.speculators import read_dflash, read_mtp
+from draftsmith.heads.model_config import text_config
+
+Reader = Callable[[Published], TrainableDrafter]
+SPECULATORS: dict[str, Reader] = {
+    "dflash": read_dflash,
+    "dspark": read_dflash,
+    "eagle3": read_eagle3,
+    "mtp": read_mtp,
+    "peagle": read_eagle3,
+}
+"""Readers of the layout of vLLM's speculators, by `speculators_model_type`."""
+
+
+def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel) -> TrainableDrafter | None:
+    """Return the drafter in `folder`, not attached yet, or None where the layout is not recognised.
+
+    Args:
+        config: content of its config.json.
+
+    Raises:
+        ConfigError: for a drafter that does not fit `target` or that has an unsupported option.
+    """
+    published = Published(folder, config, {}, target, text_config(target))
+    read = _reader(published)
+    if read is None:
+        return None
+    published.tensors = read_tensors(folder)
+    if not published.tensors:
+        raise published.refusal("no *.safetensors in the folder", "weights in such files: pickled ones are not read")
+    published.allow("logit_scale", config.get("logit_scale", 1.0), (1.0,))
+    with torch.no_grad():
+        drafter = read(published)
+    drafter.draft_length_hint = published.draft_length(drafter.max_draft_length or LARGE)
+    return drafter
+
+
+def _reader(published: Published) -> Reader | None:
+    """Return the reader of the folder's layout."""
+    config, kind = published.config, published.config.get("speculators_model_type")
+    if kind is not None:
+        return SPECULATORS[published.allow("speculators_model_type", kind, tuple(SPECULATORS))]
+    if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
+        return read_medusa
+    parts = {name.split(".")[0] for name in read_tensors(published.folder, names_only=True)}
+    if "LlamaForCausalLMEagle3" in (config.get("architectures") or ()) or "midlayer" in parts:
+        return read_eagle3
+    return read_eagle1 if {"fc", "layers"} <= parts and "norm" not in parts else None
