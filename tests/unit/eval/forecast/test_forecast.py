@@ -86,7 +86,7 @@ class OnTheText:
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        last, node = len(builder._text.tokens) - 1, ROOT
+        last, node = len(builder._sequence.tokens) - 1, ROOT
         for k in range(min(GAMMA, builder.room)):
             q_V = builder.probabilities((yield [node]), [node])[0]
             token = self.tokens[last + 1 + k]
