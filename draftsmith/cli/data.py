@@ -1,4 +1,4 @@
-"""`draftsmith data …` on the command line. Rooms are imported inside each command, as in cli.py."""
+"""The commands of `draftsmith data`. Packages are imported inside each command, so that `--help` stays fast."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,7 @@ from draftsmith.cli.options import (
 from draftsmith.errors import ConfigError
 
 data_app = typer.Typer(
-    help="Look at data, have a target answer prompts, prepare a recipe's data.", no_args_is_help=True
+    help="Preview samples, sample responses from a target, prepare a recipe's data.", no_args_is_help=True
 )
 SourceArgument = Annotated[
     str, typer.Argument(help="A file or folder (JSONL, JSON, Parquet, text), or a Hub data set.")
@@ -31,7 +31,7 @@ ResponseTokensOption = Annotated[int, typer.Option("--response-tokens", help="Th
 def data_preview(
     source: SourceArgument,
     target: TargetOption,
-    response: Annotated[str, typer.Option("--response", help="'text' shows answers, 'target' prompts alone.")] = "text",
+    response: Annotated[str, typer.Option("--response", help="'text' or 'target' (only prompts).")] = "text",
     show: Annotated[int, typer.Option("--show", help="Samples to print.")] = 3,
     count: Annotated[int, typer.Option("--count", help="Samples to read for the statistics.")] = 10_000,
     prompt_tokens: PromptTokensOption = 2048,
@@ -42,7 +42,7 @@ def data_preview(
     template_option: TemplateOptionsOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Show samples as the drafter would see them, the trained tokens highlighted, and how long all of them are."""
+    """Show samples with their trained tokens highlighted, and the distribution of lengths."""
     if response not in ("text", "target"):
         raise ConfigError.of("--response", response, "'text' or 'target'")
     from draftsmith.train.prepare import DataRequest, preview
@@ -67,14 +67,14 @@ def data_regenerate(
     source: SourceArgument,
     target: TargetOption,
     out: Annotated[Path, typer.Option("--out", help="JSONL file to write.")],
-    drafter: Annotated[str | None, typer.Option("--drafter", help="Makes it faster; the text stays the same.")] = None,
-    turns: Annotated[str, typer.Option("--turns", help="'first', or 'all' turns of a conversation.")] = "first",
+    drafter: Annotated[str | None, typer.Option("--drafter", help="Speeds up sampling losslessly.")] = None,
+    turns: Annotated[str, typer.Option("--turns", help="Turns to answer: 'first' or 'all'.")] = "first",
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 1.0,
-    responses: Annotated[int, typer.Option("--responses", min=1, help="To each prompt.")] = 1,
-    count: Annotated[int, typer.Option("--count", help="At most this many prompts.")] = 1_000_000,
+    responses: Annotated[int, typer.Option("--responses", min=1, help="Responses to each prompt.")] = 1,
+    count: Annotated[int, typer.Option("--count", help="Largest number of prompts.")] = 1_000_000,
     prompt_tokens: PromptTokensOption = 2048,
     response_tokens: ResponseTokensOption = 1024,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts that are answered together.")] = 64,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")] = 64,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     subset: SubsetOption = None,
     split: SplitOption = "train",
@@ -83,7 +83,7 @@ def data_regenerate(
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Have the target answer every prompt; interrupted, it goes on where it was."""
+    """Sample the target's response to every prompt; an interrupted command continues when it is run again."""
     if turns not in ("first", "all"):
         raise ConfigError.of("--turns", turns, "'first' or 'all'")
     if responses > 1 and temperature == 0:
@@ -111,9 +111,9 @@ def data_regenerate(
 @data_app.command(name="prepare")
 def data_prepare(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which win over the file.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which override the file.")] = None,
 ) -> None:
-    """Sample a recipe's responses and build its teacher cache, without training."""
+    """Sample a recipe's responses and build its teacher cache without training."""
     from draftsmith.train.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides)

@@ -1,7 +1,4 @@
-"""`draftsmith export` and `draftsmith import` on the command line. Rooms are imported inside each, as in cli.py.
-
-`draftsmith push` on the command line.
-"""
+"""The commands `export`, `import` and `push`. Packages are imported inside each, so that `--help` stays fast."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,12 +19,12 @@ def export(
     out: OutOption,
     format: Annotated[str, typer.Option("--format", help="vllm, sglang, eagle, medusa or transformers.")],
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default as it is stored.")
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default the stored one.")
     ] = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Of the target, on the Hub.")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Write a drafter as vLLM, SGLang, transformers or the original repositories read it."""
+    """Write a drafter in the format of vLLM, SGLang, transformers or the original repositories."""
     from draftsmith.hub.export import ExportRequest, export_to, show_export
 
     request = ExportRequest(drafter, target, format, out, dtype, revision, trust_remote_code)
@@ -39,12 +36,13 @@ def import_(
     target: TargetOption,
     out: OutOption,
     draft_length: Annotated[
-        int | None, typer.Option("--gamma", help="Draft length to note; by default what the layout says, or 3.")
+        int | None,
+        typer.Option("--gamma", help="Draft length to store; by default the published one, or 3."),
     ] = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Of the target, on the Hub.")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Read a published drafter, check that it fits the target, and save it as draftsmith's own."""
+    """Read a published drafter, check that it fits the target, and save it in draftsmith's format."""
     from draftsmith.hub.export import ImportRequest, import_from, show_import
 
     request = ImportRequest(drafter, target, out, draft_length, revision, trust_remote_code)
@@ -53,28 +51,36 @@ def import_(
 
 def push(
     drafter: Annotated[Path, typer.Argument(help="A folder that `draftsmith train` wrote.")],
-    repo: Annotated[str, typer.Argument(help="On the Hub: user/name. Made where there is none.")],
+    repo: Annotated[str, typer.Argument(help="Hub repository, user/name; created unless it exists.")],
     evaluation: Annotated[
-        Path | None, typer.Option("--eval", help="What `draftsmith eval` wrote: a folder, or its eval.json.")
+        Path | None, typer.Option("--eval", help="Result of `draftsmith eval`: its folder or eval.json.")
     ] = None,
-    measured_as: Annotated[str | None, typer.Option("--as", help="The drafter's name in that measurement.")] = None,
-    licence: Annotated[str | None, typer.Option("--licence", help="The Hub's name of one: apache-2.0, mit.")] = None,
-    base_model: Annotated[str | None, typer.Option("--base-model", help="The target on the Hub: user/name.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make it private, where it is made.")] = False,
+    measured_as: Annotated[str | None, typer.Option("--as", help="The drafter's name in that result.")] = None,
+    licence: Annotated[str | None, typer.Option("--licence", help="The Hub's identifier: apache-2.0, mit.")] = None,
+    base_model: Annotated[str | None, typer.Option("--base-model", help="Hub id of the target: user/name.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Push to this branch.")] = None,
-    message: Annotated[str | None, typer.Option("--message", help="Of the commit.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the folder, upload nothing.")] = False,
+    message: Annotated[str | None, typer.Option("--message", help="Commit message.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the folder without uploading it.")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Keep the published folder here; of a dry run runs/push/NAME.")
+        Path | None,
+        typer.Option("--out", help="Folder for the published files; in a dry run by default runs/push/NAME."),
     ] = None,
 ) -> None:
-    """Publish a drafter on the Hub, with a model card made from its run and its measurement."""
+    """Publish a drafter on the Hub, with a model card from its run and its evaluation."""
     from draftsmith.hub.publication import STALE, Publication, assemble, check_out, check_publication, run_of
     from draftsmith.hub.push import Destination, prepare, upload
     from draftsmith.train.run_folder import read_metrics
 
-    options = {"evaluation": evaluation, "measured_as": measured_as, "licence": licence, "base_model": base_model}
-    publication = Publication(drafter, repo, metrics=read_metrics(run_of(drafter)), **options)
+    publication = Publication(
+        drafter,
+        repo,
+        metrics=read_metrics(run_of(drafter)),
+        evaluation=evaluation,
+        measured_as=measured_as,
+        licence=licence,
+        base_model=base_model,
+    )
     for note in check_publication(publication):
         typer.echo(printable(f"note: {note}"), err=True)
     if out is not None:

@@ -1,4 +1,4 @@
-"""The quickstart: from nothing to two trained drafters and their measured speedup, on the embedded target."""
+"""The quickstart: train two drafters for the embedded target, and measure their speedup."""
 
 import subprocess
 import sys
@@ -22,10 +22,9 @@ PROMPTS, NEW_TOKENS, REPEATS = 20, 80, 3
 
 
 def quickstart(out: Path) -> None:
-    """Build the target, train both drafters through `accelerate launch`, measure them, write everything to `out`.
+    """Build the target, train both drafters with `accelerate launch`, measure them and write everything to `out`.
 
-    What an earlier call left is used again: the target, its samples and finished drafters. Only the measurement is
-    always made anew.
+    The target, its samples and finished drafters of an earlier call are used again; the measurement is repeated.
     """
     with hold_folder("out", out):
         _quickstart(out)
@@ -52,13 +51,13 @@ def _quickstart(out: Path) -> None:
         with _stage(console, f"{number}/4 Drafter {name}: accelerate launch -m draftsmith.train {recipe}"):
             _launch(recipe, out / name)
     with _stage(console, "4/4 Measuring both against the target alone, on held-out prompts"):
-        (out / JOURNAL).unlink(missing_ok=True)  # of an earlier call, whose drafters may have been others
+        (out / JOURNAL).unlink(missing_ok=True)  # an earlier call may have measured other drafters
         title = "Quickstart: two drafters for the embedded target"
         evaluation = measure(settings, out, title=title, runs=metrics_of(settings.drafters))
     _write_cards(evaluation, settings)
     show(evaluation, out)
     seconds = time.perf_counter() - started
-    console.print(f"\nAll of it took {seconds / 60:.1f} minutes. Next:")
+    console.print(f"\nThe quickstart took {seconds / 60:.1f} minutes. Next:")
     for line in (
         f"draftsmith generate --target embedded --drafter {out}/draft_model/drafter 'import os\\n\\ndef main('",
         f"draftsmith eval --target embedded --drafter {out}/draft_model/drafter --gamma 2 --out runs/gamma2",
@@ -77,15 +76,15 @@ def _write_cards(evaluation: Evaluation, settings: Settings) -> None:
 
 
 def _launch(recipe: str, output: Path) -> None:
-    """One training process through accelerate's launcher, as a user would start it."""
+    """Train in one process of accelerate's launcher, as a user would."""
     where = [] if torch.cuda.is_available() else ["--cpu"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", *where]
-    # accelerate gives each process one thread unless told otherwise, which is meant for several on one machine.
+    # By default accelerate gives each process one thread, as for several processes on one machine.
     command += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]
     result = subprocess.run([*command, "-m", "draftsmith.train", recipe, f"output={output}"], check=False)
     if result.returncode:
-        raise DraftsmithError(f"training {recipe} stopped with exit code {result.returncode}; its message stands above")
+        raise DraftsmithError(f"training {recipe} stopped with exit code {result.returncode}; its message is above")
 
 
 @contextmanager
