@@ -23,6 +23,7 @@ from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.builders import data_and_drafter, optimizers
+from draftsmith.train.context import RunContext
 from draftsmith.train.data import batch_indices, collate
 from draftsmith.train.progress import Console as TrainConsole
 from draftsmith.train.recipe import load_recipe
@@ -40,8 +41,9 @@ def arguments() -> argparse.Namespace:
 
 def measure(family: str, target: LoadedTarget, options: argparse.Namespace, table: Table) -> None:
     recipe = load_recipe(f"{family}/embedded", [f"data.count={options.samples}", "data.response_tokens=96"])
-    accelerator, console = Accelerator(), TrainConsole(False)
-    length, data, drafter = data_and_drafter(recipe, target, accelerator, Placement(recipe, accelerator), console)
+    accelerator = Accelerator()
+    context = RunContext(recipe, accelerator, TrainConsole(False), Placement(recipe, accelerator))
+    length, data, drafter = data_and_drafter(context, target)
     online = OnlineTeacher(target.model, drafter.needs.layers)
     teachers: dict[str, OnlineTeacher | CachedTeacher] = {"online": online}
     stored = {"online": 0.0}

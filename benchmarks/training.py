@@ -33,6 +33,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.distill.load_target import load_target
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS, TrainableDrafter
@@ -228,7 +229,7 @@ def measure_memory(kind: str, options: argparse.Namespace, folder: Path) -> dict
         return {"peak": run.memory.peak(), "estimate": run.estimate.training}
     accelerator = make_accelerator(recipe, folder)
     meter = MemoryMeter(accelerator.device)
-    target = loop.load_target(recipe.target.model, dtype=recipe.target.dtype, device=accelerator.device).model
+    target = load_target(recipe.target.model, dtype=recipe.target.dtype, device=accelerator.device).model
     drafter = HEADS[kind].from_target(target, **recipe.drafter_options()).to(accelerator.device)
     drafter.attach(target)
     plain = PlainLoop(recipe, target, drafter)

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, get_token
@@ -22,15 +22,15 @@ from markupsafe import Markup
 from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.eval.plots import Plot, evaluation_plots, training_plots
+from draftsmith.eval.prompts import OVERALL
+from draftsmith.eval.report import interval
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.formats.common import SGLANG, UNSERVED, VLLM, sglang_command, vllm_command, vllm_type
 from draftsmith.heads.formats.transformers import CODE
 from draftsmith.heads.validation import read_config, shapes_in
 from draftsmith.safe_text import SECRET, markdown_environment
 from draftsmith.storage import write_json, write_text
-
-if TYPE_CHECKING:
-    from draftsmith.eval.plots import Plot
 
 TASK = "text-generation"
 
@@ -196,7 +196,7 @@ def require_no_secret(name: str, text: str) -> None:
         raise ConfigError(f"{name} holds what looks like a token or a password; expected none: nothing was published")
 
 
-PLOTS, EVALUATION = "plots", "eval.json"
+PLOTS = "plots"
 EXPORTED, MERGED, ADAPTER, SERVED = "exported", "MERGED", "ADAPTER", "TARGET"
 """Folder names on the card; the last one is for a target that is not on the Hub."""
 
@@ -236,7 +236,7 @@ def write_card(
         if drafter is None or not rows:
             raise ConfigError(f"drafter={drafter} has no rows in this evaluation; expected one that was measured")
         evaluation = _about(drafter, evaluation)
-    overall = _overall(rows)
+    overall = [row for row in rows if row["category"] == OVERALL]
     name, base_model = request.repo or str(folder), request.base_model or hub_target(section)
     recipe = section["recipe"] or {}
     data = card_data(
@@ -271,14 +271,7 @@ def write_card(
     write_text(folder / "README.md", card)
     if evaluation is not None:
         # Measurements of single prompts and sampled texts stay in the report.
-        write_json(folder / EVALUATION, {**evaluation, "rows": rows, "measurements": [], "samples": []})
-
-
-def _overall(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows over all prompts."""
-    from draftsmith.eval.prompts import OVERALL
-
-    return [row for row in rows if row["category"] == OVERALL]
+        write_json(folder / "eval.json", {**evaluation, "rows": rows, "measurements": [], "samples": []})
 
 
 def _about(drafter: str, evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -349,22 +342,18 @@ def _hub_datasets(recipe: dict[str, Any]) -> list[str]:
     return [source] if source is not None and not is_local(source) else []
 
 
-def _write_plots(folder: Path, plots: "list[Plot]") -> None:
+def _write_plots(folder: Path, plots: list[Plot]) -> None:
     for plot in plots:
         folder.mkdir(exist_ok=True)
         (folder / plot.file).write_bytes(plot.png)
 
 
-def _plots(rows: list[dict[str, Any]], drafter: str, metrics: list[dict[str, Any]]) -> "list[Plot]":
-    from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a card is written
-
+def _plots(rows: list[dict[str, Any]], drafter: str, metrics: list[dict[str, Any]]) -> list[Plot]:
     plots = evaluation_plots(rows) if rows else []
     return plots + training_plots({drafter: metrics})
 
 
 def _render(**values: Any) -> str:
-    from draftsmith.eval.report import interval
-
     environment = markdown_environment(interval=interval)
     environment.trim_blocks = True
     environment.filters["last_part"] = last_part

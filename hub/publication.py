@@ -10,12 +10,12 @@ from typing import Any
 from safetensors.torch import load_file
 
 from draftsmith.errors import ConfigError
+from draftsmith.eval.evaluation import EVALUATION, read_evaluation
 from draftsmith.heads.checkpoint import WEIGHTS
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.formats.transformers import CODE, write_generate
 from draftsmith.hub.model_card import (
-    EVALUATION,
     PLOTS,
     CardRequest,
     check_licence,
@@ -187,8 +187,6 @@ def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | No
         place = publication.folder / EVALUATION
     if place is None:
         return None, None
-    from draftsmith.eval.evaluation import read_evaluation  # loads the evaluation loop: only where there is one
-
     evaluation = read_evaluation(place)
     named = evaluation["settings"]["drafters"]
     measured = {row["drafter"]: row["drafter_type"] for row in evaluation["rows"]}

@@ -10,14 +10,13 @@ import time
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 import draftsmith.heads.checkpoint
 import draftsmith.train.checkpoint
 from draftsmith import storage
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.train import trainer as loop
-from draftsmith.train.recipe import Recipe
+from draftsmith.train.context import RunContext
 from draftsmith.train.trainer import Run
 
 
@@ -93,12 +92,12 @@ class Traps:
         """One process comes later than the others, who say how long they would wait."""
         original = loop.data_and_drafter
 
-        def late(recipe: Recipe, target: LoadedTarget, accelerator: Accelerator, *others: Any) -> Any:
+        def late(context: RunContext, target: LoadedTarget) -> Any:
             group = torch.distributed.distributed_c10d._get_default_group()
             print("waits", group._get_backend(torch.device("cpu")).options._timeout, flush=True)
-            if accelerator.process_index == rank:
+            if context.accelerator.process_index == rank:
                 time.sleep(seconds)
-            return original(recipe, target, accelerator, *others)
+            return original(context, target)
 
         loop.data_and_drafter = late
 

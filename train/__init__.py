@@ -1,12 +1,16 @@
-"""Training: the recipe, the accelerate loop, checkpoints and resume. `train(recipe)` is the API."""
+"""Training: the recipe, the loop, checkpoints and resuming. `train(load_recipe(…))` is the Python API."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftsmith.train.recipe import load_recipe
+    from draftsmith.train.trainer import train
 
 __all__ = ["load_recipe", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily, so that reading a recipe does not load torch and accelerate.
+    # Lazily, so that reading a recipe does not load accelerate and the models.
     if name == "train":
         from draftsmith.train.trainer import train
 

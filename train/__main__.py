@@ -10,7 +10,7 @@ from draftsmith.train.trainer import train
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0, 2 with one line for anything the user can mend, 130 behind Ctrl-C, 143 behind SIGTERM."""
+    """Return the exit code: 0, 2 and one line for errors that the user can fix, 130 after Ctrl-C, 143 after SIGTERM."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: accelerate launch -m draftsmith.train RECIPE [section.key=value ...]")
         return 0 if arguments else 2

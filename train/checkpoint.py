@@ -1,4 +1,4 @@
-"""Train state on disk: safetensors and JSON, whole or not there at all."""
+"""Training state on disk: safetensors and JSON, written atomically."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -22,17 +22,17 @@ UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, Safetens
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come. The data's order, the rate and all randomness are functions of the step."""
+    """The progress of a run. The order of the data, the learning rate and all randomness are functions of the step."""
 
     step: int
     best_tau: float
     best_step: int
     alpha: list[float] | None = None
-    """Of the last step, by draft position: some objectives weigh with it."""
+    """Mean alpha of the last step by draft position, a weight in some objectives."""
     quality_kl: float = 0.0
-    """Of the last step, where adapters are trained on the target."""
+    """KL of the last step, where adapters are trained on the target."""
     evaluated: bool = True
-    """False when a signal came before the evaluation that is due behind this step."""
+    """False when a signal came before the evaluation that is due after this step."""
 
     @property
     def last(self) -> Last:
@@ -41,18 +41,18 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainState:
-    """What training changes, in whole tensors, whichever engine kept it: a run may go on under another one."""
+    """The trained weights and the optimizers' state as whole tensors, so that a run can resume under another engine."""
 
     weights: dict[str, Tensor]
-    """By name."""
+    """Trained weights by name."""
     moments: dict[str, dict[str, Tensor]]
-    """Of the optimizers: by name of the weight and the optimizer's key; nothing before the first step."""
+    """The optimizers' state by name of the weight and the optimizer's key; empty before the first step."""
 
 
 def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: TrainState, keep: int) -> None:
     """Write `folder/step-NNNNNN` atomically, then delete all but the `keep` newest.
 
-    `recipe`: plain values of what is trained, so that a checkpoint says by itself which run it belongs to.
+    `recipe`: its plain values, so that a checkpoint identifies its run.
     """
     moments = {f"{name}/{key}": value for name, values in state.moments.items() for key, value in values.items()}
     with atomic_folder(checkpoint_folder(folder, progress.step)) as temporary:
@@ -60,36 +60,36 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
         save_file(moments, temporary / "optimizer.safetensors")
         write_json(temporary / STATE, {**asdict(progress), "recipe": recipe})
     for old in _newest_first(folder):
-        if _step(old) > progress.step:  # could not be read when the run went on from before it
+        if _step(old) > progress.step:  # damaged: the run was resumed from an earlier one
             shutil.rmtree(old)
     prune(folder, progress.step, keep)
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the `keep` newest of the checkpoints up to `step`, which is one that is known to be good."""
+    """Delete all but the `keep` newest of the checkpoints up to `step`, whose own checkpoint is known to be intact."""
     for old in [old for old in _newest_first(folder) if _step(old) <= step][keep:]:
         shutil.rmtree(old)
 
 
 def stored_recipes(folder: Path) -> dict[str, dict[str, Any]]:
-    """The recipes that the checkpoints in `folder` were written for, by place; without those that cannot be read."""
-    found = {}
+    """Return the recipe of each checkpoint in `folder` by its path, without those that cannot be read."""
+    recipes: dict[str, dict[str, Any]] = {}
     for checkpoint in _newest_first(folder):
         try:
             recipe = read_json(checkpoint / STATE)["recipe"]
         except (OSError, ValueError, TypeError, KeyError):
             continue
-        found[str(checkpoint)] = recipe
-    return found
+        recipes[str(checkpoint)] = recipe
+    return recipes
 
 
 def trained(drafter: nn.Module) -> dict[str, nn.Parameter]:
-    """What training changes, by name."""
+    """Return the parameters that training changes, by name."""
     return {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
 
 
 def check_shapes(state: TrainState, shapes: Mapping[str, Sequence[int]]) -> None:
-    """ValueError or KeyError unless `state` is one of weights of these shapes."""
+    """Raise ValueError or KeyError unless the weights and moments of `state` have these shapes."""
     for name, shape in shapes.items():
         for value in (state.weights[name], *(value for value in state.moments.get(name, {}).values() if value.ndim)):
             if tuple(value.shape) != tuple(shape):
@@ -99,9 +99,9 @@ def check_shapes(state: TrainState, shapes: Mapping[str, Sequence[int]]) -> None
 
 
 def load_state(folder: Path, put: Callable[[TrainState], None]) -> tuple[Progress | None, list[str]]:
-    """Hand the newest checkpoint that can be read to `put`, which refuses what does not fit before it changes anything.
+    """Pass the newest readable checkpoint to `put`, which raises for one that does not fit before it changes anything.
 
-    Returns its progress (None when there is none) and a line for each damaged one that was passed over.
+    Returns its progress (None when there is none) and a line for each damaged checkpoint that was skipped.
     """
     problems = []
     for candidate in _newest_first(folder):
@@ -115,7 +115,7 @@ def load_state(folder: Path, put: Callable[[TrainState], None]) -> tuple[Progres
 
 
 def load_step(folder: Path, step: int, put: Callable[[TrainState], None]) -> bool:
-    """Hand the checkpoint of this very step to `put`; False where there is none, or it cannot be read."""
+    """Pass the checkpoint of `step` to `put`; return False where there is none, or it cannot be read."""
     try:
         _put(checkpoint_folder(folder, step), put)
     except UNREADABLE:
@@ -124,6 +124,7 @@ def load_step(folder: Path, step: int, put: Callable[[TrainState], None]) -> boo
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of `step` in `folder`."""
     return folder / f"step-{step:06d}"
 
 
@@ -140,8 +141,8 @@ def _put(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    found = [entry for entry in folder.glob("step-*") if entry.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=_step, reverse=True)
+    checkpoints = [entry for entry in folder.glob("step-*") if entry.name.removeprefix("step-").isdigit()]
+    return sorted(checkpoints, key=_step, reverse=True)
 
 
 def _step(checkpoint: Path) -> int:

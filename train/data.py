@@ -1,41 +1,43 @@
-"""What a run trains on and is measured by: target samples, and prompts that are kept out of them.
+"""The data of a run: training rows, held-out prompts, and the rows of each step.
 
-Which sequences make up a step: a function of seed and step alone, so that nothing has to be saved to resume.
+The rows of a step depend on seed and step alone, so that resuming needs no saved state.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from draftsmith.distill.chat_template import Chat, template_text
+from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.dataset import ExampleSettings, hold_out, length_statistics, pack, read_examples
 from draftsmith.distill.embedded import embedded_prompts
-from draftsmith.distill.load_target import EMBEDDED, LoadedTarget, check_target_name
-from draftsmith.distill.logprob_teacher import logprob_rows, require_reads_text_alone
-from draftsmith.distill.objective import Objective
-from draftsmith.distill.regeneration import Sampler, SampleSettings, Share, sampling_counts, target_samples
-from draftsmith.distill.sources import conversation, looks_local, read_source
+from draftsmith.distill.load_target import EMBEDDED, LoadedTarget
+from draftsmith.distill.sources import conversation, read_source
 from draftsmith.errors import ConfigError
-from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_vocab import most_frequent
 from draftsmith.heads.hidden_states import document_numbers
 from draftsmith.heads.model_config import context_limit
 from draftsmith.provenance import fingerprint
+from draftsmith.train.context import RunContext
 from draftsmith.train.progress import Console
-from draftsmith.train.recipe import DataSection, Recipe
-from draftsmith.train.target_placement import Placement
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe_sections import DataSection
+
+if TYPE_CHECKING:  # sampling imports the whole decoder, which only some recipes need
+    from draftsmith.distill.regeneration import SampleSettings, Share
+
+# Shapes: B sequences, T positions, S positions of the source, V vocabulary.
 
 
 def batch_indices(seed: int, step: int, batch_size: int, length: int) -> list[int]:
-    """The rows of global batch `step`: epochs are shuffled one by one and follow each other without a gap."""
+    """Return the rows of global batch `step`; epochs are shuffled separately and follow each other without a gap."""
     indices = []
     for position in range(step * batch_size, (step + 1) * batch_size):
         epoch, place = divmod(position, length)
@@ -64,26 +66,29 @@ class Batch:
     attention_mask_BT: Tensor
     mask_BT: Tensor
     source_BS: Tensor | None = None
-    """What an encoder reads; the input ids are then the decoder's."""
+    """Input of an encoder; the input ids are then the decoder's."""
     source_mask_BS: Tensor | None = None
     rows: Sequence[int] = ()
-    """Which rows of the data it holds."""
+    """Indices of its rows in the data."""
     documents_BT: Tensor | None = None
-    """Of packed rows: which document each position belongs to; see `TeacherSignals`."""
+    """For packed rows, the number of each position's document; see `TeacherSignals`."""
 
 
 def collate(rows: Dataset, indices: list[int], device: torch.device, start_token: int | None = None) -> Batch:
-    """Pad the rows on the right to the longest of them.
+    """Pad rows on the right to the longest of them.
 
-    `start_token`: an encoder-decoder target's; prompts then go to its encoder, responses behind it to its decoder.
+    Args:
+        start_token: an encoder-decoder target's; its encoder then reads the prompts, and its decoder this token and
+            the responses.
     """
     chosen = [rows[index] for index in indices]
     texts, spans = [row["input_ids"] for row in chosen], [row["spans"] for row in chosen]
-    sources = None
+    source_BS = source_mask_BS = None
     if start_token is not None:
-        prompts = [of_row[0][0] for of_row in spans]
-        sources = _padded([text[:length] for text, length in zip(texts, prompts, strict=True)], device)
-        texts = [[start_token, *text[length:]] for text, length in zip(texts, prompts, strict=True)]
+        lengths = [of_row[0][0] for of_row in spans]
+        prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
+        source_BS, source_mask_BS = _padded(prompts, device)
+        texts = [[start_token, *text[length:]] for text, length in zip(texts, lengths, strict=True)]
         spans = [[[1, len(text)]] for text in texts]
     ids_BT, attention_BT = _padded(texts, device)
     mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
@@ -93,11 +98,11 @@ def collate(rows: Dataset, indices: list[int], device: torch.device, start_token
     documents_BT = None
     if "documents" in rows.column_names:
         documents_BT = document_numbers([row["documents"] for row in chosen], ids_BT.shape[1]).to(device)
-    return Batch(ids_BT, attention_BT, mask_BT, *(sources or (None, None)), rows=indices, documents_BT=documents_BT)
+    return Batch(ids_BT, attention_BT, mask_BT, source_BS, source_mask_BS, indices, documents_BT)
 
 
 def _padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids [B, T], zeros behind, and the mask of what is text."""
+    """Return token ids [B, T], padded with zeros, and the attention mask [B, T]."""
     width = max(map(len, texts))
     ids_BT = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
     mask_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
@@ -105,12 +110,12 @@ def _padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def response_tokens(rows: Dataset, indices: list[int]) -> int:
-    """Trained tokens of a global batch; every process can count them, so nothing has to be exchanged."""
+    """Return the number of trained tokens in a global batch; every process counts them without communication."""
     return sum(end - start for index in indices for start, end in rows[index]["spans"])
 
 
 ROWS_COUNTED = 256
-"""Whose responses are counted together."""
+"""Rows whose responses are counted together."""
 
 
 @dataclass(frozen=True)
@@ -120,45 +125,14 @@ class TrainingData:
     rows: Dataset
     heldout: list[list[int]]
     questions: Dataset | None = None
-    """What the target was asked, to be asked again; None for text that came with its answers."""
-
-
-def check_sources(recipe: Recipe) -> None:
-    """ConfigError for a missing or malformed file of data or template, before a target is loaded for minutes."""
-    check_target_name(recipe.target.model)
-    data = recipe.data
-    if data.chat_template is not None:
-        template_text(data.chat_template)
-    if data.refresh_every is not None and (data.response == "text" or data.temperature == 0 == data.drafter_share):
-        why = "response='text'" if data.response == "text" else "temperature=0, which gives the same text again"
-        raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")
-    _check_responses(recipe)
-    if data.refresh_every is not None and recipe.teacher.kind != "online":
-        raise ConfigError(f"teacher.kind={recipe.teacher.kind!r} with data.refresh_every; expected 'online'")
-    check_teacher(recipe)
-    for source in (data.prompts if recipe.teacher.kind != "logprobs" else None, recipe.evaluation.prompts):
-        if source not in (None, EMBEDDED) and (Path(source).expanduser().exists() or looks_local(source)):
-            for place, row in read_source(source):
-                conversation(place, row)
-
-
-def _check_responses(recipe: Recipe) -> None:
-    data = recipe.data
-    why = {
-        "response='text', whose answers stand in the file": data.response == "text",
-        "teacher.kind='logprobs', whose answers stand in its file": recipe.teacher.kind == "logprobs",
-        "temperature=0, which gives the same text again": data.temperature == 0,
-    }
-    found = [reason for reason, holds in why.items() if holds]
-    if data.responses > 1 and found:
-        raise ConfigError(f"data.responses={data.responses} with {found[0]}; expected 1")
+    """The prompts, for sampling responses again; None for data that comes with responses."""
 
 
 def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
-    """The target's tokenizer, with the recipe's template.
+    """Return the target's tokenizer with the recipe's template.
 
     Raises:
-        ConfigError: where conversations are to be held with a target that has no template for them.
+        ConfigError: where the target is to answer every turn and has no chat template.
     """
     chat = Chat(target.tokenizer, data.chat_template, data.template_options)
     if data.turns == "all" and not target.tokenizer.chat_template:
@@ -166,20 +140,17 @@ def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
     return chat
 
 
-def prepare_data(
-    recipe: Recipe,
-    target: LoadedTarget,
-    drafter: Drafter,
-    accelerator: Accelerator,
-    placement: Placement,
-    console: Console,
-) -> TrainingData:
-    """Read the prompts and sample the target's responses, or take them from the cache or the file."""
+def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) -> TrainingData:
+    """Read the prompts, and sample the target's responses or read them from the cache or the file.
+
+    `drafter` writes its share of the responses (`data.drafter_share`).
+    """
+    recipe, console = context.recipe, context.console
     data, evaluation = recipe.data, recipe.evaluation
     chat = chat_of(data, target)
     if recipe.teacher.kind == "logprobs":
-        return _from_logprobs(recipe, chat, target, accelerator, console)
-    wanted = ExampleSettings(
+        return _from_logprobs(context, chat, target)
+    settings = ExampleSettings(
         source=data.prompts,
         count=data.count,
         prompt_tokens=data.prompt_tokens,
@@ -192,35 +163,39 @@ def prepare_data(
         split=data.split,
     )
     console.say(f"data: reading {data.prompts}")
-    with accelerator.main_process_first():
-        examples = read_examples(chat, wanted, context_limit(target.model.config), console.say)
+    with context.accelerator.main_process_first():
+        examples = read_examples(chat, settings, context_limit(target.model.config), console.say)
     if evaluation.prompts is None and data.prompts != EMBEDDED:
         examples, heldout = hold_out(examples, evaluation.count)
     else:
         heldout = _heldout(evaluation.prompts or EMBEDDED, chat, target, recipe)
     if data.response == "text":
-        return TrainingData(_ready(examples, data, console), heldout)
-    settings = _sample_settings(recipe, seed=recipe.train.seed)
-    sampler = Sampler(target, chat, settings, drafter if data.drafter_share else None, speculate=False)
-    rows = target_samples(sampler, examples, share=_share(accelerator, placement), progress=console.visible)
-    return TrainingData(_ready(rows, data, console), heldout, examples)
+        return TrainingData(_packed(examples, data, console), heldout)
+    from draftsmith.distill.regeneration import Sampler, target_samples
+
+    writer = drafter if data.drafter_share else None
+    sampler = Sampler(target, chat, _sample_settings(recipe, recipe.train.seed), writer, speculate=False)
+    rows = target_samples(sampler, examples, share=_share(context), progress=console.visible)
+    return TrainingData(_packed(rows, data, console), heldout, examples)
 
 
-def _from_logprobs(
-    recipe: Recipe, chat: Chat, target: LoadedTarget, accelerator: Accelerator, console: Console
-) -> TrainingData:
-    """The answers of the teacher's file, with what it knows of their tokens."""
+def _from_logprobs(context: RunContext, chat: Chat, target: LoadedTarget) -> TrainingData:
+    """Read the teacher's file: responses, with the log-probabilities that it has of their tokens."""
+    from draftsmith.distill.logprob_teacher import logprob_rows
+
+    recipe, console = context.recipe, context.console
     data, evaluation, file = recipe.data, recipe.evaluation, recipe.teacher.file
-    with accelerator.main_process_first():
+    assert file is not None, "the recipe refuses 'logprobs' without a file"
+    with context.accelerator.main_process_first():
         rows = logprob_rows(file, target.tokenizer, console.say, chat)
     limit = context_limit(target.model.config)
 
-    def fits(row: dict[str, Any]) -> bool:
-        ((start, end),) = row["spans"]
+    def fits(spans: list[list[int]]) -> bool:
+        ((start, end),) = spans
         room = limit is None or end <= limit
         return start <= data.prompt_tokens and end - start <= data.response_tokens and room
 
-    kept = [index for index, row in enumerate(rows) if fits(row)]
+    kept = [index for index, spans in enumerate(rows["spans"]) if fits(spans)]
     if len(kept) < len(rows):
         most = f"data.prompt_tokens={data.prompt_tokens}, data.response_tokens={data.response_tokens} or the context"
         console.say(f"{file}: {len(rows) - len(kept):,} of {len(rows):,} are longer than {most}: left out")
@@ -228,85 +203,111 @@ def _from_logprobs(
         raise ConfigError(f"teacher.file={file} leaves nothing to train on; expected at least one row that fits")
     rows = rows.select(kept[: data.count])
     if evaluation.prompts is not None:
-        return TrainingData(_ready(rows, data, console), _heldout(evaluation.prompts, chat, target, recipe))
-    openings = [fingerprint(row["input_ids"][: row["spans"][0][0]]) for row in rows]
+        return TrainingData(_packed(rows, data, console), _heldout(evaluation.prompts, chat, target, recipe))
+    openings = [fingerprint(ids[: spans[0][0]]) for ids, spans in zip(rows["input_ids"], rows["spans"], strict=True)]
     rows, heldout = hold_out(rows.add_column("opening", openings), evaluation.count)
-    return TrainingData(_ready(rows, data, console), heldout)
+    return TrainingData(_packed(rows, data, console), heldout)
+
+
+class SampledRound(NamedTuple):
+    """The data of a new round, and the counts of its sampling, see `sampling_counts`."""
+
+    data: TrainingData
+    counts: dict[str, float]
 
 
 def resample(
-    recipe: Recipe,
-    target: LoadedTarget,
-    drafter: Drafter,
-    data: TrainingData,
-    number: int,
-    accelerator: Accelerator,
-    placement: Placement,
-    console: Console,
-) -> tuple[TrainingData, dict[str, float]]:
-    """Ask everything again in round `number`, through the decoder with the drafter as it is now.
+    context: RunContext, target: LoadedTarget, drafter: Drafter, data: TrainingData, number: int
+) -> SampledRound:
+    """Sample all responses again in round `number`, with the current drafter in the decoder.
 
-    A round's answers are kept in the run's folder, so that a run which goes on from a checkpoint finds them.
-    Returns the new data, and what sampling took, see `sampling_counts`.
+    The responses of a round are stored in the run's folder, so that a run resumed from a checkpoint reads them.
     """
-    seed = recipe.train.seed + 7 * number  # seeds of rounds and of runs with neighbouring seeds stay apart
+    from draftsmith.distill.regeneration import Sampler, sampling_counts, target_samples
+
+    recipe = context.recipe
+    assert data.questions is not None, "the recipe refuses data.refresh_every where responses are not sampled"
+    seed = recipe.train.seed + 7 * number  # rounds of runs with neighbouring seeds share no seed
     was_training = drafter.training
     drafter.eval()
     length = recipe.draft_length(drafter.max_draft_length)
-    settings = _sample_settings(recipe, seed)
-    chat = chat_of(recipe.data, target)
+    settings, chat = _sample_settings(recipe, seed), chat_of(recipe.data, target)
     sampler = Sampler(target, chat, settings, drafter, speculate=recipe.data.speculate, draft_length=length)
     folder = Path(recipe.output) / "samples" / f"round-{number:03d}"
     rows = target_samples(
-        sampler, data.questions, folder=folder, share=_share(accelerator, placement), progress=console.visible
+        sampler, data.questions, folder=folder, share=_share(context), progress=context.console.visible
     )
     drafter.train(was_training)
-    sampled = sampling_counts(folder, settings.responses)
-    return TrainingData(_ready(rows, recipe.data, console), data.heldout, data.questions), sampled
+    counts = sampling_counts(folder, settings.responses)
+    packed = _packed(rows, recipe.data, context.console)
+    return SampledRound(TrainingData(packed, data.heldout, data.questions), counts)
 
 
-def _sample_settings(recipe: Recipe, seed: int) -> SampleSettings:
+def _sample_settings(recipe: Recipe, seed: int) -> "SampleSettings":
+    from draftsmith.distill.regeneration import SampleSettings
+
     data = recipe.data
-    options = {"drafter_share": data.drafter_share, "responses": data.responses}
-    return SampleSettings(data.response_tokens, data.temperature, data.batch_size, seed, **options)
+    return SampleSettings(
+        data.response_tokens,
+        data.temperature,
+        data.batch_size,
+        seed,
+        drafter_share=data.drafter_share,
+        responses=data.responses,
+    )
 
 
-def _share(accelerator: Accelerator, placement: Placement) -> Share:
-    return Share(accelerator.process_index, accelerator.num_processes, placement.meet)
+def _share(context: RunContext) -> "Share":
+    """Return this process's share of the sampling."""
+    from draftsmith.distill.regeneration import Share
+
+    accelerator = context.accelerator
+    return Share(accelerator.process_index, accelerator.num_processes, context.placement.meet)
 
 
-def _ready(rows: Dataset, data: DataSection, console: Console) -> Dataset:
-    """Packed where the recipe says so; and what the run is fed, in a line."""
-    found = length_statistics(rows)
-    said = (
-        f"data: {found.samples:,} samples, {found.tokens:,} tokens, {found.trained:,} of them trained; "
-        f"lengths {found.p5} / {found.p50} / {found.p95} (5 %, median, 95 %), longest {found.longest}"
+def _packed(rows: Dataset, data: DataSection, console: Console) -> Dataset:
+    """Pack the rows where the recipe says so, and print the lengths of the samples."""
+    lengths = length_statistics(rows)
+    summary = (
+        f"data: {lengths.samples:,} samples, {lengths.tokens:,} tokens, {lengths.trained:,} of them trained; "
+        f"lengths {lengths.p5} / {lengths.p50} / {lengths.p95} (5 %, median, 95 %), longest {lengths.longest}"
     )
     if not data.pack:
-        console.say(said)
+        console.say(summary)
         return rows
     width = data.pack_tokens or data.prompt_tokens + data.response_tokens
     packed = pack(rows, width)
-    console.say(f"{said}; packed into {len(packed):,} rows, {found.tokens / (len(packed) * width):.0%} full")
+    full = lengths.tokens / (len(packed) * width)
+    console.say(f"{summary}; packed into {len(packed):,} rows, {full:.0%} full")
     return packed
 
 
+def logit_count(model: PreTrainedModel) -> int:
+    """Return the number of logits of a target, which may exceed its tokenizer's vocabulary; ConfigError without any."""
+    lm_head = model.get_output_embeddings()
+    if lm_head is None:
+        raise ConfigError(f"target {type(model).__name__} has no lm_head; expected a causal language model")
+    return lm_head.weight.shape[0]
+
+
 def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Console) -> list[int]:
-    """The `size` tokens that responses hold most often, EOS among them; says how much of the responses they are."""
-    vocab_size = target.model.get_output_embeddings().weight.shape[0]
+    """Return the `size` most frequent tokens of the responses, always with EOS, and print the share they cover."""
+    vocab_size = logit_count(target.model)
     counts_V = torch.zeros(vocab_size, dtype=torch.long)
-    for some in rows.iter(batch_size=ROWS_COUNTED):
-        texts = zip(some["input_ids"], some["spans"], strict=True)
+    for start in range(0, len(rows), ROWS_COUNTED):
+        part = rows[start : start + ROWS_COUNTED]
+        texts = zip(part["input_ids"], part["spans"], strict=True)
         responses = [ids[start:end] for ids, spans in texts for start, end in spans]
         counts_V += torch.bincount(torch.tensor(list(chain.from_iterable(responses))), minlength=vocab_size)
     eos = target.tokenizer.eos_token_id
-    tokens = most_frequent(counts_V, size, always=() if eos is None else (eos,))
+    tokens = most_frequent(counts_V, size, always=(eos,) if isinstance(eos, int) else ())
     covered = float(counts_V[tokens].sum() / counts_V.sum())
     console.say(f"draft vocabulary: {size:,} of {vocab_size:,} tokens, {covered:.2%} of the responses")
     return tokens
 
 
 def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[list[int]]:
+    """Return the token ids of the prompts that the periodic evaluation decodes."""
     settings = recipe.evaluation
     if source == EMBEDDED:
         rows = embedded_prompts(target.tokenizer, "heldout", settings.count, settings.prompt_tokens)
@@ -324,18 +325,3 @@ def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> l
         if len(prompts) == settings.count:
             break
     return prompts
-
-
-def check_teacher(recipe: Recipe) -> None:
-    """ConfigError for a teacher that the rest of the recipe cannot be taught by, before anything is loaded."""
-    settings = recipe.teacher
-    if settings.kind != "logprobs":
-        if settings.file is not None:
-            raise ConfigError(f"teacher.file={settings.file} with teacher.kind={settings.kind!r}; expected 'logprobs'")
-        return
-    if settings.file is None:
-        raise ConfigError("teacher.kind='logprobs' without teacher.file; expected a file of answers with logprobs")
-    if recipe.cotrain is not None:
-        raise ConfigError("teacher.kind='logprobs' with cotrain; expected 'online': the target changes")
-    require_reads_text_alone(HEADS[recipe.drafter.type])
-    Objective(**recipe.objective_options(draft_length=1)).require_usable(settings.kind)

@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO-2 and ZeRO-3: the recipe's values in its config, and its shards as whole tensors and back.
+"""DeepSpeed's ZeRO-2 and ZeRO-3: its config with the recipe's values, and the engine that gathers and re-shards.
 
-ZeRO-2 keeps moments and gradients in shards, ZeRO-3 the weights too. Below it, float32 weights in one AdamW.
+ZeRO-2 shards moments and gradients, ZeRO-3 also the weights. Weights are float32, with one AdamW.
 """
 
 import json
@@ -30,7 +30,7 @@ from draftsmith.train.recipe import Recipe
 
 CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's, by the names that torch gives them."""
+"""AdamW's moments under torch's names."""
 OTHER_SOURCES = {
     "optimizer": "train.optimizer",
     "scheduler": "train.learning_rate and train.warmup_fraction",
@@ -39,33 +39,33 @@ OTHER_SOURCES = {
 
 
 def make_plugin(recipe: Recipe, precision: str) -> DeepSpeedPlugin:
-    """DeepSpeed's config with the recipe's values; `precision`: 'no' or 'bf16', which autocast sees to.
+    """Return DeepSpeed's config with the recipe's values; `precision` is 'no' or 'bf16', which autocast applies.
 
     Raises:
-        ConfigError: where config and recipe contradict each other, or for a recipe that ZeRO cannot train.
+        ConfigError: where config and recipe contradict each other, and for a recipe that ZeRO cannot train.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on a CPU it would be compiled; gloo does the same
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # caused by DeepSpeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled on a CPU; gloo does the same
     processes, parts = int(os.environ.get("WORLD_SIZE", "1")), recipe.train.gradient_accumulation
     micro = recipe.train.batch_size // (processes * parts)
-    asked = _asked()
-    check_config(asked, recipe, precision, micro)
+    given = _given_config()
+    check_config(given, recipe, precision, micro)
     if recipe.train.optimizer != "adamw":
         raise ConfigError(
             f"train.optimizer={recipe.train.optimizer!r} under DeepSpeed; expected 'adamw': it shards flat vectors, "
             "and Muon needs whole matrices"
         )
     if recipe.cotrain is not None:
-        raise ConfigError("cotrain under DeepSpeed; expected DDP or one process: it takes a second optimizer")
+        raise ConfigError("cotrain under DeepSpeed; expected DDP or one process: it needs a second optimizer")
     plugin = DeepSpeedPlugin(zero3_init_flag=False)
-    config = plugin.deepspeed_config
+    config: dict[str, Any] = plugin.deepspeed_config
     zero = config["zero_optimization"]
     if zero.get("stage") not in (2, 3):
         raise ConfigError(f"deepspeed zero_optimization.stage={zero.get('stage')}; expected 2 or 3, or another engine")
     for key in [key for key, value in zero.items() if value == "auto"]:
-        del zero[key]  # sizes that accelerate would derive from a hidden size; DeepSpeed has its own
-    zero["memory_efficient_linear"] = False  # it would put a linear layer of its own into the target, too
+        del zero[key]  # accelerate would derive these sizes from a hidden size; DeepSpeed has defaults
+    zero["memory_efficient_linear"] = False  # it would also replace linear layers of the target
     config |= {
         "train_batch_size": recipe.train.batch_size,
         "train_micro_batch_size_per_gpu": micro,
@@ -74,53 +74,57 @@ def make_plugin(recipe: Recipe, precision: str) -> DeepSpeedPlugin:
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # it would be compiled, and is another AdamW
+        "zero_force_ds_cpu_optimizer": False,  # it would be compiled, and its AdamW is another one
     }
     return plugin
 
 
-def check_config(asked: dict[str, Any], recipe: Recipe, precision: str, micro: int) -> None:
-    """ConfigError with both values where DeepSpeed's config says something else than the recipe."""
+def check_config(config: dict[str, Any], recipe: Recipe, precision: str, micro: int) -> None:
+    """Raise ConfigError, with both values, where DeepSpeed's config differs from the recipe."""
     train = recipe.train
-    expected = {
+    expected: dict[str, tuple[str, object, object]] = {
         "train_batch_size": ("train.batch_size", train.batch_size, train.batch_size),
         "train_micro_batch_size_per_gpu": ("train.batch_size", train.batch_size, micro),
-        "gradient_accumulation_steps": ("train.gradient_accumulation", *[train.gradient_accumulation] * 2),
+        "gradient_accumulation_steps": (
+            "train.gradient_accumulation",
+            train.gradient_accumulation,
+            train.gradient_accumulation,
+        ),
         "gradient_clipping": ("train.clip_norm", train.clip_norm, train.clip_norm),
         "bf16.enabled": ("train.mixed_precision", train.mixed_precision, precision == "bf16"),
         "fp16.enabled": ("train.mixed_precision", train.mixed_precision, False),
     }
     for key, (ours, value, wanted) in expected.items():
         section, _, name = key.rpartition(".")
-        given = (asked.get(section) or {}).get(name) if section else asked.get(name)
+        given = (config.get(section) or {}).get(name) if section else config.get(name)
         if given not in (None, "auto", wanted):
             raise ConfigError(
                 f"deepspeed {key}={given!r}, but the recipe has {ours}={value!r}; expected {wanted!r} or 'auto'"
             )
     for key, ours in OTHER_SOURCES.items():
-        if asked.get(key):
-            raise ConfigError(f"deepspeed {key}={json.dumps(asked[key])}; expected none, the recipe has {ours}")
+        if config.get(key):
+            raise ConfigError(f"deepspeed {key}={json.dumps(config[key])}; expected none, the recipe has {ours}")
 
 
-def _asked() -> dict[str, Any]:
-    """What DeepSpeed's config file says, or else accelerate's own options."""
+def _given_config() -> dict[str, Any]:
+    """Return DeepSpeed's config file, or accelerate's own options where there is none."""
     file = os.environ.get(CONFIG_FILE, "none")
     if file != "none":
         try:
             return HfDeepSpeedConfig(file).config
         except ValueError as error:
             raise ConfigError(f"deepspeed_config_file={file} cannot be read; expected JSON") from error
-    asked: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps != "1":  # which accelerate also says where nobody has asked for it
-        asked["gradient_accumulation_steps"] = int(steps) if steps.isdigit() else steps
+    if steps != "1":  # accelerate's default is not the user's wish
+        given["gradient_accumulation_steps"] = int(steps) if steps.isdigit() else steps
     clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
-    asked["gradient_clipping"] = clipping if clipping in ("auto", "none") else float(clipping)
-    return asked
+    given["gradient_clipping"] = clipping if clipping in ("auto", "none") else float(clipping)
+    return given
 
 
 class ZeroEngine:
-    """See `Engine`. Weights and moments are reached through the accessors that DeepSpeed documents."""
+    """DeepSpeed's engine. Weights and moments are read and written with the functions that DeepSpeed documents."""
 
     def __init__(self, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers) -> None:
         self._accelerator, self._step = accelerator, step
@@ -130,7 +134,7 @@ class ZeroEngine:
         self._zero = self.module.optimizer
         self._sharded = self.module.zero_optimization_stage() == 3
         if self._sharded:
-            # Its hooks gather module by module, but objectives read weights outside of modules: see `part`.
+            # Its hooks gather weights module by module, but objectives read them outside modules: see `part`.
             self._zero.parameter_offload.destroy()
 
     def part(self, last: bool) -> AbstractContextManager:
@@ -138,21 +142,22 @@ class ZeroEngine:
         return self.gathered()
 
     def backward(self, loss: Tensor) -> None:
-        # Past accelerate, which would take the step in here, before anybody has seen the loss.
+        # Not through accelerate, which would step the optimizer here, before the loss has been checked.
         self.module.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> float:
-        self.module.step()  # leaves out the update when the norm is not finite
+        self.module.step()  # skips the update when the norm is not finite
         return float(self.module.get_global_grad_norm())
 
     def gathered(self) -> AbstractContextManager:
         return deepspeed.zero.GatheredParameters(list(self._step.parameters()), enabled=self._sharded)
 
     def state(self) -> TrainState:
-        weights, moments = {}, {}
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, dict[str, Tensor]] = {}
         main, count = self._accelerator.is_main_process, self._count()
         for name, parameter in trained(self._step).items():
-            weight = safe_get_full_fp32_param(parameter).cpu()
+            weight = _on_cpu(safe_get_full_fp32_param(parameter))
             values = {} if count is None else {key: _moment(parameter, key) for key in MOMENTS}
             if main:
                 weights[name] = weight
@@ -165,8 +170,8 @@ class ZeroEngine:
         moments = [state.moments[name] for name in parameters] if state.moments else []
         counts = [float(values["step"]) for values in moments]
         if len(set(counts)) > 1 or any(set(values) != {"step", *MOMENTS} for values in moments):
-            raise ValueError("moments that are not of one AdamW")
-        with self._written():
+            raise ValueError("the moments do not belong to one AdamW")
+        with self._writable():
             for name, parameter in parameters.items():
                 parameter.data.copy_(state.weights[name])
         if counts:
@@ -177,27 +182,27 @@ class ZeroEngine:
                 safe_set_full_optimizer_state(parameter, state.moments[name][key], key)
 
     def finite(self) -> bool:
-        held = [parameter.ds_tensor if self._sharded else parameter for parameter in trained(self._step).values()]
-        return all_finite(self._accelerator, [bool(shard.isfinite().all()) for shard in held])
+        shards = [getattr(parameter, "ds_tensor", parameter) for parameter in trained(self._step).values()]
+        return all_finite(self._accelerator, [bool(shard.isfinite().all()) for shard in shards])
 
     @contextmanager
-    def _written(self) -> Iterator[None]:
-        """While it is entered, weights may be written, the same on all processes."""
+    def _writable(self) -> Iterator[None]:
+        """Gather the weights, to be changed in the same way on all processes, and shard them again at the end."""
         parameters = list(self._step.parameters())
         with torch.no_grad(), deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=self._sharded):
             yield
 
     def _flats(self) -> list[Tensor]:
-        """This process's shards of the weights, one behind the other, as AdamW sees them."""
+        """Return this process's shards of the weights, flat and concatenated, as AdamW holds them."""
         return self._zero.fp32_partitioned_groups_flat if self._sharded else self._zero.single_partition_of_fp32_groups
 
     def _count(self) -> Tensor | None:
-        """Steps that AdamW has taken; None before the first one."""
-        found = [self._zero.optimizer.state[flat] for flat in self._flats() if flat in self._zero.optimizer.state]
-        return found[0]["step"].cpu() if found and found[0] else None
+        """Return the number of steps that AdamW has taken; None before the first one."""
+        states = [self._zero.optimizer.state[flat] for flat in self._flats() if flat in self._zero.optimizer.state]
+        return states[0]["step"].cpu() if states and states[0] else None
 
     def _make_moments(self, count: float) -> None:
-        """What AdamW would make in its first step, so that there is something to write into."""
+        """Allocate the moments as AdamW's first step would, so that they can be set."""
         for flat in self._flats():
             moments = {key: torch.zeros_like(flat) for key in MOMENTS}
             self._zero.optimizer.state[flat] = {"step": torch.tensor(count), **moments}
@@ -206,4 +211,10 @@ class ZeroEngine:
 
 
 def _moment(parameter: nn.Parameter, key: str) -> Tensor:
-    return safe_get_full_optimizer_state(parameter, key).cpu()
+    """Return the whole moment of a parameter, on the CPU; all processes must call it."""
+    return _on_cpu(safe_get_full_optimizer_state(parameter, key))
+
+
+def _on_cpu(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "DeepSpeed returns none for parameters that it does not train"
+    return tensor.cpu()

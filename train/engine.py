@@ -1,90 +1,91 @@
-"""What the loop asks of the engine that accelerate was launched with: one process, DDP and FSDP2 here, DeepSpeed in
-train/deepspeed.py.
+"""The interface of training engines, and the one for a single process, DDP and FSDP2; DeepSpeed's is in deepspeed.py.
 
-An engine says how a step is taken, and turns what it keeps in shards into whole tensors and back: for checkpoints,
-which are the same under all engines, and for decoding with the drafter.
+An engine runs optimizer steps. It gathers sharded parameters and re-shards them, for checkpoints, which are the same
+under all engines, and for decoding with the drafter.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from draftsmith.heads.lora import like, whole
-from draftsmith.train.accelerator import autocast
 from draftsmith.train.checkpoint import TrainState, check_shapes, trained
-from draftsmith.train.recipe import Recipe
 
 Optimizers = list[torch.optim.Optimizer]
 
 
 class Engine(Protocol):
-    module: nn.Module
-    """The step module as the engine calls it."""
-    optimizers: Optimizers
-    """Whose rates the loop sets."""
+    """How the training loop uses the processes that accelerate has launched."""
 
-    def part(self, last: bool) -> AbstractContextManager:
-        """Around forward and backward of one part of a batch; gradients are exchanged behind the last one."""
+    module: nn.Module
+    """The step module as wrapped by the engine."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers; the loop sets their learning rates."""
+        ...
+
+    def part(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of forward and backward pass of one part of a batch.
+
+        Gradients are reduced over the processes after the last part.
+        """
+        ...
 
     def backward(self, loss: Tensor) -> None:
-        """The engine averages gradients over the processes, and sums them over the parts."""
+        """Compute gradients, averaged over the processes and summed over the parts of a batch."""
 
     def step(self) -> float:
-        """Clip, take the optimizers' step, drop the gradients. Returns the gradient's norm before it was clipped; one
-        that is no finite number changes nothing."""
+        """Clip the gradients, step the optimizers and clear the gradients.
 
-    def gathered(self) -> AbstractContextManager:
-        """While it is entered, on all processes, the drafter's weights are whole on each of them, for decoding."""
+        Returns the norm of the gradients before clipping. One that is not finite changes no weight.
+        """
+        ...
+
+    def gathered(self) -> AbstractContextManager[Any]:
+        """Return a context in which every process holds the drafter's whole weights; all processes must enter it."""
+        ...
 
     def state(self) -> TrainState:
-        """Whole tensors, on the main process; all processes have to call it."""
+        """Return whole tensors, on the main process only; all processes must call it."""
+        ...
 
     def load(self, state: TrainState) -> None:
-        """Take such a state; all processes have to be given it. ValueError or KeyError before anything is changed."""
+        """Set weights and moments from such a state, the same on all processes.
+
+        Raises:
+            ValueError, KeyError: for a state that does not fit, before anything is changed.
+        """
 
     def finite(self) -> bool:
-        """Whether all weights are finite numbers."""
-
-
-def make_engine(recipe: Recipe, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers) -> Engine:
-    """Hands `step` and its optimizers to accelerate."""
-    inner = step.forward
-
-    def forward(*arguments: Any) -> Any:
-        with autocast(recipe, accelerator.device):
-            return inner(*arguments)
-
-    step.forward = forward
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from draftsmith.train.deepspeed import ZeroEngine
-
-        return ZeroEngine(accelerator, step, optimizers)
-    return TorchEngine(accelerator, step, optimizers, recipe.train.clip_norm)
+        """Return whether all weights are finite, on all processes."""
+        ...
 
 
 class TorchEngine:
-    """One process, DDP or FSDP2, which differ in what a parameter is: a tensor, or a DTensor with a shard of it."""
+    """One process, DDP or FSDP2. Parameters are tensors, or under FSDP2 DTensors that hold a shard."""
 
     def __init__(self, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers, clip_norm: float) -> None:
         self._accelerator, self._step, self._clip_norm = accelerator, step, clip_norm
         self.module, *self.optimizers = accelerator.prepare(step, *optimizers)
         self._plain = [optimizer.optimizer for optimizer in self.optimizers]
 
-    def part(self, last: bool) -> AbstractContextManager:
+    def part(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._accelerator.no_sync(self.module)
 
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
 
     def step(self) -> float:
-        norm = float(whole(self._accelerator.clip_grad_norm_(self.module.parameters(), self._clip_norm)))
+        norm = self._accelerator.clip_grad_norm_(list(self.module.parameters()), self._clip_norm)
+        assert norm is not None, "accelerate returns none under DeepSpeed only"
+        norm = float(whole(norm))
         for optimizer in self.optimizers:
             if math.isfinite(norm):
                 optimizer.step()
@@ -93,7 +94,7 @@ class TorchEngine:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        # Whole tensors take the place of the shards, rather than FSDP's own unsharding: it would end at a state_dict.
+        # Whole tensors replace the shards; FSDP's own unsharding would end at a state_dict.
         shards = [
             (module, name, parameter)
             for module in self._step.modules()
@@ -112,14 +113,16 @@ class TorchEngine:
                 setattr(module, name, shard)
 
     def state(self) -> TrainState:
-        weights, moments = {}, {}
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, dict[str, Tensor]] = {}
         main = self._accelerator.is_main_process
         for name, parameter in trained(self._step).items():
-            values = {"": parameter}
+            sharded: dict[str, Tensor] = {"": parameter}
             for optimizer in self._plain:
-                values |= optimizer.state.get(parameter, {})
-            # One at a time, so that no more than one is whole where it is not kept.
-            values = {key: _on_main(value, main) for key, value in values.items()}
+                sharded |= optimizer.state.get(parameter, {})
+            # One at a time, so that a process which keeps none holds at most one whole tensor.
+            gathered = {key: _on_main(value, main) for key, value in sharded.items()}
+            values = {key: value for key, value in gathered.items() if value is not None}
             if main:
                 weights[name], moments[name] = values.pop(""), values
         return TrainState(weights, moments)
@@ -141,21 +144,29 @@ class TorchEngine:
                     }
 
     def finite(self) -> bool:
-        found = [bool(local(parameter).isfinite().all()) for parameter in trained(self._step).values()]
-        return all_finite(self._accelerator, found)
+        shards = [bool(_local(parameter).isfinite().all()) for parameter in trained(self._step).values()]
+        return all_finite(self._accelerator, shards)
 
 
-def local(parameter: Tensor) -> Tensor:
-    """What this process holds of it."""
+def all_finite(accelerator: Accelerator, shards: list[bool]) -> bool:
+    """Return whether `shards`, one flag for each tensor of this process, are true on all processes."""
+    wrong = torch.tensor([float(not all(shards))], device=accelerator.device)
+    return not float(reduced(accelerator, wrong))
+
+
+def reduced(accelerator: Accelerator, tensor: Tensor) -> Tensor:
+    """Return the sum of `tensor` over all processes."""
+    total = accelerator.reduce(tensor, "sum")
+    assert isinstance(total, Tensor)
+    return total
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return this process's shard of a parameter, or all of one that is not sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def all_finite(accelerator: Accelerator, found: list[bool]) -> bool:
-    """Whether all processes found nothing but finite numbers in what they hold."""
-    wrong = torch.tensor([float(not all(found))], device=accelerator.device)
-    return not float(accelerator.reduce(wrong, "sum"))
-
-
 def _on_main(value: Tensor, main: bool) -> Tensor | None:
+    """Return the whole tensor on the CPU of the main process, None on the others; all processes must call it."""
     gathered = whole(value.detach())
     return gathered.cpu().contiguous() if main else None

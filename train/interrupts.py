@@ -1,4 +1,4 @@
-"""Stopping before the end: a signal or a full disk on one process stops all of them behind the same step."""
+"""Early stop: a signal or a full disk on one process stops all processes after the same step."""
 
 import signal
 import threading
@@ -12,24 +12,24 @@ from draftsmith.errors import DraftsmithError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME = 1.0
-"""Seconds in which a further signal is the same one: launchers pass on what a terminal has sent to everyone."""
+"""Seconds in which a second signal counts as the same one: launchers forward signals that the terminal sent to all."""
 
 
 class Stopping:
-    """Whether to stop, and why; installed as the handler of SIGTERM and SIGINT while it is entered.
+    """Handles SIGTERM and SIGINT inside the context, and holds the reason to stop.
 
-    The first signal is only noted: the step in hand is finished. A further one ends the process at once. What a process
-    has noted are a few numbers, `flags`, which travel with sums that are reduced over the processes anyway; `agree`
-    takes the sums, so that all of them know the same at the same place.
+    The first signal is recorded, and the current step is finished. A second one ends the process at once. The record
+    of a process is a few numbers, `flags`, which are reduced over the processes together with other sums; `agree` takes
+    the reduced values, so that all processes decide the same at the same point.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        """By this process."""
+        """The signal that this process received."""
         self.agreed: int | None = None
         """The signal that all processes stop for."""
         self.problem: str | None = None
-        """What this process could not do, and why the run cannot go on."""
+        """The error of this process for which the run cannot continue."""
         self._since, self._at_once = 0.0, False
         self._before: dict[int, Any] = {}
 
@@ -44,11 +44,11 @@ class Stopping:
         self._before = {}
 
     def flags(self) -> list[float]:
-        """To be summed over all processes."""
+        """Return numbers that are to be summed over all processes."""
         return [*(float(self.received == number) for number in SIGNALS), float(self.problem is not None)]
 
     def agree(self, sums: Sequence[float]) -> None:
-        """Take the sums of everyone's `flags`.
+        """Set the outcome from the sums of all processes' `flags`.
 
         Raises:
             DraftsmithError: on all processes, when one of them has a problem.
@@ -60,7 +60,7 @@ class Stopping:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """For work that takes long and loses nothing: a signal does not wait for its end."""
+        """Let signals end the process immediately, inside a context of long work whose results are on disk."""
         self._at_once = True
         try:
             if (number := self.agreed or self.received) is not None:
@@ -81,7 +81,7 @@ class Stopping:
 
 
 def leave(number: int) -> NoReturn:
-    """End the run as the signal would have: exit code 128 + its number, which Ctrl-C's exception stands for too."""
+    """Exit as the signal would have: with code 128 + its number, which for SIGINT follows from KeyboardInterrupt."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)

@@ -1,6 +1,6 @@
 """Optimizer and learning rate where a recipe names none; measured by benchmarks/rates.py, docs/benchmarks.md.
 
-A warning where a run's first steps say that its learning rate is far off.
+A warning where the losses of a run's first steps show that its learning rate is far off.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,27 @@ class Rates(NamedTuple):
     muon: float
     adamw: float
     scaled: bool = False
-    """Whether Muon's rate goes with 1/width as AdamW's does; else it is the same up to width `WIDEST`."""
+    """Whether Muon's rate is proportional to 1/width, as AdamW's is; otherwise it is constant up to width `WIDEST`."""
 
 
 WIDTH, WIDEST = 256, 512
 RATES = dict.fromkeys(DRAFTERS, Rates(muon=2e-2, adamw=3e-3))
 RATES["draft_model"] = Rates(muon=3e-3, adamw=2e-3, scaled=True)
 TRAINED = Rates(muon=1.5e-3, adamw=2.5e-4, scaled=True)
-"""For drafters that start from trained weights of their own, whatever the family."""
+"""For drafters of any type that start from their own trained weights."""
 
 
 def starts_trained(recipe: Recipe) -> bool:
-    """Whether the drafter has been trained before the run: a checkpoint, or a module that the target brings."""
+    """Return whether the drafter starts from trained weights: a checkpoint, or a module of the target's checkpoint."""
     options = recipe.drafter_options()
     return recipe.start_from is not None or options.get("model") is not None or options.get("init") == "native"
 
 
 def default_rate(recipe: Recipe, width: int) -> float:
-    """The family's rate for the recipe's optimizer on a target of this width.
+    """Return the rate of the drafter's type and the recipe's optimizer for a target of hidden size `width`.
 
-    AdamW's goes with 1/width. Muon's was the same from width 64 to `WIDEST`, the widest that was measured, where all
-    matrices inside the layers begin untrained; beyond, it goes with 1/width as a precaution.
+    AdamW's rate is proportional to 1/width. Muon's best rate was the same from width 64 to `WIDEST`, the largest one
+    measured, for drafters whose matrices all start untrained; above, 1/width is a precaution.
     """
     rates = TRAINED if starts_trained(recipe) else RATES[recipe.drafter.type]
     if recipe.train.optimizer == "adamw":
@@ -52,7 +52,7 @@ def default_rate(recipe: Recipe, width: int) -> float:
 
 
 def with_rate(recipe: Recipe) -> Recipe:
-    """The recipe with the default rate where it has none, so that what is stored and resumed names it.
+    """Return the recipe with the default rate where it has none, so that the stored recipe has one.
 
     Raises:
         ConfigError: for a target whose config cannot be read.
@@ -64,9 +64,9 @@ def with_rate(recipe: Recipe) -> Recipe:
 
 
 def described(recipe: Recipe, width: int) -> str:
-    """The line that a run begins with: optimizer, rate, schedule and batch, and whether the rate is the default."""
+    """Return the first line of a run: optimizer, rate, schedule and batch size, and whether the rate is the default."""
     settings, default = recipe.train, default_rate(recipe, width)
-    of = f"the default for {recipe.drafter.type}{' that is trained' * starts_trained(recipe)} at width {width}"
+    of = f"the default for {recipe.drafter.type}{' with trained weights' * starts_trained(recipe)} at width {width}"
     return (
         f"optimizer: {settings.optimizer}, rate {settings.learning_rate:g} "
         f"({of}{'' if settings.learning_rate == default else f' is {default:g}'}), "
@@ -75,42 +75,44 @@ def described(recipe: Recipe, width: int) -> str:
 
 
 def target_width(recipe: Recipe) -> int:
-    """From the target's config, before it is loaded; the embedded target is not built for it."""
+    """Return the target's hidden size from its config, without loading or building the target."""
     settings = recipe.target
     if settings.model == EMBEDDED:
         return EmbeddedRecipe().hidden_size
-    options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-    return width_of(load_tokenizer(settings.model, **options)[1])
+    _, config = load_tokenizer(settings.model, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    return width_of(config)
 
 
 def width_of(config: PreTrainedConfig) -> int:
+    """Return the hidden size of a target."""
     return config.get_text_config(decoder=True).hidden_size
 
 
 SEQUENCES, LEAST = 40, 5
-"""A window of losses holds so many sequences and so many steps, so that chance moves its mean by a few per cent."""
+"""Sequences and steps in a window of losses at least, so that its mean varies by a few per cent between seeds."""
 RISE, FALL = 2.0, 0.95
-"""The highest mean of half a window over the lowest before it, and the last window's mean over the first one's. At the
-default rates losses rose by a fifth at most, at a hundred times them to 3.8 times as much and more; untrained
-drafters' losses fell to 0.71 and less, and to 0.99 at a thousandth of the rate (docs/training.md)."""
+"""Bounds on the highest mean of half a window relative to the lowest before it, and on the last window's mean relative
+to the first one's. At default rates losses rose by at most a fifth, and at a hundred times those rates to at least 3.8
+times; untrained drafters' losses fell to at most 0.71, and to 0.99 at a thousandth of the rate (docs/training.md)."""
 
 
 def window(recipe: Recipe) -> int:
+    """Return the number of steps in a window."""
     return max(LEAST, -(-SEQUENCES // recipe.train.batch_size))
 
 
 def watched_steps(recipe: Recipe) -> int:
-    """Steps after which the rate is judged: the warm-up and four windows."""
+    """Return the step after which the rate is checked: the warm-up and four windows."""
     return round(recipe.train.steps * recipe.train.warmup_fraction) + 4 * window(recipe)
 
 
 def rate_warning(recipe: Recipe, losses: Sequence[float], width: int) -> str | None:
-    """What the losses of the first `watched_steps` say of the rate; None where nothing is wrong.
+    """Return a warning if the losses of the first `watched_steps` show a rate that is far off; None otherwise.
 
-    A drafter that starts from trained weights, its own or the target's, may have little left to learn: it is not told
-    that it is slow. Losses that are not positive have no scale.
+    A drafter that starts from trained weights, its own or the target's, may have little left to learn, so its rate is
+    never too low. Losses that are not positive are not judged.
     """
-    size, rate = window(recipe), recipe.train.learning_rate
+    size, rate = window(recipe), recipe.peak_rate
     if len(losses) < 2 * size or min(losses) <= 0:
         return None
     first, last = sum(losses[:size]) / size, sum(losses[-size:]) / size

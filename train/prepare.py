@@ -1,4 +1,4 @@
-"""`draftsmith data`: look at what would be trained on, have a target answer prompts, prepare a recipe's data."""
+"""The commands of `draftsmith data`: preview samples, regenerate responses with a target, prepare a recipe's data."""
 
 import json
 import shutil
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.distill.chat_template import Chat
@@ -31,20 +31,21 @@ from draftsmith.locks import hold_name, require_cache
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import write_text, writing
-from draftsmith.train.builders import data_and_drafter, make_teacher
-from draftsmith.train.data import check_sources
-from draftsmith.train.progress import Console as TrainConsole
+from draftsmith.train.accelerator import make_accelerator
+from draftsmith.train.builders import data_and_drafter, load_frozen_target, make_teacher
+from draftsmith.train.context import RunContext
+from draftsmith.train.preflight import preflight
+from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.target_placement import Placement
 
 READ, TRAINED = "dim", "bold green"
 BRACKETS = ("⟦", "⟧")
-"""Around trained text where there are no colours."""
+"""Marks around trained text where there are no colours."""
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A source, a target, and how samples are made of them; see the recipe's data section."""
+    """A source of text, a target, and the settings of samples; see the recipe's data section."""
 
     source: str
     target: str
@@ -59,30 +60,40 @@ class DataRequest:
     trust_remote_code: bool = False
 
     def examples(self, *, answered: bool) -> ExampleSettings:
-        keys = ("source", "count", "prompt_tokens", "response_tokens", "every_turn", "subset", "split")
-        return ExampleSettings(**{key: getattr(self, key) for key in keys}, answered=answered)
+        """Return the settings of `read_examples`; `answered`: the source holds responses."""
+        return ExampleSettings(
+            source=self.source,
+            count=self.count,
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=self.response_tokens,
+            answered=answered,
+            every_turn=self.every_turn,
+            subset=self.subset,
+            split=self.split,
+        )
 
 
 def preview(request: DataRequest, *, answered: bool, show: int) -> None:
-    """Print the first samples with the trained tokens marked, what was left out, and the lengths."""
+    """Print the first samples with trained tokens marked, the number of samples left out, and statistics of lengths."""
     tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
     chat = Chat(tokenizer, request.chat_template, request.template_options)
     console = Terminal()
     notes: list[str] = []
-    wanted = request.examples(answered=answered)
+    settings = request.examples(answered=answered)
     if not answered:
-        wanted = replace(wanted, response_tokens=0)  # how long answers will be is the recipe's business
-    rows = read_examples(chat, wanted, context_limit(config), notes.append)
-    for number, row in enumerate(rows.select(range(min(show, len(rows)))), 1):
-        _show(console, tokenizer, row, number)
+        settings = replace(settings, response_tokens=0)  # the recipe decides how long responses will be
+    rows = read_examples(chat, settings, context_limit(config), notes.append)
+    for index in range(min(show, len(rows))):
+        _show(console, tokenizer, rows[index], index + 1)
     for note in notes:
         console.print(note, soft_wrap=True)
     console.print(_table(rows))
     if not answered:
-        console.print("These are prompts: a recipe has the target answer them (data.response: target).")
+        console.print("These are prompts; a recipe samples responses to them from the target (data.response: target).")
 
 
-def _show(console: Terminal, tokenizer: Any, row: dict[str, Any], number: int) -> None:
+def _show(console: Terminal, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], number: int) -> None:
+    """Print a sample with its trained tokens highlighted."""
     ids, spans = row["input_ids"], row["spans"]
     trained = sum(end - start for start, end in spans)
 
@@ -101,22 +112,24 @@ def _show(console: Terminal, tokenizer: Any, row: dict[str, Any], number: int) -
 
 
 def _table(rows: Dataset) -> Table:
-    found = length_statistics(rows)
     columns = ("samples", "tokens", "trained", "5 %", "median", "95 %", "longest")
     table = Table(title="Lengths in tokens")
     for column in columns:
         table.add_column(column, justify="right")
-    table.add_row(*(f"{value:,}" for value in found))
+    table.add_row(*(f"{value:,}" for value in length_statistics(rows)))
     return table
 
 
 def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, drafter: str | None, dtype: str) -> None:
-    """Have the target answer every prompt, and write JSON lines that recipes read as they are.
+    """Sample the target's response to every prompt, and write JSON lines that recipes can use as data.
 
-    Killed and started again, it goes on behind the last batch that was finished.
+    After an interruption, the same call continues with the batch that was not finished.
+
+    Raises:
+        ConfigError: for a file that exists, a seed or a temperature out of range, or prompts that cannot be read.
     """
     require_seed("--seed", settings.seed)
-    Sampling(settings.temperature)  # refused before anything is loaded
+    Sampling(settings.temperature)  # checked before anything is loaded
     with hold_name("--out", out):
         if out.exists():
             raise ConfigError(f"--out {out} exists; expected a new file")
@@ -128,16 +141,17 @@ def _regenerate(request: DataRequest, settings: SampleSettings, out: Path, draft
     chat = Chat(loaded.tokenizer, request.chat_template, request.template_options)
     if request.every_turn and not loaded.tokenizer.chat_template:
         raise ConfigError("--turns all with a tokenizer without a chat template; expected first, or --chat-template")
-    console = TrainConsole(True)
+    console = Console(True)
     questions = read_examples(chat, request.examples(answered=False), context_limit(loaded.model.config), console.say)
     writer = None if drafter is None else load_drafter(drafter, loaded.model, loaded.tokenizer)
     sampler = Sampler(loaded, chat, settings, writer)
     folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
     rows = target_samples(sampler, questions, folder=folder)
     made_with = tokenizer_fingerprint(loaded.tokenizer)
-    apart = loaded.model.config.is_encoder_decoder
+    separate = loaded.model.config.is_encoder_decoder
     with writing(out, "all answers are kept, and the same command writes them once there is room"):
-        write_text(out, "".join(json.dumps(_line(row, chat, made_with, apart)) + "\n" for row in rows))
+        lines = (_line(rows[index], chat, made_with, separate) for index in range(len(rows)))
+        write_text(out, "".join(json.dumps(line) + "\n" for line in lines))
     sampled = sampling_counts(folder, settings.responses)
     for place in response_folders(folder, settings.responses):
         shutil.rmtree(place)
@@ -146,10 +160,10 @@ def _regenerate(request: DataRequest, settings: SampleSettings, out: Path, draft
     console.say(f"{out}: {len(rows):,} samples; data.prompts={out} data.response=text trains on them")
 
 
-def _line(row: dict[str, Any], chat: Chat, tokenizer: str, apart: bool) -> dict[str, Any]:
-    """Return a sample as text for whoever reads it, and as the tokens that were sampled.
+def _line(row: dict[str, Any], chat: Chat, tokenizer: str, separate: bool) -> dict[str, Any]:
+    """Return a sample as text, and as the token ids that were sampled with the fingerprint of their tokenizer.
 
-    `apart`: the response begins a text of its own, as an encoder-decoder's does.
+    `separate`: the response is a text of its own, as with an encoder-decoder.
     """
     ids, spans = row["input_ids"], row["spans"]
     kept = {"input_ids": ids, "spans": spans, "tokenizer": tokenizer}
@@ -157,19 +171,22 @@ def _line(row: dict[str, Any], chat: Chat, tokenizer: str, apart: bool) -> dict[
         return {"messages": json.loads(row["messages"]), **kept}
     start, end = spans[0]
     prompt = chat.tokenizer.decode(ids[:start], skip_special_tokens=True)
-    response = text_after(chat.tokenizer, [] if apart else ids[:start], ids[start:end])
+    response = text_after(chat.tokenizer, [] if separate else ids[:start], ids[start:end])
     return {"prompt": prompt, "response": response, **kept}
 
 
 def prepare(recipe: Recipe) -> None:
-    """Do all that a run does before its first step: sample the target, build the teacher's cache."""
-    check_sources(recipe)
+    """Sample a recipe's responses and complete its teacher's cache, as a run does before its first step.
+
+    Raises:
+        ConfigError: for a recipe that cannot be prepared on this machine, before anything is loaded where possible.
+    """
+    preflight(recipe, training=False)
     require_cache()
-    settings, console = recipe.target, TrainConsole(True)
-    accelerator = Accelerator()
-    placement = Placement(recipe, accelerator)
-    options = {"revision": settings.revision, "dtype": settings.dtype, "device": accelerator.device}
-    target = load_target(settings.model, trust_remote_code=settings.trust_remote_code, **options)
-    _, data, drafter = data_and_drafter(recipe, target, accelerator, placement, console)
-    make_teacher(recipe, target.model, drafter, data.rows, accelerator, placement, console)
-    console.say(f"{recipe.name}: {len(data.rows):,} rows and {len(data.heldout)} held-out prompts are ready")
+    accelerator = make_accelerator(recipe, Path(recipe.output))
+    context = RunContext.of(recipe, accelerator)
+    target = load_frozen_target(context)
+    _, data, drafter = data_and_drafter(context, target)
+    make_teacher(context, target.model, drafter, data.rows)
+    context.console.say(f"{recipe.name}: {len(data.rows):,} rows and {len(data.heldout)} held-out prompts are ready")
+    accelerator.end_training()

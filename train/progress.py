@@ -1,7 +1,4 @@
-"""What a run shows: one line with a bar and the time left, on the main process only.
-
-The memory that a process has really taken.
-"""
+"""The output of a run on the main process: lines and a progress bar; and the memory that a process has used."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -16,15 +13,12 @@ from rich.table import Column
 
 from draftsmith.safe_text import Terminal
 
-if sys.platform != "win32":
-    import resource
-
 
 class MemoryMeter:
-    """From the moment it is made; to be made before models are loaded.
+    """Measures peak memory from its creation on; create it before models are loaded.
 
-    On an accelerator it asks torch's allocator. On a CPU it compares the process's resident memory with that at the
-    beginning, so that what Python and its libraries take does not count.
+    On an accelerator the peak is that of torch's allocator. On a CPU it is the growth of the process's resident memory,
+    so that Python and its libraries do not count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,57 +26,61 @@ class MemoryMeter:
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
         self._before = psutil.Process().memory_info().rss
-        self._most = 0
+        self._peak = 0
 
     def peak(self) -> int:
-        """Most bytes so far."""
+        """Return the most bytes so far."""
         if self._cuda is not None:
             return torch.cuda.max_memory_allocated(self._cuda)
-        # Linux counts each core's share apart, so that its own maximum can fall by a few pages.
-        self._most = max(self._most, _most_resident() - self._before)
-        return self._most
+        # Linux counts per core, so that its own maximum can fall by a few pages.
+        self._peak = max(self._peak, _peak_resident() - self._before)
+        return self._peak
 
 
 def in_units(count: float) -> str:
-    """Bytes as people write them."""
+    """Return a number of bytes in GiB or MiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def _most_resident() -> int:
-    """The most memory that the process has had at once, in bytes."""
+def _peak_resident() -> int:
+    """Return the largest resident set size of the process so far, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count what the process that started this one had at that moment
+    if status.exists():  # getrusage would include the memory of the process that forked this one
         return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Console:
-    """Prints on the main process, stays silent on all others."""
+    """Prints on the main process and nothing on all others."""
 
     def __init__(self, visible: bool) -> None:
         self.visible = visible
         self._rich = Terminal(stderr=True, quiet=not visible)
-        self._tell: Callable[[str], None] | None = None
+        self._show_in_bar: Callable[[str], None] | None = None
 
     def doing(self, text: str) -> None:
         """Show `text` in place of the numbers of the running bar; '' shows the last numbers again."""
-        if self._tell is not None:
-            self._tell(text)
+        if self._show_in_bar is not None:
+            self._show_in_bar(text)
 
     def say(self, text: str) -> None:
+        """Print a line."""
         self._rich.print(text, soft_wrap=True)
 
     def evaluation(self, step: int, result: dict[str, Any]) -> None:
+        """Print the metrics of an evaluation in a line."""
         at = " ".join(f"{share:.2f}" for share in result["acceptance_at"])
         self.say(f"  step {step}: alpha {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {at}")
 
     @contextmanager
-    def bar(self, name: str, steps: int, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """Yields a function that takes a step's metrics, if it has any, and moves the bar on."""
+    def bar(self, name: str, steps: int, done: int) -> Iterator[Callable[[dict[str, Any] | None], None]]:
+        """Show a progress bar; yields a function that advances it by a step and shows the step's metrics, if any."""
         columns = (
-            # 80 columns hold no more.
+            # More does not fit into 80 columns.
             TextColumn(
                 "{task.description}", markup=False, table_column=Column(max_width=14, no_wrap=True, overflow="ellipsis")
             ),
@@ -94,14 +92,14 @@ class Console:
         with Progress(*columns, console=self._rich, disable=not self.visible) as progress:
             task, numbers = progress.add_task(name, total=steps, completed=done, numbers=""), ""
 
-            def advance(row: dict[str, Any]) -> None:
+            def advance(row: dict[str, Any] | None) -> None:
                 nonlocal numbers
-                numbers = _numbers(row) if row else ""
+                numbers = "" if row is None else _numbers(row)
                 progress.update(task, advance=1, numbers=numbers)
 
-            self._tell = lambda text: progress.update(task, numbers=text or numbers)
+            self._show_in_bar = lambda text: progress.update(task, numbers=text or numbers)
             yield advance
-            self._tell = None
+            self._show_in_bar = None
 
 
 def _numbers(row: dict[str, Any]) -> str:

@@ -1,23 +1,15 @@
-"""What a run leaves on disk while it goes: metrics, checkpoints and the best drafter.
-
-The best drafter so far, by measured tau: what a run is for, kept whole on disk.
-
-The periodic evaluation: decode held-out prompts with the drafter as it is now.
-"""
+"""Everything that a run writes while it trains: metrics, checkpoints and the best drafter; and the evaluation of it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
-from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.sequence import DecodeOutput, acceptance_at
 from draftsmith.distill.cotraining import Adapters, adapted_fingerprint
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.heads import TrainableDrafter
@@ -26,12 +18,11 @@ from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprints
 from draftsmith.storage import atomic_folder
 from draftsmith.train.checkpoint import Progress, load_state, load_step, prune, save_state
-from draftsmith.train.engine import Engine
-from draftsmith.train.estimate.memory import MemoryEstimate
+from draftsmith.train.context import RunContext
+from draftsmith.train.engine import Engine, reduced
 from draftsmith.train.interrupts import Stopping
-from draftsmith.train.progress import Console
-from draftsmith.train.publishing import Publisher
-from draftsmith.train.recipe import EvaluationSection, Recipe
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe_sections import EvaluationSection
 from draftsmith.train.run_folder import (
     CHECKPOINTS,
     DRAFTER,
@@ -46,32 +37,38 @@ from draftsmith.train.run_folder import (
     read_metrics,
 )
 from draftsmith.train.step import Last
-from draftsmith.train.trackers import Tracker
+
+if TYPE_CHECKING:  # only some runs have them, and the decoder is imported by the first evaluation
+    from draftsmith.decode.sequence import DecodeOutput
+    from draftsmith.train.estimate.memory import MemoryEstimate
+    from draftsmith.train.publishing import Publisher
+    from draftsmith.train.trackers import Tracker
 
 
 class BestDrafter:
-    """Writes the drafter, and the adapters of the target it belongs to where there are some, into the run's folder."""
+    """Atomically saves the drafter with the highest measured acceptance length, with the target's adapters if any."""
 
     def __init__(self, recipe: Recipe, target: LoadedTarget, drafter: TrainableDrafter, draft_length: int) -> None:
-        """To be made before there are adapters on the target: its fingerprint is the original's."""
+        """To be created before adapters are added to the target, whose fingerprint is the original target's."""
         self.tau, self.step = 0.0, 0
         self.adapters: Adapters | None = None
         self._recipe, self._target, self._drafter, self._draft_length = recipe, target, drafter, draft_length
-        self._described = describe_target(target.model, target.tokenizer, target.name, target.revision)
+        self._described: dict[str, Any] = describe_target(target.model, target.tokenizer, target.name, target.revision)
         self._base_fingerprints = model_fingerprints(target.model)
 
     def offer(self, step: int, result: dict[str, Any]) -> None:
-        """Keep the drafter as it is when its tau is the best so far, and its target has not moved too far."""
-        quality = result.get("target_quality")
-        fits = quality is None or quality["kl"] <= self._recipe.cotrain.max_quality_kl
+        """Save the drafter when its tau is the highest so far and its target is within `cotrain.max_quality_kl`."""
+        quality, cotrain = result.get("target_quality"), self._recipe.cotrain
+        fits = quality is None or cotrain is None or quality["kl"] <= cotrain.max_quality_kl
         if result["tau"] > self.tau and fits:
             self.save(quality)
             self.tau, self.step = result["tau"], step
 
     def save(self, quality: dict[str, Any] | None) -> None:
-        """Write the drafter as it is; `quality`: what was measured of a target that is trained too."""
+        """Save the current drafter; `quality`: measured on a target that is trained too, see `measure_quality`."""
         folder, target = Path(self._recipe.output), self._target
         if self.adapters is not None:
+            assert quality is not None, "an adapted target's quality is part of every evaluation"
             tensors = self.adapters.tensors()
             own, in_float16 = (adapted_fingerprint(base, tensors) for base in self._base_fingerprints)
             name = f"{target.name} with the adapter {self._recipe.name}"
@@ -91,19 +88,30 @@ class BestDrafter:
             )
 
 
+class DrafterEvaluation(NamedTuple):
+    """Metrics over all held-out prompts, and the decoded texts."""
+
+    metrics: dict[str, Any]
+    """`alpha`, `tau` and `acceptance_at`; `target_quality` where the target is trained too."""
+    outputs: "list[DecodeOutput]"
+
+
 def evaluate_drafter(
-    target: nn.Module,
+    target: PreTrainedModel,
     drafter: Drafter,
     prompts: list[list[int]],
     settings: EvaluationSection,
     draft_length: int,
     stop: Callable[[], bool] = lambda: False,
-) -> tuple[dict[str, Any], list[DecodeOutput]] | None:
-    """Measured `alpha`, `tau` and `acceptance_at` over all prompts, decoded one by one; and the decoded texts.
+) -> DrafterEvaluation | None:
+    """Decode all prompts one by one with the current drafter.
 
-    None when `stop`, which is asked before each prompt, says so: an evaluation may take longer than a machine that is
-    about to go away leaves.
+    Returns None as soon as `stop`, called before each prompt, is true: a machine that is about to be shut down may not
+    have the time for a whole evaluation.
     """
+    from draftsmith.decode.decoder import SpeculativeDecoder
+    from draftsmith.decode.sequence import acceptance_at
+
     was_training = drafter.training
     drafter.eval()
     decoder = SpeculativeDecoder(target, drafter, draft_length=draft_length)
@@ -112,8 +120,10 @@ def evaluate_drafter(
         if stop():
             drafter.train(was_training)
             return None
-        limits = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
-        outputs.append(decoder.generate(prompt, **limits, seed=number))
+        output = decoder.generate(
+            prompt, max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, seed=number
+        )
+        outputs.append(output)
     drafter.train(was_training)
     rounds = [record for output in outputs for record in output.rounds]
     overlaps = [value for record in rounds for value in record.overlap]
@@ -122,64 +132,75 @@ def evaluate_drafter(
         "tau": sum(output.decode_tokens for output in outputs) / max(1, len(rounds)),
         "acceptance_at": acceptance_at(rounds),
     }
-    return result, outputs
+    return DrafterEvaluation(result, outputs)
 
 
 SAMPLES = 3
-"""Decoded texts that a tracker is shown."""
+"""Decoded texts that a tracker shows."""
 
 
 class Record:
-    """Written by the main process; `meet` is where the others wait for it."""
+    """Writes a run's files on the main process; the other processes wait for it in `meet`."""
 
-    def __init__(self, recipe: Recipe, accelerator: Accelerator, console: Console, best: BestDrafter) -> None:
+    def __init__(self, context: RunContext, best: BestDrafter) -> None:
         self.best, self.stopping = best, Stopping()
-        self._recipe, self._accelerator, self._console = recipe, accelerator, console
-        self._folder = Path(recipe.output)
-        self._main = accelerator.is_main_process
+        self.publisher: Publisher | None = None
+        self._context, self._recipe, self._console = context, context.recipe, context.console
+        self._folder = Path(self._recipe.output)
+        self._main = context.accelerator.is_main_process
         self._saved: int | None = None
         self._tracker: Tracker | None = None
-        self.publisher = Publisher(recipe, console)
+        if self._recipe.publish is not None:
+            from draftsmith.train import publishing
+
+            self.publisher = publishing.Publisher(self._recipe, self._recipe.publish, self._console)
 
     def resume(self, engine: Engine) -> Progress | None:
-        """Put everything back to where the last checkpoint was written; None when there is none."""
+        """Restore the last checkpoint and return its progress; None when there is none."""
         self._engine = engine
         progress, problems = load_state(self._folder / CHECKPOINTS, engine.load)
         for problem in problems:
             self._console.say(problem)
         if progress is not None:
-            self._console.say(f"{self._recipe.name}: resuming behind step {progress.step}")
+            self._console.say(f"{self._recipe.name}: resuming after step {progress.step}")
             self._saved = progress.step
             self.best.tau, self.best.step = progress.best_tau, progress.best_step
         if self._main:
             with self._writing(METRICS):
                 self._metrics = Metrics(self._folder, self._saved)
         self.meet()
-        if self._main and progress is not None:  # a kill may have come between writing one and deleting another
+        if self._main and progress is not None:  # the run may have been killed between writing one and deleting another
             with self._writing(CHECKPOINTS):
                 prune(self._folder / CHECKPOINTS, progress.step, self._recipe.train.keep_checkpoints)
-        self._tracker = Tracker(self._accelerator, self._recipe, self._console, self._saved)
+        if self._recipe.tracker != "none":
+            from draftsmith.train import trackers
+
+            self._tracker = trackers.Tracker(self._context, self._saved)
         return progress
 
     def log(self, row: dict[str, Any]) -> None:
+        """Write a row to the metrics and to the tracker."""
         if self._main:
             with self._writing(METRICS):
                 self._metrics.write(row)
-        self._tracker.log(row)
+        if self._tracker is not None:
+            self._tracker.log(row)
 
-    def show(self, step: int, result: dict[str, Any], outputs: list[DecodeOutput], tokenizer: Any) -> None:
-        """What a tracker can show of an evaluation beside its numbers."""
-        self._tracker.show(step, result["acceptance_at"], outputs[:SAMPLES], tokenizer)
+    def show(self, step: int, evaluation: DrafterEvaluation, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Show decoded texts and a chart of an evaluation in the tracker."""
+        if self._tracker is not None:
+            acceptance_at = evaluation.metrics["acceptance_at"]
+            self._tracker.show(step, acceptance_at, evaluation.outputs[:SAMPLES], tokenizer)
 
     def offer(self, step: int, result: dict[str, Any]) -> None:
-        """Keep the drafter if this evaluation says that it is the best."""
+        """Save the drafter if it is the best by this evaluation, and publish it where the recipe says so."""
         with self._writing(DRAFTER):
             self.best.offer(step, result)
-        if self.best.tau and self.stopping.problem is None:
+        if self.publisher is not None and self.best.tau and self.stopping.problem is None:
             self.publisher.keep_up(self.best.step)
 
     def checkpoint(self, step: int, last: Last, evaluated: bool) -> None:
-        """Unless the newest one is of this very step."""
+        """Save a checkpoint, unless the newest one is of this step."""
         if step == self._saved:
             return
         state = self._engine.state()
@@ -193,10 +214,10 @@ class Record:
         self._saved = step
 
     def restore(self) -> None:
-        """Write the best drafter again where its folder was deleted, from its checkpoint; to be called at the end.
+        """Write the best drafter again from its checkpoint, if its folder was deleted; called at the end of the run.
 
         Raises:
-            DraftsmithError: on all processes, where that checkpoint is not kept.
+            DraftsmithError: on all processes, where that checkpoint has been deleted too.
         """
         lost = self._main and self.best.tau > 0 and is_lost(self._recipe)
         if not broadcast_object_list([lost])[0]:
@@ -206,26 +227,26 @@ class Record:
             raise lost_for_good(self._folder, step)
         with self._engine.gathered():
             if self._main:
-                found = [row for row in read_metrics(self._folder) if row["step"] == step and "evaluation" in row]
+                rows = [row for row in read_metrics(self._folder) if row["step"] == step and "evaluation" in row]
                 with self._writing(DRAFTER):
-                    self.best.save(found[-1]["evaluation"].get("target_quality") if found else None)
+                    self.best.save(rows[-1]["evaluation"].get("target_quality") if rows else None)
         self.meet()
         self._console.say(f"{drafter} was deleted: written again from the checkpoint of step {step}")
 
-    def finish(self, peak: int, estimate: MemoryEstimate | None) -> None:
-        """`peak`: bytes that this start of the run has taken at its fullest."""
+    def finish(self, peak: int, estimate: "MemoryEstimate | None") -> None:
+        """Write the run's summary; `peak`: the most bytes that this start of the run has used."""
         if self._main:
             memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}
-            told = {"best_step": self.best.step, "best_tau": self.best.tau, "memory": memory}
-            told["environment"] = environment()
+            summary = {"best_step": self.best.step, "best_tau": self.best.tau, "memory": memory}
             with self._writing(FINISHED):
-                finish(self._folder, told)
+                finish(self._folder, {**summary, "environment": environment()})
         self.meet()
 
     def meet(self) -> None:
-        """Wait for all processes, and agree with them on whether to go on."""
-        flags = torch.tensor(self.stopping.flags(), device=self._accelerator.device)
-        self.stopping.agree(self._accelerator.reduce(flags, "sum").tolist())
+        """Wait for all processes, and agree with them on whether to continue."""
+        accelerator = self._context.accelerator
+        flags = torch.tensor(self.stopping.flags(), device=accelerator.device)
+        self.stopping.agree(reduced(accelerator, flags).tolist())
 
     def close(self) -> None:
         if self._tracker is not None:
@@ -233,10 +254,10 @@ class Record:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        """What cannot be written stops the run, on all processes, where they meet next.
+        """Stop the run on all processes, where they meet next, if file `name` cannot be written.
 
-        Going on would lose more: each step that cannot be saved is one more to repeat, the loss curve lies on the same
-        full disk, and a run that has stopped is noticed sooner than a line in its output.
+        Continuing would lose more: every further step cannot be saved either and has to be repeated, and a run that
+        has stopped is noticed sooner than a line in its output.
         """
         try:
             yield
@@ -247,5 +268,5 @@ class Record:
             best = f" and the best drafter, of step {self.best.step}" if self.best.tau else ""
             self.stopping.problem = (
                 f"{self._folder / name} cannot be written ({error}); kept: {kept}{best}. Once there is room, the same "
-                "command goes on from there"
+                "command continues from there"
             )

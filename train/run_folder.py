@@ -1,4 +1,4 @@
-"""A run's folder: claimed for one recipe, with a metrics file that never holds a step twice."""
+"""A run's folder: locked for one recipe, with a metrics file that has each step once."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from accelerate.utils import broadcast_object_list
 from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.heads.checkpoint import is_named
 from draftsmith.locks import LOCK, hold_folder
 from draftsmith.reading import parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
@@ -32,12 +31,12 @@ RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
 
 
 def check_output(recipe: Recipe) -> None:
-    """ConfigError when the run's folder holds something else than an earlier start of this very recipe."""
+    """Raise ConfigError when the run's folder holds anything but an earlier start of the same recipe."""
     folder = Path(recipe.output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output={folder} is a file; expected a folder")
     if not folder.exists() or _unused(folder):
-        return  # nothing, or a start that was refused or killed before it had done anything
+        return  # new, or of a start that ended before its first step
     if not (folder / RECIPE).is_file():
         raise ConfigError(f"output={folder} holds files but no {RECIPE}; expected an empty folder or an earlier run")
     try:
@@ -45,14 +44,14 @@ def check_output(recipe: Recipe) -> None:
     except (OSError, ValueError) as error:
         raise _unknown(str(folder / RECIPE), error) from error
     _require_same(recipe, stored, str(folder / RECIPE), f"output={folder} holds")
-    for place, of_checkpoint in stored_recipes(folder / CHECKPOINTS).items():  # some may have been copied here
+    for place, of_checkpoint in stored_recipes(folder / CHECKPOINTS).items():  # checkpoints may have been copied here
         _require_same(recipe, of_checkpoint, place, f"checkpoint {place} is of")
-    read_metrics(folder)  # refused before anything is loaded
+    read_metrics(folder)  # raises before anything is loaded
 
 
 @contextmanager
 def claimed_output(recipe: Recipe, accelerator: Accelerator) -> Iterator[None]:
-    """Hold the run's folder on the main process; what that one is refused, all processes are."""
+    """Lock and claim the run's folder on the main process; if that is refused, all processes raise the error."""
     with ExitStack() as held:
         problem: list[str | None] = [None]
         if accelerator.is_main_process:
@@ -69,7 +68,7 @@ def claimed_output(recipe: Recipe, accelerator: Accelerator) -> Iterator[None]:
 
 
 def claim_output(recipe: Recipe) -> None:
-    """Write the resolved recipe into the folder, and clear away what a killed start has left half written."""
+    """Write the resolved recipe into the folder, and delete the temporary files of a killed start."""
     folder = Path(recipe.output)
     try:
         clear_leftovers(folder)
@@ -81,11 +80,12 @@ def claim_output(recipe: Recipe) -> None:
 
 
 def _unused(folder: Path) -> bool:
+    """Return whether the folder holds at most a recipe, a lock and temporary files."""
     return all(file.name in (RECIPE, LOCK) or is_leftover(file.name) for file in folder.iterdir())
 
 
 def _require_same(recipe: Recipe, stored: Any, place: str, subject: str) -> None:
-    """ConfigError with the first difference; keys that have come since then get their defaults."""
+    """Raise ConfigError with the first difference; keys that newer versions added have their defaults."""
     try:
         before = comparable(parse_recipe({**stored, "output": "earlier"}, place))
     except (ConfigError, TypeError) as error:
@@ -103,8 +103,8 @@ def _unknown(place: str, error: Exception) -> ConfigError:
 
 
 def comparable(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain values, without what may differ between two starts of one run."""
-    # Where things lie and how long is waited for them, not what they are.
+    """Return the recipe as plain values, without the keys that may differ between two starts of one run."""
+    # Keys about where weights and activations are stored and about timeouts, which change no number.
     placed, recomputed = {"sharded", "offload"}, {"activation_checkpointing", "timeout_minutes"}
     return recipe.model_dump(
         mode="json", exclude={"output": True, "publish": True, "target": placed, "train": recomputed}
@@ -112,12 +112,13 @@ def comparable(recipe: Recipe) -> dict[str, Any]:
 
 
 def _first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """Return the first key whose values differ, with both values; None for equal recipes."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return None if before == now else (key or "recipe", before, now)
     for name in [*now, *(name for name in before if name not in now)]:
-        found = _first_difference(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
-        if found:
-            return found
+        difference = _first_difference(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+        if difference:
+            return difference
     return None
 
 
@@ -126,7 +127,7 @@ class _Evaluation(BaseModel):
 
 
 class _Row(BaseModel):
-    """What is read of a row, where it has it."""
+    """The checked keys of a row, all but `step` optional."""
 
     step: int
     loss: FiniteFloat = 0.0
@@ -141,26 +142,27 @@ class _Row(BaseModel):
 
 
 class Metrics:
-    """`metrics.jsonl`: one object a line; starting again at a step drops what an interrupted run wrote behind it."""
+    """Writes `metrics.jsonl`, one object per line; resuming at a step drops later rows of the interrupted run."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
-        """`resume_step` is the checkpoint's that the run goes on from; None begins from nothing."""
+        """`resume_step`: step of the checkpoint that the run resumes from; None for a new run."""
         self._path = folder / METRICS
         kept = [] if resume_step is None else [row for row in read_metrics(folder) if row["step"] <= resume_step]
         write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: dict[str, Any]) -> None:
+        """Append a row."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
-        """To be called before a checkpoint is written: the rows up to it survive a power cut as it does."""
+        """Flush all rows to disk; called before a checkpoint is written, so that its rows survive a power failure."""
         with self._path.open("a", encoding="utf-8") as file:
             os.fsync(file.fileno())
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Every whole line of a run's metrics; a last line torn by a kill is left out."""
+    """Return the rows of a run's metrics, without a last line that is incomplete because the run was killed."""
     path = folder / METRICS
     if not path.exists():
         return []
@@ -178,36 +180,38 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             _Row.model_validate(row)
         except ValidationError as error:
             key = ".".join(map(str, error.errors()[0]["loc"])) or "it"
-            raise ConfigError(f"{path}:{number}: {key} is none of a run's metrics; expected another folder") from error
+            raise ConfigError(f"{path}:{number}: {key} is not a metric of a run; expected another folder") from error
         rows.append(row)
     return rows
 
 
 def metrics_of(drafters: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """Return the metrics of the run that each of the named drafters lies in, without drafters that lie in none."""
-    found = {name: read_metrics(Path(path).parent) for name, path in drafters.items() if not is_named(path)}
-    return {name: rows for name, rows in found.items() if rows}
+    """Return the metrics of the runs that the named drafters belong to, without drafters that belong to none."""
+    from draftsmith.heads.checkpoint import is_named
+
+    metrics = {name: read_metrics(Path(path).parent) for name, path in drafters.items() if not is_named(path)}
+    return {name: rows for name, rows in metrics.items() if rows}
 
 
 def is_lost(recipe: Recipe) -> bool:
-    """Whether the best drafter, or the adapter that it needs, is not where the run has kept it."""
+    """Return whether the saved best drafter, or the adapter that it needs, has been deleted."""
     drafter, target = Path(recipe.output) / DRAFTER, Path(recipe.output) / TARGET
     whole = (drafter / "config.json").is_file() and any(drafter.glob("*.safetensors"))
     return not whole or (recipe.cotrain is not None and not (target / "adapter_config.json").is_file())
 
 
 def is_finished(recipe: Recipe) -> bool:
-    """Whether an earlier start has finished the run; not where its drafter is lost and has to be written again.
+    """Return whether an earlier start has finished the run and its drafter does not have to be written again.
 
     Raises:
-        DraftsmithError: where it is lost, and so is the checkpoint that it could be written from.
+        DraftsmithError: where the drafter was deleted, and so was the checkpoint to write it from.
     """
     folder = Path(recipe.output)
     try:
-        told = read_json(folder / FINISHED)
-        step, tau = int(told["best_step"]), float(told["best_tau"])
+        summary = read_json(folder / FINISHED)
+        step, tau = int(summary["best_step"]), float(summary["best_tau"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return False  # what is damaged is written again, too
+        return False  # a damaged file is written again
     lost = tau > 0 and is_lost(recipe)
     if lost and not checkpoint_folder(folder / CHECKPOINTS, step).is_dir():
         raise lost_for_good(folder, step)
@@ -215,6 +219,7 @@ def is_finished(recipe: Recipe) -> bool:
 
 
 def lost_for_good(folder: Path, step: int) -> DraftsmithError:
+    """Return the error for a best drafter that was deleted together with its checkpoint."""
     return DraftsmithError(
         f"{folder / DRAFTER} was deleted: it held the best drafter, of step {step}, and no checkpoint of that step is "
         f"kept in {folder / CHECKPOINTS}; expected another output, to train it again"
@@ -222,4 +227,5 @@ def lost_for_good(folder: Path, step: int) -> DraftsmithError:
 
 
 def finish(folder: Path, summary: dict[str, Any]) -> None:
+    """Write the summary of a finished run."""
     write_json(folder / FINISHED, summary)

@@ -1,20 +1,38 @@
-"""The modules that accelerate wraps: drafter and objective together, so that every engine sees one forward."""
+"""The modules that accelerate wraps: drafter and objective together, so that every engine sees one forward pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from draftsmith.distill.cotraining import Adapters, quality_kl
-from draftsmith.distill.hidden_state_cache import CachedTeacher
-from draftsmith.distill.logprob_teacher import LogprobTeacher
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.heads.base import Drafter
+from draftsmith.distill.teacher import OnlineTeacher, TargetHead
+from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.lora import without_lora
 from draftsmith.train.data import Batch
 
-Teacher = OnlineTeacher | CachedTeacher | LogprobTeacher
+# Shapes: B sequences, T positions, K draft positions, H hidden size, N trained positions.
+
+
+class Teacher(Protocol):
+    """The target in the loop, its cached hidden states, or a file of log-probabilities."""
+
+    lm_head: TargetHead
+
+    def signals(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor,
+        mask_BT: Tensor,
+        source_BS: None = None,
+        source_mask_BS: None = None,
+        rows: Sequence[int] = (),
+        documents_BT: Tensor | None = None,
+    ) -> TeacherSignals:
+        """Return what the target knows of a batch. Only the online teacher takes a source, see `OnlineTeacher`."""
+        ...
 
 
 class StepSums(NamedTuple):
@@ -25,31 +43,31 @@ class StepSums(NamedTuple):
     match_K: Tensor
     count_K: Tensor
     quality_kl: Tensor
-    """Of the adapted target from the original, in nats; zero for a frozen target."""
+    """KL of the adapted target from the original, in nats; zero for a frozen target."""
 
 
 @dataclass(frozen=True)
 class Last:
-    """What the last step found over all processes, so that a step does not depend on how its batch is shared out."""
+    """Means of the last step over all processes, so that a step does not depend on how its batch is divided."""
 
     alpha: list[float] | None = None
-    """By draft position; None before there was a step."""
+    """By draft position; None before the first step."""
     quality_kl: float = 0.0
-    """Of the adapted target from the original, in nats a token."""
+    """KL of the adapted target from the original, in nats per token."""
 
 
 class AgreementStep(nn.Module):
-    """A batch in, sums over this process's tokens out. Only the drafter's parameters belong to it."""
+    """Maps a batch to sums over this process's tokens. Its parameters are the drafter's only."""
 
-    def __init__(self, drafter: Drafter, objective: Objective, teacher: Teacher) -> None:
+    def __init__(self, drafter: TrainableDrafter, objective: Objective, teacher: Teacher) -> None:
         super().__init__()
         self.drafter = drafter
         self._objective = objective
-        # In a tuple, so that the frozen target is not registered as something to train, wrap or save.
+        # In a tuple, so that the frozen target is not registered as a submodule to train, wrap or save.
         self._teacher = (teacher,)
 
     def forward(self, batch: Batch, done: float, last: Last) -> StepSums:
-        """`done`: the share of the run's steps that are behind."""
+        """`done`: the share of the run's steps that have been taken."""
         teacher = self._teacher[0]
         signals = teacher.signals(**vars(batch))
         sums = self._objective(self.drafter.unroll(signals), signals, teacher.lm_head, last.alpha)
@@ -58,7 +76,7 @@ class AgreementStep(nn.Module):
 
 @dataclass(frozen=True)
 class CotrainSettings:
-    """The recipe's section `cotrain`, but for the adapters' sizes."""
+    """The recipe's section `cotrain` without the adapters' sizes."""
 
     warmup_fraction: float
     ramp_fraction: float
@@ -68,15 +86,15 @@ class CotrainSettings:
 
 
 class CotrainStep(AgreementStep):
-    """First the drafter alone, then drafter and adapters: the drafter's loss, and the KL to the original target.
+    """Train the drafter alone, then drafter and adapters with the drafter's loss and the KL to the original target.
 
-    What the adapters see of the drafter's loss is weighted: the weight rises over the ramp (Medusa-2), and falls to
-    nothing as the last step's KL nears the bound, so that they turn back before they pass it.
+    The gradient of the drafter's loss with respect to the adapters is weighted: the weight rises over the ramp
+    (Medusa-2), and falls to zero as the last step's KL nears the bound, so that the adapters stay within the bound.
     """
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: TrainableDrafter,
         objective: Objective,
         teacher: OnlineTeacher,
         adapters: Adapters,
@@ -84,10 +102,10 @@ class CotrainStep(AgreementStep):
     ) -> None:
         super().__init__(drafter, objective, teacher)
         self.adapters = nn.ParameterList(adapters.parameters.values())
-        self._settings = settings
+        self._settings, self._online = settings, (teacher,)
 
     def forward(self, batch: Batch, done: float, last: Last) -> StepSums:
-        settings, teacher = self._settings, self._teacher[0]
+        settings, teacher = self._settings, self._online[0]
         if done < settings.warmup_fraction:
             sums = super().forward(batch, done, last)
             return sums._replace(loss=sums.loss + 0 * sum(weight.sum() for weight in self.adapters))
@@ -104,7 +122,7 @@ class CotrainStep(AgreementStep):
             hidden_BTH=_scaled_gradient(signals.hidden_BTH, weight),
             features_BTF=None if signals.features_BTF is None else _scaled_gradient(signals.features_BTF, weight),
         )
-        # Only what the drafter reads is pulled at: p is what it is, and the drafter follows.
+        # Adapters get gradients through the drafter's inputs only: p is constant, and the drafter follows it.
         known = replace(signals, hidden_BTH=signals.hidden_BTH.detach())
         sums = self._objective(self.drafter.unroll(read), known, teacher.lm_head, last.alpha)
         loss = sums.loss + settings.quality_weight * quality
@@ -112,6 +130,6 @@ class CotrainStep(AgreementStep):
 
 
 def _scaled_gradient(states: Tensor, weight: float) -> Tensor:
-    """`states`, whose gradient is multiplied by `weight`: the drafter learns at full speed, the adapters do not."""
+    """Return `states` with a gradient scaled by `weight`: the drafter learns at its full rate, the adapters less."""
     fixed = states.detach()
     return fixed + weight * (states - fixed)

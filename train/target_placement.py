@@ -1,16 +1,17 @@
-"""Where the frozen target lies: whole on every process; its layers in the host's memory, from which each is moved to
-the device while it computes (`target.offload`); or its layers in shards over all processes (`target.sharded`).
+"""Where the frozen target is stored: whole on every process; its layers in host memory, each copied to the device
+while it computes (`target.offload`); or its layers sharded over all processes (`target.sharded`).
 
-A sharded layer is gathered for as long as it computes, which every process has to take part in. Training steps do it
-together. Sampling, caching states and evaluation are done by each process on its own, for as long as its share takes;
-so every forward pass begins with a count of who computes, and whoever waits in `meet` gathers along until nobody does.
+A sharded layer is gathered while it computes, which is a collective operation. In training steps all processes run the
+target together. In sampling, caching and evaluation each process runs it for its own share. So every forward pass
+begins with a count of the processes that compute, and processes that wait in `meet` take part until there are none.
 """
 
 import torch
 from accelerate import Accelerator, cpu_offload
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import PreTrainedModel
 
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError
@@ -19,32 +20,22 @@ from draftsmith.train.recipe import Recipe
 
 
 class Placement:
-    def __init__(self, recipe: Recipe, accelerator: Accelerator) -> None:
-        """Whole until `place` is called.
+    """Places the target's layers as the recipe says; the target is whole until `place` is called."""
 
-        Raises:
-            ConfigError: for a recipe whose target cannot be sharded.
-        """
-        if recipe.target.sharded and recipe.cotrain is not None:
-            raise ConfigError(
-                "target.sharded=True with cotrain; expected false: adapters are trained inside the target"
-            )
-        if recipe.target.offload and (recipe.target.sharded or recipe.cotrain is not None):
-            other = "target.sharded=True" if recipe.target.sharded else "cotrain"
-            raise ConfigError(f"target.offload=True with {other}; expected one of the two")
+    def __init__(self, recipe: Recipe, accelerator: Accelerator) -> None:
         self._accelerator, self._offload = accelerator, recipe.target.offload
         self._sharded = recipe.target.sharded and accelerator.num_processes > 1
-        self._layers: list[nn.Module] = []
+        self._layers: list[FSDPModule] = []
 
     @property
     def load_to(self) -> torch.device:
-        """The device that the target is loaded to; it moves on from there."""
+        """Device to load the target to; `place` distributes it from there."""
         return torch.device("cpu") if self._sharded or self._offload else self._accelerator.device
 
     def place(self, target: LoadedTarget) -> None:
-        """Put the layers where the recipe wants them; embeddings, norms and lm_head, which drafters read, stay whole.
+        """Distribute the layers; embeddings, norms and lm_head, which drafters read, stay whole on the device.
 
-        Shards need several processes; one has all of it.
+        Sharding needs several processes; with one, the target stays whole.
 
         Raises:
             ConfigError: for a target without a list of layers, or quantised weights.
@@ -60,13 +51,13 @@ class Placement:
                 f"target.{key}=True with {type(model).__name__}; expected a decoder-only model with a list of layers "
                 "and floating-point weights"
             )
-        model.draftsmith_fingerprints = model_fingerprints(model)  # as long as all of it is here
+        vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)  # while all weights are here
         if self._offload:
-            self._put_off(model, layers)
+            self._offload_layers(model, layers)
         else:
             self._shard(model, layers)
 
-    def _put_off(self, model: nn.Module, layers: nn.ModuleList) -> None:
+    def _offload_layers(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
         device, inside = self._accelerator.device, set(layers.modules())
         for module in model.modules():
             if module in inside:
@@ -76,18 +67,18 @@ class Placement:
         for layer in layers:
             cpu_offload(layer, device)
 
-    def _shard(self, model: nn.Module, layers: nn.ModuleList) -> None:
+    def _shard(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
         device = self._accelerator.device
         mesh = init_device_mesh(device.type, (self._accelerator.num_processes,))
         for layer in layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # by default the outermost module is not
-        model.to(device)
-        self._layers = list(layers)
-        self._gather_all()  # outside of inference mode, or what is gathered into could not be used outside of it
+            # By default FSDP does not re-shard the outermost module.
+            self._layers.append(fully_shard(layer, mesh=mesh, reshard_after_forward=True))
+        nn.Module.to(model, device)
+        self._gather_all()  # outside of inference mode, which would make the buffers unusable outside of it
         model.base_model.register_forward_pre_hook(self._announce)
 
     def meet(self) -> None:
-        """Wait for all processes, and gather layers with those that still compute."""
+        """Wait for all processes, and take part in gathering layers until no process runs the target."""
         while self._layers and self._count(here=False):
             self._gather_all()
         self._accelerator.wait_for_everyone()
@@ -96,7 +87,7 @@ class Placement:
         self._count(here=True)
 
     def _count(self, here: bool) -> Tensor:
-        """How many processes are about to run the target, this one among them or not."""
+        """Return the number of processes about to run the target; `here`: this one is."""
         count = torch.tensor(float(here), device=self._accelerator.device)
         torch.distributed.all_reduce(count)
         return count

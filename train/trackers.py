@@ -1,28 +1,22 @@
-"""wandb and tensorboard, through accelerate.
-
-What a tracker shows of an evaluation beside its curves: acceptance by position, and texts with their authors.
-"""
+"""wandb and tensorboard, through accelerate: curves, acceptance by position, and decoded texts."""
 
 import html
 import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from accelerate import Accelerator
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.detokenize import IncrementalText
-from draftsmith.errors import ConfigError
 from draftsmith.safe_text import printable
 from draftsmith.storage import write_text
-from draftsmith.train.progress import Console
+from draftsmith.train.accelerator import TRACKER_FOLDER
+from draftsmith.train.context import RunContext
 from draftsmith.train.recipe import Recipe
 
 LEGEND = "Bold: draft tokens that the target accepted; the rest is the target's own."
@@ -30,29 +24,29 @@ LEGEND = "Bold: draft tokens that the target accepted; the rest is the target's 
 
 @dataclass(frozen=True)
 class Sample:
-    """A decoded text: its prompt, and its pieces with whether the drafter wrote them."""
+    """A decoded text: its prompt, and its pieces with whether the drafter proposed them."""
 
     prompt: str
     pieces: list[tuple[str, bool]]
 
     @classmethod
-    def of(cls, output: DecodeOutput, tokenizer: Any) -> "Sample":
-        """Neighbouring tokens of one author are one piece, so that characters of several tokens stay whole."""
+    def of(cls, output: DecodeOutput, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Join neighbouring tokens of the same origin into pieces, so that characters of several tokens stay whole."""
         text = IncrementalText(tokenizer, output.prompt_tokens, skip_special_tokens=False)
         pieces: list[tuple[str, bool]] = []
         for token, drafted in zip(output.tokens, output.drafted, strict=True):
             before = pieces.pop()[0] if pieces and pieces[-1][1] == drafted else ""
             pieces.append((before + printable(text.add(token)), drafted))
         pieces[-1] = (pieces[-1][0] + printable(text.rest()), pieces[-1][1])
-        return cls(printable(tokenizer.decode(output.prompt_tokens)), pieces)
+        return cls(printable(str(tokenizer.decode(output.prompt_tokens))), pieces)
 
     def markdown(self) -> str:
-        """For tensorboard."""
+        """Return the text in tensorboard's Markdown."""
         marked = "".join(f"<b>{html.escape(text)}</b>" if ours else html.escape(text) for text, ours in self.pieces)
         return f"{LEGEND}\n\n<pre>{html.escape(self.prompt)}│{marked}</pre>"
 
     def html(self) -> str:
-        """For wandb."""
+        """Return the text as HTML for wandb."""
         marked = "".join(
             f"<b style='background:#cdebdc;color:#000'>{html.escape(text)}</b>" if ours else html.escape(text)
             for text, ours in self.pieces
@@ -64,7 +58,11 @@ class Sample:
 
 
 def acceptance_chart(acceptance_at: list[float], title: str) -> np.ndarray:
-    """An image [height, width, 3] of bytes: for each draft position the share accepted, given those before it."""
+    """Return an image [height, width, 3] of bytes: the share accepted at each draft position, given those before."""
+    # Imported here: few runs have a tracker, and matplotlib loads slowly.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.5, 3), dpi=100, layout="tight")
     canvas, axis = FigureCanvasAgg(figure), figure.subplots()
     places = range(1, len(acceptance_at) + 1)
@@ -76,36 +74,31 @@ def acceptance_chart(acceptance_at: list[float], title: str) -> np.ndarray:
 
 
 PROJECT = "draftsmith"
-TRACKER_FOLDER = "tracker"
 RUN_ID = "wandb-run-id"
 
 
-def require_tracker(tracker: str) -> None:
-    """ConfigError when the tracker's package is not installed."""
-    if tracker != "none" and find_spec(tracker) is None:
-        raise ConfigError(f"tracker={tracker} is not installed; expected none, or: pip install 'draftsmith[{tracker}]'")
-
-
 class Tracker:
-    """The run's tracker, on the main process. One that fails costs its own rows and a line, never the run."""
+    """The run's tracker, on the main process. If it fails, it is closed with a printed line, and training continues."""
 
-    def __init__(self, accelerator: Accelerator, recipe: Recipe, console: Console, resumed: int | None) -> None:
-        """Open the tracker's run, or go on with it.
+    def __init__(self, context: RunContext, resumed: int | None) -> None:
+        """Open the tracker's run, or resume it.
 
-        `resumed`: the step that the run goes on behind; None begins from nothing. Without a key wandb writes to the
-        run's folder instead of the network.
+        `resumed`: the last step of the checkpoint that the run continues from; None for a new run. Without a key,
+        wandb writes to the run's folder instead of the network.
         """
-        self._accelerator, self._console = accelerator, console
-        self._name = recipe.tracker
-        self._open = recipe.tracker != "none" and accelerator.is_main_process
-        self._try("start", lambda: self._start(recipe, resumed))
+        self._accelerator, self._console = context.accelerator, context.console
+        self._name = context.recipe.tracker
+        self._open = context.accelerator.is_main_process
+        self._try("start", lambda: self._start(context.recipe, resumed))
 
     def log(self, row: dict[str, Any]) -> None:
-        """A row as `metrics.jsonl` holds it."""
+        """Log a row of `metrics.jsonl`."""
         self._try("log", lambda: self._accelerator.log(tracker_row(row), step=row["step"]))
 
-    def show(self, step: int, acceptance_at: list[float], outputs: list[DecodeOutput], tokenizer: Any) -> None:
-        """A chart of acceptance by draft position, and texts in which accepted draft tokens are marked."""
+    def show(
+        self, step: int, acceptance_at: list[float], outputs: list[DecodeOutput], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Log a chart of acceptance by draft position, and texts in which accepted draft tokens are marked."""
         self._try("log", lambda: self._show(step, acceptance_at, [Sample.of(out, tokenizer) for out in outputs]))
 
     def close(self) -> None:
@@ -114,8 +107,7 @@ class Tracker:
     def _start(self, recipe: Recipe, resumed: int | None) -> None:
         folder = Path(recipe.output) / TRACKER_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        # What was told behind the checkpoint is told again: tensorboard shows nothing from there on twice, and wandb
-        # takes no step that it knows.
+        # Steps after the checkpoint are logged again: tensorboard drops the old ones, and wandb ignores known steps.
         options: dict[str, Any] = {"purge_step": 0 if resumed is None else resumed + 1}
         config = _flat(recipe.model_dump(mode="json")) if resumed is None or self._name == "wandb" else None
         if self._name == "wandb":
@@ -128,7 +120,7 @@ class Tracker:
         chart = acceptance_chart(acceptance_at, f"step {step}")
         for tracker in self._accelerator.trackers:
             if self._name == "wandb":
-                from wandb import Html  # only now: it is no package that everyone has
+                from wandb import Html  # an optional package
 
                 tracker.log_images({"evaluation/acceptance": [chart]}, step=step)
                 texts = {f"evaluation/sample_{n}": Html(sample.html()) for n, sample in enumerate(samples, 1)}
@@ -146,17 +138,17 @@ class Tracker:
             return
         try:
             action()
-        except Exception as error:  # whatever it is: a tracker is not worth a run
+        except Exception as error:  # any failure: a tracker must not stop a run
             self._open = False
             reason = " ".join(str(error).split())
             self._console.say(
-                f"tracker={self._name} failed to {what} ({type(error).__name__}: {reason}); training goes on without "
-                "it, and metrics.jsonl holds everything"
+                f"tracker={self._name} failed to {what} ({type(error).__name__}: {reason}); training continues "
+                "without it, and metrics.jsonl holds everything"
             )
 
 
 def _run_id(folder: Path) -> str:
-    """wandb's name for the run, the same for each start of it."""
+    """Return wandb's id of the run, the same each time that it is started."""
     file = folder / RUN_ID
     if not file.exists():
         write_text(file, secrets.token_hex(4) + "\n")
@@ -164,14 +156,14 @@ def _run_id(folder: Path) -> str:
 
 
 def tracker_row(row: dict[str, Any]) -> dict[str, float]:
-    """Metrics under flat names: `train/alpha_1`, `evaluation/tau`."""
+    """Return metrics under flat names: `train/alpha_1`, `evaluation/tau`."""
     if "evaluation" in row:
         return {f"evaluation/{key}": value for key, value in _flat(row["evaluation"]).items()}
     return {f"train/{key}": value for key, value in _flat(row).items() if key != "step"}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by a slash, lists numbered from 1; None becomes text, which every tracker takes."""
+    """Join nested keys with slashes and number lists from 1; None becomes text, which every tracker accepts."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

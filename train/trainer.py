@@ -1,6 +1,7 @@
 """The training loop: teacher signals, unrolled drafter, agreement, one optimizer step; through accelerate."""
 
 import math
+import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,20 +11,26 @@ import torch
 from accelerate import Accelerator
 
 from draftsmith.distill.cotraining import measure_quality
-from draftsmith.distill.load_target import LoadedTarget, load_target
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import DraftsmithError
 from draftsmith.heads.model_config import start_token
 from draftsmith.locks import hold_folder
 from draftsmith.storage import write_json
-from draftsmith.train.accelerator import make_accelerator, require_compiler
-from draftsmith.train.builders import compile_blocks, data_and_drafter, make_teacher, step_and_optimizers
-from draftsmith.train.data import batch_indices, check_sources, collate, resample, response_tokens
-from draftsmith.train.engine import make_engine
-from draftsmith.train.estimate.memory import announce_memory
+from draftsmith.train.accelerator import make_accelerator
+from draftsmith.train.builders import (
+    compile_blocks,
+    data_and_drafter,
+    load_frozen_target,
+    make_engine,
+    make_teacher,
+    step_and_optimizers,
+)
+from draftsmith.train.context import RunContext
+from draftsmith.train.data import batch_indices, collate, resample, response_tokens
+from draftsmith.train.engine import reduced
 from draftsmith.train.interrupts import leave
 from draftsmith.train.learning_rates import described, rate_warning, watched_steps, width_of, with_rate
+from draftsmith.train.preflight import preflight
 from draftsmith.train.progress import Console, MemoryMeter, in_units
-from draftsmith.train.publishing import Publisher, check_publish, is_first_process
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recorder import BestDrafter, Record, evaluate_drafter
 from draftsmith.train.run_folder import (
@@ -36,121 +43,116 @@ from draftsmith.train.run_folder import (
     read_metrics,
 )
 from draftsmith.train.step import Last, StepSums
-from draftsmith.train.target_placement import Placement
-from draftsmith.train.trackers import require_tracker
 
 
 def train(recipe: Recipe) -> Path:
     """Train the recipe's drafter and return the folder of the best one, by measured tau.
 
-    Runs in one process or, under `accelerate launch`, in several. A run that was interrupted goes on from its last
+    Runs in one process or, under `accelerate launch`, in several. A run that was interrupted continues from its last
     checkpoint; a finished one is left as it is. On SIGTERM or Ctrl-C it finishes the step, writes a checkpoint and
-    leaves as the signal would have: SystemExit(143), or KeyboardInterrupt. A second signal ends it at once.
+    exits as the signal would have: SystemExit(143), or KeyboardInterrupt. A second signal ends it at once.
 
     Raises:
         ConfigError: before any work starts, for a recipe that cannot run here or an output folder of another run.
-        DraftsmithError: for a loss that is no number, a folder that cannot be written, see train/recorder.py, or behind
-            the end of a run whose drafter cannot be published.
+        DraftsmithError: for a loss that is not finite, a folder that cannot be written, see train/recorder.py, or, at
+            the end of a run, a drafter that cannot be published.
     """
     recipe = with_rate(recipe)
+    folder, publish = Path(recipe.output), recipe.publish
     check_output(recipe)
-    require_tracker(recipe.tracker)
-    require_compiler(recipe)
-    check_sources(recipe)
-    if recipe.cotrain is not None and recipe.teacher.kind == "cached":
-        raise ConfigError("teacher.kind='cached' with cotrain; expected 'online': the target changes")
-    folder = Path(recipe.output)
+    preflight(recipe, training=True)
+    first_process = int(os.environ.get("RANK", "0")) == 0  # there is no accelerator yet
     if is_finished(recipe):
-        if is_first_process():
-            Console(True).say(f"{recipe.name}: already finished in {folder}")
-            with hold_folder("output", folder) if recipe.publish is not None else nullcontext():
-                Publisher(recipe, Console(True)).finish()
+        if first_process:
+            _finish_again(recipe, folder)
         return folder / DRAFTER
-    check_publish(recipe)
+    if publish is not None:
+        from draftsmith.train.publishing import check_publish
+
+        check_publish(folder, publish, first_process=first_process)
     accelerator = make_accelerator(recipe, folder)
-    accelerator.wait_for_everyone()  # every process has looked at the folder before the first one writes
+    accelerator.wait_for_everyone()  # every process has checked the folder before the first one writes
     with claimed_output(recipe, accelerator):
         _run(recipe, accelerator, folder)
     return folder / DRAFTER
 
 
+def _finish_again(recipe: Recipe, folder: Path) -> None:
+    """Publish the drafter of a finished run, where that failed or the recipe asks for it only now."""
+    console, publish = Console(True), recipe.publish
+    console.say(f"{recipe.name}: already finished in {folder}")
+    with nullcontext() if publish is None else hold_folder("output", folder):
+        if publish is not None:
+            from draftsmith.train.publishing import Publisher
+
+            Publisher(recipe, publish, console).finish()
+
+
 def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
-    """What processes do together, and behind it the publication."""
+    """Train in all processes together, then publish from the main process."""
     run = Run(recipe, accelerator, folder)
     with run.stopping:
         try:
             run.train()
         except (KeyboardInterrupt, SystemExit):
-            run.console.say(f"{recipe.name}: stopped at once; the same command goes on from the last checkpoint")
+            run.console.say(f"{recipe.name}: stopped at once; the same command continues from the last checkpoint")
             raise
         finally:
             run.record.close()
-        accelerator.wait_for_everyone()  # launchers end all processes when the first one leaves
+        accelerator.wait_for_everyone()  # launchers end all processes when the first one exits
     accelerator.trackers = []
     if accelerator.num_processes > 1:
-        # Without a pause 5 of 25 runs of two gloo processes hung while what is freed here was freed, with it none of
-        # 25; probably gloo's threads then still wait for Python's lock.
+        # Without a pause 5 of 25 runs of two gloo processes hung while their objects were freed, with it none of 25;
+        # probably gloo's threads still wait for Python's lock at that time.
         time.sleep(0.2)
     accelerator.end_training()
     if run.stopping.agreed is not None:
         leave(run.stopping.agreed)
-    if run.console.visible:
-        run.record.publisher.finish()  # behind all that processes do together: an upload may take longer than they wait
+    if run.console.visible and run.record.publisher is not None:
+        run.record.publisher.finish()  # after all collective work: an upload may exceed the processes' timeout
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up to the peak, then a cosine to a tenth of it. `step` counts from 0."""
-    settings = recipe.train
+    """Return the rate of `step`, counted from 0: linear warm-up to the peak, then a cosine to a tenth of it."""
+    settings, peak = recipe.train, recipe.peak_rate
     warmup = max(1, round(settings.steps * settings.warmup_fraction))
     if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, settings.steps - warmup)
-    return settings.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class Run:
-    """One run's models, data and progress; `train` is the loop."""
+    """A run's models, data and progress; `train` is the loop."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
+        from draftsmith.train.estimate.memory import announce_memory
+
         self.recipe, self.accelerator, self.folder = recipe, accelerator, folder
-        self.console = Console(accelerator.is_main_process)
-        self.estimate = announce_memory(recipe, accelerator, self.console)
-        self.memory = MemoryMeter(accelerator.device)  # what the estimate itself has loaded is no part of the run
-        settings = recipe.target
-        self.placement = Placement(recipe, accelerator)
-        self.console.say(f"  target: loading {settings.model}")
-        with accelerator.main_process_first():  # the embedded target is built once, the Hub is asked once
-            self.target: LoadedTarget = load_target(
-                settings.model,
-                revision=settings.revision,
-                dtype=settings.dtype,
-                trust_remote_code=settings.trust_remote_code,
-                device=self.placement.load_to,
-                progress=accelerator.is_main_process,
-            )
-        self.width = width_of(self.target.model.config)
+        self.context = context = RunContext.of(recipe, accelerator)
+        self.console = context.console
+        self.estimate = announce_memory(context)
+        self.memory = MemoryMeter(accelerator.device)  # after the estimate, whose own memory does not count
+        self.target = load_frozen_target(context)
+        model = self.target.model
+        self.width = width_of(model.config)
         self.console.say(described(recipe, self.width))
-        self.draft_length, self.data, self.drafter = data_and_drafter(
-            recipe, self.target, accelerator, self.placement, self.console
-        )
+        self.draft_length, self.data, self.drafter = data_and_drafter(context, self.target)
         self.round, self.last = 0, Last()
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
-        self.record = Record(recipe, accelerator, self.console, best)
+        self.record = Record(context, best)
         self.stopping = self.record.stopping
-        target = self.target.model
-        self.teacher = make_teacher(
-            recipe, target, self.drafter, self.data.rows, accelerator, self.placement, self.console
-        )
-        step, made, self.adapters = step_and_optimizers(recipe, target, self.drafter, self.teacher)
+        self.teacher = make_teacher(context, model, self.drafter, self.data.rows)
+        step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher)
         best.adapters = self.adapters
         if recipe.train.compile:
             compile_blocks(self.drafter)
-        self.engine = make_engine(recipe, accelerator, step, made)
+        self.engine = make_engine(recipe, accelerator, step, optimizers)
         self.module, self.optimizers = self.engine.module, self.engine.optimizers
-        model = self.target.model
         self.start_token = start_token(model) if model.config.is_encoder_decoder else None
 
     def train(self) -> None:
+        """Take the remaining steps, with evaluations and checkpoints, and write the run's summary."""
         progress, stopping = self.record.resume(self.engine), self.stopping
         step, self.last = (0, self.last) if progress is None else (progress.step, progress.last)
         self.evaluated = progress is not None and progress.evaluated
@@ -172,19 +174,17 @@ class Run:
                 if step % settings.checkpoint_every == 0 or step == settings.steps or stopping.agreed is not None:
                     self._checkpoint(step)
         if stopping.agreed is not None:
-            self.console.say(f"{name}: stopped by a signal behind step {step}; the same command goes on from there")
+            self.console.say(f"{name}: stopped by a signal after step {step}; the same command continues from there")
             return
         self.record.restore()
         self.record.finish(self.memory.peak(), self.estimate)
         best = self.record.best
         peak = in_units(self.memory.peak())
-        announced = "" if self.estimate is None else f", {in_units(self.estimate.announced)} announced"
-        self.console.say(
-            f"{name}: best tau {best.tau:.2f} at step {best.step}; memory {peak} at its fullest{announced}"
-        )
+        announced = "" if self.estimate is None else f", {in_units(self.estimate.announced)} estimated"
+        self.console.say(f"{name}: best tau {best.tau:.2f} at step {best.step}; peak memory {peak}{announced}")
 
     def step(self, step: int) -> dict[str, Any]:
-        """One optimizer step over one global batch; its metrics."""
+        """Take an optimizer step over a global batch, and return its metrics."""
         started = time.perf_counter()
         settings, accelerator = self.recipe.train, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + step * 1_009 + accelerator.process_index)
@@ -199,17 +199,17 @@ class Run:
         sums = self._accumulate(indices, tokens, step / settings.steps)
         flags = sums.loss.new_tensor(self.stopping.flags())
         alpha_K, match_K, count_K = (
-            accelerator.reduce(value, "sum") for value in (sums.alpha_K, sums.match_K, sums.count_K)
+            reduced(accelerator, value) for value in (sums.alpha_K, sums.match_K, sums.count_K)
         )
         scalars = torch.stack([sums.loss, sums.quality_kl.to(sums.loss)])
-        told = accelerator.reduce(torch.cat([scalars, flags]), "sum").tolist()
-        self.stopping.agree(told[2:])
-        loss = told[0] / tokens
+        loss_sum, quality, *signals = reduced(accelerator, torch.cat([scalars, flags])).tolist()
+        self.stopping.agree(signals)
+        loss = loss_sum / tokens
         norm = self.engine.step() if math.isfinite(loss) else math.nan
         if not math.isfinite(norm):
             self._stop_at(step, indices, loss, norm)
         seconds = time.perf_counter() - started
-        self.last = Last((alpha_K / count_K.clamp_min(1)).tolist(), told[1] / tokens)
+        self.last = Last((alpha_K / count_K.clamp_min(1)).tolist(), quality / tokens)
         return {
             "loss": loss,
             "alpha": self.last.alpha,
@@ -223,39 +223,38 @@ class Run:
         }
 
     def _judge_rate(self, step: int) -> None:
-        """Once, when the first steps are done: say so where they show that the rate is far off."""
+        """Print a warning, once, where the losses of the first steps show a learning rate that is far off."""
         if step == watched_steps(self.recipe) and self.accelerator.is_main_process:
             losses = [row["loss"] for row in read_metrics(self.folder) if "loss" in row]
             if (warning := rate_warning(self.recipe, losses, self.width)) is not None:
                 self.console.say(warning)
 
     def _refresh(self, step: int) -> None:
-        """Where a new round begins: have all prompts answered anew, with the drafter as it is."""
+        """At the beginning of a round, sample all responses again with the current drafter."""
         number = step // (self.recipe.data.refresh_every or self.recipe.train.steps)
         if number == self.round:
             return
         self._checkpoint(step)
         self.round = number
-        with self.stopping.at_once(), self.engine.gathered():  # what has been sampled is on disk, too
-            asked = (self.recipe, self.target, self.drafter, self.data, number)
-            self.data, sampled = resample(*asked, self.accelerator, self.placement, self.console)
+        with self.stopping.at_once(), self.engine.gathered():  # sampled responses are on disk already
+            self.data, sampled = resample(self.context, self.target, self.drafter, self.data, number)
         if not sampled or not self.accelerator.is_main_process:
             return
         if any(row.get("sampling", {}).get("round") == number for row in read_metrics(self.folder)):
-            return  # the run goes on in a round that it has begun before
+            return  # the run was resumed in a round that it had begun before
         rate = sampled["tokens"] / sampled["seconds"]
         self.record.log({"step": step, "sampling": {"round": number, **sampled, "tokens_per_second": rate}})
         self.console.say(f"  round {number}: sampled {rate:.0f} tokens/s with tau {sampled['tau']:.2f}")
 
     def _stop_at(self, step: int, indices: list[int], loss: float, norm: float) -> None:
-        """Keep the state before the step, and what it was fed, for whoever looks for the reason; then stop."""
+        """Save the state before the step and the rows of its batch, for debugging, and raise DraftsmithError."""
         if self.engine.finite():
             self._checkpoint(step)
         file = self.folder / FAILED
         if self.accelerator.is_main_process:
             rows = [{"row": index, **self.data.rows[index]} for index in indices]
-            told = {"step": step + 1, "round": self.round, "loss": str(loss), "gradient_norm": str(norm)}
-            write_json(file, {**told, "rows": rows})
+            values = {"step": step + 1, "round": self.round, "loss": str(loss), "gradient_norm": str(norm)}
+            write_json(file, {**values, "rows": rows})
         raise DraftsmithError(
             f"loss={loss} with gradient norm {norm} at step {step + 1} (rows {indices}); expected finite numbers. "
             f"The batch is in {file}, the state before it in {self.folder / CHECKPOINTS}; try a lower "
@@ -263,7 +262,7 @@ class Run:
         )
 
     def _accumulate(self, indices: list[int], tokens: int, done: float) -> StepSums:
-        """Forward and backward over this process's part of the batch; the sums that the step returns."""
+        """Run forward and backward pass over this process's part of the batch, and return its sums."""
         accelerator, parts = self.accelerator, self.recipe.train.gradient_accumulation
         size = len(indices) // (accelerator.num_processes * parts)
         totals: StepSums | None = None
@@ -271,23 +270,23 @@ class Run:
             begin = (part * accelerator.num_processes + accelerator.process_index) * size
             batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token)
             with self.engine.part(last=part == parts - 1):
-                values: StepSums = self.module(batch, done, self.last)
-                # Engines average gradients over processes; the sum over all tokens is wanted.
-                self.engine.backward(values.loss * accelerator.num_processes / tokens)
-            sums = StepSums(*(value.detach() for value in values))
+                sums: StepSums = self.module(batch, done, self.last)
+                # Engines average gradients over processes; this gives the gradient of the mean over all tokens.
+                self.engine.backward(sums.loss * accelerator.num_processes / tokens)
+            sums = StepSums(*(value.detach() for value in sums))
             totals = sums if totals is None else StepSums(*(a + b for a, b in zip(totals, sums, strict=True)))
         assert totals is not None, "gradient_accumulation is at least 1"
         return totals
 
     def _evaluate(self, step: int) -> None:
-        """Decode held-out prompts on the main process; keep the drafter when its tau is the best so far.
+        """Decode held-out prompts on the main process, and keep the drafter when its tau is the best so far.
 
-        A signal cuts it short: it is then the first thing to do when the run goes on.
+        A signal interrupts the evaluation; the resumed run then begins with it.
         """
         self.console.doing("evaluating")
         with self.engine.gathered():
             if self.accelerator.is_main_process:
-                found = evaluate_drafter(
+                evaluation = evaluate_drafter(
                     self.target.model,
                     self.drafter,
                     self.data.heldout,
@@ -295,16 +294,16 @@ class Run:
                     self.draft_length,
                     stop=lambda: self.stopping.received is not None,
                 )
-                if found is not None:
-                    result, outputs = found
+                if evaluation is not None:
+                    result = evaluation.metrics
                     if self.adapters is not None:
                         result["target_quality"] = measure_quality(self.target.model, self.data.heldout)
                     self.record.log({"step": step, "evaluation": result})
-                    self.record.show(step, result, outputs, self.target.tokenizer)
+                    self.record.show(step, evaluation, self.target.tokenizer)
                     self.console.evaluation(step, result)
                     self.record.offer(step, result)
                     self.evaluated = True
-            self.placement.meet()
+            self.context.placement.meet()
         self.console.doing("")
         self.record.meet()
 

@@ -90,16 +90,15 @@ def memory(
 ) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     from draftsmith.distill.load_target import load_tokenizer
-    from draftsmith.train.accelerator import precision, require_divisible
-    from draftsmith.train.data import check_teacher
+    from draftsmith.train.accelerator import precision
     from draftsmith.train.estimate.memory import estimate_memory
     from draftsmith.train.estimate.time import estimate_work, require_machine
+    from draftsmith.train.preflight import require_divisible
     from draftsmith.train.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides)
     require_divisible(checked, processes)
     require_machine(on)
-    check_teacher(checked)
     target = checked.target
     _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     # All machines in the table compute bf16 in hardware, even if this one does not.

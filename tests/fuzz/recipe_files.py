@@ -7,7 +7,7 @@ import yaml
 from hypothesis import strategies as st
 
 from draftsmith.heads.configs import DRAFTERS
-from draftsmith.train.recipe import OPTIONAL, Recipe, shipped_recipes
+from draftsmith.train.recipe import SECTIONS, Recipe, shipped_recipes
 from fuzz.damage import BOMB, JUNK, NESTED, NUMBERS, TEXTS, YAML_TRAPS, argument, broken, changed, encoded
 from fuzz.material import Material
 from fuzz.running import Case
@@ -19,8 +19,8 @@ READERS = ("train", "memory", "data prepare")
 def keys() -> list[str]:
     """Return every key of a recipe."""
     found = list(Recipe.model_fields)
-    for name, field in Recipe.model_fields.items():
-        inner = OPTIONAL.get(name, field.annotation)
+    for name in Recipe.model_fields:
+        inner = SECTIONS.get(name)
         found += [f"{name}.{key}" for key in getattr(inner, "model_fields", ())]
     return sorted({*found, *(f"drafter.{key}" for entry in DRAFTERS.values() for key in entry.section.model_fields)})
 

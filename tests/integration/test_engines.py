@@ -147,7 +147,7 @@ def test_an_engine_goes_on_bit_by_bit(engine: str, runs: Runs) -> None:
 def test_another_engine_and_world_size_may_go_on(first: str, then: str, runs: Runs) -> None:
     changed = runs.copied(first, f"{first}-{then}")
     runs.run(changed, then)
-    assert "resuming behind step 3" in runs.said(changed)
+    assert "resuming after step 3" in runs.said(changed)
     runs.require_same(changed, "one")
 
 

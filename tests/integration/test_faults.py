@@ -225,7 +225,7 @@ def test_a_signal_stops_behind_the_step_with_a_checkpoint(step: int, number: int
     # The launcher passes the terminal's signal on at once: that is no second one.
     trap = {"step": step, "number": number, "rank": 0, "again_after": 0.05}
     assert runs.run(name, signal_at_step=trap) == [code]
-    assert f"tiny: stopped by a signal behind step {step}; the same command goes on" in runs.said(name)
+    assert f"tiny: stopped by a signal after step {step}; the same command continues" in runs.said(name)
     assert runs.checkpoints(name)[-1] == f"step-{step:06d}"
     rows = read_metrics(runs.folder(name))
     assert rows[-1]["step"] == step
@@ -254,7 +254,7 @@ def test_processes_stop_together_and_their_number_may_change(runs: Runs) -> None
     assert runs.result("pair") == runs.result("two")
     assert runs.run("changing", kill_at_step={"step": 17}) == [KILLED]
     assert runs.run("changing", processes=2) == [0, 0]
-    assert "resuming behind step 15" in runs.said("changing")
+    assert "resuming after step 15" in runs.said("changing")
     assert runs.losses("changing") == pytest.approx(runs.losses("whole"), abs=1e-5)
 
 
@@ -268,7 +268,7 @@ def test_noise_is_the_same_on_each_process_after_a_kill(drafter: list[str], runs
     assert runs.run(f"{kind}-whole", *overrides, processes=2, no_other_randomness={}) == [0, 0]
     assert runs.run(f"{kind}-cut", *overrides, processes=2, kill_at_step={"step": 5}) == [KILLED, KILLED]
     assert runs.run(f"{kind}-cut", *overrides, processes=2) == [0, 0]
-    assert "resuming behind step 3" in runs.said(f"{kind}-cut")
+    assert "resuming after step 3" in runs.said(f"{kind}-cut")
     assert runs.result(f"{kind}-cut") == runs.result(f"{kind}-whole")
 
 

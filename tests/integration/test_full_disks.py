@@ -16,7 +16,7 @@ from draftsmith import cli, storage
 from draftsmith.distill import dataset as examples
 from draftsmith.distill import regeneration as samples
 from draftsmith.eval import run as measure
-from draftsmith.eval.forecast.forecast import run as forecast
+from draftsmith.eval.forecast import run as forecast
 from draftsmith.eval.journal import Journal
 from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import load_recipe
@@ -134,7 +134,7 @@ def test_a_measurement_goes_on_where_the_disk_was_full(
             line = capsys.readouterr().err.splitlines()[-1]
             assert line == (
                 f"DraftsmithError: {place} cannot be written (File too large); what was measured before is kept; once "
-                "there is room, the same command goes on from there"
+                "there is room, the same command continues from there"
             )
     everything = len(added)
     assert run(asked["eval"]) == 0

@@ -57,22 +57,22 @@ def test_every_new_best(
 ) -> None:
     """Here each evaluation finds a better one, and each push is waited for; that of step 6 fails."""
     taus = iter([1.1, 1.2, 1.3])
-    found = loop.evaluate_drafter
+    measured = loop.evaluate_drafter
 
     def evaluate(*arguments: object, **options: object) -> object:
-        result, outputs = found(*arguments, **options)
-        return {**result, "tau": next(taus)}, outputs
+        evaluation = measured(*arguments, **options)
+        return evaluation._replace(metrics={**evaluation.metrics, "tau": next(taus)})
 
-    keep_up = loop.Publisher.keep_up
+    keep_up = publishing.Publisher.keep_up
 
-    def kept_up(publisher: loop.Publisher, best_step: int) -> None:
+    def kept_up(publisher: publishing.Publisher, best_step: int) -> None:
         hub.fail = {"POST .*/commit/": 500} if best_step == 6 else {}
         keep_up(publisher, best_step)
         if best_step:
             publisher._thread.join()
 
     monkeypatch.setattr(loop, "evaluate_drafter", evaluate)
-    monkeypatch.setattr(loop.Publisher, "keep_up", kept_up)
+    monkeypatch.setattr(publishing.Publisher, "keep_up", kept_up)
     best = ["publish.when=best"]
     _train(recipe_file, f"publish.repo={REPO}", *best)
     assert _commits(hub) == ["tiny: best at step 12", "tiny: finished, best at step 12"]
@@ -85,7 +85,8 @@ def test_every_new_best(
     assert all(count == 1 for count in hub.puts.values()), "the last push sends no weights again"
     assert not list((tmp_path / "run").glob(".publication*"))
     for given, again in ((REPO, False), ("user/other", True)):
-        resumed = loop.Publisher(load_recipe(str(recipe_file), [f"publish.repo={given}", *best]), loop.Console(False))
+        recipe = load_recipe(str(recipe_file), [f"publish.repo={given}", *best])
+        resumed = publishing.Publisher(recipe, recipe.publish, loop.Console(False))
         keep_up(resumed, 12)
         assert (resumed._thread is not None) == again, "what a run has pushed, it does not push again when it goes on"
     resumed._thread.join()
@@ -99,7 +100,7 @@ def test_a_card_that_cannot_be_written_ends_no_run(
 
     monkeypatch.setattr(publishing, "assemble", fail)
     recipe = load_recipe(str(recipe_file), [f"publish.repo={REPO}", "publish.when=best"])
-    publishing.Publisher(recipe, loop.Console(True)).keep_up(6)
+    publishing.Publisher(recipe, recipe.publish, loop.Console(True)).keep_up(6)
     assert "warning: the best drafter, of step 6, was not published (two lines)" in capfd.readouterr().err
 
 

@@ -327,7 +327,7 @@ def test_a_killed_run_resumes_bit_by_bit(recipe_file: Path, tmp_path: Path) -> N
     assert kills >= 1, "the run was over before it could be killed"
     resumed = _run(recipe_file, *overrides)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
-    assert "resuming behind step" in resumed.stderr
+    assert "resuming after step" in resumed.stderr
     assert _comparable(interrupted) == _comparable(tmp_path / "whole")
     weights = [(folder / "drafter" / "model.safetensors").read_bytes() for folder in (interrupted, tmp_path / "whole")]
     assert weights[0] == weights[1]
@@ -344,7 +344,7 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before(recipe_file: Path, tmp_p
     result = _run(recipe_file)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "checkpoint step-000012 cannot be read" in result.stderr
-    assert "resuming behind step 8" in result.stderr
+    assert "resuming after step 8" in result.stderr
     assert _comparable(tmp_path / "run") == expected
 
 
@@ -389,7 +389,7 @@ def test_a_drafter_that_was_deleted_is_written_again(
 
     shutil.rmtree(drafter)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
-    monkeypatch.setattr(loop, "load_target", None)  # told before anything is loaded
+    monkeypatch.setattr(drafters, "load_target", None)  # refused before anything is loaded
     with pytest.raises(
         DraftsmithError, match=rf"drafter was deleted: .* of step {step}, and no checkpoint of that step"
     ):
@@ -409,7 +409,7 @@ def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path) -> No
 def test_bad_files_stop_a_run_before_the_target_is_loaded(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "load_target", lambda *_, **__: pytest.fail("loaded the target first"))
+    monkeypatch.setattr(drafters, "load_target", lambda *_, **__: pytest.fail("loaded the target first"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "ab"}\n{"prompt": 3}\n')
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:2"):
@@ -544,7 +544,7 @@ def test_a_run_says_what_memory_it_will_take_and_took(
     assert re.search(
         r"memory: about \d+ MiB a process while sampling \(target \d+ MiB, drafter .*; \d+ MiB a proc", said
     )
-    assert re.search(r"memory \d+ MiB at its fullest, \d+ MiB announced", said)
+    assert re.search(r"peak memory \d+ MiB, \d+ MiB estimated", said)
     told = json.loads((tmp_path / "run" / "finished.json").read_text())["memory"]
     assert told["estimated_bytes"] > 0
     assert all(row["memory_bytes"] <= told["peak_bytes"] for row in read_metrics(tmp_path / "run") if "loss" in row)

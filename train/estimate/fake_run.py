@@ -1,13 +1,12 @@
-"""A run's models, batch and step on tensors that have shapes but no data: what it would do, without doing it.
+"""A run's models, batch and step on torch's fake tensors, which have shapes and no data.
 
-Counting the bytes of all tensors that are alive, on tensors with data or without.
-
-Counting the floating-point operations of products of matrices, on tensors with data or without.
+`LiveBytes` counts the bytes of live tensors, and `Operations` the floating-point operations of matrix products; both
+also work on tensors with data.
 """
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,50 +15,53 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.distill.load_target import DTYPES
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.draft_model import pretrained_config
 from draftsmith.heads.draft_vocab import checked_size
 from draftsmith.train.builders import check_target, step_and_optimizers
-from draftsmith.train.data import Batch
+from draftsmith.train.data import Batch, logit_count
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.step import Last
+from draftsmith.train.step import Last, Teacher
 
-LIKELIEST = 20
-"""Known tokens a place that are reckoned with where the teacher is a file."""
+MOST_LIKELY = 20
+"""Known tokens at each position that are assumed for a teacher that is a file."""
 
-# Shapes: B sequences, T positions, S positions of the source, H hidden size, F features, E known tokens.
+# Shapes: B sequences, T positions, S positions of the source, H hidden size, V vocabulary, F features, E known tokens.
 
 
 def require_plain(config: PreTrainedConfig) -> None:
-    """DraftsmithError for a quantised target, which cannot be built from its config alone."""
+    """Raise DraftsmithError for a quantised target, which cannot be built from its config alone."""
     if getattr(config, "quantization_config", None) is not None:
         raise DraftsmithError("target is quantised; expected one whose weights are plain numbers")
 
 
 def marked_share(recipe: Recipe, config: PreTrainedConfig) -> float:
-    """The share of a batch's positions that is trained, in samples as long as the recipe allows, packed or not."""
+    """Return the trained share of a batch's positions, in samples as long as the recipe allows, packed or not."""
     prompt, response = recipe.data.prompt_tokens, recipe.data.response_tokens
     return 1.0 if config.is_encoder_decoder else response / (prompt + response)
 
 
-def target_of(recipe: Recipe, config: PreTrainedConfig) -> nn.Module:
+def target_of(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a frozen target from its config, in the recipe's dtype."""
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return auto.from_config(config, dtype=DTYPES[recipe.target.dtype]).eval().requires_grad_(False)
+    model = auto.from_config(config, dtype=DTYPES[recipe.target.dtype])
+    model.eval().requires_grad_(False)
+    return model
 
 
 @dataclass
 class DryStep:
-    """What `without_data` of live_bytes.py lets a process do in a step."""
+    """A step of one process, to be run inside `without_data`."""
 
     drafter: TrainableDrafter
     module: nn.Module
@@ -69,26 +71,26 @@ class DryStep:
     bf16: bool
 
     def run(self) -> None:
-        """A step of one part."""
+        """Take a step with a single accumulation step."""
         self.part()
         self.update()
 
     def part(self) -> None:
-        """Forward and backward pass over a process's share of one accumulation step."""
+        """Run forward and backward pass over a process's share of one accumulation step."""
         with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.bf16):
             loss = self.module(self.batch(), 1.0, Last([0.5] * 64))[0]
         loss.backward()
 
     def update(self) -> None:
-        """The optimizers' step, once behind all parts."""
+        """Step the optimizers, once after all accumulation steps."""
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def dry_step(recipe: Recipe, target: nn.Module, *, device: str, processes: int, bf16: bool) -> DryStep:
-    """A step over sequences as long as the recipe allows. ConfigError for a drafter that does not fit the target."""
+def dry_step(recipe: Recipe, target: PreTrainedModel, *, device: str, processes: int, bf16: bool) -> DryStep:
+    """Build a step over sequences as long as the recipe allows; ConfigError for a drafter that does not fit."""
     drafter = _drafter(recipe, target)
     check_target(recipe, target, drafter)
     step, optimizers, _ = step_and_optimizers(recipe, target, drafter, _teacher(recipe, target, drafter))
@@ -97,17 +99,17 @@ def dry_step(recipe: Recipe, target: nn.Module, *, device: str, processes: int, 
 
 
 def sequence_length(recipe: Recipe) -> int:
-    """Of the longest row."""
+    """Return the number of tokens of the longest row."""
     data = recipe.data
-    sample = data.prompt_tokens + data.response_tokens  # one that is longer than packed rows has a row of its own
+    sample = data.prompt_tokens + data.response_tokens  # a sample longer than packed rows has its own row
     return max(sample, data.pack_tokens or 0) if data.pack else sample
 
 
-def _drafter(recipe: Recipe, target: nn.Module) -> TrainableDrafter:
+def _drafter(recipe: Recipe, target: PreTrainedModel) -> TrainableDrafter:
     options = recipe.drafter_options()
-    if options.get("model") is not None:  # its shapes are enough
+    if options.get("model") is not None:  # only its shapes matter
         options |= {"model": None, "config": pretrained_config(options["model"])}
-    size = checked_size(recipe.draft_vocab_size, target.get_output_embeddings().weight.shape[0])
+    size = checked_size(recipe.draft_vocab_size, logit_count(target))
     if size is not None:
         options["draft_vocabulary"] = list(range(size))
     drafter = HEADS[recipe.drafter.type].from_target(target, **options)
@@ -116,43 +118,59 @@ def _drafter(recipe: Recipe, target: nn.Module) -> TrainableDrafter:
 
 
 def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:
-    """The longest that a process may see at once."""
+    """Return the largest batch of a process in one accumulation step."""
     rows = max(1, recipe.train.batch_size // (processes * recipe.train.gradient_accumulation))
+    source_BS = source_mask_BS = documents_BT = None
     if config.is_encoder_decoder:
         source_BS = torch.zeros(rows, recipe.data.prompt_tokens, dtype=torch.long)
         ids_BT = torch.zeros(rows, recipe.data.response_tokens + 1, dtype=torch.long)
-        more = {"source_BS": source_BS, "source_mask_BS": torch.ones_like(source_BS)}
+        source_mask_BS = torch.ones_like(source_BS)
     else:
         ids_BT = torch.zeros(rows, sequence_length(recipe), dtype=torch.long)
-        more = {"documents_BT": torch.zeros_like(ids_BT)} if recipe.data.pack else {}
-    return Batch(ids_BT, torch.ones_like(ids_BT), torch.ones_like(ids_BT).bool(), rows=list(range(rows)), **more)
+        documents_BT = torch.zeros_like(ids_BT) if recipe.data.pack else None
+    mask_BT = torch.ones_like(ids_BT)
+    return Batch(ids_BT, mask_BT, mask_BT.bool(), source_BS, source_mask_BS, list(range(rows)), documents_BT)
 
 
-def _teacher(recipe: Recipe, target: nn.Module, drafter: TrainableDrafter) -> "OnlineTeacher | _Told":
+def _teacher(recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter) -> Teacher:
     kind = recipe.teacher.kind
-    return OnlineTeacher(target, drafter.needs.layers) if kind == "online" else _Told(target, drafter, kind)
+    if kind == "online":
+        return OnlineTeacher(target, drafter.needs.layers)
+    return _StoredTeacher(OnlineTeacher(target).lm_head, drafter, kind)
 
 
-class _Told:
-    """Stands for a teacher that reads its signals from a file, so that the target does not run."""
+class _StoredTeacher:
+    """Stands for a teacher that reads its signals from files, so that the target does not run."""
 
-    def __init__(self, target: nn.Module, drafter: TrainableDrafter, kind: str) -> None:
-        self.model, self.lm_head = target, target.get_output_embeddings()
-        self._layers, self._likeliest = len(drafter.needs.layers), kind == "logprobs"
+    def __init__(self, lm_head: TargetHead, drafter: TrainableDrafter, kind: str) -> None:
+        self.lm_head = lm_head
+        self._layers, self._from_file = len(drafter.needs.layers), kind == "logprobs"
 
     def signals(
-        self, input_ids_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor, **rest: Tensor
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor,
+        mask_BT: Tensor,
+        source_BS: None = None,
+        source_mask_BS: None = None,
+        rows: Sequence[int] = (),
+        documents_BT: Tensor | None = None,
     ) -> TeacherSignals:
         weight_VH, shape, text = self.lm_head.weight, input_ids_BT.shape, (input_ids_BT, attention_mask_BT)
-        documents = {"documents_BT": rest.get("documents_BT")}
-        if self._likeliest:
-            nothing_BT0 = weight_VH.new_empty(*shape, 0)
-            ids_BTE = torch.zeros(*shape, LIKELIEST, dtype=torch.long)
-            known = {"top_ids_BTE": ids_BTE, "top_log_BTE": torch.zeros(*shape, LIKELIEST)}
-            return TeacherSignals(*text, nothing_BT0, mask_BT, **documents, **known)
+        if self._from_file:
+            return TeacherSignals(
+                *text,
+                weight_VH.new_empty(*shape, 0),
+                mask_BT,
+                documents_BT=documents_BT,
+                top_ids_BTE=torch.zeros(*shape, MOST_LIKELY, dtype=torch.long),
+                top_log_BTE=torch.zeros(*shape, MOST_LIKELY),
+            )
         hidden = weight_VH.shape[1]
         features_BTF = weight_VH.new_empty(*shape, self._layers * hidden) if self._layers else None
-        return TeacherSignals(*text, weight_VH.new_empty(*shape, hidden), mask_BT, features_BTF, **documents)
+        return TeacherSignals(
+            *text, weight_VH.new_empty(*shape, hidden), mask_BT, features_BTF, documents_BT=documents_BT
+        )
 
 
 ATEN = torch.ops.aten
@@ -160,7 +178,7 @@ ATEN = torch.ops.aten
 
 @contextmanager
 def without_data(device: torch.device | str, marked_share: float = 1.0) -> Iterator["LiveBytes"]:
-    """Everything that is made inside has shapes on `device` and no data; its bytes are counted."""
+    """Create tensors on `device` without data, and count their bytes, until the context ends."""
     with (
         FakeTensorMode(),
         LiveBytes(marked_share) as live,
@@ -171,7 +189,7 @@ def without_data(device: torch.device | str, marked_share: float = 1.0) -> Itera
 
 
 def _replace_parameters(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` exchanges the insides of two tensors, which those without data refuse."""
+    """Replace parameters as `nn.Module._apply` does, which swaps tensor storage; fake tensors do not support that."""
     for child in module.children() if recurse else ():
         _replace_parameters(child, change)
     with torch.no_grad():
@@ -185,11 +203,11 @@ def _replace_parameters(module: nn.Module, change: Callable[[Tensor], Tensor], r
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered: `now` and `peak` bytes of the storages that operations have made and that still live.
+    """Counts `now` and `peak` bytes of live storages that operations inside the context have created.
 
-    Under torch's FakeTensorMode nothing has data, so what depends on data is answered by rule: a mask picks
-    `marked_share` of its positions, and a number that is asked for is 0, or False. What a kernel holds while it runs
-    is not seen, nor is what an allocator keeps for later.
+    Under torch's FakeTensorMode nothing has data, so operations that depend on data follow a rule: a mask selects
+    `marked_share` of its positions, and a scalar is 0 or False. Workspace of kernels and memory that the allocator
+    keeps are not counted.
     """
 
     def __init__(self, marked_share: float = 1.0) -> None:
@@ -207,10 +225,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _without_data(self, operation: Any, arguments: tuple, options: dict) -> Any:
         first = arguments[0] if arguments else None
-        fake = hasattr(first, "fake_mode")
-        if fake and operation is ATEN.nonzero.default:
+        if not isinstance(first, FakeTensor):
+            return operation(*arguments, **options)
+        if operation is ATEN.nonzero.default:
             return first.new_empty((self._marked(first), first.dim()), dtype=torch.long)
-        if fake and operation is ATEN.index.Tensor and arguments[1][0] is not None:
+        if operation is ATEN.index.Tensor and arguments[1][0] is not None:
             mask, *others = arguments[1]
             if mask.dtype == torch.bool and not others:
                 return first.new_empty((self._marked(mask), *first.shape[mask.dim() :]))
@@ -236,14 +255,11 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-ATEN = torch.ops.aten
-
-
 class Operations(TorchDispatchMode):
-    """While it is entered, `total` grows by two for every multiplication with an addition.
+    """Counts `total`, two operations for each multiply-add, inside the context.
 
-    torch's FlopCounterMode cannot follow gradients that are taken in a forward pass, as objectives here take them, and
-    does not know attention as it is computed on a CPU.
+    torch's FlopCounterMode does not support gradients taken in a forward pass, as objectives here take them, and does
+    not count the CPU's attention kernel.
     """
 
     def __init__(self) -> None:

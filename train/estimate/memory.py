@@ -1,12 +1,11 @@
-"""How much memory a run will take, found by running one step of it on tensors that have shapes but no data."""
+"""Memory that a run will take, estimated by running steps of it on fake tensors, which have shapes and no data."""
 
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.kv_cache import FIRST_SLOTS
 from draftsmith.distill.load_target import DTYPES, load_tokenizer
@@ -14,33 +13,34 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.hidden_states import final_states, layer_lists
 from draftsmith.train.accelerator import precision
+from draftsmith.train.context import RunContext
 from draftsmith.train.estimate.fake_run import LiveBytes, dry_step, marked_share, require_plain, target_of, without_data
-from draftsmith.train.progress import Console, in_units
+from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
 LIBRARIES, KEPT = 64 * 2**20, 0.2
-"""On a CPU: bytes of what libraries load for a run, and the share of all that comes and goes which the allocator keeps
-when it is freed. Measured with glibc on both quickstart recipes, see docs/training.md."""
+"""On a CPU: bytes that libraries take, and the share of temporary memory that the allocator keeps after it is freed.
+Measured with glibc on both quickstart recipes, see docs/training.md."""
 
 # Shapes: B sequences, T positions, H hidden size.
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one process at its fullest moment of a step, by what they are for; and while it samples."""
+    """Peak memory of one process in bytes, by use: in a training step, and while it samples responses."""
 
     target: int
     drafter: int
     gradients: int
     optimizer: int
     activations: int
-    """Everything else that is alive at that moment: activations, logits of a chunk, features, batch."""
+    """Everything else at the peak: activations, logits of a chunk, features, batch."""
     cache: int
-    """Keys and values of the texts that the target answers together, before training; 0 where it answers none."""
+    """Keys and values of the texts that are decoded together before training; 0 where none are sampled."""
     reading: int
-    """What is alive beside them while it reads those texts' prompts, the optimizer's state in later rounds included."""
+    """Other memory while it reads their prompts, in later rounds including the optimizer's state."""
     on_host: bool = False
-    """Whether all of it lies in the host's memory, where libraries and the allocator take their share."""
+    """Whether all of it is in host memory, where libraries and the allocator need memory too."""
 
     @property
     def training(self) -> int:
@@ -52,12 +52,12 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """Of tensors alone."""
+        """Bytes of tensors, without libraries and allocator."""
         return max(self.training, self.sampling)
 
     @property
     def phases(self) -> dict[str, dict[str, int]]:
-        """Bytes by what they are for, in each phase of a run, the phase that takes most first."""
+        """Bytes by use in each phase of a run, the largest phase first."""
         models = {"target": self.target, "drafter": self.drafter}
         kept = {"gradients": self.gradients, "optimizer": self.optimizer}
         phases = {"in training": {**models, **kept, "activations": self.activations}}
@@ -71,7 +71,7 @@ class MemoryEstimate:
 
     @property
     def announced(self) -> int:
-        """What a run's `MemoryMeter` is expected to measure: all parts of the larger phase."""
+        """Expected value of a run's `MemoryMeter`: all parts of the largest phase."""
         return sum(next(iter(self.phases.values())).values())
 
     def __str__(self) -> str:
@@ -92,12 +92,15 @@ def estimate_memory(
     bf16: bool = False,
     accelerated: bool | None = None,
 ) -> MemoryEstimate:
-    """What a step with sequences as long as the recipe allows will hold, without loading anything.
+    """Estimate the memory of a step with sequences as long as the recipe allows, without loading anything.
 
-    Two steps are run, since the optimizer's state comes with the first; the second one's peak counts. `config`: the
-    target's. `sharded`: FSDP2 or ZeRO, which share out the optimizer's state; weights and gradients are whole during a
-    step. `bf16`: under autocast. `accelerated`: whether the run has an accelerator beside the host's memory; by default
-    whether `device` is one.
+    Two steps are run, since the first one creates the optimizer's state; the second one's peak counts.
+
+    Args:
+        config: the target's.
+        sharded: FSDP2 or ZeRO, which shard the optimizer's state; weights and gradients are whole during a step.
+        bf16: under autocast.
+        accelerated: whether the run uses an accelerator with its own memory; by default whether `device` is one.
 
     Raises:
         ConfigError: for a drafter that does not fit the target.
@@ -115,45 +118,51 @@ def estimate_memory(
             live.peak = live.now
             step.run()
         moments = _moments(step.optimizers)
-        copies = 2 if processes > 1 and not sharded else 1  # DDP keeps gradients in buckets of its own, too
+        copies = 2 if processes > 1 and not sharded else 1  # DDP also keeps gradients in buckets
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
         if data.response == "target" and recipe.teacher.kind != "logprobs":
             cache, reading = cache_bytes(recipe, config), _reading_bytes(recipe, target, live)
             if isinstance(step.drafter, DraftModel) and (data.refresh_every or data.drafter_share):
-                cache += cache_bytes(
-                    recipe, step.drafter.model.config
-                )  # it proposes or answers, with a cache of its own
+                cache += cache_bytes(recipe, step.drafter.model.config)  # the drafter decodes with its own cache
             if data.refresh_every:
-                reading += moments  # later rounds are sampled in the middle of training
+                reading += moments  # later rounds are sampled during training
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated
-        elsewhere = _elsewhere(recipe, target, beside_host, processes)
-        mine = moments // processes if sharded else moments
-        parts = (weights - elsewhere, drafted, copies * trained, mine, rest, cache, reading)
-        return MemoryEstimate(*parts, on_host=not beside_host)
+        return MemoryEstimate(
+            target=weights - _elsewhere(recipe, target, beside_host, processes),
+            drafter=drafted,
+            gradients=copies * trained,
+            optimizer=moments // processes if sharded else moments,
+            activations=rest,
+            cache=cache,
+            reading=reading,
+            on_host=not beside_host,
+        )
 
 
 def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
+    """Return the bytes of the optimizers' state."""
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     return sum(value.numel() * value.element_size() for value in states)
 
 
-def _elsewhere(recipe: Recipe, target: nn.Module, accelerated: bool, processes: int) -> int:
-    """Bytes of the target that lie in the host's memory or with other processes, see train/target_placement.py."""
+def _elsewhere(recipe: Recipe, target: PreTrainedModel, accelerated: bool, processes: int) -> int:
+    """Return the target's bytes in host memory or other processes, see train/target_placement.py."""
     offload = recipe.target.offload and accelerated
     if not offload and not (recipe.target.sharded and processes > 1):
         return 0
-    layers = [_bytes(layer) for name in layer_lists(target) for layer in target.get_submodule(name)]
+    layers = [_bytes(layer) for name in layer_lists(target) for layer in target.get_submodule(name).children()]
     kept = 0 if offload else sum(layers) // processes
-    return sum(layers) - kept - max(layers)  # one of them is there while it computes
+    return sum(layers) - kept - max(layers)  # a layer that computes is whole
 
 
 def _bytes(module: nn.Module) -> int:
     return sum(weight.numel() * weight.element_size() for weight in module.parameters())
 
 
-def announce_memory(recipe: Recipe, accelerator: Accelerator, console: Console) -> MemoryEstimate | None:
-    """Say what the run will take, before anything is loaded for it; None where that cannot be told."""
+def announce_memory(context: RunContext) -> MemoryEstimate | None:
+    """Print and return the estimate of a run before it loads anything; None where there is no estimate."""
+    recipe, accelerator, console = context.recipe, context.accelerator, context.console
     settings = recipe.target
     with accelerator.main_process_first():
         _, config = load_tokenizer(
@@ -162,13 +171,18 @@ def announce_memory(recipe: Recipe, accelerator: Accelerator, console: Console) 
     if not console.visible:
         return None
     console.say("memory: computing what the run will take")
-    here = {"device": str(accelerator.device), "processes": accelerator.num_processes}
-    here["sharded"] = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     try:
-        estimate = estimate_memory(recipe, config, **here, bf16=precision(recipe) == "bf16")
+        estimate = estimate_memory(
+            recipe,
+            config,
+            device=str(accelerator.device),
+            processes=accelerator.num_processes,
+            sharded=accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
+            bf16=precision(recipe) == "bf16",
+        )
     except ConfigError:
-        return None  # the run itself says what is wrong, on all processes
-    except Exception as error:  # whatever it is: what could not be told beforehand may run all the same
+        return None  # the run itself reports it, on all processes
+    except Exception as error:  # any failure: the run may work nevertheless
         console.say(f"memory: no estimate ({type(error).__name__}: {' '.join(str(error).split())})")
         return None
     console.say(f"memory: about {estimate}")
@@ -176,18 +190,23 @@ def announce_memory(recipe: Recipe, accelerator: Accelerator, console: Console) 
 
 
 @torch.no_grad()
-def _reading_bytes(recipe: Recipe, target: nn.Module, live: LiveBytes) -> int:
-    """Of one pass over `data.batch_size` prompts, and the logits behind them."""
+def _reading_bytes(recipe: Recipe, target: PreTrainedModel, live: LiveBytes) -> int:
+    """Return the bytes of one pass over `data.batch_size` prompts, and of the logits of their last positions."""
     before = live.peak = live.now
     ids_BT = torch.zeros(_together(recipe), recipe.data.prompt_tokens, dtype=torch.long)
     source = (ids_BT,) if target.config.is_encoder_decoder else ()
     states_BTH = final_states(target, ids_BT[:, :1] if source else ids_BT, torch.ones_like(ids_BT), *source)
-    target.get_output_embeddings()(states_BTH[:, -1:]).float().softmax(-1)
+    lm_head = target.get_output_embeddings()
+    assert lm_head is not None, "a target without an lm_head has been refused with the drafter"
+    lm_head(states_BTH[:, -1:]).float().softmax(-1)
     return live.peak - before
 
 
 def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:
-    """Of the texts that are answered together, see decode/kv_cache.py; `config` is the model's that reads them."""
+    """Return the bytes of keys and values of the texts that are decoded together, see decode/kv_cache.py.
+
+    `config`: of the model that decodes them.
+    """
     text, data = config.get_text_config(decoder=True), recipe.data
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = (
@@ -204,5 +223,5 @@ def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:
 
 
 def _together(recipe: Recipe) -> int:
-    """Prompts that are answered together."""
+    """Return the number of prompts that are decoded together."""
     return min(recipe.data.batch_size, recipe.data.count)

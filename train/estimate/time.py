@@ -1,10 +1,9 @@
-"""How long a run would take on a machine, from the operations of its step and the bytes that sampling reads."""
+"""Time that a run takes on a machine, computed from the operations of its step and the bytes that sampling reads."""
 
 import math
 from dataclasses import dataclass
 
-from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.estimate.fake_run import (
@@ -27,66 +26,67 @@ MACHINES = {
     "a10": (125.0, 600.0),
     "l4": (121.0, 300.0),
 }
-"""10^12 dense bf16 operations and 10^9 bytes of memory read, a second, as their makers' data sheets give them."""
+"""Dense bf16 TFLOP/s and memory bandwidth in GB/s, from the vendors' data sheets."""
 OPERATIONS_SHARE, BYTES_SHARE = 0.4, 0.5
-"""What of both a run is reckoned to reach."""
+"""Shares of both that a run is assumed to reach."""
 
 
 @dataclass(frozen=True)
 class WorkEstimate:
-    """What one process has to do, the longest samples that the recipe allows taken for all."""
+    """The work of one process, assuming that all samples are as long as the recipe allows."""
 
     step_operations: float
-    """Of an optimizer step: target, drafter, objective, backward pass."""
+    """Operations of an optimizer step: target, drafter, objective, backward pass."""
     steps: int
     caching_operations: float
-    """Of the target's pass over all samples, before training; 0 unless its states are cached."""
+    """Operations of the target's pass over all samples before training; 0 unless its states are cached."""
     prompt_operations: float
-    """Of reading all prompts; 0, as the next three, where the target answers none."""
+    """Operations of reading all prompts; 0, like the next three, where no responses are sampled."""
     passes: int
-    """That add a token to each of `data.batch_size` texts."""
+    """Forward passes that each add a token to `data.batch_size` texts."""
     pass_operations: float
     pass_bytes: float
 
     def training_seconds(self, machine: str) -> float:
-        """Building the teacher's cache included."""
+        """Return the seconds of training, including the teacher's cache."""
         work = self.steps * self.step_operations + self.caching_operations
         return work / (OPERATIONS_SHARE * _peak(machine)[0])
 
     def sampling_seconds(self, machine: str) -> float:
+        """Return the seconds of sampling the responses."""
         operations, moved = _peak(machine)
         operations, moved = OPERATIONS_SHARE * operations, BYTES_SHARE * moved
         one_pass = max(self.pass_operations / operations, self.pass_bytes / moved)
         return self.prompt_operations / operations + self.passes * one_pass
 
     def on(self, machine: str) -> str:
-        """In words."""
+        """Return the estimate for a machine as text."""
         sampling, training = self.sampling_seconds(machine), self.training_seconds(machine)
         parts = f"sampling {in_hours(sampling)}, training {in_hours(training)}"
         return f"about {in_hours(sampling + training)} on {machine}: {parts}"
 
 
 def require_machine(machine: str | None) -> None:
-    """ConfigError for one that is not known."""
+    """Raise ConfigError for a machine that is not in `MACHINES`."""
     if machine is not None and machine not in MACHINES:
         raise ConfigError.of("on", machine, f"one of {', '.join(MACHINES)}")
 
 
 def _peak(machine: str) -> tuple[float, float]:
-    """Operations and bytes a second."""
+    """Return operations and bytes per second."""
     operations, moved = MACHINES[machine]
     return operations * 1e12, moved * 1e9
 
 
 def in_hours(seconds: float) -> str:
-    """In minutes below two hours."""
+    """Return a duration in hours, or in minutes below two hours."""
     return f"{seconds / 3600:.1f} h" if seconds >= 7200 else f"{math.ceil(seconds / 60)} min"
 
 
 def estimate_work(
     recipe: Recipe, config: PreTrainedConfig, *, device: str = "cpu", processes: int = 1, bf16: bool = False
 ) -> WorkEstimate:
-    """Operations and bytes of a run, counted on tensors without data; `config` is the target's.
+    """Count the operations and bytes of a run on fake tensors; `config` is the target's.
 
     Raises:
         ConfigError: for a drafter that does not fit the target.
@@ -96,7 +96,7 @@ def estimate_work(
     data, train = recipe.data, recipe.train
     with without_data(device, marked_share(recipe, config)):
         target = target_of(recipe, config)
-        reading, writing = _weights_met(target)
+        reading, writing = _weights_used(target)
         size = next(target.parameters()).element_size()
         step = dry_step(recipe, target, device=device, processes=processes, bf16=bf16)
         with Operations() as of_part:
@@ -112,15 +112,19 @@ def estimate_work(
     rounds = math.ceil(train.steps / data.refresh_every) if data.refresh_every else 1
     texts = rounds * rows
     passes = math.ceil(texts / data.batch_size) * data.response_tokens
-    read = writing * size + cache_bytes(recipe, config) / 2  # texts are half as long as they will be, on average
+    read = writing * size + cache_bytes(recipe, config) / 2  # on average, texts have half of their final length
     prompts = 2.0 * reading * texts * data.prompt_tokens
     return WorkEstimate(of_step, train.steps, caching, prompts, passes, 2.0 * writing * data.batch_size, read)
 
 
-def _weights_met(target: nn.Module) -> tuple[int, int]:
-    """Weights that a token of a prompt meets, and a token of an answer: encoder and decoder, where there are two."""
+def _weights_used(target: PreTrainedModel) -> tuple[int, int]:
+    """Return the numbers of weights that a token of a prompt and one of a response use.
+
+    They differ for an encoder-decoder: its encoder reads the prompt and its decoder writes the response.
+    """
     everything = sum(weight.numel() for weight in target.parameters())
     if not target.config.is_encoder_decoder:
         return everything, everything
     encoder = sum(weight.numel() for weight in target.get_encoder().parameters())
-    return encoder, everything - encoder + target.get_input_embeddings().weight.numel()  # which both share
+    embeddings = sum(weight.numel() for weight in target.get_input_embeddings().parameters())  # used by both
+    return encoder, everything - encoder + embeddings

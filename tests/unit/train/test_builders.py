@@ -1,5 +1,6 @@
-"""Going on with a trained drafter: its weights, what of it is trained, and nothing of the target."""
+"""What the trainer and `draftsmith data prepare` build alike, and drafters that start from a trained one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,15 @@ from conftest import make_llama
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.train import builders
 from draftsmith.train.builders import _started
-from draftsmith.train.recipe import parse_recipe
+from draftsmith.train.prepare import prepare
+from draftsmith.train.recipe import Recipe, load_recipe, parse_recipe
+from draftsmith.train.target_placement import Placement
+from draftsmith.train.trainer import train
 
 EVEN = list(range(0, 64, 2))
 DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -29,7 +35,7 @@ DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "options", "vocabulary"), DRAFTERS)
-def test_a_trained_drafter_is_gone_on_with(
+def test_training_starts_from_a_trained_drafter(
     kind: str,
     options: dict[str, Any],
     vocabulary: dict[str, Any],
@@ -58,3 +64,30 @@ def test_a_trained_drafter_is_gone_on_with(
     assert any(flags.values())
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("start", [train, prepare])
+def test_trainer_and_prepare_load_the_target_to_the_same_place(
+    start: Callable[[Recipe], Any], recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that is offloaded or sharded may not fit the accelerator as a whole."""
+    places = []
+
+    def load_target(name: str, **options: Any) -> None:
+        places.append(options["device"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builders, "load_target", load_target)
+    monkeypatch.setattr(Placement, "load_to", torch.device("meta"))
+    with pytest.raises(KeyboardInterrupt):
+        start(load_recipe(str(recipe_file)))
+    assert places == [torch.device("meta")]
+
+
+@pytest.mark.parametrize("start", [train, prepare])
+def test_trainer_and_prepare_refuse_the_same_engines(
+    start: Callable[[Recipe], Any], recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    with pytest.raises(ConfigError, match="expected DDP, FSDP2 or DeepSpeed"):
+        start(load_recipe(str(recipe_file)))

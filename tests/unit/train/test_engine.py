@@ -112,12 +112,6 @@ def test_what_an_engine_cannot_do_is_refused_before_processes_meet(
     assert message in _refused(recipe_file, overrides, environment, monkeypatch)
 
 
-def test_a_sharded_target_is_refused_where_adapters_are_trained_in_it(recipe_file: Path, tmp_path: Path) -> None:
-    overrides = ["drafter={type: medusa}", "cotrain.lora_rank=2", "target.sharded=true"]
-    with pytest.raises(ConfigError, match=r"target\.sharded=True with cotrain; expected false"):
-        train(load_recipe(str(recipe_file), overrides))
-
-
 def test_where_the_target_lies_makes_no_other_run(recipe_file: Path) -> None:
     """A run may go on with more or fewer processes, and then with the target in shards or not."""
     plain, sharded = (load_recipe(str(recipe_file), [f"target.sharded={value}"]) for value in ("false", "true"))

@@ -85,7 +85,7 @@ def test_deepspeed_has_adamw_by_default(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_trained_weights_get_a_rate_of_their_own(recipe: Recipe) -> None:
     assert default_rate(recipe, 256) == TRAINED.muon
-    assert "that is trained" in described(with_rate(recipe), 256)
+    assert "with trained weights" in described(with_rate(recipe), 256)
 
 
 def silent(recipe_file: Path) -> str:

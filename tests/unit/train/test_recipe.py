@@ -38,6 +38,30 @@ def test_bad_values_are_explained(overrides: list[str], message: str) -> None:
         load_recipe("quickstart/medusa", overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.refresh_every=5", "data.temperature=0"], "data.refresh_every=5 with temperature=0"),
+        (["data.refresh_every=5", "data.response=text"], "data.refresh_every=5 with response='text'"),
+        (["data.responses=2", "data.temperature=0"], "data.responses=2 with temperature=0, which gives the same text"),
+        (["data.responses=2", "data.response=text"], "data.responses=2 with response='text'"),
+        (["data.refresh_every=5", "teacher.kind=cached"], "teacher.kind='cached' with data.refresh_every"),
+        (["cotrain.lora_rank=2", "teacher.kind=cached"], "teacher.kind='cached' with cotrain; expected 'online'"),
+        (["teacher.file=x.jsonl"], "teacher.file=x.jsonl with teacher.kind='online'; expected 'logprobs'"),
+        (["teacher.kind=logprobs"], "teacher.kind='logprobs' without teacher.file"),
+        (["teacher={kind: logprobs, file: x.jsonl}"], "teacher.kind='logprobs' with drafter.type='medusa'"),
+        (["target.sharded=true", "cotrain.lora_rank=2"], "target.sharded=True with cotrain; expected false"),
+        (["target.offload=true", "target.sharded=true"], "target.offload=True with target.sharded=True"),
+        (["target.offload=true", "cotrain.lora_rank=2"], "target.offload=True with cotrain; expected one of the two"),
+    ],
+)
+def test_keys_that_exclude_each_other_are_refused_when_the_recipe_is_read(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("quickstart/medusa", overrides)
+    assert str(refused.value).startswith(message)
+    assert str(refused.value).endswith(" (quickstart/medusa)")
+
+
 def test_files_and_overrides(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("name: x\noutput: y\ndrafter: {type: medusa}\ntrain: {learning_rate: 1e-3, steps: 7}\n")
@@ -124,5 +148,5 @@ def test_metrics_of_another_shape_are_refused(row: str, tmp_path: Path) -> None:
     recipe = parse_recipe({**BASE, "output": str(tmp_path / "run")}, "here")
     claim_output(recipe)
     (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": 0}}\n{row}\n')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: .* is none of a run's metrics"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: .* is not a metric of a run"):
         check_output(recipe)

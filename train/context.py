@@ -1,0 +1,25 @@
+"""What a run needs of this machine in every step, for the trainer and for `draftsmith data prepare` alike."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from accelerate import Accelerator
+
+from draftsmith.train.progress import Console
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.target_placement import Placement
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A recipe and the processes that run it."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    console: Console
+    placement: Placement
+    """Where the target's layers are stored."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, accelerator: Accelerator) -> Self:
+        return cls(recipe, accelerator, Console(accelerator.is_main_process), Placement(recipe, accelerator))

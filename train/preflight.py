@@ -1,0 +1,63 @@
+"""Checks of the machine before a run loads anything; a recipe's own values are checked when it is parsed."""
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+from draftsmith.distill.chat_template import template_text
+from draftsmith.distill.load_target import EMBEDDED, check_target_name
+from draftsmith.distill.sources import conversation, looks_local, read_source
+from draftsmith.errors import ConfigError
+from draftsmith.train.recipe import Recipe
+
+
+def preflight(recipe: Recipe, *, training: bool) -> None:
+    """Check that this machine has the files, packages and tools that the recipe names.
+
+    `training`: also what only the training loop uses, the tracker and a compiler.
+
+    Raises:
+        ConfigError: for a package or compiler that is missing, and for a missing or malformed file.
+    """
+    if training:
+        _require_tracker(recipe.tracker)
+        _require_compiler(recipe)
+    check_target_name(recipe.target.model)
+    if recipe.data.chat_template is not None:
+        template_text(recipe.data.chat_template)
+    for source in (recipe.data.prompts if recipe.teacher.kind != "logprobs" else None, recipe.evaluation.prompts):
+        if source is not None and source != EMBEDDED:
+            _require_readable(source)
+
+
+def require_divisible(recipe: Recipe, processes: int) -> None:
+    """Raise ConfigError for a global batch that processes and accumulation steps cannot divide evenly."""
+    parts = processes * recipe.train.gradient_accumulation
+    if recipe.train.batch_size % parts:
+        raise ConfigError(
+            f"train.batch_size={recipe.train.batch_size}; expected a multiple of {parts} = {processes} processes x "
+            f"gradient_accumulation={recipe.train.gradient_accumulation}"
+        )
+
+
+def _require_tracker(tracker: str) -> None:
+    """Raise ConfigError when the tracker's package is not installed."""
+    if tracker != "none" and find_spec(tracker) is None:
+        raise ConfigError(f"tracker={tracker} is not installed; expected none, or: pip install 'draftsmith[{tracker}]'")
+
+
+def _require_compiler(recipe: Recipe) -> None:
+    """Raise ConfigError where torch.compile would fail in the first step for want of a C++ compiler."""
+    names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++", "cl") if name]
+    if recipe.train.compile and not any(map(shutil.which, names)):
+        raise ConfigError(
+            "train.compile=True without a C++ compiler; expected one (g++ or CXX), or train.compile=false"
+        )
+
+
+def _require_readable(source: str) -> None:
+    """Read every row of a local file of prompts; data sets on the Hub are checked when they are downloaded."""
+    if Path(source).expanduser().exists() or looks_local(source):
+        for place, row in read_source(source):
+            conversation(place, row)

@@ -1,0 +1,218 @@
+"""The sections of a recipe except the drafter's: every key with its type, its default and its meaning."""
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from draftsmith.config import Count, Number, Section, no_as_written, no_truth_value
+from draftsmith.decode.sampling import LARGEST_SEED
+
+MONTH = 30 * 24 * 60
+"""Minutes in 30 days."""
+DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+"""Environment variable by which accelerate says that it was launched with DeepSpeed."""
+
+
+def default_optimizer() -> Literal["adamw", "muon"]:
+    """Return `train.optimizer` where a recipe names none: 'adamw' under DeepSpeed, which has no Muon; else 'muon'."""
+    return "adamw" if os.environ.get(DEEPSPEED, "false").lower() == "true" else "muon"
+
+
+class TargetSection(Section):
+    model: str = "embedded"
+    """'embedded', a local folder, or a Hub id."""
+    revision: str | None = None
+    """A branch, tag or commit of the Hub repository."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the frozen target; the drafter is always trained in float32."""
+    trust_remote_code: bool = False
+    """Run code from the target's repository."""
+    offload: bool = False
+    """Keep the layers in host memory, and copy each to the accelerator while it computes."""
+    sharded: bool = False
+    """Shard the layers over all processes; by default every process holds the whole target."""
+
+
+class DataSection(Section):
+    prompts: str = "embedded"
+    """'embedded'; a file (JSONL, JSON, Parquet, text) or a folder of them; or a Hub data set. Rows have `messages`,
+    `conversations` (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`."""
+    subset: str | None = None
+    """Configuration of a Hub data set."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    count: Count = 1000
+    """At most this many prompts, or samples of a file with answers."""
+    prompt_tokens: Count = 48
+    """Embedded prompts have this length; longer prompts of a file are left out and counted."""
+    response: Literal["target", "text"] = "target"
+    """'target' samples a response to each prompt from the target; 'text' uses the responses in the file, which follow
+    another distribution than the one that the drafter will see."""
+    response_tokens: Count = 128
+    """Longest response; with several turns, everything after the first prompt. Longer ones in a file are left out and
+    counted."""
+    turns: Literal["first", "all"] = "first"
+    """Turns of a conversation that the target answers; with 'all', each turn follows the target's own answers."""
+    responses: Count = 1
+    """Responses sampled for each prompt, each with its own seed; with several, a few hundred prompts suffice."""
+    temperature: Annotated[Number, Field(ge=0)] = 1.0
+    """Sampling temperature of the responses."""
+    batch_size: Count = 64
+    """Prompts that are decoded together."""
+    drafter_share: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    """Share of the prompts whose responses the current drafter writes by itself; for draft models."""
+    refresh_every: Count | None = None
+    """Sample all responses again every so many steps, with the current drafter."""
+    speculate: bool = True
+    """Speed up that sampling with the drafter; false is faster where verifying a batch costs as much as decoding."""
+    chat_template: str | None = None
+    """A file with a chat template that replaces the tokenizer's."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as enable_thinking."""
+    deduplicate: bool = True
+    """Leave out samples that repeat an earlier one of the file."""
+    pack: bool = False
+    """Pack several samples into one row of data.pack_tokens, to reduce padding; attention stays within a sample."""
+    pack_tokens: Count | None = None
+    """Length of packed rows; by default data.prompt_tokens + data.response_tokens."""
+
+
+class TeacherSection(Section):
+    kind: Literal["online", "cached", "logprobs"] = "online"
+    """'online' runs the target in every step. 'cached' runs it over the data once and stores its hidden states on disk,
+    which pays off from the second epoch. 'logprobs' reads responses and the most likely tokens at each position from
+    `file`; for draft models only."""
+    file: str | None = None
+    """For 'logprobs': JSON lines as OpenAI's API and vLLM write them, see distill/logprob_teacher.py; used instead of
+    data.prompts."""
+    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
+    """Dtype of the cached states."""
+    shard_rows: Count = 256
+    """Rows in each file of the cache."""
+
+
+Term = Literal["kl", "reverse_kl", "js", "tv", "lk_alpha", "ce", "label", "lk_lambda", "accepted_length"]
+Weight = Annotated[Number, Field(ge=0)]
+Temperature = Annotated[Number, Field(gt=0)]
+
+
+class ObjectiveSection(Section):
+    kind: Term = "kl"
+    """KL(p || q), KL(q || p), Jensen-Shannon, total variation, -log alpha, cross-entropy with the target's argmax or
+    with the text's own next token (label), LK-lambda, or the expected accepted length; see distill/objective.py."""
+    mix: dict[Term, Weight] = Field(default_factory=dict)
+    """Weights of several terms, instead of `kind`."""
+    temperature: Temperature | Annotated[list[Temperature], Field(min_length=1)] = 1.0
+    """Temperature of both p and q in the objective; losses of several are averaged. For greedy decoding use 'ce'."""
+    position_decay: Annotated[Number, Field(gt=0, le=1)] = 0.8
+    """Draft position k has the weight position_decay ** k."""
+    position_weights: list[Weight] = Field(default_factory=list)
+    """Weight of each draft position, instead of position_decay; the last value holds for all later positions."""
+    beta: Annotated[Number, Field(gt=0, lt=1)] = 0.5
+    """Weight of p in the mixture of 'js'."""
+    eta: Weight = 3.0
+    """For 'lk_lambda': how fast the weight moves from KL to total variation as alpha rises; its authors use 10 for
+    Medusa."""
+    dpace: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Weight positions by how much of the draft depends on them (D-PACE), with this smoothing; its authors use 0.5."""
+    chunk_tokens: Count = 1024
+    """Tokens whose logits are in memory at a time."""
+    feature_weight: Weight = 0.0
+    """Weight of the SmoothL1 distance between the drafter's state and the target's; for eagle and hass."""
+    top_k: Count = 10
+    """Number of most likely tokens in the term that `top_k_weight` adds."""
+    top_k_weight: Weight = 0.0
+    """Weight of the cross-entropy over the target's `top_k` most likely tokens (HASS)."""
+    confidence_weight: Weight = 1.0
+    """Weight of the confidence head's cross-entropy, where the drafter has one."""
+
+
+class TrainSection(Section):
+    steps: Count = 200
+    """Optimizer steps."""
+    batch_size: Count = 16
+    """Sequences in an optimizer step, over all processes and accumulation steps."""
+    gradient_accumulation: Count = 1
+    """Forward and backward passes that each process's share of a batch is split into."""
+    activation_checkpointing: bool = False
+    """Recompute activations inside the drafter's blocks in the backward pass instead of storing them."""
+    compile: bool = False
+    """Compile the drafter's blocks with torch.compile; pays off in long runs on a GPU."""
+    learning_rate: Annotated[Number, Field(gt=0)] | None = None
+    """Peak rate after the warm-up; a cosine decays it to a tenth. The default depends on the drafter's type, the
+    optimizer and the target's hidden size; see train/learning_rates.py."""
+    warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05
+    """Share of the steps in which the rate rises linearly."""
+    optimizer: Literal["adamw", "muon"] = Field(default_factory=default_optimizer)
+    """'muon' optimizes the matrices inside the drafter's layers with Muon, the rest with AdamW, and needs fewer steps.
+    The default is 'muon', and 'adamw' under DeepSpeed, which supports no other."""
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    """Decoupled weight decay of the drafter's optimizers."""
+    clip_norm: Annotated[Number, Field(gt=0)] = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    mixed_precision: Annotated[Literal["auto", "no", "bf16"], BeforeValidator(no_as_written)] = "auto"
+    """Precision of forward passes and of Muon's matrix products; 'auto' is bf16 where the hardware supports it."""
+    draft_length: Count | None = None
+    """gamma, draft tokens in a round of the periodic evaluation, and the checkpoint's default; by default the number of
+    the drafter's heads, or 4."""
+    evaluate_every: Count = 50
+    """Steps between two evaluations on held-out prompts."""
+    checkpoint_every: Count = 50
+    """Steps between two checkpoints."""
+    keep_checkpoints: Count = 2
+    """Checkpoints to keep; older ones are deleted."""
+    timeout_minutes: Annotated[Number, Field(gt=0, le=MONTH)] = 24 * 60
+    """How long a process waits for the others, which may be sampling, downloading or evaluating, before the run fails;
+    for several processes only."""
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(no_truth_value)] = 0
+    """Seed of the initial weights, the order of the data and sampling."""
+
+
+class CotrainSection(Section):
+    lora_rank: Count = 32
+    """Rank of the adapters on the target."""
+    lora_alpha: Annotated[Number, Field(gt=0)] = 16
+    """Scale of the adapters: alpha / rank."""
+    modules: list[str] | None = None
+    """Last component of the names of the layers to adapt; by default every linear layer in the blocks."""
+    learning_rate_ratio: Annotated[Number, Field(gt=0)] = 0.25
+    """Learning rate of the adapters relative to train.learning_rate."""
+    warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.3
+    """Share of the steps in which only the drafter is trained."""
+    ramp_fraction: Annotated[Number, Field(ge=0, le=1)] = 0.2
+    """Share of the steps, after the warm-up, over which the weight of the drafter's loss for the adapters rises."""
+    drafter_weight: Annotated[Number, Field(gt=0)] = 0.2
+    """Weight of the drafter's loss for the adapters."""
+    quality_weight: Annotated[Number, Field(gt=0)] = 1.0
+    """Weight of the KL from the original target."""
+    max_quality_kl: Annotated[Number, Field(gt=0)] = 0.05
+    """Bound on that KL in nats per token; a drafter is not saved while the KL on held-out text exceeds it."""
+
+
+class PublishSection(Section):
+    repo: str
+    """Hub repository, user/name; created when the run starts, unless it exists."""
+    when: Literal["end", "best"] = "end"
+    """'best' also pushes each new best drafter during the run."""
+    revision: str | None = None
+    """Branch to push to; by default main."""
+    private: bool = False
+    """Create the repository as a private one."""
+    licence: str | None = None
+    """The Hub's identifier of a licence, such as apache-2.0."""
+    base_model: str | None = None
+    """Hub id of the target, where target.model is another name for it."""
+
+
+class EvaluationSection(Section):
+    prompts: str | None = None
+    """'embedded' or a JSONL file; by default the embedded held-out text, or the last prompts of the training file."""
+    count: Count = 8
+    """Prompts to decode; those taken from a training file are kept out of training."""
+    prompt_tokens: Count = 48
+    """Length of embedded prompts."""
+    max_new_tokens: Count = 48
+    """Tokens decoded for each prompt."""
+    temperature: Annotated[Number, Field(ge=0)] = 0.0
+    """Sampling temperature; 0 is greedy."""
