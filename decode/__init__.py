@@ -1,1 +1,1 @@
-"""The speculative decoder: target adapter, KV cache, chance, processors, verification rules and the loop."""
+"""The speculative decoder: target, KV cache, random draws, logits processors, policies, verification and the loop."""

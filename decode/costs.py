@@ -1,9 +1,9 @@
-"""What a forward pass costs on this machine, by the number of tokens that it reads: the curve that policies plan with.
+"""Measured seconds of a forward pass as a function of its width, the number of tokens that it reads.
 
-Checking three tokens is not three times the work of one: on an accelerator it is nearly free, on a CPU it is not. So
-the draft that gives most tokens per second depends on the machine, and is computed from measured seconds. Nor is a
-wider pass always dearer: matrix kernels change with the number of rows, and two or three can cost more than five. A
-pass is then padded to the cheaper width.
+On an accelerator, verifying three tokens takes hardly longer than one; on a CPU it takes longer. The draft with the
+most tokens per second therefore depends on the machine, and policies plan it from these measurements. A wider pass is
+not always slower: matrix kernels depend on the number of rows, and two or three rows can take longer than five. Such a
+pass is padded to the faster width.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ from draftsmith.reading import read_json
 from draftsmith.storage import write_json
 
 WORTH_PADDING = 0.95
-
+"""Padding is used where the wider pass takes at most this share of the time; smaller differences are noise."""
 
 Width = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -28,29 +28,29 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one forward pass: the target's by tokens verified (the root among them), the drafter's by nodes."""
+    """Seconds of one forward pass: the target's by verified tokens, including the root, the drafter's by nodes."""
 
     verify: Annotated[dict[Width, Seconds], Field(min_length=1)]
     draft: Annotated[dict[Width, NotNegative], Field(min_length=1)]
     round: float = 0.0
-    """What a round costs beside its passes, however long its draft is."""
+    """Seconds of a round outside its passes; they do not depend on the length of the draft."""
 
     def verify_seconds(self, tokens: int) -> float:
-        """Of a pass over that many tokens, padded where that is cheaper."""
+        """Return the seconds of a target pass over `tokens` tokens, padded where that is faster."""
         return interpolated(self._cheapest[0], tokens)
 
     def draft_seconds(self, nodes: int) -> float:
-        """The same for the drafter."""
+        """Return the seconds of a drafter pass over `nodes` nodes, padded where that is faster."""
         return interpolated(self._cheapest[1], nodes)
 
     @cached_property
     def verify_widths(self) -> dict[int, int]:
-        """Tokens to the width that they are padded to, for those that gain by it."""
+        """Padded width of a target pass by its number of tokens, for the numbers where padding is faster."""
         return _padding(self.verify)
 
     @cached_property
     def draft_widths(self) -> dict[int, int]:
-        """The same for the drafter."""
+        """Padded width of a drafter pass by its number of nodes, for the numbers where padding is faster."""
         return _padding(self.draft)
 
     @cached_property
@@ -62,7 +62,7 @@ class Costs:
 
     @classmethod
     def load(cls, path: Path) -> "Costs":
-        """ConfigError for a file that is not one of ours."""
+        """Read a file that `save` wrote; ConfigError for any other file."""
         try:
             costs = TypeAdapter(cls).validate_python(read_json(path))
         except (OSError, ValueError) as error:
@@ -73,7 +73,7 @@ class Costs:
 
 
 def _never_falling(curve: dict[int, float]) -> dict[int, float]:
-    """The cost of each width or of the cheapest wider one, since a pass can be padded."""
+    """Return the seconds of each width or, since a pass can be padded, of the fastest wider one."""
     best, falling = float("inf"), {}
     for width in sorted(curve, reverse=True):
         best = min(best, curve[width])
@@ -82,7 +82,7 @@ def _never_falling(curve: dict[int, float]) -> dict[int, float]:
 
 
 def _padding(curve: dict[int, float]) -> dict[int, int]:
-    """For every width below the widest, the width that saves most, where it saves more than noise would."""
+    """Return the fastest width that holds each number of tokens, where it saves more than noise would."""
     widths = sorted(curve)
     padded = {}
     for tokens in range(1, widths[-1]):
@@ -93,7 +93,7 @@ def _padding(curve: dict[int, float]) -> dict[int, int]:
 
 
 def interpolated(curve: dict[int, float], width: float) -> float:
-    """Linear between measured widths, and beyond the last with the slope of the last two."""
+    """Return the seconds at `width`: linear between measured widths, extrapolated from the last two."""
     widths = sorted(curve)
     place = bisect_left(widths, width)
     if len(widths) == 1 or (place < len(widths) and widths[place] == width):

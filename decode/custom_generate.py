@@ -1,4 +1,4 @@
-"""The decoder inside stock transformers: `model.generate(..., custom_generate=as_custom_generate(drafter))`."""
+"""Speculative decoding through transformers' `model.generate(..., custom_generate=as_custom_generate(drafter))`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 
-# What transformers prepares for its own loops and this decoder has no use for.
+# Arguments that transformers prepares for its own decoding loops and that this decoder ignores.
 _IGNORED = {"attention_mask", "encoder_outputs", "past_key_values", "use_cache", "position_ids", "logits_to_keep"}
 _IGNORED |= {"decoder_attention_mask", "cache_position", "inputs_tensor", "synced_gpus"}
 
@@ -38,16 +38,17 @@ def as_custom_generate(
     streamer: BaseStreamer | None = None,
     on_output: Callable[[list[DecodeOutput]], None] | None = None,
 ) -> Callable[..., Any]:
-    """A `custom_generate` for transformers' `generate`, which prepares processors and criteria as it always does.
+    """Return a `custom_generate` for transformers' `generate`, which prepares processors and criteria as usual.
 
-    Greedy and sampled decoding, any batch, `num_return_sequences`, and of encoder-decoders `decoder_input_ids` and
-    `encoder_outputs`; not beam search. A seed comes from torch's global generator, so `torch.manual_seed` reproduces a
-    text. transformers passes neither `streamer` nor `tokenizer` to a callable: give the streamer here (one prompt
-    only), and stop strings as a `StopStringCriteria` in `stopping_criteria`.
+    Supports greedy and sampled decoding, batches, `num_return_sequences`, and for encoder-decoder models
+    `decoder_input_ids` and `encoder_outputs`; beam search is not supported. The seed is drawn from torch's global
+    generator, so `torch.manual_seed` makes a text reproducible. transformers passes neither `streamer` nor `tokenizer`
+    to a callable: pass the streamer here (one prompt only), and stop strings as a `StopStringCriteria` in
+    `stopping_criteria`.
 
     Args:
         drafter, draft_length, policy, rule: as for `SpeculativeDecoder`.
-        on_output: called with what `generate` does not return: rounds, tau, seconds.
+        on_output: called with a `DecodeOutput` for each text, which holds rounds, tau and seconds.
     """
     decoders: dict[int, SpeculativeDecoder] = {}
 
@@ -104,30 +105,30 @@ def _to(streamer: BaseStreamer, texts: int) -> OnBatchTokens:
 
 
 def _refuse_others(config: GenerationConfig, model_kwargs: dict[str, Any], *, encodes: bool) -> None:
-    """ConfigError for what this decoder does not do."""
+    """Raise ConfigError for arguments of `generate` that this decoder does not support."""
     if config.num_beams > 1:
-        raise ConfigError.of("num_beams", config.num_beams, "1: speculative decoding samples or is greedy")
+        raise ConfigError.of("num_beams", config.num_beams, "1: beam search is not supported")
     for key in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, key, False):
-            raise ConfigError.of(key, True, "False: rejected positions have no place in that output")
-    known = _IGNORED | {"inputs_embeds"} if encodes else _IGNORED  # what the encoder has read already
+            raise ConfigError.of(key, True, "False: draft tokens that are rejected have no place in that output")
+    known = _IGNORED | {"inputs_embeds"} if encodes else _IGNORED  # the encoder has read them
     others = {key for key, value in model_kwargs.items() if value is not None} - known
     if others:
         raise ConfigError(f"generate({sorted(others)[0]}=...) is not supported here; expected input_ids and their mask")
     mask = model_kwargs.get("decoder_attention_mask")
     if mask is not None and not mask.all():
         raise ConfigError(
-            "generate(decoder_attention_mask=...) hides tokens; expected decoder_input_ids without padding"
+            "generate(decoder_attention_mask=...) masks tokens; expected decoder_input_ids without padding"
         )
     if not encodes and not _follow(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")):
-        raise ConfigError("generate(position_ids=...) counts otherwise; expected the positions that the mask gives")
+        raise ConfigError("generate(position_ids=...) differs from the mask; expected positions that follow from it")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
-        raise ConfigError("generate(past_key_values=...) holds tokens; expected the whole text in input_ids")
+        raise ConfigError("generate(past_key_values=...) contains tokens; expected the whole text in input_ids")
 
 
 def _follow(positions: Tensor | None, mask: Tensor | None) -> bool:
-    """Return whether the positions count each row's tokens from 0, as the decoder does."""
+    """Return whether the positions count the tokens of each row from 0, as the decoder does."""
     if positions is None or positions.dim() != 2:
         return True
     kept = torch.ones_like(positions) if mask is None else mask
@@ -136,7 +137,7 @@ def _follow(positions: Tensor | None, mask: Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class _Given:
-    """What `generate_batch` reads, by the names of its arguments."""
+    """Arguments of `generate_batch`."""
 
     input_ids: Tensor | list[list[int]]
     decoder_input_ids: list[list[int]] | None = None
@@ -144,9 +145,10 @@ class _Given:
 
 
 def _encoded(decoder_ids_BP: Tensor, inputs: Tensor | None, model_kwargs: dict[str, Any]) -> _Given:
-    """Return what an encoder-decoder model reads: the beginnings of its texts, and encoded sources.
+    """Return the inputs of an encoder-decoder model: decoder tokens, encoder states and, where given, source tokens.
 
-    transformers has expanded all but `inputs` to `num_return_sequences`; without `input_ids`, those hold no tokens.
+    transformers has expanded all tensors except `inputs` to `num_return_sequences`. Where `generate` was called without
+    `input_ids`, `inputs` holds no tokens and the sources are empty.
     """
     states_BTH, mask_BT = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
     mask_BT = torch.ones(states_BTH.shape[:2], device=states_BTH.device) if mask_BT is None else mask_BT
@@ -160,7 +162,7 @@ def _encoded(decoder_ids_BP: Tensor, inputs: Tensor | None, model_kwargs: dict[s
 
 
 def _split(criteria: StoppingCriteriaList) -> tuple[list[int] | None, list[StoppingCriteria]]:
-    """End tokens, and what is left of the criteria: the decoder watches those and the length by itself."""
+    """Split off the end tokens and return (end tokens, other criteria); the decoder checks the length itself."""
     eos: list[int] = []
     others: list[StoppingCriteria] = []
     for criterion in criteria:
@@ -174,7 +176,7 @@ def _split(criteria: StoppingCriteriaList) -> tuple[list[int] | None, list[Stopp
 def _result(
     input_ids: Tensor, outputs: Sequence[DecodeOutput], config: GenerationConfig, *, encodes: bool
 ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """Return what `generate` returns: [B, T + n], or an output with these sequences."""
+    """Return the sequences [B, T + n], or with `return_dict_in_generate` an output that contains them."""
     sequences = _padded(input_ids, outputs, config)
     if not config.return_dict_in_generate:
         return sequences
@@ -183,7 +185,7 @@ def _result(
 
 
 def _padded(input_ids: Tensor, outputs: Sequence[DecodeOutput], config: GenerationConfig) -> Tensor:
-    """[B, T + n]: the prompts as they came, then the new tokens, padded on the right."""
+    """Return the prompts followed by the new tokens, padded on the right: [B, T + n]."""
     width = max(len(output.tokens) for output in outputs)
     pad = config.pad_token_id if config.pad_token_id is not None else 0
     rows = [[*output.tokens, *[pad] * (width - len(output.tokens))] for output in outputs]

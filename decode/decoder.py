@@ -1,6 +1,6 @@
-"""The public decoder: checks what it is given, decodes one prompt or a batch, and says what happened.
+"""`SpeculativeDecoder`, the public decoder: validates its arguments and decodes one prompt or a batch.
 
-Prompts in the forms that callers have them: lists of tokens, or padded tensors.
+Prompts are lists of tokens or padded tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ from draftsmith.heads.model_config import start_token
 def prompt_rows(
     input_ids: Tensor | Sequence, attention_mask: Tensor | None = None, *, may_be_empty: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Each prompt's tokens, and the padding that stood on their left.
+    """Return the tokens of each prompt, and the padding on its left.
 
-    Accepts [T], [B, T], a list of tokens, or a list of such lists. The model never reads the padding; logits processors
-    and stopping criteria see it, as they do in transformers' `generate`.
+    Accepts [T], [B, T], a list of tokens, or a list of such lists. The model does not read the padding; logits
+    processors and stopping criteria do, as in transformers' `generate`.
     """
     paddings: list[list[int]] | None = None
     if isinstance(input_ids, Tensor):
@@ -46,7 +46,7 @@ def prompt_rows(
             rows = ids.tolist()
     else:
         if attention_mask is not None:
-            raise ConfigError("attention_mask with lists of tokens; expected it beside a tensor of input_ids only")
+            raise ConfigError("attention_mask with lists of tokens; expected it with a tensor of input_ids only")
         nested = bool(input_ids) and isinstance(input_ids[0], (list, tuple, Tensor))
         rows = [torch.as_tensor(row).tolist() for row in input_ids] if nested else [list(input_ids)]
     for number, row in enumerate(rows):
@@ -58,7 +58,7 @@ def prompt_rows(
 
 
 def require_known(rows: Sequence[list[int]], model: PreTrainedModel) -> None:
-    """ConfigError for tokens that the model has no embedding of."""
+    """Raise ConfigError for tokens that the model has no embedding for."""
     embeddings = model.get_input_embeddings().weight
     assert isinstance(embeddings, Tensor)
     known = embeddings.shape[0]
@@ -66,7 +66,7 @@ def require_known(rows: Sequence[list[int]], model: PreTrainedModel) -> None:
         for token in (min(row), max(row)) if row else ():
             if not 0 <= token < known:
                 raise ConfigError(
-                    f"prompt {number} holds token {token}; expected 0 to {known - 1}, which the target knows"
+                    f"prompt {number} contains token {token}; expected 0 to {known - 1}, the target's vocabulary"
                 )
 
 
@@ -90,18 +90,18 @@ class GenerateSettings(TypedDict, total=False):
 
 
 class SpeculativeDecoder:
-    """Decodes with a target and a drafter; without a drafter, with the target alone in the same engine.
+    """Speculative decoding with a target and a drafter; without a drafter, plain decoding with the same code.
 
     Args:
         target: a transformers causal LM or encoder-decoder model, unmodified.
         drafter: from `load_drafter`, or any `Drafter`; None decodes with the target alone.
-        draft_length: draft tokens a round (gamma), at least 1; short for `policy=Chain(draft_length)`. By default what
-            the drafter was trained for.
-        policy: how drafts grow: a `Policy` or its name, see `draftsmith.decode.policies`.
-        costs: measured seconds of this pair on this machine, from `measure_costs`: for policies that plan with them,
-            and to pad passes to cheaper widths. Policies that plan measure them by themselves.
-        rule: the verification rule by name, see `decode.verification.RULES`; by default the best lossless one for
-            each draft. Under greedy decoding there is one rule only.
+        draft_length: draft tokens per round (gamma), at least 1; short for `policy=Chain(draft_length)`. Default: the
+            length that the drafter was trained for.
+        policy: how drafts are built: a `Policy` or its name, see `draftsmith.decode.policies`.
+        costs: seconds of this pair of models on this machine, from `measure_costs`: used by policies that plan with
+            costs, and to pad passes to faster widths. Where such a policy is given by name, default: measured here.
+        rule: name of the verification rule, see `decode.verification.RULES`; default: for each draft the lossless rule
+            that accepts most. Greedy decoding has one rule only.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class SpeculativeDecoder:
 
     @property
     def lossless(self) -> bool:
-        """Whether sampled texts are distributed exactly as the target's. Greedy texts always are the target's."""
+        """Whether sampled texts are distributed as the target's. Greedy texts always equal the target's."""
         return self.rule is None or self.rule.lossless
 
     def generate(
@@ -154,19 +154,19 @@ class SpeculativeDecoder:
         """Decode one prompt.
 
         Args:
-            input_ids: the prompt, [T] or [1, T] or a list, at least one token; what an encoder-decoder target's encoder
-                reads.
-            seed: of everything drawn in this call.
-            on_tokens: called with each run of committed tokens: `([first], None)` behind the prefill, then
-                `(tokens, round)`, where `tokens[: round.accepted]` were drafted and the last is the target's.
+            input_ids: the prompt, [T] or [1, T] or a list, at least one token; for an encoder-decoder target, the input
+                of its encoder.
+            seed: seed of all random draws in this call.
+            on_tokens: called when tokens are committed: `([first], None)` after the prefill, then `(tokens, round)`,
+                where `tokens[: round.accepted]` were drafted and the last one is the target's.
             settings: see `generate_batch`.
 
         Raises:
-            ConfigError: for an empty prompt, one that fills the context, or settings out of range.
+            ConfigError: for an empty prompt, a prompt that fills the context, or settings out of range.
         """
         rows, _ = prompt_rows(input_ids)
         if len(rows) != 1:
-            raise ConfigError.of("input_ids batch", len(rows), "1 prompt a call; `generate_batch` takes several")
+            raise ConfigError.of("input_ids batch", len(rows), "1 prompt per call; `generate_batch` takes several")
 
         forward = None if on_tokens is None else _without_place(on_tokens)
         return self.generate_batch(rows, seeds=[seed], on_tokens=forward, **settings)[0]
@@ -191,23 +191,23 @@ class SpeculativeDecoder:
         encoder_states: Sequence[Tensor] | None = None,
         on_tokens: OnBatchTokens | None = None,
     ) -> list[DecodeOutput]:
-        """Decode several prompts together; each text is what `generate` gives for it alone.
+        """Decode several prompts together; each text equals the output of `generate` for its prompt and seed.
 
         Args:
             input_ids: lists of tokens, or [B, T] with `attention_mask` where rows are padded, on either side.
-            max_new_tokens: the most tokens to produce for each; cut to what the target's context still holds.
+            max_new_tokens: maximum number of new tokens for each prompt; reduced to the space in the target's context.
             temperature, top_k, top_p: applied to the target and the drafter alike; temperature 0 is greedy.
-            seeds: one for each prompt, or the first of as many that follow one another.
-            eos_token_id: ends a text; "model" takes the model's own, None never ends it.
-            logits_processor: transformers' or your own, applied before temperature at every node of a draft; each has
-                to be a function of the tokens before a position and their scores.
-            stopping_criteria: transformers' or your own, asked after every committed token, with `scores=None`.
-            stop_strings: a text ends with the token that completes one of them; needs `tokenizer`.
-            decoder_input_ids: of an encoder-decoder target, what the decoder of each text begins with, its start token
-                first; by default that token alone.
-            encoder_states: [T, H] for each text: the encoder's output, which is then not computed. `input_ids` may be
-                lists without tokens then, unless the drafter has an encoder of its own.
-            on_tokens: called with (place of the text, tokens, round); see `generate`.
+            seeds: one seed per prompt, or the first of consecutive seeds.
+            eos_token_id: token or tokens that end a text; "model": those of the model; None: no token does.
+            logits_processor: transformers' or custom processors, applied before the temperature at every draft node;
+                each must be a function of the tokens before a position and their scores.
+            stopping_criteria: transformers' or custom criteria, called after every committed token with `scores=None`.
+            stop_strings: a text ends with the token that completes one of them; requires `tokenizer`.
+            decoder_input_ids: for an encoder-decoder target, the first tokens of each decoder, including its start
+                token; default: the start token alone.
+            encoder_states: the encoder's output [T, H] for each text, which is then not computed. `input_ids` may then
+                be empty lists, unless the drafter has an encoder of its own.
+            on_tokens: called with (index of the text, tokens, round); see `generate`.
         """
         rows, paddings = prompt_rows(input_ids, attention_mask, may_be_empty=encoder_states is not None)
         processors = Processors(Sampling(temperature, top_k, top_p), logits_processor, texts=len(rows))
@@ -231,13 +231,13 @@ class SpeculativeDecoder:
     def _decode(
         self, sequences: list[DecodeSequence], processors: Processors, on_tokens: OnBatchTokens | None
     ) -> float:
-        """Decode until every sequence has ended; return the seconds of the prefill."""
+        """Decode until every sequence has ended and return the seconds of the prefill."""
         widths = None if self.costs is None else self.costs.draft_widths
         loop = DecodeLoop(self._target, self.drafter, self.policy, sequences, processors, self.rule, widths)
         device = next(self._model.parameters()).device
         started = now(device)
         read = loop.prefill()
-        prefill_seconds = now(device) - started  # the drafter's pass over the prompt, which is only queued, included
+        prefill_seconds = now(device) - started  # including the drafter's pass over the prompt
         for sequence, new in read:
             if on_tokens is not None:
                 on_tokens(sequence.number, new, None)
@@ -248,9 +248,9 @@ class SpeculativeDecoder:
         return prefill_seconds
 
     def calibrate(self, prompts: Sequence[list[int]], **settings: Unpack[GenerateSettings]) -> None:
-        """Decode `prompts` and let the policy keep what it learns: where `generate` begins from then on.
+        """Decode `prompts` and keep what the policy learns: later calls of `generate` start from it.
 
-        Worth a few texts for the policies that learn, at each temperature that will be used; others stay as they are.
+        Use a few texts at each temperature that will be used. Without effect on policies that do not learn.
         """
         policy = self.policy
         if policy is None or not policy.learns:
@@ -259,12 +259,12 @@ class SpeculativeDecoder:
             self.policy = exploring(policy, True)
             self.generate(prompt, seed=seed, **settings)
             policy = self._last.policy
-            assert policy is not None, "the text had one"
+            assert policy is not None, "every text of this call had a policy"
         self.policy = exploring(policy, False)
 
     @property
     def learns(self) -> bool:
-        """Whether `calibrate` changes anything."""
+        """Whether the policy learns, so that `calibrate` has an effect."""
         return self.policy is not None and self.policy.learns
 
     def _sequence(self, number: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int) -> DecodeSequence:
@@ -275,7 +275,7 @@ class SpeculativeDecoder:
         shortest = min((value for value in reach if value is not None), default=None)
         if shortest is not None and len(prompt) >= shortest:
             raise ConfigError(
-                f"prompt={len(prompt)} tokens; expected fewer than the context of {shortest}, so that one can be added"
+                f"prompt={len(prompt)} tokens; expected fewer than the context of {shortest}: a new token needs room"
             )
         length = len(prompt) + max_new_tokens
         length = length if limit is None else min(length, limit)
@@ -284,7 +284,7 @@ class SpeculativeDecoder:
     def _prompts(
         self, rows: list[list[int]], decoder_input_ids: Sequence[list[int]] | None
     ) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
-        """Return what the decoder reads of each text, and what the encoder reads: nothing for a decoder-only target."""
+        """Return (decoder tokens, encoder tokens) of each text; a decoder-only target has no encoder tokens."""
         if not self._model.config.is_encoder_decoder:
             if decoder_input_ids is not None:
                 raise ConfigError("decoder_input_ids with a decoder-only target; expected the whole text in input_ids")
@@ -305,14 +305,14 @@ class SpeculativeDecoder:
 
 
 def _eos_of(model: PreTrainedModel) -> int | list[int] | None:
-    """Return the end tokens of the model's generation config, or of its config without any."""
+    """Return the EOS tokens of the model's generation config or, if it names none, of its config."""
     generation = getattr(model, "generation_config", None)
     ends = getattr(generation, "eos_token_id", None)
     return model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
 
 
 def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
-    """Return `on_tokens` for a batch of one text."""
+    """Return `on_tokens` in the form that `generate_batch` calls, for a batch of one text."""
 
     def forward(_: int, tokens: list[int], record: Round | None) -> None:
         on_tokens(tokens, record)
@@ -321,7 +321,7 @@ def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
 
 
 def _one_seed_each(seeds: Sequence[int] | int, count: int) -> Sequence[int]:
-    """Return a seed for each of `count` prompts; ConfigError for seeds out of range or of another number."""
+    """Return one seed for each of `count` prompts; ConfigError for another number of seeds or seeds out of range."""
     if isinstance(seeds, int):
         seeds = range(seeds, seeds + count)
     for seed in (seeds[0], seeds[-1]) if isinstance(seeds, range) else seeds:
@@ -335,12 +335,12 @@ def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
     if not strings:
         return []
     if tokenizer is None:
-        raise ConfigError(f"stop_strings={list(strings)!r} without a tokenizer; expected tokenizer=the target's")
+        raise ConfigError(f"stop_strings={list(strings)!r} without a tokenizer; expected the target's tokenizer")
     return [StopStringCriteria(tokenizer, list(strings))]
 
 
 def _require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> None:
-    """ConfigError where the rule would refuse what the drafter copies, or a draft as the policy grows it."""
+    """Raise ConfigError if `rule` does not apply to retrieved drafts or to drafts of `policy`."""
     if type(drafter).retrieve is not Drafter.retrieve:
         rule.require(Draft.chain([0, 0]))
     if policy is not None:
@@ -349,7 +349,7 @@ def _require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> Non
 
 
 def _require_reach(drafter: Drafter, draft_length: int) -> None:
-    """ConfigError for more draft tokens than the drafter proposes."""
+    """Raise ConfigError for more draft tokens than the drafter proposes."""
     most = drafter.max_draft_length
     if most is not None and draft_length > most:
         raise ConfigError.of(
@@ -358,7 +358,7 @@ def _require_reach(drafter: Drafter, draft_length: int) -> None:
 
 
 def _require_same_vocabulary(drafter: Drafter, target: PreTrainedModel) -> None:
-    """ConfigError where the drafter's logits are over another vocabulary, unless their common part is known."""
+    """Raise ConfigError for a drafter with another vocabulary size, unless the number of shared tokens is known."""
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
     if drafter.vocab_size in (None, vocabulary) or drafter.shared_vocabulary is not None:
         return

@@ -1,4 +1,4 @@
-"""One text's draft while it grows: what a policy decides with and what a drafter extends."""
+"""The draft of one text while it is built: policies add tokens to it and drafters read it."""
 
 from typing import Protocol
 
@@ -21,51 +21,53 @@ class BuilderSequence(Protocol):
 
 
 class DraftBuilder:
-    """A tree of draft tokens below one text's last committed token.
+    """A tree of draft tokens after the last committed token of one text.
 
-    Tokens are either drawn, which makes a `DrawnDraft`, or chosen, which makes a `Draft`; never both in one tree.
+    Tokens are either drawn from q, which makes a `DrawnDraft`, or chosen, which makes a `Draft`; one tree never has
+    both.
     """
 
     def __init__(
         self, sequence: BuilderSequence, room: int, processors: Processors, shared: tuple[int, int] | None = None
     ) -> None:
         self.room = room
-        """The deepest that a node may stand."""
+        """Maximum depth of a node."""
         self.greedy = processors.greedy
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
         self._sequence, self._processors = sequence, processors
         self._shared = shared
-        """(tokens that both know, the target's vocabulary), where the two vocabularies are padded differently."""
+        """(shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes."""
         self.kept: list[int] | None = None
-        """Nodes of the draft, in its order, where some were pruned."""
+        """Nodes of the draft, in its order; None where no node was pruned."""
         self.confidence: list[float] = []
-        """What the policy thought of each node of the draft before it was verified, for policies that learn."""
+        """For each node of the draft, the probability under q that the policy based its decision on; see `observe`."""
         self.survival: list[float] = []
-        """The chance that each node of the draft is accepted, as the policy saw it, for the same."""
+        """For each node of the draft, the policy's estimate of the probability that the path to it is accepted."""
         self.ranks: list[int] = []
-        """The place of each node of the draft among its siblings, for the same."""
+        """For each node of the draft, its index among its siblings."""
         self.estimates: dict[int, float] = {}
-        """By node, how likely the drafter itself takes the next token to be accepted, where it makes such a guess."""
+        """By node, the drafter's own estimate that the next token is accepted; see `Drafter.confidences`."""
         self.passes = 0
-        """Steps of the drafter, for policies that count them."""
+        """Forward passes of the drafter, for policies that count them."""
         self._drawing: Drawing | None = None
 
     def depth(self, node: int) -> int:
-        """Draft tokens on the path to `node`; 0 for `ROOT`."""
+        """Return the number of draft tokens on the path to `node`; 0 for `ROOT`."""
         return 0 if node == ROOT else self.depths[node]
 
     def probabilities(self, logits_nV: Tensor, nodes: list[int]) -> Tensor:
-        """q behind `nodes`, after the run's processors: [n, V]; all zero where they leave nothing.
+        """Return q after each of `nodes`, with all logits processors applied: [n, V].
 
-        When greedy, the softmax of the processed logits: a confidence, not what is drawn from.
+        A row is zero where the processors forbid every token. Under greedy decoding, the softmax of the processed
+        logits: a measure of confidence, since nothing is drawn.
         """
         scores_nV = self._scores(logits_nV, nodes)
         return scores_nV.softmax(-1).nan_to_num(0.0)
 
     def best(self, logits_V: Tensor, node: int) -> int | None:
-        """The most likely token behind `node`; None where the processors leave nothing."""
+        """Return the most likely token after `node`; None where the processors forbid every token."""
         if self._shared is None and self._processors.none:
             return int(logits_V.argmax())
         scores_V = self._scores(logits_V[None], [node])[0]
@@ -75,27 +77,27 @@ class DraftBuilder:
         return token
 
     def follow(self, logits_V: Tensor, parent: int) -> int | None:
-        """One token behind `parent` as the run decodes: the best when greedy, else a draw. The new node, or None."""
+        """Add a child of `parent`, the most likely token when greedy, else drawn, and return the node or None."""
         if self.greedy:
             token = self.best(logits_V, parent)
             return None if token is None else self.choose(parent, token)
         return self.draw(parent, self.probabilities(logits_V[None], [parent])[0])
 
     def follow_q(self, q_V: Tensor, parent: int) -> int | None:
-        """`follow` for a policy that has looked at `probabilities` already."""
+        """Do the same as `follow`, for a policy that has computed `probabilities`."""
         if not q_V.any():
             return None
         return self.choose(parent, int(q_V.argmax())) if self.greedy else self.draw(parent, q_V)
 
     def choose(self, parent: int, token: int) -> int:
-        """Add a token that was picked in whatever way: its node."""
-        assert self._drawing is None, "a drawn draft takes no chosen tokens"
+        """Add a token that was chosen in any way as a child of `parent`, and return its node."""
+        assert self._drawing is None, "chosen tokens cannot be added to a drawn draft"
         return self._add(parent, token)
 
     def draw(self, parent: int, q_V: Tensor, *, replacement: bool = False) -> int | None:
-        """Draw one more child of `parent` from q: its node, or None when nothing is left to draw."""
+        """Draw one more child of `parent` from q and return its node, or None when q has no token left."""
         if self._drawing is None:
-            assert not self.tokens, "a chosen draft takes no drawn tokens"
+            assert not self.tokens, "drawn tokens cannot be added to a chosen draft"
             self._drawing = Drawing(self._sequence.rng.categorical, replacement=replacement)
         if not q_V.any():
             return None
@@ -103,25 +105,25 @@ class DraftBuilder:
         return None if token is None else self._add(parent, token)
 
     def draft(self) -> Draft:
-        """All tokens so far."""
+        """Return the draft of all tokens so far."""
         if self._drawing is not None:
             return self._drawing.draft()
         return Draft(tuple(self.tokens), tuple(self.parents))
 
     def pruned(self, nodes: list[int]) -> Draft:
-        """A draft of these nodes alone, each after its parent: chosen, even where the tokens were drawn."""
+        """Return a draft of these nodes, each after its parent: a chosen draft, even where the tokens were drawn."""
         self.kept = nodes
         return self.draft().keep(nodes)
 
     def origin(self, path: tuple[int, ...]) -> list[int]:
-        """Nodes of the draft as nodes of this tree."""
+        """Return the nodes of this tree that nodes of the draft stand for."""
         return list(path) if self.kept is None else [self.kept[node] for node in path]
 
     def _add(self, parent: int, token: int) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depth(parent) + 1)
-        assert self.depths[-1] <= self.room, "a policy drafted past the room that is left"
+        assert self.depths[-1] <= self.room, "the policy drafted deeper than `room`"
         return len(self.tokens) - 1
 
     def _scores(self, logits_nV: Tensor, nodes: list[int]) -> Tensor:
@@ -138,7 +140,7 @@ class DraftBuilder:
         return self._sequence.padding + self._sequence.tokens + path[::-1]
 
     def _fitted(self, logits_nV: Tensor) -> Tensor:
-        """Logits over the target's vocabulary, where the drafter's is padded to another size."""
+        """Return logits over the target's vocabulary: -inf for tokens that the drafter does not share."""
         if self._shared is None:
             return logits_nV
         shared, vocabulary = self._shared

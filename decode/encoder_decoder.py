@@ -1,10 +1,8 @@
-"""The encoder's half of an encoder-decoder model: sources are read once, and never rolled back.
+"""Encoder-decoder targets: encoder outputs, which are computed once, and T5's relative position bias for draft trees.
 
-T5's relative position bias for trees and ragged rows.
-
-A T5 layer derives the distance between two tokens from their places in the cache. Siblings of a tree stand side by
-side there although they have the same position in the text, so the bias is computed here from true positions and
-handed to the layer through its own `position_bias` argument.
+A T5 layer derives the distance between two tokens from their indices in the cache. Siblings of a tree have consecutive
+indices although they have the same position in the text. The bias is therefore computed here from the positions, and
+passed to the layer through its `position_bias` argument.
 """
 
 import inspect
@@ -26,19 +24,22 @@ if TYPE_CHECKING:
 
 
 def _is_biased(module: nn.Module) -> "TypeGuard[T5Attention]":
-    """Whether `module` is T5's attention with a table of biases, or another model's with the same attributes."""
+    """Return whether `module` is T5's attention with a table of biases, or a module with the same attributes."""
     return bool(getattr(module, "has_relative_attention_bias", False))
 
 
 def biased_layers(decoder: PreTrainedModel) -> "list[T5Attention]":
-    """Self-attention layers that own a table of relative biases; T5 has one. ConfigError for layers unlike T5's."""
+    """Return the self-attention layers with a table of relative biases; ConfigError for layers unlike T5's.
+
+    T5 has one such layer, whose bias all layers use.
+    """
     layers = [module for module in decoder.modules() if _is_biased(module)]
     for layer in layers:
         takes = inspect.signature(layer.forward).parameters
         buckets_take = inspect.signature(layer._relative_position_bucket).parameters
         if "position_bias" not in takes or "bidirectional" not in buckets_take:
             raise ConfigError(
-                f"model_type={decoder.config.model_type!r} computes its relative positions from places in the cache; "
+                f"model_type={decoder.config.model_type!r} computes relative positions from indices in the cache; "
                 "expected layers that take a position_bias, as T5's do"
             )
     return layers
@@ -46,7 +47,7 @@ def biased_layers(decoder: PreTrainedModel) -> "list[T5Attention]":
 
 @contextmanager
 def true_positions(layers: "list[T5Attention]", positions_BQ: Tensor, positions_BS: Tensor) -> Iterator[None]:
-    """While it is open, `layers` see tokens where `positions_BQ` and `positions_BS` say that they are."""
+    """Make `layers` use queries at `positions_BQ` and keys at `positions_BS` for their bias, inside the context."""
 
     def hook(layer: "T5Attention", args: tuple, kwargs: dict[str, object]) -> tuple[tuple, dict[str, object]]:
         kwargs["position_bias"] = _bias(layer, positions_BS[:, None] - positions_BQ[:, :, None])
@@ -61,7 +62,7 @@ def true_positions(layers: "list[T5Attention]", positions_BQ: Tensor, positions_
 
 
 def _bias(layer: "T5Attention", distance_BQS: Tensor) -> Tensor:
-    """[B, heads, Q, S] from the layer's own buckets and table."""
+    """Return the bias [B, heads, Q, S] from the layer's own buckets and table."""
     buckets_BQS = layer._relative_position_bucket(
         distance_BQS,
         bidirectional=False,
@@ -75,10 +76,10 @@ def _bias(layer: "T5Attention", distance_BQS: Tensor) -> Tensor:
 
 
 class Encoded:
-    """What the encoder made of the sources. The decoder's cross-attention keys and values are made from it once.
+    """The encoder's output for the sources, and the cross-attention cache that the decoder computes from it once.
 
     Args:
-        states: [T, H] of each source where another call has encoded it already; the encoder is not asked then.
+        states: [T, H] for each source that was encoded before; the encoder is not called then.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Encoded:
         self._states_BTH = model.get_encoder()(input_ids=ids_BT, attention_mask=self._mask_BT).last_hidden_state
 
     def inputs(self, ids: Tensor, mask: Any, cache: RollbackCache) -> dict[str, Any]:
-        """Arguments of the model's forward pass for decoder tokens `ids` [B, Q]."""
+        """Return the arguments of the model's forward pass for decoder tokens `ids` [B, Q]."""
         if self._caches is None:
             self._caches = EncoderDecoderCache(cache, DynamicCache())
         return {

@@ -1,10 +1,10 @@
-"""A transformers KV cache with preallocated storage: append in place, roll back by moving a number, gather a path.
+"""A transformers KV cache with preallocated storage: it appends in place and rolls back by changing a length.
 
     row 0   | committed ......... | draft nodes ..|
     row 1   | committed .... | draft nodes ..|
-             slot = position ^     ^ `lengths`: where the next token is written, each row its own
+             slot = position ^     ^ `lengths`: the slot of the next token, for each row
 
-Rows never hold padding between their tokens, so each is laid out as if it were alone.
+Rows have no padding between their tokens, so the layout of a row does not depend on the others.
 """
 
 from typing import Any
@@ -17,21 +17,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from draftsmith.errors import ConfigError
 
 FIRST_SLOTS = 256
-"""Slots beyond the first text that storage is made for; it doubles when they are full."""
+"""Slots that are allocated in addition to the first text; storage doubles when they are full."""
 
 # Shapes: B rows, Q tokens fed, S slots.
 
 
 class WritePosition:
-    """Where the next forward pass writes; all layers share it."""
+    """The slots that the next forward pass writes to; shared by all layers."""
 
     def __init__(self) -> None:
         self.end = 0
-        """One behind the last slot that attention sees after the write."""
+        """Number of slots that attention reads after the write."""
         self.start: int | None = 0
-        """The first slot written, where it is the same for all rows."""
+        """The first slot written; None where rows differ."""
         self.slots_BQ: Tensor | None = None
-        """The slots written, where rows differ."""
+        """The slots written; None where they are the same for all rows."""
 
 
 class RollbackLayer(CacheLayerMixin):
@@ -53,7 +53,7 @@ class RollbackLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write where `WritePosition` says; return views of every slot up to its end."""
+        """Write to the slots of `WritePosition` and return views of all slots up to its end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self._place.end
@@ -72,13 +72,13 @@ class RollbackLayer(CacheLayerMixin):
 
     @property
     def _storage(self) -> tuple[Tensor, Tensor]:
-        """Keys and values with their empty slots; there are some from the first `update` on."""
+        """Keys and values including their empty slots; allocated by the first `update`."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
     def _hold(self, needed: int) -> None:
-        # Storage doubles, so that each token is copied once on average however long the text becomes.
+        # Storage doubles, so each token is copied once on average, whatever the length of the text.
         keys, values = self._storage
         slots = keys.shape[2]
         if needed > slots:
@@ -86,7 +86,7 @@ class RollbackLayer(CacheLayerMixin):
             self.keys, self.values = _padded(keys, more), _padded(values, more)
 
     def gather(self, row: int, start: int, slots_n: Tensor) -> None:
-        """Move `slots_n` [n] of `row` to `start` and the slots behind it, in order."""
+        """Move slots `slots_n` [n] of `row` to `start` and the slots after it, in order."""
         end = start + slots_n.shape[0]
         for storage in self._storage:
             storage[row, :, start:end] = storage[row].index_select(1, slots_n)
@@ -106,18 +106,18 @@ class RollbackLayer(CacheLayerMixin):
         return -1
 
     def crop(self, max_length: int) -> None:
-        raise NotImplementedError("the reader moves its lengths instead")
+        raise NotImplementedError("`RollbackCache.lengths` is changed instead")
 
 
 def _padded(x: Tensor, slots: int) -> Tensor:
-    """`x` [B, heads, S, head_dim] with more empty slots behind."""
+    """Return `x` [B, heads, S, head_dim] followed by empty slots."""
     return torch.cat([x, x.new_zeros(*x.shape[:2], slots, x.shape[3])], 2)
 
 
 class RollbackCache(Cache):
-    """Appends in place and rolls back without touching memory; only what is new is ever copied.
+    """A cache that appends in place and rolls back without copying.
 
-    transformers' `DynamicCache` copies all keys and values at every step.
+    transformers' `DynamicCache` copies all keys and values at every step; this cache copies new ones only.
     """
 
     def __init__(self, config: PreTrainedConfig, rows: int) -> None:
@@ -130,7 +130,7 @@ class RollbackCache(Cache):
         super().__init__(layers=[*self._layers])
 
     def aim(self, starts: list[int], count: int, device: torch.device) -> None:
-        """The next forward writes `count` tokens a row from `starts` on."""
+        """Set the slots of the next forward pass: `count` tokens per row, starting at `starts`."""
         self.place.end = max(starts) + count
         if min(starts) == max(starts):
             self.place.start, self.place.slots_BQ = starts[0], None
@@ -140,7 +140,7 @@ class RollbackCache(Cache):
             self.place.slots_BQ = torch.tensor(starts, device=device)[:, None] + steps_Q
 
     def keep(self, row: int, slots: list[int]) -> None:
-        """Commit what stands in `slots` of `row`, in order, behind what is committed."""
+        """Commit the tokens in `slots` of `row`, in order, after the committed tokens."""
         start = self.lengths[row]
         if slots != list(range(start, start + len(slots))):
             slots_n = torch.tensor(slots, device=self._layers[0].device)
@@ -156,11 +156,11 @@ class RollbackCache(Cache):
 
 
 def refuse_other_layers(config: PreTrainedConfig) -> None:
-    """ConfigError for a model with layers that keep something else than keys and values."""
+    """Raise ConfigError for a model with layers that keep state other than keys and values."""
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     others = layer_types - {"full_attention", "sliding_attention"}
     if others:
         raise ConfigError(
             f"model_type={config.model_type!r} has layers of type {sorted(others)}; expected full or sliding "
-            "attention: other layers cannot forget rejected draft tokens"
+            "attention: other layers cannot discard rejected draft tokens"
         )

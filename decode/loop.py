@@ -1,6 +1,6 @@
-"""The loop: propose, verify, commit, until every text has ended; the target alone is the loop with empty drafts.
+"""The decoding loop: propose, verify, commit, until every text has ended; without a drafter all drafts are empty.
 
-One round's drafts for every text: retrieved where the drafter can, otherwise grown by the policy, in lockstep.
+Drafts are retrieved where the drafter can, else built by the policy, for all texts of a batch in lockstep.
 """
 
 import time
@@ -24,30 +24,30 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 Rows = TypeVar("Rows", Tensor, list[int])
-"""What processors make of the logits of several nodes: distributions [N, V], or tokens [N]."""
+"""Processed logits of several nodes: distributions [N, V], or tokens [N]."""
 
 EXAMPLE = 8
-"""Levels of an example."""
+"""Maximum depth of an example draft."""
 
 
 def propose(drafter: Drafter, policies: list[Policy | None], builders: list[DraftBuilder]) -> list[Draft]:
-    """A draft for each text. Every step of the drafter serves all texts that still grow.
+    """Return a draft for each text. Each pass of the drafter covers all texts whose drafts are unfinished.
 
-    A retrieved draft leaves its `DraftBuilder` empty.
+    The `DraftBuilder` of a retrieved draft remains empty.
     """
     drafts = [Draft() for _ in builders]
     growing: dict[int, Growing] = {}
     wanted: dict[int, list[int]] = {}
 
-    def estimate(asked: list[list[int]]) -> None:
-        """Hand the drafter's own guesses on to the policies."""
+    def note_confidences(asked: list[list[int]]) -> None:
+        """Store the drafter's own confidences in the builders, where policies read them."""
         for builder, nodes, confidences in zip(
             builders, asked, drafter.confidences(builders, asked) or (), strict=False
         ):
             builder.estimates.update(zip(nodes, confidences, strict=True))
 
     def advance(row: int, logits_nV: Tensor | None) -> None:
-        """Send logits to one text's policy (None starts it); note what it asks for next, or its draft."""
+        """Send logits to the policy of one text (None starts it); store the nodes that it requests, or its draft."""
         try:
             wanted[row] = next(growing[row]) if logits_nV is None else growing[row].send(logits_nV)
         except StopIteration as end:
@@ -62,32 +62,32 @@ def propose(drafter: Drafter, policies: list[Policy | None], builders: list[Draf
         if retrieved is not None:
             drafts[row] = retrieved
             continue
-        if drafter.max_draft_length is not None:  # of what it grows: retrieval may know more at once
+        if drafter.max_draft_length is not None:  # a limit of its logits, not of retrieval
             builder.room = min(builder.room, drafter.max_draft_length)
         policy = policies[row]
-        assert policy is not None, "a drafter that does not retrieve has a policy"
+        assert policy is not None, "a drafter that computes logits has a policy"
         growing[row] = policy.grow(builder)
         advance(row, None)
     if not growing:
         return drafts
-    assert all(nodes == [ROOT] for nodes in wanted.values()), "a policy asks for the root first"
+    assert all(nodes == [ROOT] for nodes in wanted.values()), "the first request of a policy is the root"
     logits_BV = drafter.begin(list(growing))
-    estimate([wanted.get(row, []) for row in range(len(builders))])
+    note_confidences([wanted.get(row, []) for row in range(len(builders))])
     for row in list(growing):
         advance(row, logits_BV[row][None])
     while growing:
         asked = [wanted.get(row, []) for row in range(len(builders))]
         logits = drafter.extend(builders, asked)
-        estimate(asked)
+        note_confidences(asked)
         for row in list(growing):
             advance(row, logits[row])
     return drafts
 
 
 def example_draft(policy: Policy, sharpness: float) -> Draft:
-    """Return a draft that the policy grows at temperature 1 with a drafter whose logits are the same behind every node.
+    """Return a draft that the policy builds at temperature 1 with a drafter whose logits are equal after every node.
 
-    `sharpness`: the difference between one logit and the next.
+    `sharpness`: the difference between consecutive logits.
     """
     builder = DraftBuilder(DecodeSequence([0], 2 + EXAMPLE, SeededRng(0)), EXAMPLE, Processors(Sampling(1.0)))
     logits_V = -sharpness * torch.arange(2.0 * EXAMPLE)
@@ -104,9 +104,9 @@ def example_draft(policy: Policy, sharpness: float) -> Draft:
 
 
 class DecodeLoop:
-    """Texts while they are being decoded together. To the drafter it is the `Context` of heads/base.py.
+    """Decodes several texts together. Implements `Context` of heads/base.py for the drafter.
 
-    Texts leave `texts` when they end, and with them their rows in every cache.
+    A text is removed from `texts` when it ends, and its row from every cache.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class DecodeLoop:
         return ModelRunner(model, len(self.texts), sources, widths=self._widths if padded else None)
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
-        """Read the prompts and commit the first token of each: every text with its new tokens."""
+        """Read the prompts and commit the first token of each; return every text with its new tokens."""
         layers = () if self._drafter is None else self._drafter.needs.layers
         logits_BV = self._target.prefill(self.texts, layers)
         if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):
@@ -150,7 +150,7 @@ class DecodeLoop:
         return new
 
     def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
-        """Propose, verify and commit once: every running text with its new tokens and the round's record."""
+        """Propose, verify and commit once; return every unfinished text with its new tokens and the round's record."""
         hidden = self.texts[0].hidden
         device = None if hidden is None else hidden.device
         started = now(device)
@@ -193,7 +193,7 @@ class DecodeLoop:
     def _observe(
         self, builders: list[DraftBuilder], drafts: list[Draft], results: list[VerifyResult]
     ) -> list[list[int]]:
-        """Tell each policy what became of its draft; the accepted nodes of each tree that the drafter extended."""
+        """Pass results to the policies; return the accepted nodes of each builder's tree, none for retrieved drafts."""
         paths: list[list[int]] = []
         for text, builder, draft, result in zip(self.texts, builders, drafts, results, strict=True):
             retrieved = len(draft) > 0 and not builder.tokens
@@ -203,7 +203,7 @@ class DecodeLoop:
         return paths
 
     def _verify(self, logits: list[Tensor], drafts: list[Draft]) -> list[VerifyResult]:
-        """What the rule decides for each text. `logits`: [N + 1, V] each."""
+        """Return the result of the verification rule for each text. `logits`: [N + 1, V] for each."""
         if self._processors.greedy:
             tokens = self._processed(self._processors.tokens, logits, drafts)
             return [verify_greedy(row, draft) for row, draft in zip(tokens, drafts, strict=True)]
@@ -215,9 +215,9 @@ class DecodeLoop:
     def _processed(
         self, process: Callable[[Tensor, Contexts, int], Rows], logits: list[Tensor], drafts: list[Draft]
     ) -> list[Rows]:
-        """`process` applied to the logits of each text."""
+        """Return the logits of each text after `process`."""
         if len(logits) > 1 and not self._processors.read_text:
-            # One call for all texts: nothing that is applied looks at what stands before a token.
+            # One call for all texts: no processor reads the tokens before a position.
             processed = process(torch.cat(logits), list, 0)
             ends = list(accumulate(len(rows) for rows in logits))
             return [processed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -227,7 +227,7 @@ class DecodeLoop:
         ]
 
     def _finish(self, *, started: bool = True) -> None:
-        """Drop the rows of texts that have ended; the drafter's too, once it has `started`."""
+        """Drop the rows of texts that have ended, in the target and, once it has `started`, in the drafter."""
         running = [row for row, text in enumerate(self.texts) if text.stopped_by is None]
         if len(running) == len(self.texts):
             return
@@ -240,18 +240,18 @@ class DecodeLoop:
 
 
 def _room(text: DecodeSequence, context_limit: int | None) -> int:
-    """The deepest draft that the text and the drafter's context allow."""
+    """Return the maximum draft depth that the text's length and the drafter's context allow."""
     return text.room if context_limit is None else min(text.room, context_limit - len(text.tokens))
 
 
 def _contexts(text: DecodeSequence, draft: Draft) -> list[list[int]]:
-    """What stands before the token behind the root and behind each node, as processors see it."""
+    """Return the tokens up to the root and up to each node, with padding, as processors read them."""
     shown = text.padding + text.tokens
     return [shown, *(shown + [draft.tokens[i] for i in draft.path(node)] for node in range(len(draft)))]
 
 
 def now(device: torch.device | None) -> float:
-    """Seconds; on an accelerator, after the work queued so far is done."""
+    """Return the clock in seconds; on CUDA, after all queued work has finished."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""What each token may look at: bool masks for chains, trees and rows of different length, sliding windows included."""
+"""Attention masks for chains, trees and rows of different length, with or without sliding windows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,18 @@ from draftsmith.errors import ConfigError
 
 @dataclass(frozen=True)
 class Attention:
-    """How a model's layers attend, and the form in which it takes a mask of our own."""
+    """The kinds of attention layers of a model, and the form in which it accepts a custom mask."""
 
     window: int | None
-    """Tokens that sliding layers see, the query itself included; None without such layers."""
+    """Number of tokens that sliding layers attend to, including the query; None without such layers."""
     mixed: bool
-    """Some layers slide and some see everything: the model takes one mask for each kind."""
+    """The model has sliding and full layers, and takes one mask for each kind."""
     additive: bool
-    """Eager attention adds the mask to the scores; sdpa takes bool."""
+    """The mask is added to the attention scores (eager) instead of bool (sdpa)."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Attention":
-        """Read it off a model's text config; ConfigError for an implementation that takes no masks of ours."""
+        """Read the values from a model's text config; ConfigError for implementations without custom masks."""
         implementation = config._attn_implementation
         if implementation not in ("sdpa", "eager"):
             raise ConfigError(
@@ -41,9 +41,10 @@ class Attention:
         )
 
     def prepared(self, visible_BQS: Tensor, positions_BQ: Tensor, positions_BS: Tensor, dtype: torch.dtype) -> Any:
-        """The `attention_mask` argument: [B, 1, Q, S], or one for each kind of layer.
+        """Return the `attention_mask` argument: [B, 1, Q, S], or one mask for each kind of layer.
 
-        `visible_BQS` bool: what a query may look at but for the window; positions in tokens from the text's start.
+        `visible_BQS`, bool: the slots that each query attends to before the window is applied. Positions count the
+        tokens from the start of the text.
         """
         full = self.plain(visible_BQS, dtype)
         if self.window is None:
@@ -53,7 +54,7 @@ class Attention:
         return {"full_attention": full, "sliding_attention": sliding} if self.mixed else sliding
 
     def plain(self, mask_BQS: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, 1, Q, S] in the form that the attention takes; right for every layer while no window is full."""
+        """Return the mask [B, 1, Q, S] in the model's form; valid for all layers while no window is exceeded."""
         mask = mask_BQS[:, None]
         if not self.additive:
             return mask
@@ -61,10 +62,10 @@ class Attention:
 
 
 def _all_slide(config: PreTrainedConfig) -> bool:
-    """Configs without `layer_types`: every layer slides, unless the model says that it does not use its window."""
+    """Return whether all layers slide in a config without `layer_types`: unless `use_sliding_window` is False."""
     return getattr(config, "use_sliding_window", True)
 
 
 def chain_mask(start: int, count: int, device: torch.device) -> Tensor:
-    """[1, count, start + count] bool: `count` tokens in a row behind `start` that they all see."""
+    """Return the causal mask of `count` tokens after `start` visible ones: bool [1, count, start + count]."""
     return torch.ones(count, start + count, dtype=torch.bool, device=device).tril_(start)[None]

@@ -1,4 +1,4 @@
-"""An unmodified transformers LM that reads texts and draft trees, one row each, into a pointer cache."""
+"""Runs an unmodified transformers LM on texts and draft trees, one row each, with a `RollbackCache`."""
 
 import inspect
 import weakref
@@ -20,17 +20,17 @@ from draftsmith.heads.hidden_states import Features
 
 
 class Branches:
-    """Draft nodes of one row that the cache holds behind its committed tokens."""
+    """Draft nodes of one row that the cache holds after its committed tokens."""
 
     def __init__(self) -> None:
         self.slot: dict[int, int] = {}
-        """Node to its slot, counted from the end of the committed tokens."""
+        """The slot of each node, counted from the end of the committed tokens."""
         self.seen: dict[int, list[int]] = {}
-        """Node to the slots of its path, itself included."""
+        """The slots of each node's path, including its own."""
         self.depths: list[int] = []
-        """By slot."""
+        """The depth of the node in each slot."""
         self.is_chain = True
-        """Every node stands right behind all that were read before it."""
+        """Whether every node is a child of the node read before it."""
 
     def add(self, node: int, parent: int, depth: int) -> None:
         slot = len(self.depths)
@@ -41,15 +41,15 @@ class Branches:
 
 
 class ModelRunner:
-    """Reads tokens for one model; see `draftsmith.heads.base.Reader` for what callers may rely on.
+    """Runs one model on several texts; the interface is `draftsmith.heads.base.ModelRunner`.
 
     Args:
-        model: a causal LM, or an encoder-decoder model, whose `sources` the encoder then reads once.
-        rows: how many texts.
-        remember: keep what the lm_head read, in `states`.
-        layers: also keep what these layers put out, in `features`; see `Needs.layers`.
-        widths: tokens of a pass to the number that it is padded to, see `Costs.verify_widths`; for one row.
-        encoded: the encoder's states [T, H] of each source, where it need not read them.
+        model: a causal LM, or an encoder-decoder model, whose encoder reads `sources` once.
+        rows: number of texts.
+        remember: store the input of the lm_head in `states`.
+        layers: store the outputs of these layers in `features`; see `Needs.layers`.
+        widths: padded width of a pass by its number of tokens, see `Costs.verify_widths`; used for one row only.
+        encoded: the encoder's states [T, H] of each source; the encoder is not called then.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class ModelRunner:
             self._read = _watch(self, head)
         self._watched = Features(model, layers) if layers else None
         self.states: list[Tensor] = []
-        """Per row, [n, H] for the logits last returned: what the lm_head read (with `remember`), or `output.states`."""
+        """For each row, [n, H] that belong to the last logits: the lm_head's input (`remember`) or `output.states`."""
         self.features: list[Tensor] = []
-        """With `layers`, per row the features [n, F] of the tokens last read."""
+        """With `layers`, the features [n, F] of the tokens last read, for each row."""
         self._encoded = Encoded(model, sources or [], encoded) if model.config.is_encoder_decoder else None
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -87,11 +87,11 @@ class ModelRunner:
 
     @property
     def lengths(self) -> list[int]:
-        """Committed tokens that each row has read."""
+        """Number of committed tokens that the model has read, for each row."""
         return self._cache.lengths
 
     def append(self, tokens: list[list[int]], features: list[Tensor] | None = None) -> Tensor:
-        """Read committed tokens; the logits [B, V] behind the last one of each row. An empty row stays as it is."""
+        """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped."""
         counts = [len(row) for row in tokens]
         starts = self.lengths
         width = max(counts)
@@ -102,7 +102,7 @@ class ModelRunner:
             for start, count in zip(starts, counts, strict=True)
         ]
         if len(set(starts)) == 1:
-            # Padding stands behind the tokens, where no token looks; a mask of one query would hide nothing.
+            # Padding follows the tokens, which do not attend to it; a mask for one query would mask nothing.
             simple = starts[0] == 0 or width == 1
             visible = None if simple else chain_mask(starts[0], width, self._device)
         else:
@@ -115,13 +115,13 @@ class ModelRunner:
         rows = [logits[row, column[last]] for row, last in enumerate(lasts)]
         if states is not None:
             self.states = [states[row, column[last]][None] for row, last in enumerate(lasts)]
-        self._take_features(counts)
+        self._store_features(counts)
         return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
     def branch(
         self, trees: Sequence[Tree], nodes: list[list[int]], features: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Read draft nodes, parents before children; for each row the logits [n, V] behind its nodes."""
+        """Read draft nodes, parents before children, and return for each row the logits [n, V] after its nodes."""
         starts, tokens, positions = [], [], []
         for tree, wanted, branches, length in zip(trees, nodes, self._branches, self.lengths, strict=True):
             starts.append(length + len(branches.depths))
@@ -137,11 +137,11 @@ class ModelRunner:
         logits, states = self._forward(tokens, positions, mask, starts=starts, features=features)
         if states is not None:
             self.states = [states[row, : len(wanted)] for row, wanted in enumerate(nodes)]
-        self._take_features([len(wanted) for wanted in nodes])
+        self._store_features([len(wanted) for wanted in nodes])
         return [logits[row, : len(wanted)] for row, wanted in enumerate(nodes)]
 
     def commit(self, paths: list[list[int]]) -> None:
-        """Keep what was read of each row's accepted path, forget all other draft nodes."""
+        """Keep the cache entries of each row's accepted path and discard all other draft nodes."""
         for row, path in enumerate(paths):
             branches, base = self._branches[row], self.lengths[row]
             kept = [base + branches.slot[node] for node in path if node in branches.slot]
@@ -156,7 +156,7 @@ class ModelRunner:
         if self._encoded is not None:
             self._encoded.drop(rows)
 
-    def _take_features(self, counts: list[int]) -> None:
+    def _store_features(self, counts: list[int]) -> None:
         if self._watched is not None:
             features_BQF = self._watched.take()
             self.features = [features_BQF[row, :count] for row, count in enumerate(counts)]
@@ -164,13 +164,16 @@ class ModelRunner:
     # Masks.
 
     def _ragged_chain(self, starts: list[int], width: int) -> Tensor:
-        """[B, Q, S]: chains behind different numbers of committed tokens."""
+        """Return the mask [B, Q, S] of chains after different numbers of committed tokens."""
         start_B11 = torch.tensor(starts, device=self._device)[:, None, None]
         query_Q1 = torch.arange(width, device=self._device)[:, None]
         return torch.arange(max(starts) + width, device=self._device) <= start_B11 + query_Q1
 
     def _tree_mask(self, nodes: list[list[int]], starts: list[int], width: int) -> Tensor | None:
-        """[B, Q, S]: each node sees the committed tokens and its own path. None where it would hide nothing."""
+        """Return the tree mask [B, Q, S], or None where it would mask nothing.
+
+        Each node attends to the committed tokens and to its own path.
+        """
         if len(starts) == 1 and self._branches[0].is_chain:
             return None if width == 1 else chain_mask(starts[0], width, self._device)
         mask = torch.zeros(len(starts), width, max(starts) + width, dtype=torch.bool)
@@ -182,7 +185,7 @@ class ModelRunner:
         return mask.to(self._device)
 
     def _slot_positions(self, end: int, positions_BQ: Tensor, starts: list[int]) -> Tensor:
-        """[B, S]: the position in its text of what stands in each slot, the tokens being fed included."""
+        """Return the position in its text of the token in each slot, including the tokens being read: [B, S]."""
         slots_BS = torch.arange(end).expand(len(starts), end).clone()
         for row, branches in enumerate(self._branches):
             base = self.lengths[row]
@@ -206,7 +209,7 @@ class ModelRunner:
         keep: list[int] | None = None,
         features: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits and, where there are any, states of the columns in `keep` (None: all)."""
+        """Return the logits and, if the model has any, the states of the columns in `keep` (None: all)."""
         starts = self.lengths if starts is None else starts
         width = len(positions[0])
         if len(tokens) > 1 or len(tokens[0]) < width:
@@ -250,7 +253,7 @@ class ModelRunner:
 
 
 def _watch(runner: ModelRunner, head: nn.Module) -> list[Tensor]:
-    """A list that holds what `head` read last, for every architecture alike and at no cost, while `runner` lives."""
+    """Return a list that holds the last input of `head`; the hook is removed when `runner` is deleted."""
     read: list[Tensor] = []
 
     def remember(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Measuring what a pair costs on this machine, for `Costs`."""
+"""Measures the seconds of forward passes of a target and a drafter on this machine, for `Costs`."""
 
 import time
 from collections.abc import Callable
@@ -18,22 +18,24 @@ from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import RootedTree, TransformersTarget
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.model_config import context_limit
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CONTEXT, REPEATS = 128, 7
 SHORT, LONG = 1, 6
 TURNS, ROUNDS = 6, 5
-"""Chains of which whole rounds are timed, how often in turn, and rounds each time."""
+"""Whole rounds are timed with chains of SHORT and LONG tokens, TURNS times alternately, ROUNDS rounds each time."""
 NEARLY_FREE = 1e-4
-"""Of a pass of the target: for what takes too little to be measured."""
+"""As a share of a target pass: the cost of a step that is too short to be measured."""
 
 
 @torch.inference_mode()
 def measure_costs(target: PreTrainedModel, drafter: Drafter | None = None, *, widest: int = 64) -> Costs:
-    """Median seconds of forward passes behind 128 tokens, widths interleaved, on the present machine and threads.
+    """Return the median seconds of forward passes after 128 tokens, on this machine with the current threads.
 
-    A drafter's steps are timed within whole rounds too: they are dearer there than alone, because the target's weights
-    have just been through the processor's caches, and part of that is paid once a round.
+    Widths are timed alternately. A drafter's steps are also timed within whole rounds, where they take longer than
+    alone because the target's weights have replaced the drafter's in the processor's caches. A part of the difference
+    does not depend on the number of steps and becomes `Costs.round`.
     """
     widths = [width for width in WIDTHS if width <= widest]
     verify = _curve(_reading(target), widths)
@@ -46,7 +48,7 @@ def measure_costs(target: PreTrainedModel, drafter: Drafter | None = None, *, wi
     alone = Costs(verify, draft)
     reach = min(LONG, drafter.max_draft_length or LONG)
     seconds: dict[int, list[float]] = {SHORT: [], reach: []}
-    for _ in range(TURNS):  # in turn, so that a slow second of the machine hits both
+    for _ in range(TURNS):  # alternately, so that a slow phase of the machine affects both
         for length, rounds in seconds.items():
             rounds += _round_seconds(target, drafter, length)
     short, long = median(seconds[SHORT]), median(seconds[reach])
@@ -59,22 +61,23 @@ def measure_costs(target: PreTrainedModel, drafter: Drafter | None = None, *, wi
 
 
 def _round_seconds(target: PreTrainedModel, drafter: Drafter, draft_length: int) -> list[float]:
-    """Seconds of a few sampled rounds with that many draft tokens; the first, which allocates, is left out."""
-    limits = [getattr(model, "config", None) for model in (target, getattr(drafter, "model", None))]
-    limit = min((getattr(config, "max_position_embeddings", None) or CONTEXT * 4 for config in limits), default=CONTEXT)
+    """Return the seconds of a few sampled rounds with `draft_length` tokens, without the first, which allocates."""
+    configs = [getattr(model, "config", None) for model in (target, getattr(drafter, "model", None))]
+    limits = [None if config is None else context_limit(config) for config in configs]
+    limit = min(CONTEXT * 4 if limit is None else limit for limit in limits)
     length = max(1, min(CONTEXT, limit - ROUNDS * (draft_length + 1) - 2))
     source = [1] * 8 if target.config.is_encoder_decoder else []
-    text = DecodeSequence([1] * length, length + ROUNDS * (draft_length + 1) + 2, SeededRng(0), source=source)
-    decoding = DecodeLoop(TransformersTarget(target), drafter, Chain(draft_length), [text], Processors(Sampling(1.0)))
-    decoding.prefill()
-    while len(text.rounds) < ROUNDS and decoding.texts:
-        decoding.round()
-    return [record.seconds for record in text.rounds[1:] or text.rounds]
+    sequence = DecodeSequence([1] * length, length + ROUNDS * (draft_length + 1) + 2, SeededRng(0), source=source)
+    loop = DecodeLoop(TransformersTarget(target), drafter, Chain(draft_length), [sequence], Processors(Sampling(1.0)))
+    loop.prefill()
+    while len(sequence.rounds) < ROUNDS and loop.texts:
+        loop.round()
+    return [record.seconds for record in sequence.rounds[1:] or sequence.rounds]
 
 
 def _reading(model: PreTrainedModel) -> Callable[[int], object]:
-    """A function that reads that many tokens behind a context, and forgets them."""
-    limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT + WIDTHS[-1]
+    """Return a function that reads a number of tokens after a context and then discards them."""
+    limit = context_limit(model.config) or CONTEXT + WIDTHS[-1]
     runner = ModelRunner(model, 1, [[1] * 8])
     runner.append([[1] * max(1, min(CONTEXT, limit - WIDTHS[-1] - 1))])
 
@@ -86,6 +89,7 @@ def _reading(model: PreTrainedModel) -> Callable[[int], object]:
 
 
 def _curve(read: Callable[[int], object], widths: list[int]) -> dict[int, float]:
+    """Return the median seconds of `read` for each width."""
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for repeat in range(REPEATS + 1):
         for width in widths:

@@ -1,6 +1,7 @@
-"""All randomness of the decoder, behind two methods, so that tests can enumerate every outcome.
+"""Random draws and logits processing.
 
-How logits become the distribution that is sampled, for the target's p and the drafter's q alike, at every node.
+All randomness of the decoder comes from the two methods of `Rng`, so that tests can enumerate every outcome. The same
+processors turn logits into the target's p and the drafter's q, at every node.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,29 +17,29 @@ from transformers import TopPLogitsWarper as TopP
 from draftsmith.errors import ConfigError, DraftsmithError
 
 LARGEST_SEED = 2**32 - 1
-"""That a user may give: seeds of single texts are made from it by multiplication, and must fit 64 bits."""
+"""Largest seed of the command line: seeds of single texts are computed from it and must fit into 64 bits."""
 
 
 def require_seed(key: str, seed: int, largest: int = LARGEST_SEED) -> None:
-    """ConfigError for a seed out of range."""
+    """Raise ConfigError for a seed out of range."""
     if not 0 <= seed <= largest:
         raise ConfigError.of(key, seed, f">= 0 and at most {largest}")
 
 
 class Rng(Protocol):
-    """A source of randomness. `SeededRng` draws; the exact tests branch over every outcome instead."""
+    """A source of random draws. `SeededRng` draws; the exact tests branch over every outcome instead."""
 
     def bernoulli(self, probability: float) -> bool:
-        """True with `probability`; values at or above 1 are certain."""
+        """Return True with `probability`; values of 1 and above are certain."""
         ...
 
     def categorical(self, weights_V: Tensor) -> int:
-        """An index with probability proportional to `weights_V` [V] (non-negative, not all zero)."""
+        """Return an index with probability proportional to `weights_V` [V] (non-negative, not all zero)."""
         ...
 
 
 class SeededRng:
-    """Draws from one CPU generator: the same seed gives the same text on the same machine."""
+    """Draws from one CPU generator; the same seed gives the same text on the same machine."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -50,11 +51,11 @@ class SeededRng:
         return self._uniform() < probability
 
     def categorical(self, weights_V: Tensor) -> int:
-        # Inverse of the cumulative sum in fp64: an index of weight zero has an empty interval and is never chosen.
+        # Inverse of the cumulative sum in fp64: an index of weight zero has an empty interval and is never drawn.
         cumulative_V = weights_V.double().cumsum(-1)
         threshold = cumulative_V[-1] * self._uniform()
         index = int(torch.searchsorted(cumulative_V, threshold, right=True))
-        # Rounding can put the product on the total itself; the last index of positive weight is then the answer.
+        # Rounding can make the product equal to the total; then the last index of positive weight is drawn.
         return min(index, int(torch.searchsorted(cumulative_V, cumulative_V[-1])))
 
 
@@ -63,9 +64,9 @@ class SeededRng:
 HOTTEST, COLDEST = 1e30, 1e-6
 """The largest temperature, and the one below which logits divided by it may leave float32."""
 Contexts = Callable[[], Sequence[list[int]]]
-"""The tokens before each row of logits; made only when a processor asks for them."""
+"""Returns the tokens before each row of logits; called only when a processor reads them."""
 
-# transformers' processors that look at the scores alone.
+# transformers' processors that read the scores only.
 _CONTEXT_FREE = (
     *(
         "TemperatureLogitsWarper",
@@ -78,14 +79,14 @@ _CONTEXT_FREE = (
     *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
     *("SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
 )
-# Those that treat every row of a batch by itself, so that nodes of equal depth can share one call.
+# Processors that treat the rows of a batch independently, so nodes of equal depth can share one call.
 _BY_ROW = (
     *("RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor"),
     *("NoBadWordsLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"),
     *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
     "ExponentialDecayLengthPenalty",
 )
-# Those that remember earlier calls or run models: what they return depends on more than the text before a token.
+# Processors that keep state between calls or run models: their result depends on more than the text before a token.
 _STATEFUL = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "runs the model itself and keeps its cache between calls",
     "SynthIDTextWatermarkLogitsProcessor": "keeps a history of its calls",
@@ -100,7 +101,7 @@ _STATEFUL = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p, as transformers' `generate` orders them. Temperature 0 is greedy."""
+    """Temperature, top-k and top-p, applied in this order as in transformers' `generate`. Temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -119,7 +120,7 @@ class Sampling:
         return self.temperature == 0
 
     def warpers(self) -> LogitsProcessorList:
-        """transformers' own processors for these settings; empty when greedy or at temperature 1 without cuts."""
+        """Return transformers' processors for these settings; none when greedy or at temperature 1 without cuts."""
         warpers = LogitsProcessorList()
         if self.greedy:
             return warpers
@@ -133,9 +134,10 @@ class Sampling:
 
 
 class _Cold(LogitsProcessor):
-    """Divides by a temperature so small that a quotient may overflow: exact in the limit, where the largest share all.
+    """Divides by a temperature so small that a quotient may overflow; exact in the limit of temperature 0.
 
-    The softmax does not change when the largest score is subtracted first; it is 0 then, and others overflow to -inf.
+    Subtracting the largest score first does not change the softmax: the largest score becomes 0, and others may
+    overflow to -inf.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -147,17 +149,20 @@ class _Cold(LogitsProcessor):
 
 
 def _tempered(processor: LogitsProcessor) -> LogitsProcessor:
-    """Return the processor itself, or what computes the same for temperatures at which it would overflow."""
+    """Return the processor, or for temperatures at which it would overflow a `_Cold` one."""
     if type(processor) is TemperatureLogitsWarper and processor.temperature < COLDEST:
         return _Cold(processor.temperature)
     return processor
 
 
 class Processors:
-    """Every logits processor of a run: the user's first, then the sampling's, as transformers orders them.
+    """All logits processors of a run: custom ones first, then those of `sampling`, in the order of transformers.
 
-    A processor is called with the tokens before a node, the draft's among them, and has to be a function of those and
-    the scores alone; transformers' own that are not are refused by name.
+    A processor is called with the tokens before a node, including draft tokens, and must be a function of these and of
+    the scores; processors of transformers that are not are refused by name.
+
+    Args:
+        texts: number of texts in the batch.
     """
 
     def __init__(self, sampling: Sampling, extra: Sequence[LogitsProcessor] = (), *, texts: int = 1) -> None:
@@ -170,29 +175,32 @@ class Processors:
                 )
         self._all = [*map(_tempered, extra), *sampling.warpers()]
         self.may_empty = bool(extra)
-        """Whether a row may be left without any token; temperature, top-k and top-p always leave one."""
+        """Whether processors may forbid every token of a row; temperature, top-k and top-p never do."""
         self.none = not self._all
-        """Whether scores are the logits as they are."""
+        """Whether there is no processor, so scores equal the logits."""
         self.read_text = any(type(processor).__name__ not in _CONTEXT_FREE for processor in self._all)
-        """Whether any of them looks at the tokens before a node."""
+        """Whether any processor reads the tokens before a node."""
         self._texts = texts
 
     def tokens(self, logits_NV: Tensor, contexts: Contexts, text: int = 0) -> list[int]:
-        """The argmax of every row."""
+        """Return the argmax of every row; DraftsmithError where processors forbid every token."""
         scores_NV = self.scores(logits_NV, contexts, text)
         if self.may_empty and bool(scores_NV.isneginf().all(-1).any()):
-            self._name_the_culprit(logits_NV, contexts, text)
+            self._raise_empty(logits_NV, contexts, text)
         return scores_NV.argmax(-1).tolist()
 
     def probabilities(self, logits_NV: Tensor, contexts: Contexts, text: int = 0) -> Tensor:
-        """The distribution of every row, [N, V]; DraftsmithError where a processor has left nothing."""
+        """Return the distribution of every row, [N, V]; DraftsmithError where processors forbid every token."""
         scores_NV = self.scores(logits_NV, contexts, text)
         if self.may_empty and bool(scores_NV.isneginf().all(-1).any()):
-            self._name_the_culprit(logits_NV, contexts, text)
+            self._raise_empty(logits_NV, contexts, text)
         return scores_NV.softmax(-1)
 
     def scores(self, logits_NV: Tensor, contexts: Contexts, text: int = 0) -> Tensor:
-        """Processed logits [N, V] of nodes of one text, the `text`-th of its batch; a row may have nothing left."""
+        """Return the processed logits [N, V] of nodes of one text, whose index in its batch is `text`.
+
+        A row is -inf where the processors forbid every token.
+        """
         # float16 and bfloat16 are too coarse for the ratio p/q; fp64 stays fp64 for the exact tests.
         scores_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
         before: Sequence[list[int]] | None = None
@@ -204,8 +212,8 @@ class Processors:
             scores_NV = self._by_node(processor, scores_NV, before, text)
         return scores_NV
 
-    def _name_the_culprit(self, logits_NV: Tensor, contexts: Contexts, text: int) -> None:
-        """DraftsmithError with the name of the first processor that leaves some row without any token."""
+    def _raise_empty(self, logits_NV: Tensor, contexts: Contexts, text: int) -> None:
+        """Raise DraftsmithError with the name of the first processor that forbids every token of a row."""
         before, scores_NV = contexts(), logits_NV.float()
         for processor in self._all:
             scores_NV = self._by_node(processor, scores_NV, before, text)
@@ -213,17 +221,18 @@ class Processors:
             if any(empty_N):
                 length = len(before[empty_N.index(True)])
                 raise DraftsmithError(
-                    f"logits_processor={type(processor).__name__} forbids every token behind {length} tokens; "
-                    "expected at least one to be left"
+                    f"logits_processor={type(processor).__name__} forbids every token after {length} tokens; "
+                    "expected at least one allowed token"
                 )
         raise DraftsmithError("the target's logits forbid every token; expected at least one finite logit")
 
     def _by_node(self, processor: LogitsProcessor, scores_NV: Tensor, before: Sequence[list[int]], text: int) -> Tensor:
-        """Call `processor` with each node's own tokens: nodes of equal depth together where it treats rows alone.
+        """Call `processor` with the tokens before each node and return its scores [N, V].
 
-        Any other is called for one node at a time, at the row that the text has in its batch: some know rows by number.
+        Nodes of equal depth share a call if the processor treats rows independently. Any other processor is called for
+        one node at a time, with the node in the row that its text has in the batch: some use the index of a row.
         """
-        together = _treats_rows_alone(processor)
+        together = _treats_rows_independently(processor)
         groups: dict[int, list[int]] = {}
         for row, tokens in enumerate(before):
             groups.setdefault(len(tokens) if together else row, []).append(row)
@@ -231,19 +240,19 @@ class Processors:
         for rows in groups.values():
             copies = 1 if together else self._texts
             ids = token_ids([before[row] for row in rows] * copies, scores_NV.device)
-            processed = processor(ids, scores_NV[rows].repeat(copies, 1))  # a copy: a processor may work in place
+            processed = processor(ids, scores_NV[rows].repeat(copies, 1))  # a copy, for in-place processors
             out_NV[rows] = processed if copies == 1 else processed[text : text + 1]
         return out_NV
 
 
 def token_ids(rows: Sequence[list[int]], device: torch.device | None = None) -> torch.LongTensor:
-    """[B, T] of rows of equal length, as transformers' processors and criteria are typed to take them."""
+    """Return rows of equal length as [B, T], with the type that transformers' processors and criteria declare."""
     return cast(torch.LongTensor, torch.tensor(rows, device=device))  # int64, which no annotation of torch's says
 
 
-def _treats_rows_alone(processor: LogitsProcessor) -> bool:
-    """Whether what it does to a row depends on nothing but that row's tokens and scores."""
+def _treats_rows_independently(processor: LogitsProcessor) -> bool:
+    """Return whether the result for a row depends only on the tokens and scores of that row."""
     name = type(processor).__name__
-    # A padded batch gives the repetition penalty one number a row.
+    # For a padded batch, the repetition penalty holds one number per row.
     numbered = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
     return (name in _BY_ROW or name in _CONTEXT_FREE) and not numbered

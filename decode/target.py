@@ -1,9 +1,8 @@
-"""The target: an unmodified transformers model behind prefill, verify and commit.
+"""The target: an unmodified transformers model with the operations prefill, verify and commit.
 
-One small question to every model before it is trusted: does it read a tree of tokens as it reads their paths?
-
-Some architectures derive positions from places in the cache, ignore masks or keep state that cannot be rolled back.
-Decoding with them would be wrong without any sign of it, so they are refused.
+Before a model is used, `require_tree_reading` checks that its logits for a draft tree equal its logits for each path.
+Architectures that derive positions from indices in the cache, ignore masks or keep state that cannot be rolled back
+would give wrong texts without an error, so they are refused.
 """
 
 import inspect
@@ -26,38 +25,38 @@ from draftsmith.heads.model_config import context_limit
 
 
 class Target(Protocol):
-    """What the decoder asks of a target; the exact tests also put toy tables behind it."""
+    """The interface of a target; the exact tests implement it with toy models."""
 
     context_limit: int | None
 
     def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
-        """Begin: read all texts; the logits [B, V] behind their last tokens. `layers`: whose features are wanted."""
+        """Read all texts and return the logits [B, V] after their last tokens; keep the features of `layers`."""
         ...
 
     def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
-        """Read each text's last committed token and its draft behind it; logits [N + 1, V], the root's first."""
+        """Read the last committed token (root) and the draft of each text; return logits [N + 1, V], root first."""
         ...
 
     def commit(self, paths: list[list[int]]) -> None:
-        """Keep the roots and the accepted nodes; forget the other nodes."""
+        """Keep the roots and the accepted nodes and discard the other nodes."""
         ...
 
     def hidden(self, row: int, node: int) -> Tensor | None:
-        """[H]: what the lm_head read behind `node` (or `ROOT`) of the last logits; None for a target without."""
+        """Return the input of the lm_head [H] for the last logits of `node` (or `ROOT`); None if not available."""
         ...
 
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
-        """[n, F]: the wanted features of all tokens just read, or of the root and these nodes of a draft."""
+        """Return the features [n, F] of all tokens that were just read, or of the root and these draft nodes."""
         ...
 
     def drop(self, rows: list[int]) -> None:
-        """Some texts are finished: keep these rows."""
+        """Keep only these rows; the other texts are finished."""
         ...
 
 
 @dataclass
 class RootedTree:
-    """A draft below its root, which is node 0 here because the target has not read it yet."""
+    """A draft with its root, which is node 0 here because the target has not read it yet."""
 
     tokens: list[int]
     parents: list[int]
@@ -69,7 +68,7 @@ class RootedTree:
 
 
 class TransformersTarget:
-    """A transformers causal LM or encoder-decoder model with a pointer cache."""
+    """A transformers causal LM or encoder-decoder model with a `RollbackCache`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         if model.get_output_embeddings() is None:
@@ -77,7 +76,7 @@ class TransformersTarget:
         self.model = model
         self.context_limit = context_limit(model.config)
         self.widths: dict[int, int] = {}
-        """Tokens of a verification to the number that it is padded to, where that is cheaper."""
+        """Padded width of a verification by its number of tokens; see `Costs.verify_widths`."""
 
     def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
         sources = [text.source for text in texts]
@@ -109,24 +108,24 @@ class TransformersTarget:
 
 TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
 HALF_TOLERANCE = 0.2
-"""Of the logits' standard deviation: rounding stays below it, a wrong position or mask rarely does."""
+"""Relative to the standard deviation of the logits: above rounding, below the effect of a wrong position or mask."""
 
 _PASSED: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 
 @torch.inference_mode()
 def require_tree_reading(model: PreTrainedModel) -> None:
-    """ConfigError, with the reason, unless `model` reads trees right. Asked once for each model."""
+    """Raise ConfigError, with the reason, unless tree logits equal path logits. Checked once for each model."""
     if model in _PASSED:
         return
     kind = getattr(model.config, "model_type", type(model).__name__)
     if not model.config.is_encoder_decoder and "position_ids" not in inspect.signature(model.forward).parameters:
-        # ALiBi and its like: so small a difference that the question below could miss it in half precision.
+        # ALiBi for example: the difference is so small that the check below could miss it in half precision.
         raise ConfigError(
-            f"model_type={kind!r} takes no position_ids: its positions follow from places in the cache, which a draft "
-            "tree's siblings share out wrongly; expected another target"
+            f"model_type={kind!r} takes no position_ids: it derives positions from indices in the cache, which are "
+            "wrong for the siblings of a draft tree; expected another target"
         )
-    context, draft = _question(model)
+    context, draft = _example(model)
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
     try:
         logits_NV = _as_tree(model, context, draft)
@@ -139,35 +138,36 @@ def require_tree_reading(model: PreTrainedModel) -> None:
     if bool(logits_NV.isnan().any()):
         dtype = str(logits_NV.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"model_type={kind!r} gives logits that are NaN in {dtype}: its weights are damaged, or overflow in that "
-            "dtype; expected finite logits"
+            f"model_type={kind!r} returns NaN logits in {dtype}: its weights are damaged, or overflow in that dtype; "
+            "expected finite logits"
         )
-    for node in (1, 3):  # siblings' children: wrong positions and wrong masks both show here
+    for node in (1, 3):  # children of siblings: wrong for wrong positions and for wrong masks
         expected_V = _as_path(model, [*context, *(draft.tokens[step] for step in draft.path(node))])
         gap = float((logits_NV[node + 1] - expected_V).abs().max() / expected_V.float().std().clamp_min(1e-6))
         if not gap < tolerance:
             raise ConfigError(
-                f"model_type={kind!r} reads a draft tree otherwise than its paths (logits differ by {gap:.2g} standard "
-                "deviations): its positions or masks cannot be set from outside; expected another target"
+                f"model_type={kind!r} has other logits for a draft tree than for its paths (by {gap:.2g} standard "
+                "deviations): it ignores the given positions or masks; expected another target"
             )
     _PASSED[model] = True
 
 
-def _question(model: PreTrainedModel) -> tuple[list[int], Draft]:
-    """Some tokens and two branches of two tokens behind them."""
+def _example(model: PreTrainedModel) -> tuple[list[int], Draft]:
+    """Return random tokens, and two branches of two tokens after them."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (10,), generator=torch.Generator().manual_seed(0)).tolist()
     return ids[:6], Draft(tuple(ids[6:]), (-1, 0, -1, 2))
 
 
 def _as_tree(model: PreTrainedModel, context: list[int], draft: Draft) -> Tensor:
+    """Return the logits [N + 1, V] of the root and the draft's nodes, read as a tree."""
     runner = ModelRunner(model, 1, [context])
     runner.append([context[:-1]])
     return runner.branch([RootedTree.of(context[-1], draft)], [list(range(len(draft) + 1))])[0]
 
 
 def _as_path(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """Logits [V] behind `tokens`, by a plain forward pass."""
+    """Return the logits [V] after `tokens` of a plain forward pass."""
     ids = torch.tensor([tokens], device=next(model.parameters()).device)
     if model.config.is_encoder_decoder:
         return model(input_ids=ids[:, :6], decoder_input_ids=ids).logits[0, -1]

@@ -1,4 +1,4 @@
-"""Verification rules by name. Each is a pure function of (p, draft, chance); `RULES` says what each may be given."""
+"""Verification rules by name. Each is a pure function of (p, draft, rng); `RULES` states the drafts that it accepts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,21 +21,22 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft, DrawnDraft
 
 Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
+"""A rule: the target's distributions [N + 1, V], the draft and the source of random draws to the result."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A verification rule for sampled decoding (greedy decoding has one rule, the argmax)."""
+    """A verification rule for sampled decoding; greedy decoding has one rule, the argmax."""
 
     name: str
     verify: Verify
     fits: Callable[[Draft], bool]
     takes: str
-    """What `fits` asks for, in words."""
+    """The drafts that `fits` accepts, in words."""
     lossless: bool = True
 
     def require(self, draft: Draft) -> None:
-        """ConfigError for a kind of draft that the rule would be wrong for."""
+        """Raise ConfigError for a kind of draft for which the rule is wrong."""
         if not self.fits(draft):
             kind = "drawn from q" if isinstance(draft, DrawnDraft) else "chosen, not drawn"
             shape = "chain" if draft.is_chain else "tree"
@@ -47,12 +48,12 @@ def _drawn_chain(draft: Draft) -> bool:
 
 
 def _drawn(draft: Draft, *, replacement: bool) -> bool:
-    # Without siblings the two ways of drawing are one.
+    # Without siblings, both ways of drawing are the same.
     return isinstance(draft, DrawnDraft) and (draft.is_chain or draft.replacement == replacement)
 
 
 def _ratio_rule(rule: Callable[[Tensor, DrawnDraft, Rng], VerifyResult]) -> Verify:
-    """`rule`, which weighs p against q, as a rule of any draft: `Rule.fits` refuses those without q before."""
+    """Return `rule`, which compares p with q, as a rule for any draft; `Rule.require` refuses drafts without q."""
 
     def verify(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
         assert isinstance(draft, DrawnDraft), "the draft has no q"
@@ -91,14 +92,14 @@ RULES: dict[str, Rule] = {
 
 
 def rule_named(name: str) -> Rule:
-    """The rule of that name, or ConfigError."""
+    """Return the rule of that name; ConfigError if there is none."""
     if name not in RULES:
         raise ConfigError.of("rule", name, f"one of {', '.join(RULES)}")
     return RULES[name]
 
 
 def best_rule(draft: Draft) -> Rule:
-    """The lossless rule that accepts most for this kind of draft."""
+    """Return the lossless rule that accepts most for this kind of draft."""
     if not isinstance(draft, DrawnDraft):
         return RULES["point-mass"]
     if draft.is_chain:
@@ -107,7 +108,7 @@ def best_rule(draft: Draft) -> Rule:
 
 
 def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
-    """Apply `rule` (None: the best lossless one for this draft), or refuse a draft that it would be wrong for."""
+    """Apply `rule` (None: `best_rule`) to a draft; ConfigError for a draft for which the rule is wrong."""
     if len(draft) == 0:
         return VerifyResult((), rng.categorical(p_PV[0]), ())
     rule = rule or best_rule(draft)

@@ -1,19 +1,14 @@
-"""Rules for chains that were drawn from q: the token rule and the block rule.
+"""Verification rules: functions of the target's distributions, the draft and `rng` that return a `VerifyResult`.
 
-`p_PV` is always [N + 1, V]: row 0 is the target's distribution behind the last committed token, row i + 1 the one
-behind draft node i.
+    token, block                                  chains drawn from q
+    siblings-iid, siblings-without-replacement    trees whose siblings were drawn from q, tested one after the other
+    traversal                                     the block rule for trees drawn without replacement, leaf by leaf
+    point-mass                                    any draft, however its tokens were chosen, sorted or pruned
+    typical                                       any draft; LOSSY: texts are not distributed as the target's
+    greedy                                        any draft under greedy decoding: the target's argmax
 
-Greedy verification: the target's argmax, nothing else.
-
-The point-mass rule: exact for candidates that were chosen, sorted or pruned in any way at all.
-
-Rules for trees whose siblings were drawn from q: one after the other, each against what p still owes.
-
-Traversal verification: the block rule for trees, leaf by leaf.
-
-Typical acceptance: LOSSY. It keeps likely draft tokens, so the text is no longer distributed as the target's.
-
-What a verification decides.
+`p_PV` is always [N + 1, V]: row 0 is the target's distribution after the last committed token, row i + 1 the one
+after draft node i.
 """
 
 from dataclasses import dataclass
@@ -27,15 +22,15 @@ from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The accepted path and the token behind it."""
+    """The accepted path and the token after it."""
 
     path: tuple[int, ...]
-    """Accepted nodes of the draft, from a child of the root downwards."""
+    """Accepted nodes of the draft, starting with a child of the root."""
     next_token: int
     """The correction after a rejection, or the bonus token after the path's last token."""
     overlap: tuple[float, ...]
-    """For each draft position that was tested, from the first on: sum over v of min(p_v, q_v); for tokens that were not
-    drawn from a q, the target's probability of the candidates; 1.0 or 0.0 under greedy decoding."""
+    """For each tested draft position, in order: sum over v of min(p_v, q_v); for tokens that were not drawn from q, the
+    target's probability of the candidates; 1.0 or 0.0 under greedy decoding."""
 
     @property
     def accepted(self) -> int:
@@ -44,10 +39,10 @@ class VerifyResult:
 
 
 def residual(p_V: Tensor, q_V: Tensor, scale: float = 1.0) -> Tensor:
-    """max(scale * p - q, 0), unnormalised: what the target still owes after a rejection. [V]
+    """Return the unnormalised distribution after a rejection, max(scale * p - q, 0): [V].
 
-    A rejection implies that something is left; only rounding can leave nothing, when both are equal up to the last
-    bit. Then p itself is what the residual tends to.
+    After a rejection it is not zero, except through rounding where p and q differ in the last bit only. Then p, the
+    limit of the residual, is returned.
     """
     rest_V = (scale * p_V - q_V).clamp_min(0)
     return rest_V if rest_V.any() else p_V
@@ -64,7 +59,7 @@ def token_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     q_NV = draft.q_NV
     overlap, ratios = _overlap_and_ratios(p_PV[:N], q_NV, draft)
     for i in range(N):
-        # Drawn even where it is certain: rounding then never shifts the draws that follow.
+        # Drawn even where acceptance is certain, so rounding does not shift the draws that follow.
         if rng.bernoulli(min(1.0, ratios[i])):
             continue
         return VerifyResult(tuple(range(i)), rng.categorical(residual(p_PV[i], q_NV[i])), overlap[: i + 1])
@@ -72,7 +67,7 @@ def token_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
 
 
 def block_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Accept the longest prefix that the whole block allows; never fewer tokens in expectation than the token rule.
+    """Accept the longest prefix that a joint test of the block allows; in expectation at least the token rule's.
 
     With p_0 = 1 and p_i = min(1, p_(i-1) p(x_i)/q(x_i)), prefix i is accepted with probability
     h_i = S_i / (S_i + 1 - p_i), S_i = sum_x max(p_i p(x) - q(x), 0), and the whole block with p_N. The residual is
@@ -89,7 +84,7 @@ def block_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     scale_N1 = torch.tensor(weights[:N], dtype=p_PV.dtype, device=p_PV.device)[:, None]
     surplus = (scale_N1 * p_PV[:N] - q_NV).clamp_min(0).sum(-1).tolist()
     accepted = 0
-    for i in range(N, 0, -1):  # the largest i that passes: lower ones need not be drawn
+    for i in range(N, 0, -1):  # the largest i that passes; smaller ones need no draw
         if rng.bernoulli(weights[N] if i == N else _ratio(surplus[i], surplus[i] + 1 - weights[i])):
             accepted = i
             break
@@ -101,7 +96,7 @@ def block_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
 
 
 def _overlap_and_ratios(p_NV: Tensor, q_NV: Tensor, draft: DrawnDraft) -> tuple[tuple[float, ...], list[float]]:
-    """Per position: sum of min(p, q), and p/q at the draft token."""
+    """Return for each position the sum of min(p, q), and p/q at the draft token."""
     tokens_N1 = torch.tensor(draft.tokens, device=p_NV.device)[:, None]
     overlap = torch.minimum(p_NV, q_NV).sum(-1)
     ratios = (p_NV.gather(1, tokens_N1) / q_NV.gather(1, tokens_N1))[:, 0]
@@ -109,14 +104,14 @@ def _overlap_and_ratios(p_NV: Tensor, q_NV: Tensor, draft: DrawnDraft) -> tuple[
 
 
 def _ratio(part: float, whole: float) -> float:
-    """part / whole, where 0/0 counts as 1: a prefix of weight one with nothing left to correct is kept."""
+    """Return part / whole, with 0/0 = 1: a prefix of weight one without a residual is accepted."""
     return part / whole if whole > 0 else 1.0
 
 
 def verify_greedy(target_tokens: list[int], draft: Draft) -> VerifyResult:
-    """Descend while a child equals the target's argmax, then emit the argmax.
+    """Descend while a child equals the target's argmax, then return the argmax as the next token.
 
-    `target_tokens`: [N + 1], the argmax behind the root and behind each node.
+    `target_tokens`: [N + 1], the argmax after the root and after each node.
     """
     if draft.is_chain:
         tokens, accepted = draft.tokens, 0
@@ -127,12 +122,12 @@ def verify_greedy(target_tokens: list[int], draft: Draft) -> VerifyResult:
     children = draft.children
     node, path = ROOT, []
     while True:
-        wanted = target_tokens[node + 1]
+        target_argmax = target_tokens[node + 1]
         below = children[node + 1]
-        match = next((child for child in below if draft.tokens[child] == wanted), None)
+        match = next((child for child in below if draft.tokens[child] == target_argmax), None)
         if match is None:
             overlap = (1.0,) * len(path) + ((0.0,) if below else ())
-            return VerifyResult(tuple(path), wanted, overlap)
+            return VerifyResult(tuple(path), target_argmax, overlap)
         path.append(match)
         node = match
 
@@ -140,8 +135,8 @@ def verify_greedy(target_tokens: list[int], draft: Draft) -> VerifyResult:
 def point_mass_rule(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Draw y ~ p; descend if y is among the children, otherwise y is the next token.
 
-    Every emitted token is a draw from p, so how the candidates came about cannot matter. It accepts with probability
-    sum_{x in children} p(x), the most that any rule can do for candidates that do not depend on chance.
+    Every emitted token is a draw from p, so the rule is exact for any choice of candidates. It accepts with probability
+    sum_{x in children} p(x), the maximum of any rule for candidates that are not random.
     """
     children = draft.children
     node, path, overlap = ROOT, [], []
@@ -160,17 +155,17 @@ def point_mass_rule(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
 
 
 def siblings_iid_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Siblings drawn independently: accept with min(1, p/q); after each rejection p becomes norm(max(p - q, 0)).
+    """Test independently drawn siblings: accept with min(1, p/q); a rejection sets p to norm(max(p - q, 0)).
 
-    q stays as it is. SpecInfer, Miao et al. 2023, arXiv:2305.09781, Algorithm 2.
+    q does not change. SpecInfer, Miao et al. 2023, arXiv:2305.09781, Algorithm 2.
     """
     return _descend(p_PV, draft, rng, shrink=False)
 
 
 def siblings_without_replacement_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Siblings drawn without replacement, tested in the order in which they were drawn.
+    """Test siblings that were drawn without replacement, in the order in which they were drawn.
 
-    As for independent ones, but after each rejection q loses the rejected token and is renormalised.
+    As for independent siblings, but each rejection also removes the token from q, which is renormalised.
     Sequoia, Chen et al. 2024, arXiv:2402.12374, Algorithm 1; recursive rejection sampling, Jeon et al. 2024,
     arXiv:2402.14160.
     """
@@ -178,6 +173,7 @@ def siblings_without_replacement_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng)
 
 
 def _descend(p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, shrink: bool) -> VerifyResult:
+    """Test the children of each accepted node in order; `shrink`: a rejection removes the token from q."""
     children = draft.children
     node, path, overlap = ROOT, [], []
     while below := children[node + 1]:
@@ -202,7 +198,7 @@ def _descend(p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, shrink: bool) -> Veri
 
 
 def without(q_V: Tensor, token: int) -> Tensor:
-    """q given that it is not `token`: [V]. All zero when nothing else had any probability."""
+    """Return q conditioned on any token except `token`: [V]; all zero when no other token has probability."""
     rest_V = q_V.clone()
     rest_V[token] = 0
     total = rest_V.sum()
@@ -210,15 +206,15 @@ def without(q_V: Tensor, token: int) -> Tensor:
 
 
 class _Node:
-    """The root or a draft token while leaves are tested: what p and q still hold below it, and its weight."""
+    """The root or a draft token during the traversal: its weight, and p and q after it without rejected children."""
 
     def __init__(self, p_V: Tensor, q_V: Tensor | None, children: list[int]) -> None:
         self.p_V, self.q_V = p_V, q_V
         self.children = list(children)
         self.weight = 1.0
 
-    def lose(self, token: int) -> None:
-        """A child failed: p becomes norm(max(w p - q, 0)), the weight S/(S + 1 - w), and q loses the child."""
+    def reject(self, token: int) -> None:
+        """Reject a child: p becomes norm(max(w p - q, 0)), the weight S/(S + 1 - w), and q loses the token."""
         assert self.q_V is not None, "a node with children has a q"
         rest_V = (self.weight * self.p_V - self.q_V).clamp_min(0)
         left = float(rest_V.sum())
@@ -230,10 +226,10 @@ class _Node:
 
 
 def traversal_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Try whole paths: accept the first remaining leaf's path with its weight, else delete the leaf and go on.
+    """Test whole paths: accept the path of the first remaining leaf with its weight, else remove the leaf and repeat.
 
-    The weight of a node is min(1, w_parent p(x)/q(x)) with what is left of p and q at its parent. Siblings were drawn
-    without replacement. On a chain this is the block rule. Weng et al. 2025, arXiv:2505.12398.
+    The weight of a node is min(1, w_parent p(x)/q(x)), with p and q at its parent after all rejections. Siblings are
+    drawn without replacement. On a chain this is the block rule. Weng et al. 2025, arXiv:2505.12398.
     """
     overlap = {}
     nodes = []
@@ -252,14 +248,14 @@ def traversal_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
             return _result(leaf, nodes, draft, rng, overlap)
         parent = nodes[draft.parents[leaf] + 1]
         parent.children.remove(leaf)
-        parent.lose(draft.tokens[leaf])
-        # The parent's weight and p changed: so do the weights below it on the paths that are left.
+        parent.reject(draft.tokens[leaf])
+        # The parent's weight and p have changed, and with them the weights of its remaining descendants.
         _weigh(draft.parents[leaf], nodes, draft)
     return _result(ROOT, nodes, draft, rng, overlap)
 
 
 def _weigh(start: int, nodes: list[_Node], draft: DrawnDraft) -> None:
-    """Set the weights of every node below `start` that is still there."""
+    """Set the weights of the remaining descendants of `start`."""
     below = [start]
     while below:
         parent = below.pop()
@@ -272,19 +268,21 @@ def _weigh(start: int, nodes: list[_Node], draft: DrawnDraft) -> None:
 
 
 def _result(leaf: int, nodes: list[_Node], draft: DrawnDraft, rng: Rng, overlap: dict[int, float]) -> VerifyResult:
+    """Accept the path to `leaf` and draw the next token from what is left of p after it."""
     path = draft.path(leaf)
     tested = [overlap[node] for node in [ROOT, *path] if node in overlap]
     return VerifyResult(tuple(path), rng.categorical(nodes[leaf + 1].p_V), tuple(tested))
 
 
 EPSILON, DELTA = 0.09, 0.3
+"""The paper's constants of typical acceptance."""
 
 
 def typical_rule(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
-    """Keep the longest path on which every token has p(x) > min(epsilon, delta exp(-H(p))); then draw from p.
+    """Accept the longest path on which every token has p(x) > min(epsilon, delta exp(-H(p))); then draw from p.
 
-    Cai et al. 2024, arXiv:2401.10774, section 3.3, with the paper's epsilon = 0.09 and delta = 0.3. Lossy: no choice of
-    the two makes the output the target's.
+    Cai et al. 2024, arXiv:2401.10774, section 3.3, with epsilon = 0.09 and delta = 0.3. Lossy for all values of
+    the two constants.
     """
     entropy_P = -(p_PV * p_PV.clamp_min(1e-30).log()).sum(-1)
     threshold_P = (DELTA * (-entropy_P).exp()).clamp_max(EPSILON).tolist()

@@ -1,6 +1,6 @@
-"""How a round's draft grows: chains of fixed, confident or adaptive length, and trees; by name in `named.py`.
+"""Policies, which decide how the draft of a round is built: chains of fixed or adaptive length, and trees.
 
-Policies by name, as the command line and reports write them: `best-first:size=16,depth=8`.
+The command line and reports name a policy with its settings: `best-first:size=16,depth=8`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def _tree(*, widths: str = "3x2x1", siblings: str = "best") -> StaticTree:
     try:
         counts = [int(width) for width in widths.split("x")]
     except ValueError as error:
-        raise ConfigError.of("widths", widths, "numbers of children a level, as in 3x2x1") from error
+        raise ConfigError.of("widths", widths, "numbers of children per level, as in 3x2x1") from error
     if siblings not in SIBLINGS:
         raise ConfigError.of("siblings", siblings, f"one of {', '.join(SIBLINGS)}")
     return StaticTree(widths_shape(counts), siblings)
@@ -38,22 +38,23 @@ KINDS: dict[str, tuple[Callable[..., Policy], dict[str, type]]] = {
     "best-first": (BestFirst, {"size": int, "depth": int}),
     "optimal-tree": (OptimalTree, {"size": int, "depth": int, "top_k": int}),
 }
-"""Name: what makes it, and its settings."""
+"""By name, the constructor of each policy and the types of its settings."""
 PLANNED = ("adaptive", "optimal-tree")
+"""Policies that plan with measured costs."""
 
 
 def check_policy(text: str) -> None:
-    """ConfigError unless `policy_named` can read `text`; nothing is measured."""
+    """Raise ConfigError unless `policy_named` can read `text`; nothing is measured."""
     policy_named(text, Costs({1: 1.0, 2: 1.5}, {1: 0.1}))
 
 
 def plans(text: str) -> bool:
-    """Whether the policy that `text` names plans with measured costs."""
+    """Return whether the policy that `text` names plans with measured costs."""
     return specified_name(text) in PLANNED
 
 
 def policy_named(text: str, costs: Costs | None = None) -> Policy:
-    """The policy that `text` names. `costs` for those that plan with them."""
+    """Return the policy that `text` names; `costs` are required by the policies in `PLANNED`."""
     name, values = parse_specification("policy", text, {name: settings for name, (_, settings) in KINDS.items()})
     make, _ = KINDS[name]
     return make(costs, **values) if name in PLANNED else make(**values)
@@ -63,7 +64,7 @@ DEFAULT_DRAFT_LENGTH = 4
 
 
 def default_policy(drafter: Drafter) -> Policy:
-    """A chain as long as the drafter was trained for."""
+    """Return a chain of the length that the drafter was trained for."""
     return Chain(drafter.draft_length_hint or drafter.max_draft_length or DEFAULT_DRAFT_LENGTH)
 
 

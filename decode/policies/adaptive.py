@@ -1,8 +1,8 @@
-"""Drafts that end where one more token would cost more than it brings, in tokens per second on this machine.
+"""Policies that maximize tokens per second on this machine, from measured costs and learned acceptance.
 
-Speed is a ratio, E[tokens] / E[seconds]. With lambda the best speed there is, a token is worth drafting when its
-chance of being accepted is at least lambda times the seconds that it adds; lambda is the fixed point at which the
-plan's own speed is lambda (Dinkelbach 1967). Both policies keep a running estimate of it.
+Speed is the ratio E[tokens] / E[seconds]. For the maximum speed lambda, drafting a token increases speed if its
+acceptance probability is at least lambda times the seconds that it adds; lambda is the fixed point at which the speed
+of the plan is lambda (Dinkelbach 1967). Both policies keep a running estimate of lambda.
 """
 
 from bisect import bisect_right
@@ -19,24 +19,25 @@ from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
-PRIOR, MOST = 4.0, 60.0
-"""Observations that a bin counts for before there are any, and the most that it keeps: older ones fade."""
+PRIOR, MOST_COUNTED = 4.0, 60.0
+"""Number of observations that the prior of a bin counts for, and the maximum that a bin keeps: older ones fade."""
 LEVELS = 4
-"""A drawn tree is drawn level by level: where nodes cost nothing, its size is made to last for about so many."""
+"""A tree is drawn level by level: where nodes cost almost nothing, its size is spread over about this many levels."""
 CAUTION = 3.0
-"""Expected acceptances at a depth before its own correction counts as much as that of the depth above."""
+"""Number of expected acceptances at a depth at which its own correction has as much weight as the previous depth's."""
 EXPLORED = 8
-"""Depth that drafts are given while a policy is being taught, so that it sees what it would not draft."""
+"""Depth of drafts during `calibrate`, so that a policy observes tokens that it would not draft otherwise."""
 FADING = 0.99
-"""Weight of the past in what was accepted at a depth, an observation."""
+"""Weight of earlier observations in the acceptance at a depth, per observation."""
 MEMORY = 0.97
-"""Weight of the past in the running speed, a round: about the last thirty rounds count."""
+"""Weight of earlier rounds in the running speed, per round: about the last thirty rounds count."""
 
 
 class Calibration:
-    """How often tokens of a given confidence were accepted, in bins that begin at a guess.
+    """Measured acceptance rate by confidence under q, in bins that start with a prior.
 
-    `prior` maps the drafter's confidence to that guess.
+    Args:
+        prior: maps a confidence to the expected acceptance rate.
     """
 
     def __init__(self, prior: Callable[[float], float]) -> None:
@@ -45,40 +46,41 @@ class Calibration:
         self._count = [PRIOR] * len(centres)
 
     def rate(self, confidence: float) -> float:
-        """The chance of acceptance of a token with this confidence."""
+        """Return the acceptance rate of tokens with this confidence."""
         place = bisect_right(EDGES, confidence)
         return self._accepted[place] / self._count[place]
 
     def observe(self, confidence: float, outcome: float) -> None:
-        """`outcome` in [0, 1]: whether it was accepted, or the known chance that it is."""
+        """Add an observation; `outcome` in [0, 1]: whether the token was accepted, or its acceptance probability."""
         place = bisect_right(EDGES, confidence)
         self._accepted[place] += outcome
         self._count[place] += 1
-        if self._count[place] > MOST:
-            self._accepted[place] *= MOST / self._count[place]
-            self._count[place] = MOST
+        if self._count[place] > MOST_COUNTED:
+            self._accepted[place] *= MOST_COUNTED / self._count[place]
+            self._count[place] = MOST_COUNTED
 
     @property
     def mean(self) -> float:
-        """The chance of a token about which nothing is known."""
+        """Acceptance rate over all bins, for a token of unknown confidence."""
         return sum(self._accepted) / sum(self._count)
 
 
 class Survival:
-    """How often a whole path is accepted, from the product of its tokens' chances and its depth.
+    """Probability that a whole path is accepted, from the product of its tokens' acceptance rates and its depth.
 
-    The product alone is too low for long paths: sure tokens come in runs, and the block rule lets a token that the
-    target likes better than the drafter make up for others. So it is corrected by what was accepted at that depth,
-    beside what was expected there; a depth that was hardly seen takes its correction from the one above.
+    The product is too low for long paths: accepted tokens are correlated, and under the block rule a token that is more
+    likely under p than under q compensates for others. It is corrected by the ratio of accepted to expected paths at
+    that depth; a depth with few observations takes over the correction of the previous depth.
     """
 
     def __init__(self) -> None:
         self._accepted: list[float] = []
         self._expected: list[float] = []
         self._corrections: list[float] | None = []
-        """By depth; None after something was observed."""
+        """By depth; None after an observation, until they are computed again."""
 
     def rate(self, product: float, depth: int) -> float:
+        """Return the corrected probability that a path of `depth` tokens is accepted."""
         return min(1.0, product * self._correction(depth))
 
     def _correction(self, depth: int) -> float:
@@ -92,7 +94,7 @@ class Survival:
         return self._corrections[min(depth, len(self._corrections)) - 1]
 
     def observe(self, product: float, depth: int, accepted: bool) -> None:
-        """A path of `depth` tokens was or was not accepted."""
+        """Add an observation: whether a path of `depth` tokens was accepted."""
         self._corrections = None
         while len(self._accepted) < depth:
             self._accepted.append(0.0)
@@ -102,12 +104,12 @@ class Survival:
 
 
 class Speed:
-    """Tokens per modelled second over the last rounds: the running lambda."""
+    """Running lambda: tokens per second over the last rounds, with seconds from `Costs`."""
 
     def __init__(self, costs: Costs, acceptance: float = 0.7) -> None:
         tokens = 1 + 2 * acceptance
         seconds = costs.round + 2 * costs.draft_seconds(1) + costs.verify_seconds(3)
-        # Begins as if a few rounds with two draft tokens had gone by.
+        # Starts as after four rounds with two draft tokens each.
         self._tokens, self._seconds = 4 * tokens, 4 * seconds
 
     def observe(self, tokens: float, seconds: float) -> None:
@@ -120,23 +122,26 @@ class Speed:
 
 
 class Experience:
-    """What a policy has learned so far: greedy and sampled runs apart, since they accept differently.
+    """The learned state of a policy, separate for greedy and sampled runs, whose acceptance differs.
 
-    A greedy target agrees with the drafter's favourite more often than the drafter is sure of it; a token drawn from q
-    is accepted with sum(min(p, q)), which is high even where q is flat. The guesses say so until there is evidence.
+    The target's argmax equals the drafter's most likely token more often than q of that token says; a token drawn from
+    q is accepted with probability sum(min(p, q)), which is high even for a flat q. The priors follow from this.
     """
 
     def __init__(self, costs: Costs, *, greedy: bool) -> None:
         self.speed = Speed(costs)
         if greedy:
-            guesses = [lambda c: c**0.5, lambda c: 0.7 * c, lambda c: 0.5 * c]
+            priors = [lambda c: c**0.5, lambda c: 0.7 * c, lambda c: 0.5 * c]
         else:
-            guesses = [lambda c: 0.5 + 0.5 * c, lambda c: 0.15 * (1 - c), lambda c: 0.05 * (1 - c)]
-        self._by_rank = [Calibration(guess) for guess in guesses]
+            priors = [lambda c: 0.5 + 0.5 * c, lambda c: 0.15 * (1 - c), lambda c: 0.05 * (1 - c)]
+        self._by_rank = [Calibration(prior) for prior in priors]
         self.survival = Survival()
 
     def rank(self, rank: int) -> Calibration:
-        """For a first child, a second, and all others. Confidence is the token's own q when greedy, else max q."""
+        """Return the calibration of first children, second children, or all others.
+
+        Confidence is the token's own q when greedy, else the maximum of q.
+        """
         return self._by_rank[min(rank, 2)]
 
     @property
@@ -146,19 +151,19 @@ class Experience:
 
 @dataclass
 class AdaptiveChain:
-    """A chain that goes on while the next token is worth it.
+    """A chain that continues while the next token increases the expected tokens per second.
 
-    Before the drafter's step the chance is guessed from what was accepted so far; behind it, with that cost sunk, from
-    the probability of q's most likely token. Both decisions fall before the token is drawn.
+    Before the drafter's step, acceptance is estimated from earlier rounds; after the step, whose cost is then spent,
+    from the maximum of q. Both decisions are made before the token is drawn.
     """
 
     learns: ClassVar[bool] = True
     costs: Costs
     draft_length: int = 16
     explores: bool = False
-    """Drafts deeper than pays, to learn; see `SpeculativeDecoder.calibrate`."""
+    """Draft deeper than is fastest, to learn; see `SpeculativeDecoder.calibrate`."""
     experience: dict[bool, Experience] = field(default_factory=dict, repr=False)
-    """By greedy or not. A text begins with a copy of it, see `fresh`."""
+    """By whether decoding is greedy. Each text starts with a copy, see `fresh`."""
 
     def __post_init__(self) -> None:
         require_counts(self, "draft_length")
@@ -169,8 +174,8 @@ class AdaptiveChain:
         return replace(self, experience=deepcopy(self.experience))
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        known = self.experience[builder.greedy]
-        node, survival, speed = ROOT, 1.0, known.speed.tokens_per_second
+        experience = self.experience[builder.greedy]
+        node, survival, speed = ROOT, 1.0, experience.speed.tokens_per_second
         while (depth := builder.depth(node)) < min(self.draft_length, builder.room):
             check = self.costs.verify_seconds(depth + 2) - self.costs.verify_seconds(depth + 1)
             step = self.costs.draft_seconds(1) + check
@@ -178,13 +183,13 @@ class AdaptiveChain:
             if (
                 depth > 0
                 and not explores
-                and known.survival.rate(survival * known.first.mean, depth + 1) < speed * step
+                and experience.survival.rate(survival * experience.first.mean, depth + 1) < speed * step
             ):
                 break
             q_V = builder.probabilities((yield [node]), [node])[0]
             confidence = float(q_V.max())
-            survival *= known.first.rate(confidence)
-            if depth > 0 and not explores and known.survival.rate(survival, depth + 1) < speed * check:
+            survival *= experience.first.rate(confidence)
+            if depth > 0 and not explores and experience.survival.rate(survival, depth + 1) < speed * check:
                 break
             child = builder.follow_q(q_V, node)
             if child is None:
@@ -195,14 +200,14 @@ class AdaptiveChain:
         return builder.draft()
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        known = self.experience[builder.greedy]
+        experience = self.experience[builder.greedy]
         for confidence, overlap in zip(builder.confidence, result.overlap, strict=False):
-            known.first.observe(confidence, overlap)
-        for place, chance in enumerate(builder.survival):
-            known.survival.observe(chance, place + 1, place < result.accepted)
+            experience.first.observe(confidence, overlap)
+        for place, survival in enumerate(builder.survival):
+            experience.survival.observe(survival, place + 1, place < result.accepted)
         steps = max(len(draft), 1)
         seconds = steps * self.costs.draft_seconds(1) + self.costs.verify_seconds(len(draft) + 1) + self.costs.round
-        known.speed.observe(result.accepted + 1, seconds)
+        experience.speed.observe(result.accepted + 1, seconds)
 
     def __str__(self) -> str:
         return f"adaptive:draft_length={self.draft_length}"
@@ -210,12 +215,12 @@ class AdaptiveChain:
 
 @dataclass
 class OptimalTree:
-    """A tree whose every node is worth its seconds: size and depth follow from costs and acceptance, not from settings.
+    """A tree whose size and depth follow from costs and acceptance: every node increases expected tokens per second.
 
-    Nodes are weighed by the calibrated chance that the accepted path reaches them. Another level is drafted while what
-    it may add pays for the drafter's pass. Greedy runs take the most likely candidates; of all of them those stay that
-    pay for their own verification. Sampled runs draw siblings without replacement, each while its chance pays, so that
-    the ratio rules apply: whether a token is drawn is settled by what stands above and before it.
+    Nodes are weighted by the calibrated probability that the accepted path reaches them. Another level is drafted while
+    its expected tokens are worth the drafter's pass. Greedy runs choose the most likely candidates and keep those that
+    are worth their verification. Sampled runs draw siblings without replacement while the next one is worth its
+    verification; this decision depends on earlier nodes only, so rules that compare p with q apply.
     """
 
     learns: ClassVar[bool] = True
@@ -224,9 +229,9 @@ class OptimalTree:
     depth: int = 16
     top_k: int = 4
     explores: bool = False
-    """Drafts deeper than pays, to learn; see `SpeculativeDecoder.calibrate`."""
+    """Draft deeper than is fastest, to learn; see `SpeculativeDecoder.calibrate`."""
     experience: dict[bool, Experience] = field(default_factory=dict, repr=False)
-    """By greedy or not. A text begins with a copy of it, see `fresh`."""
+    """By whether decoding is greedy. Each text starts with a copy, see `fresh`."""
 
     def __post_init__(self) -> None:
         require_counts(self, "size", "depth", "top_k")
@@ -240,37 +245,38 @@ class OptimalTree:
         return (yield from self._chosen(builder) if builder.greedy else self._drawn(builder))
 
     def _chosen(self, builder: DraftBuilder) -> Growing:
-        known = self.experience[True]
+        experience = self.experience[True]
         candidates, nodes = Candidates(builder), [ROOT]
         for depth in range(1, min(self.depth, builder.room) + 1):
             q_nV = builder.probabilities((yield nodes), nodes)
             builder.passes += 1
-            for node, chances, tokens in zip(nodes, *top(q_nV, self.top_k), strict=True):
-                rates = [known.rank(rank).rate(chance) for rank, chance in enumerate(chances)]
-                candidates.add(node, rates, tokens, chances)
-            worth = self._worth(candidates, known)
+            for node, confidences, tokens in zip(nodes, *top(q_nV, self.top_k), strict=True):
+                rates = [experience.rank(rank).rate(q) for rank, q in enumerate(confidences)]
+                candidates.add(node, rates, tokens, confidences)
+            worth = self._worth(candidates, experience)
             new = [place for place in worth if candidates.depth(place) == depth]
-            mass = sum(known.survival.rate(candidates.weight(place), depth) for place in new)
-            if depth == min(self.depth, builder.room) or not self._next_level_pays(mass, len(new), len(worth), known):
+            mass = sum(experience.survival.rate(candidates.weight(place), depth) for place in new)
+            pays = self._next_level_pays(mass, len(new), len(worth), experience)
+            if depth == min(self.depth, builder.room) or not pays:
                 break
             nodes = [candidates.node(place) for place in new]
-        draft = candidates.draft(self._worth(candidates, known) or candidates.best(1))
+        draft = candidates.draft(self._worth(candidates, experience) or candidates.best(1))
         kept = [candidates.of_node(node) for node in builder.origin(tuple(range(len(draft))))]
         builder.confidence, builder.ranks = [c.confidence for c in kept], [c.rank for c in kept]
         builder.survival = [c.weight for c in kept]
         return draft
 
-    def _worth(self, candidates: Candidates, known: Experience) -> list[int]:
-        """The candidates that pay for their own verification, best first."""
-        places, speed = candidates.best(self.size), known.speed.tokens_per_second
+    def _worth(self, candidates: Candidates, experience: Experience) -> list[int]:
+        """Return the candidates that are worth the seconds of their verification, most likely first."""
+        places, speed = candidates.best(self.size), experience.speed.tokens_per_second
         for count, place in enumerate(places):
-            if known.survival.rate(candidates.weight(place), candidates.depth(place)) < speed * self._slope(count):
+            if experience.survival.rate(candidates.weight(place), candidates.depth(place)) < speed * self._slope(count):
                 return places[:count]
         return places
 
     def _drawn(self, builder: DraftBuilder) -> Growing:
-        known = self.experience[False]
-        level, speed = [(ROOT, 1.0)], known.speed.tokens_per_second
+        experience = self.experience[False]
+        level, speed = [(ROOT, 1.0)], experience.speed.tokens_per_second
         for depth in range(1, min(self.depth, builder.room) + 1):
             nodes = [node for node, _ in level]
             q_nV = builder.probabilities((yield nodes), nodes)
@@ -280,9 +286,9 @@ class OptimalTree:
             first = nodes[0]
             for (node, weight), q_V, confidence in zip(level, q_nV, confidences, strict=True):
                 for rank in range(self.top_k):
-                    chance = weight * known.rank(rank).rate(confidence)
+                    survival = weight * experience.rank(rank).rate(confidence)
                     least = max(speed * self._slope(len(builder.tokens)), LEVELS / self.size)
-                    paid = known.survival.rate(chance, depth) >= least and len(builder.tokens) < self.size
+                    paid = experience.survival.rate(survival, depth) >= least and len(builder.tokens) < self.size
                     explores = self.explores and rank == 0 and node == first
                     if not paid and not explores and builder.tokens:  # the first token is always drafted
                         break
@@ -291,37 +297,37 @@ class OptimalTree:
                         break
                     builder.confidence.append(confidence)
                     builder.ranks.append(rank)
-                    builder.survival.append(chance)
-                    below.append((child, chance))
-            mass = sum(known.survival.rate(chance, depth) for _, chance in below)
+                    builder.survival.append(survival)
+                    below.append((child, survival))
+            mass = sum(experience.survival.rate(survival, depth) for _, survival in below)
             explores = self.explores and below and depth < EXPLORED
-            if not explores and not self._next_level_pays(mass, len(below), len(builder.tokens), known):
+            if not explores and not self._next_level_pays(mass, len(below), len(builder.tokens), experience):
                 break
             level = below
         return builder.draft()
 
-    def _next_level_pays(self, mass: float, width: int, nodes: int, known: Experience) -> bool:
-        """Whether a pass over `width` nodes, reached with chance `mass` in all, is likely to bring what it costs."""
+    def _next_level_pays(self, mass: float, width: int, nodes: int, experience: Experience) -> bool:
+        """Return whether a pass over `width` nodes, reached with total probability `mass`, is worth its seconds."""
         if width == 0:
             return False
         seconds = self.costs.draft_seconds(width) + self._slope(nodes) * width
-        return mass * known.first.mean >= known.speed.tokens_per_second * seconds
+        return mass * experience.first.mean >= experience.speed.tokens_per_second * seconds
 
     def _slope(self, nodes: int) -> float:
-        """Seconds that the next node adds to a verification of `nodes`; averaged, since a measured curve has steps."""
+        """Return the seconds that one more node adds to a verification, averaged over four nodes to smooth steps."""
         return (self.costs.verify_seconds(nodes + 5) - self.costs.verify_seconds(nodes + 1)) / 4
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        known = self.experience[builder.greedy]
+        experience = self.experience[builder.greedy]
         accepted, reached = set(result.path), {ROOT, *result.path}
         for node, parent in enumerate(draft.parents):
-            known.survival.observe(builder.survival[node], draft.depths[node], node in accepted)
+            experience.survival.observe(builder.survival[node], draft.depths[node], node in accepted)
             if parent in reached:
-                known.rank(builder.ranks[node]).observe(builder.confidence[node], float(node in accepted))
+                experience.rank(builder.ranks[node]).observe(builder.confidence[node], float(node in accepted))
         width = max(1, len(draft) // max(builder.passes, 1))
         seconds = self.costs.verify_seconds(len(draft) + 1) + builder.passes * self.costs.draft_seconds(width)
         seconds += self.costs.round
-        known.speed.observe(result.accepted + 1, seconds)
+        experience.speed.observe(result.accepted + 1, seconds)
 
     def __str__(self) -> str:
         return f"optimal-tree:size={self.size},depth={self.depth},top_k={self.top_k}"

@@ -1,4 +1,4 @@
-"""The interface of a draft-length or draft-tree policy."""
+"""The interface of a policy, which decides on the length or the tree of a draft."""
 
 from collections.abc import Generator
 from dataclasses import is_dataclass, replace
@@ -12,44 +12,44 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft
 
 Growing = Generator[list[int], Tensor, Draft]
-"""Yields the nodes whose continuation it wants (`[ROOT]` first), is sent their logits [n, V], returns the draft.
+"""Yields the nodes to extend next (`[ROOT]` first), is sent the logits after them [n, V], and returns the draft.
 
-Texts of a batch grow in lockstep, so one forward pass of the drafter serves them all.
+The drafts of a batch are built in lockstep, so one forward pass of the drafter covers all texts.
 """
 
 
 MOST = 1024
-"""Draft tokens of a round, on a path, or beside each other: each costs a row of logits over the vocabulary."""
+"""Maximum of every setting that counts draft tokens: each token needs a row of logits over the vocabulary."""
 
 
 class Policy(Protocol):
-    """Decides how a round's draft grows. It may use all that happened before, and q before a token is drawn from it."""
+    """Decides how the draft of a round is built, from earlier rounds and from q before a token is drawn from it."""
 
     learns: ClassVar[bool]
-    """Whether it changes with what is accepted; then it is a dataclass with a field `explores`, see `exploring`."""
+    """Whether it adapts to accepted tokens; then it is a dataclass with a field `explores`, see `exploring`."""
 
     def fresh(self) -> Self:
-        """A policy of these settings for one new text, which knows what this one knows and learns by itself.
+        """Return a policy for one new text, with the same settings and a copy of what this policy has learned.
 
-        So a seed gives the same text every time, whatever was decoded before or is decoded beside it.
+        A text therefore depends on its seed only, not on texts that were decoded before it or in the same batch.
         """
         ...
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        """Grow one text's draft at most `builder.room` >= 1 levels deep."""
+        """Build the draft of one text, at most `builder.room` >= 1 levels deep."""
         ...
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        """What became of a draft that `grow` made in `builder`."""
+        """Learn from the verification of a draft that `grow` built in `builder`."""
         ...
 
     def __str__(self) -> str:
-        """The name and settings, in the form that `policy_named` reads."""
+        """Return the name and settings in the form that `policy_named` reads."""
         ...
 
 
 def require_counts(policy: object, *keys: str) -> None:
-    """ConfigError unless these settings of `policy` are from 1 to `MOST`."""
+    """Raise ConfigError unless these settings of `policy` are from 1 to `MOST`."""
     for key in keys:
         value = getattr(policy, key)
         if not 1 <= value <= MOST:
@@ -57,6 +57,6 @@ def require_counts(policy: object, *keys: str) -> None:
 
 
 def exploring(policy: Policy, explores: bool) -> Policy:
-    """A copy of a policy that learns, for which drafts deeper than pays are worth their evidence, or no longer are."""
+    """Return a copy of a policy that learns; with `explores` it drafts deeper than is fastest, to learn more."""
     assert is_dataclass(policy), "a policy that learns is a dataclass with a field `explores`"
     return replace(policy, explores=explores)

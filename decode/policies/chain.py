@@ -1,4 +1,4 @@
-"""Chains: a fixed number of draft tokens, or as many as the drafter is sure of."""
+"""Chains: a fixed number of draft tokens, or a number that depends on the drafter's confidence."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -12,7 +12,7 @@ from draftsmith.heads.draft_tree import ROOT, Draft
 
 @dataclass(frozen=True)
 class Chain:
-    """`draft_length` (gamma) tokens in a row."""
+    """A chain of `draft_length` (gamma) tokens."""
 
     learns: ClassVar[bool] = False
     draft_length: int = 4
@@ -21,7 +21,7 @@ class Chain:
         require_counts(self, "draft_length")
 
     def fresh(self) -> Self:
-        """Itself: it remembers nothing."""
+        """Return the policy itself, which has no state."""
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
@@ -34,7 +34,7 @@ class Chain:
         return builder.draft()
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        """A fixed length learns nothing."""
+        """Do nothing: the length is fixed."""
 
     def __str__(self) -> str:
         return f"chain:draft_length={self.draft_length}"
@@ -42,10 +42,11 @@ class Chain:
 
 @dataclass(frozen=True)
 class ConfidenceChain:
-    """Stops before a token whose most likely candidate has less than `threshold` probability under q.
+    """A chain that ends before a position where the most likely token has less than `threshold` probability under q.
 
-    A drafter with a confidence head is asked for its own guess instead. The decision falls before the token is drawn,
-    so the ratio rules stay exact (non-anticipation). The first token is always drafted.
+    The confidence of a drafter with a confidence head is used instead of this probability. The decision is made before
+    the token is drawn, so rules that compare p with q remain exact (non-anticipation). The first token is always
+    drafted.
     """
 
     learns: ClassVar[bool] = False
@@ -58,7 +59,7 @@ class ConfidenceChain:
         require_counts(self, "draft_length")
 
     def fresh(self) -> Self:
-        """Itself: it remembers nothing."""
+        """Return the policy itself, which has no state."""
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
@@ -73,7 +74,7 @@ class ConfidenceChain:
         return builder.draft()
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        """A fixed threshold learns nothing."""
+        """Do nothing: the threshold is fixed."""
 
     def __str__(self) -> str:
         return f"confidence:threshold={self.threshold:g},draft_length={self.draft_length}"

@@ -1,6 +1,6 @@
-"""Trees that grow where the drafter puts its probability; verified by the point-mass rule, exact for any choice.
+"""Trees of the most likely paths under q; verified by the point-mass rule, which is exact for any choice.
 
-dynamic    EAGLE-2: the best few per level are extended, the most likely of all are kept
+dynamic    EAGLE-2: extends the most likely paths of each level and keeps the most likely nodes of all
 best-first the `size` most likely prefixes, exactly
 """
 
@@ -19,75 +19,79 @@ from draftsmith.heads.draft_tree import ROOT, Draft
 
 
 class Candidate(NamedTuple):
-    """A token that could join a chosen tree."""
+    """A token that may be added to a chosen tree."""
 
     weight: float
-    """The chance of its whole path, as the policy sees it."""
+    """The policy's estimate of the probability of the path to it."""
     parent: int
     token: int
     confidence: float
-    """Its own probability under the drafter."""
+    """Probability of the token under q."""
     rank: int
-    """Its place among its siblings, 0 for the most likely."""
+    """Index among its siblings, 0 for the most likely."""
 
 
 class Candidates:
-    """Every token seen so far that could join a chosen tree, each after its parent."""
+    """All tokens so far that may be added to a chosen tree, each after its parent."""
 
     def __init__(self, builder: DraftBuilder) -> None:
-        self._growth = builder
-        self._found: list[Candidate] = []
+        self._builder = builder
+        self._candidates: list[Candidate] = []
         self._nodes: dict[int, int] = {}
-        """Place in `_found` to node, for those that the drafter has been asked about."""
+        """The node of each index in `_candidates`, for candidates that are nodes of the builder."""
         self._of_node: dict[int, Candidate] = {}
 
     def add(
         self, node: int, rates_k: Sequence[float], tokens_k: Sequence[int], confidence_k: Sequence[float] | None = None
     ) -> None:
-        """Tokens that may follow `node`, with the chance of each; `confidence_k`: q itself, where the chance is not."""
+        """Add k tokens that may follow `node`.
+
+        `rates_k`: the estimated probability of each, by which weights multiply. `confidence_k`: their probabilities
+        under q, where the rates are others.
+        """
         weight = 1.0 if node == ROOT else self._of_node[node].weight
         rows = zip(rates_k, tokens_k, confidence_k or rates_k, strict=True)
         for rank, (rate, token, confidence) in enumerate(rows):
             if confidence > 0:
-                self._found.append(Candidate(weight * rate, node, token, confidence, rank))
+                self._candidates.append(Candidate(weight * rate, node, token, confidence, rank))
 
     def best(self, count: int, depth: int | None = None) -> list[int]:
-        """Places of the `count` most likely, at `depth` alone or anywhere."""
-        places = [place for place in range(len(self._found)) if depth is None or self.depth(place) == depth]
-        return sorted(places, key=lambda place: (-self._found[place].weight, place))[:count]
+        """Return the indices of the `count` most likely candidates, at `depth` or at any depth."""
+        places = [place for place in range(len(self._candidates)) if depth is None or self.depth(place) == depth]
+        return sorted(places, key=lambda place: (-self._candidates[place].weight, place))[:count]
 
     def depth(self, place: int) -> int:
-        return self._growth.depth(self._found[place].parent) + 1
+        return self._builder.depth(self._candidates[place].parent) + 1
 
     def weight(self, place: int) -> float:
-        return self._found[place].weight
+        return self._candidates[place].weight
 
     def node(self, place: int) -> int:
-        """The candidate as a node of the growth, added now if it is not there yet."""
+        """Return the node of a candidate, which is added to the builder if it is not a node yet."""
         if place not in self._nodes:
-            candidate = self._found[place]
-            self._nodes[place] = self._growth.choose(candidate.parent, candidate.token)
+            candidate = self._candidates[place]
+            self._nodes[place] = self._builder.choose(candidate.parent, candidate.token)
             self._of_node[self._nodes[place]] = candidate
         return self._nodes[place]
 
     def of_node(self, node: int) -> Candidate:
-        """The candidate that became `node`."""
+        """Return the candidate of `node`."""
         return self._of_node[node]
 
     def draft(self, places: list[int]) -> Draft:
-        """A draft of these candidates; a child is as likely as its parent at most, so none lacks its parent."""
-        return self._growth.pruned(sorted(self.node(place) for place in places))
+        """Return a draft of the most likely candidates; a child's weight is at most its parent's, which is included."""
+        return self._builder.pruned(sorted(self.node(place) for place in places))
 
 
 def top(q_nV: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
-    """The `count` most likely tokens of each row: their probabilities and ids."""
+    """Return the `count` most likely tokens of each row: their probabilities and ids."""
     best = q_nV.topk(min(count, q_nV.shape[-1]))
     return best.values.tolist(), best.indices.tolist()
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2: extend the `top_k` most likely paths of each level, then keep the `size` most likely nodes of all.
+    """EAGLE-2: extends the `top_k` most likely paths of each level, then keeps the `size` most likely nodes of all.
 
     Li et al. 2024, arXiv:2406.16858, section 4.
     """
@@ -101,7 +105,7 @@ class DynamicTree:
         require_counts(self, "size", "depth", "top_k")
 
     def fresh(self) -> Self:
-        """Itself: it remembers nothing."""
+        """Return the policy itself, which has no state."""
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
@@ -118,7 +122,7 @@ class DynamicTree:
         return candidates.draft(candidates.best(self.size))
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        """The tree follows q alone."""
+        """Do nothing: the tree depends on q only."""
 
     def __str__(self) -> str:
         return f"dynamic-tree:size={self.size},depth={self.depth},top_k={self.top_k}"
@@ -128,8 +132,8 @@ class DynamicTree:
 class BestFirst:
     """The `size` prefixes that are most likely under the drafter, at most `depth` deep.
 
-    Level by level, whatever stands among the best so far is extended; more candidates only ever raise the bar, so after
-    the last level the best are found exactly. Wang et al. 2024 (OPT-Tree), arXiv:2406.17276.
+    Each level extends the nodes that are among the `size` most likely so far. Further candidates can only displace
+    less likely ones, so the result after the last level is exact. Wang et al. 2024 (OPT-Tree), arXiv:2406.17276.
     """
 
     learns: ClassVar[bool] = False
@@ -140,7 +144,7 @@ class BestFirst:
         require_counts(self, "size", "depth")
 
     def fresh(self) -> Self:
-        """Itself: it remembers nothing."""
+        """Return the policy itself, which has no state."""
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
@@ -157,7 +161,7 @@ class BestFirst:
         return candidates.draft(candidates.best(self.size))
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        """The tree follows q alone."""
+        """Do nothing: the tree depends on q only."""
 
     def __str__(self) -> str:
         return f"best-first:size={self.size},depth={self.depth}"

@@ -1,10 +1,10 @@
-"""Draft trees of a given shape, and drawn trees that are wide where the drafter is likely to be read.
+"""Draft trees of a fixed shape, and drawn trees whose width follows the probability of each path.
 
-    static     the shape is given: paths of ranks, as (0,), (1,), (0, 0) for the best, the second, and the best's best
-    measured   a static shape that follows from how often each rank was accepted at each depth
-    sampled    every node draws as many children as its path is likely, so the ratio rules stay exact
+    static     a given shape, as paths of ranks: (0,), (1,), (0, 0) are the best token, the second, and the best's best
+    measured   a static shape that is computed from the acceptance of each rank at each depth
+    sampled    every node draws a number of children in proportion to q of its path, so rules with q remain exact
 
-Chosen trees are verified by the point-mass rule, which is exact for any choice at all.
+Chosen trees are verified by the point-mass rule, which is exact for any choice.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Path = tuple[int, ...]
 
 
 def widths_shape(widths: Sequence[int]) -> tuple[Path, ...]:
-    """The shape in which every node at depth d has `widths[d]` children."""
+    """Return the shape in which every node at depth d has `widths[d]` children."""
     paths: list[Path] = []
     level: list[Path] = [()]
     for width in widths:
@@ -38,31 +38,31 @@ def widths_shape(widths: Sequence[int]) -> tuple[Path, ...]:
 
 
 def best_shape(acceptance: Sequence[Sequence[float]], size: int) -> tuple[Path, ...]:
-    """The `size` paths that are most often accepted.
+    """Return the `size` paths that are accepted most often.
 
-    `acceptance[d][r]`: how often the target takes the drafter's rank r at depth d, given that it took what came
-    before. As paths multiply, the best ones are prefix-closed.
+    `acceptance[d][r]`: acceptance of the drafter's rank r at depth d, given that the path before it was accepted. The
+    acceptance of a path is the product, so the best paths contain their prefixes.
     """
-    found: list[tuple[float, Path]] = []
+    best: list[tuple[float, Path]] = []
     frontier: list[tuple[float, Path]] = [(1.0, ())]
-    while frontier and len(found) <= size:
+    while frontier and len(best) <= size:
         frontier.sort(key=lambda entry: (-entry[0], len(entry[1]), entry[1]))
         weight, path = frontier.pop(0)
-        found.append((weight, path))
+        best.append((weight, path))
         if len(path) < len(acceptance):
             frontier += [(weight * rate, (*path, rank)) for rank, rate in enumerate(acceptance[len(path)]) if rate > 0]
-    return tuple(sorted((path for _, path in found[1 : size + 1]), key=lambda path: (len(path), path)))
+    return tuple(sorted((path for _, path in best[1 : size + 1]), key=lambda path: (len(path), path)))
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree of a given shape. Ranks are the drafter's order, or with drawn siblings the order of drawing."""
+    """A tree of a given shape. Ranks order siblings by q, or drawn siblings in the order of drawing."""
 
     learns: ClassVar[bool] = False
     shape: tuple[Path, ...]
     siblings: Siblings = "best"
     _children: dict[Path, list[int]] = field(init=False, repr=False, compare=False)
-    """Ranks of the children of each path that has some."""
+    """Ranks of the children of each path with children."""
 
     def __post_init__(self) -> None:
         if not self.shape:
@@ -72,12 +72,14 @@ class StaticTree:
         for path in sorted(self.shape):
             drawn_before = self.siblings == "best" or path[-1] == len(children.get(path[:-1], []))
             if path[:-1] not in known or path[-1] < 0 or not drawn_before:
-                raise ConfigError.of("shape", path, "its parent, and of drawn siblings all earlier ones, in it too")
+                raise ConfigError.of(
+                    "shape", path, "its parent, and of drawn siblings all earlier ones, as other paths"
+                )
             children.setdefault(path[:-1], []).append(path[-1])
         object.__setattr__(self, "_children", children)
 
     def fresh(self) -> Self:
-        """Itself: it remembers nothing."""
+        """Return the policy itself, which has no state."""
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
@@ -100,7 +102,7 @@ class StaticTree:
         return builder.draft()
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        """A fixed shape learns nothing."""
+        """Do nothing: the shape is fixed."""
 
     def __str__(self) -> str:
         depth = max(len(path) for path in self.shape)
@@ -112,49 +114,49 @@ class StaticTree:
 
 
 PROBE_WIDTHS = (8, 3, 2, 1, 1, 1)
-"""Children a level of the tree that ranks are counted with; deeper or lower ranks are taken as never accepted."""
+"""Children per level of the tree that measures acceptance; deeper or lower ranks count as never accepted."""
 
 
 @dataclass
 class MeasuredTree:
-    """The static tree of `size` nodes that is accepted longest, from how often each rank is accepted at each depth.
+    """The static tree of `size` nodes with the largest acceptance length, from the acceptance of each rank and depth.
 
-    Until there is evidence (see `SpeculativeDecoder.calibrate`) it drafts a wide tree to count with; then the shape
-    stands still. Verified by the point-mass rule.
+    Without measurements (see `SpeculativeDecoder.calibrate`) it drafts a wide tree, in which it counts acceptance;
+    after that the shape is fixed within a text. Verified by the point-mass rule.
     """
 
     learns: ClassVar[bool] = True
     size: int = 16
     explores: bool = False
-    """Drafts the wide tree, to count; see `SpeculativeDecoder.calibrate`."""
+    """Draft the wide tree to measure acceptance; see `SpeculativeDecoder.calibrate`."""
     accepted: list[list[int]] = field(default_factory=lambda: [[0] * width for width in PROBE_WIDTHS], repr=False)
     reached: list[int] = field(default_factory=lambda: [0] * len(PROBE_WIDTHS), repr=False)
-    """By depth: how often a node's children were tested, and which of their ranks was accepted."""
+    """By depth: how often children were tested (`reached`), and how often each rank was accepted (`accepted`)."""
     _tree: StaticTree | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_counts(self, "size")
 
     def fresh(self) -> Self:
-        """A text begins with the shape that the counts so far suggest, and counts on."""
+        """Return a copy that uses the best shape by the counts so far and continues to count."""
         copy = replace(self, accepted=[list(row) for row in self.accepted], reached=list(self.reached))
         copy._tree = StaticTree(copy.shape())
         return copy
 
     def shape(self) -> tuple[Path, ...]:
-        """The best shape by the counts; the wide one without any."""
+        """Return the best shape by the counts; without any, the wide shape."""
         if self.explores or self.reached[0] == 0:
             return widths_shape(PROBE_WIDTHS)
         return best_shape(self.acceptance, self.size)
 
     @property
     def acceptance(self) -> list[list[float]]:
-        """`acceptance[depth][rank]`, given that the path so far was accepted."""
+        """`acceptance[depth][rank]`, given that the path before it was accepted."""
         rows = zip(self.accepted, self.reached, strict=True)
         return [[count / max(reached, 1) for count in counts] for counts, reached in rows]
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        assert self._tree is not None, "a policy grows after `fresh`"
+        assert self._tree is not None, "`fresh` comes before `grow`"
         return (yield from self._tree.grow(builder))
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
@@ -171,10 +173,10 @@ class MeasuredTree:
 
 @dataclass(frozen=True)
 class SampledTree:
-    """A drawn tree in which a node gets round(width * q(path)) children: many where the drafter is sure to be read.
+    """A drawn tree in which every node has round(width * q(path)) children.
 
-    How many depends on the tokens above the node and on nothing below or beside it, and is settled before they are
-    drawn. Siblings are drawn without replacement, or as `siblings` says.
+    This number depends on the tokens on the path to the node only, and is known before the children are drawn. Siblings
+    are drawn without replacement, or as `siblings` says.
     """
 
     learns: ClassVar[bool] = False
@@ -188,7 +190,7 @@ class SampledTree:
             raise ConfigError.of("siblings", self.siblings, "without-replacement or iid: a sampled tree is drawn")
 
     def fresh(self) -> Self:
-        """Itself: it remembers nothing."""
+        """Return the policy itself, which has no state."""
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
@@ -211,14 +213,14 @@ class SampledTree:
         return builder.draft()
 
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        """The shape follows q alone."""
+        """Do nothing: the shape depends on q only."""
 
     def __str__(self) -> str:
         return f"sampled-tree:width={self.width},depth={self.depth},siblings={self.siblings}"
 
 
 def choose_ranks(builder: DraftBuilder, node: int, q_V: Tensor, ranks: list[int]) -> list[tuple[int, int]]:
-    """The tokens of these ranks as children of `node`: (rank, child) of each that has any probability."""
+    """Add the tokens of these ranks as children of `node`; return (rank, child) of each with any probability."""
     best = q_V.topk(min(ranks[-1] + 1, q_V.shape[0]))
     values, tokens = best.values.tolist(), best.indices.tolist()
     allowed = [rank for rank in ranks if rank < len(values) and values[rank] > 0]
@@ -228,6 +230,6 @@ def choose_ranks(builder: DraftBuilder, node: int, q_V: Tensor, ranks: list[int]
 def draw_children(
     builder: DraftBuilder, node: int, q_V: Tensor, count: int, siblings: Siblings
 ) -> list[tuple[int, int]]:
-    """`count` children drawn from q: (order of drawing, child) of each; fewer where nothing is left to draw."""
+    """Draw `count` children from q, or fewer where q has no token left; return (order of drawing, child) of each."""
     drawn = [builder.draw(node, q_V, replacement=siblings == "iid") for _ in range(count)]
     return [(order, child) for order, child in enumerate(drawn) if child is not None]

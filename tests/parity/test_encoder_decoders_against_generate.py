@@ -85,7 +85,7 @@ def test_encoder_outputs_replace_the_tokens(target: T5ForConditionalGeneration) 
 def test_padding_in_the_prefix_is_refused(target: T5ForConditionalGeneration) -> None:
     prefix = {"decoder_input_ids": IDS[:, :3], "decoder_attention_mask": torch.tensor([[1, 0, 1]] * 3)}
     own = as_custom_generate(None)
-    with pytest.raises(ConfigError, match=r"decoder_attention_mask=...\) hides tokens; expected decoder_input_ids"):
+    with pytest.raises(ConfigError, match=r"decoder_attention_mask=...\) masks tokens; expected decoder_input_ids"):
         target.generate(IDS, custom_generate=own, **prefix, **OPTIONS)
 
 
@@ -114,7 +114,7 @@ def test_other_positions_are_refused(tiny_target: LlamaForCausalLM) -> None:
     own, ids = as_custom_generate(None), IDS.flip(1)
     options = {"attention_mask": (ids > 0).long(), "pad_token_id": 0, "custom_generate": own, **OPTIONS}
     tiny_target.generate(ids, **options)
-    with pytest.raises(ConfigError, match=r"generate\(position_ids=...\) counts otherwise"):
+    with pytest.raises(ConfigError, match=r"generate\(position_ids=...\) differs from the mask"):
         tiny_target.generate(ids, position_ids=torch.arange(5).expand(3, 5) + 1, **options)
     with pytest.raises(ConfigError, match=r"generate\(inputs_embeds=...\) is not supported here; expected input_ids"):
         tiny_target.generate(inputs_embeds=tiny_target.get_input_embeddings()(ids), **options)

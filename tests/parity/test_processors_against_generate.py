@@ -160,7 +160,7 @@ def test_an_empty_distribution_is_reported_with_the_name_of_its_processor(
             return scores if input_ids.shape[1] < 8 else torch.full_like(scores, -torch.inf)
 
     for temperature in (0.0, 1.0):
-        with pytest.raises(DraftsmithError, match=r"logits_processor=Nothing forbids every token behind 8 tokens"):
+        with pytest.raises(DraftsmithError, match=r"logits_processor=Nothing forbids every token after 8 tokens"):
             SpeculativeDecoder(tiny_target, drafter).generate(
                 PROMPTS[0], temperature=temperature, logits_processor=[OnlyEven(), Nothing()], eos_token_id=None
             )
