@@ -140,7 +140,7 @@ class SpeculativeDecoder:
 
     @property
     def lossless(self) -> bool:
-        """Whether sampled texts are distributed as the target's. Greedy texts always equal the target's."""
+        """True if sampled texts are distributed as the target's; greedy texts always equal the target's."""
         return self.rule is None or self.rule.lossless
 
     def generate(
@@ -264,7 +264,7 @@ class SpeculativeDecoder:
 
     @property
     def learns(self) -> bool:
-        """Whether the policy learns, so that `calibrate` has an effect."""
+        """True if the policy learns, so that `calibrate` has an effect."""
         return self.policy is not None and self.policy.learns
 
     def _sequence(self, number: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int) -> DecodeSequence:

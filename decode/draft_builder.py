@@ -42,7 +42,7 @@ class DraftBuilder:
         self.kept: list[int] | None = None
         """Nodes of the draft, in its order; None where no node was pruned."""
         self.confidence: list[float] = []
-        """For each node of the draft, the probability under q that the policy based its decision on; see `observe`."""
+        """For each node of the draft, the probability under q that the policy decided by, for `Policy.observe`."""
         self.survival: list[float] = []
         """For each node of the draft, the policy's estimate of the probability that the path to it is accepted."""
         self.ranks: list[int] = []

@@ -1,4 +1,4 @@
-"""Exact output distributions: every random choice is branched over instead of drawn."""
+"""Exact output distributions: every outcome of every random draw is enumerated."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ Tokens = tuple[int, ...]
 
 
 class LookedAt(Exception):
-    """What happens next depends on an open token, so its outcomes have to be branched over."""
+    """Raised when code reads an open token, whose outcomes must then be enumerated."""
 
 
 class Open:
-    """A drawn token that nobody has looked at yet: it stands for all of its outcomes at once.
+    """A drawn token that no code has read yet: it represents all of its outcomes.
 
-    The correction or bonus is a rule's last draw and is returned unseen, so one run of the rule serves all V of them.
-    A rule that does look at the token is run again for each.
+    The correction or bonus is the last draw of a rule, which returns it without reading it, so one run of the rule
+    covers all V outcomes. A rule that reads the token is run again for each outcome.
     """
 
     def __init__(self, weights: list[float]) -> None:
@@ -35,9 +35,9 @@ class Open:
 
 
 class BranchingRng:
-    """Follows `path`, then takes the first possible outcome of every further choice and notes the others.
+    """Follows the outcomes `path`, then takes the first possible outcome of every further draw and records the others.
 
-    With `leave_open`, a token drawn behind `path` is an `Open` one.
+    With `leave_open`, a token that is drawn after `path` is `Open`.
     """
 
     def __init__(self, path: tuple[int, ...] = (), *, leave_open: bool = False) -> None:
@@ -50,7 +50,7 @@ class BranchingRng:
     def _branch(self, weights: list[float]) -> int:
         assert min(weights) >= 0, f"not a distribution: {weights}"
         if self.open is not None:
-            raise LookedAt  # a choice behind an open token might depend on it
+            raise LookedAt  # a draw after an open token might depend on it
         if len(self.taken) < len(self.path):
             outcome = self.path[len(self.taken)]
         else:
@@ -77,7 +77,7 @@ class BranchingRng:
 def outcomes(
     run: Callable[[BranchingRng], Any], *, start: tuple[int, ...] = (), leave_open: bool = False
 ) -> Iterator[tuple[float, Any]]:
-    """(probability, result) of every way that `run` can go after the choices `start`."""
+    """Yield (probability, result) for every sequence of outcomes of `run` that begins with `start`."""
     pending = [start]
     while pending:
         rng = BranchingRng(pending.pop(), leave_open=leave_open)
@@ -91,7 +91,7 @@ def outcomes(
 
 
 def spread(token: int | Open) -> list[tuple[int, float]]:
-    """The outcomes of a token with their probabilities; a known token has one."""
+    """Return the outcomes of a token with their probabilities; a known token has one."""
     return token.outcomes if isinstance(token, Open) else [(token, 1.0)]
 
 
@@ -106,7 +106,7 @@ def total_variation(a: dict[Any, float], b: dict[Any, float]) -> float:
 def string_distribution(
     p: Callable[[Tokens], list[float]], count: int, eos: frozenset[int], start: Tokens = ()
 ) -> Iterator[tuple[Tokens, float]]:
-    """The target's own text: every string of `count` new tokens, or fewer where it ends, given that it has `start`."""
+    """Yield every continuation of `start` to `count` new tokens (fewer with an EOS), with its probability under p."""
     if len(start) == count or (start and start[-1] in eos):
         yield start, 1.0
         return
@@ -121,7 +121,7 @@ def string_distribution(
 
 @dataclass
 class State:
-    """A decoder after some rounds, with its texts, which it forgets when they have ended."""
+    """A decoder after some rounds, with its texts, which the decoder drops when they have ended."""
 
     decoding: DecodeLoop
     texts: tuple[DecodeSequence, ...]
@@ -134,7 +134,7 @@ class State:
 
 
 def played(make: Callable[[], DecodeLoop], rng: BranchingRng, rounds: int | None = None) -> State:
-    """A decoder from its prompts through `rounds` rounds, or to the end."""
+    """Return the state of a new decoder after `rounds` rounds, or at the end."""
     decoding = make()
     texts = tuple(decoding.texts)
     for text in texts:
@@ -148,20 +148,20 @@ def played(make: Callable[[], DecodeLoop], rng: BranchingRng, rounds: int | None
 
 
 def whole_runs(make: Callable[[], DecodeLoop]) -> dict[tuple[Tokens, ...], float]:
-    """The probability of every batch of texts, with nothing merged."""
-    found: dict[tuple[Tokens, ...], float] = {}
+    """Return the probability of every batch of texts; no histories are merged."""
+    distribution: dict[tuple[Tokens, ...], float] = {}
     for weight, state in outcomes(lambda rng: played(make, rng)):
-        add(found, state.tokens, weight)
-    return found
+        add(distribution, state.tokens, weight)
+    return distribution
 
 
 def merged_runs(
     make: Callable[[], DecodeLoop], same_state: Callable[[DecodeLoop, DecodeLoop], bool]
 ) -> dict[tuple[Tokens, ...], float]:
-    """The same, one round at a time, with histories of equal tokens merged.
+    """Return the same as `whole_runs`, one round at a time, with histories of equal tokens merged.
 
-    `same_state` checks that nothing else of the decoder's state (caches, pointers) differs between two of them; then
-    the first is replayed for both.
+    `same_state` checks that the rest of the decoder's state (caches, lengths) is equal; then the first history is
+    replayed for both.
     """
     waiting: dict[tuple[Tokens, ...], tuple[float, State]] = {}
     finished: dict[tuple[Tokens, ...], float] = {}

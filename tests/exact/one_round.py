@@ -1,8 +1,8 @@
-"""One round of speculation, enumerated: what it commits, completed by the target itself.
+"""Enumerates one round of speculation: the committed tokens, continued by the target.
 
 A round is exact iff its random outcome, continued by sampling from the target, has the target's distribution over all
 strings. Any number of exact rounds is then exact by induction: replace the last round by the target, then the one
-before it. So one round behind one text proves a rule, for texts, models and settings at random.
+before it. Testing one round after one text is therefore sufficient for a rule; models and settings vary.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from draftsmith.decode.verification import RULES, VerifyResult, verify, verify_g
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 PROMPT = (0, 3, 0, 3)
-"""Repeats itself, so that repetition penalties and forbidden n-grams apply from the first token on."""
+"""Repetitive, so that repetition penalties and forbidden n-grams apply from the first new token on."""
 EXACT = 1e-12
-"""fp64 sums over at most 3,125 strings; a wrong rule is off by 1e-6 at the very least."""
+"""Tolerance of fp64 sums over at most 3,125 strings; the error of a wrong rule is at least 1e-6."""
 GAMMA = 2
 PLAIN = Sampling(1.0)
 DRAFTER_SEEDS = 1000
-"""Drafter i has seed 1000 + i, so that no drafter is any target."""
+"""Drafter i has seed 1000 + i, so that no drafter equals a target."""
 
 Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
 Drafts = list[tuple[float, Draft]]
@@ -39,7 +39,7 @@ Drafts = list[tuple[float, Draft]]
 
 @dataclass(frozen=True)
 class Setting:
-    """How p and q come about from the two models."""
+    """How p and q are computed from the two models."""
 
     sampling: Sampling = PLAIN
     extra: tuple[LogitsProcessor, ...] = ()
@@ -49,11 +49,11 @@ class Setting:
     equal: bool = False
     """The drafter is the target."""
     independent: bool = False
-    """The drafter does not read its own tokens."""
+    """The drafter does not read its own draft tokens."""
 
 
 class Round:
-    """One round behind `PROMPT`, for one pair of models in one setting.
+    """One round after `PROMPT`, for one pair of models in one setting.
 
     `count` new tokens are compared: one more than a draft of `gamma` levels can commit, so every outcome is continued.
     """
@@ -71,7 +71,7 @@ class Round:
         self.expected = dict(string_distribution(self.p, self.count, setting.eos))
 
     def _p_V(self, new: Tokens) -> Tensor:
-        """The target's distribution behind PROMPT + `new`, after every processor."""
+        """Return the target's distribution after PROMPT + `new`, with all processors applied."""
         logits_1V = self.target.logits(PROMPT + new)[None]
 
         def contexts() -> list[list[int]]:
@@ -83,14 +83,14 @@ class Round:
         return self.processors.probabilities(logits_1V, contexts)[0]
 
     def p_PV(self, draft: Draft) -> Tensor:
-        """p behind the root and behind each node of `draft`."""
+        """Return p after the root and after each node of `draft`."""
         return torch.stack([self.p_V(below(draft, node)) for node in range(ROOT, len(draft))])
 
     def _text(self, rng: Rng | None = None) -> DecodeSequence:
         return DecodeSequence(list(PROMPT), len(PROMPT) + self.count, rng or BranchingRng(), Stops(self.setting.eos))
 
     def drafts(self, policy: Policy) -> Drafts:
-        """Every draft that the real policy can grow, with its probability."""
+        """Return every draft that the policy can build, with its probability."""
         settings = repr(policy)
         if settings not in self._known:
             self._known[settings] = self._drafts(policy)
@@ -105,22 +105,22 @@ class Round:
         return list(outcomes(grow))
 
     def _cut(self, new: Tokens) -> Tokens:
-        """What the real text takes of `new`: nothing behind an EOS."""
+        """Return the tokens of `new` that a `DecodeSequence` commits: none after an EOS."""
         return tuple(self._text().commit(list(new)))
 
     def committed(self, rule: Verify, drafts: Drafts) -> dict[Tokens, float]:
-        """The distribution of the tokens that the round adds to the text."""
-        found: dict[Tokens, float] = {}
+        """Return the distribution of the tokens that the round commits."""
+        distribution: dict[Tokens, float] = {}
         for drawn, draft in drafts:
             p_PV = self.p_PV(draft)
             for decided, result in outcomes(lambda rng, p=p_PV, d=draft: rule(p, d, rng), leave_open=True):
                 kept = tuple(draft.tokens[node] for node in result.path)
                 for token, weight in spread(result.next_token):
-                    add(found, self.cut((*kept, token)), drawn * decided * weight)
-        return found
+                    add(distribution, self.cut((*kept, token)), drawn * decided * weight)
+        return distribution
 
     def gap(self, rule: Verify, drafts: Drafts) -> float:
-        """Total variation between the round with the target behind it and the target alone, over all strings."""
+        """Return the total variation between the round, continued by the target, and the target alone."""
         actual: dict[Tokens, float] = {}
         for new, weight in self.committed(rule, drafts).items():
             for string, rest in string_distribution(self.p, self.count, self.setting.eos, new):
@@ -130,7 +130,7 @@ class Round:
         return total_variation(actual, self.expected)
 
     def expected_accepted(self, rule: Verify, drafts: Drafts) -> float:
-        """The mean number of accepted draft tokens."""
+        """Return the expected number of accepted draft tokens."""
         return sum(
             drawn * decided * result.accepted
             for drawn, draft in drafts
@@ -139,7 +139,7 @@ class Round:
 
 
 def the_rule(name: str) -> Verify:
-    """The decoder's own rule of that name, behind its own check of the draft; "greedy" for greedy decoding's."""
+    """Return the decoder's rule of that name with its check of the draft; "greedy": the rule of greedy decoding."""
     if name == "greedy":
         return lambda p_PV, draft, rng: verify_greedy(p_PV.argmax(-1).tolist(), draft)
     return lambda p_PV, draft, rng: verify(RULES[name], p_PV, draft, rng)

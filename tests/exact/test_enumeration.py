@@ -1,4 +1,4 @@
-"""The enumeration itself, on choices whose probabilities are known."""
+"""The enumeration, on draws with known probabilities."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +23,11 @@ def test_certain_choices_have_one_outcome() -> None:
     assert list(outcomes(lambda rng: (rng.bernoulli(1.0), rng.bernoulli(0.0)))) == [(1.0, (True, False))]
 
 
-def test_outcomes_begin_behind_given_choices() -> None:
+def test_outcomes_continue_given_choices() -> None:
     assert {result: weight for weight, result in outcomes(coin_then_die, start=(1, 1))} == {(True, 1): 0.125}
 
 
-def test_a_token_that_nobody_looks_at_stands_for_all() -> None:
+def test_a_token_that_is_not_read_represents_all_outcomes() -> None:
     ((weight, token),) = outcomes(lambda rng: rng.categorical(DIE), leave_open=True)
     assert isinstance(token, Open)
     assert (weight, spread(token)) == (1.0, [(0, 0.25), (1, 0.5), (3, 0.25)])
@@ -46,7 +46,7 @@ def test_a_token_that_nobody_looks_at_stands_for_all() -> None:
     ],
     ids=["==", "in", "bool", "index", "int", "flip", "draw"],
 )
-def test_a_token_that_is_looked_at_is_branched_over(look: Callable[[Any, BranchingRng], Any]) -> None:
+def test_the_outcomes_of_a_token_that_is_read_are_enumerated(look: Callable[[Any, BranchingRng], Any]) -> None:
     found: tuple[dict, dict] = ({}, {})
     for leave_open, distribution in zip((True, False), found, strict=True):
         for weight, (seen, token) in outcomes(lambda rng: look(rng.categorical(DIE), rng), leave_open=leave_open):
@@ -57,7 +57,7 @@ def test_a_token_that_is_looked_at_is_branched_over(look: Callable[[Any, Branchi
     assert total_variation(*found) < 1e-15
 
 
-def test_what_is_no_distribution_is_refused() -> None:
+def test_weights_that_are_not_a_distribution_are_refused() -> None:
     for wrong in (DIE - 1, DIE * 0, DIE * torch.nan):
         with pytest.raises(AssertionError):
             list(outcomes(lambda rng, wrong=wrong: rng.categorical(wrong)))

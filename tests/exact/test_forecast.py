@@ -1,4 +1,4 @@
-"""Proof by enumeration: the forecast's rounds are the decoder's expected rounds, on every single text of the target."""
+"""The forecast's rounds equal the decoder's expected rounds on every text of the target, by enumeration."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ BANNED = {"plain": frozenset(), "truncated draft vocabulary": frozenset({0, 4})}
 
 
 class Pair:
-    """Two toy models under one sampling; the drafter may be independent of its own tokens, as Medusa is."""
+    """Two toy models with one sampling; the drafter may be independent of its draft tokens, as in Medusa."""
 
     def __init__(self, seed: int, sampling: Sampling, *, banned: frozenset[int], independent: bool) -> None:
         self.target = ToyModel(seed)
@@ -35,7 +35,7 @@ class Pair:
     def rounds_by_text(
         self, policy: Policy, rule: str | None, count: int, eos: frozenset[int]
     ) -> dict[Tokens, tuple[float, float]]:
-        """Of the real decoder, every outcome: text -> (probability, expected rounds given that text)."""
+        """Return (probability, expected rounds given the text) for every text of the decoder."""
 
         def make() -> DecodeLoop:
             text = DecodeSequence(list(PROMPT), len(PROMPT) + count, SeededRng(0), Stops(eos))
@@ -65,7 +65,7 @@ class Pair:
         return {tokens: (entry[0], entry[1] / entry[0]) for tokens, entry in finished.items()}
 
     def agreement(self, text: TargetText, positions: int) -> PositionStats:
-        """What the teacher-forced pass gives for real models, from the toys' tables."""
+        """Return the result of a teacher-forced pass, from the tables of the toy models."""
         tokens, measure = tuple(text.tokens), acceptance_measure(self.processors)
         tables = {name: np.zeros((text.anchors, positions)) for name in ("log_p", "log_q", "rank", "sure")}
         for anchor in range(text.anchors):
@@ -83,7 +83,7 @@ class Pair:
 
 
 def assert_exact(pair: Pair, policy: Policy, rule: str | None, count: int, eos: frozenset[int] = frozenset()) -> int:
-    """Every text's rounds, and with them their expectation; the number of texts on which drafts mattered."""
+    """Compare rounds on every text and in expectation; return the number of texts on which drafts had an effect."""
     moved = 0
     enumerated = pair.rounds_by_text(policy, rule, count, eos)
     assert sum(mass for mass, _ in enumerated.values()) == pytest.approx(1, abs=EXACT)
@@ -124,7 +124,7 @@ def test_an_eos_and_a_truncated_draft_vocabulary(rule: str, eos: frozenset[int])
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_chains_that_stop_when_unsure(rule: str) -> None:
-    """Whether a chain goes on is decided by the tokens above, so that the same chances hold up to its end."""
+    """Earlier tokens decide whether a chain continues, so acceptance up to its end does not depend on its length."""
     for seed in range(PAIRS):
         pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
         rounds = [pair.rounds_by_text(policy, rule, 4, frozenset()) for policy in (ConfidenceChain(0.7, 3), Chain(3))]
@@ -143,8 +143,8 @@ def test_static_trees_of_the_best_candidates(tree: StaticTree, sampling: str) ->
         assert_exact(pair, tree, None, 4)
 
 
-def test_acceptance_of_a_tree_is_given_that_the_accepted_path_goes_on() -> None:
-    """Over every outcome of a round: nodes accepted at a depth / paths accepted above that have children there."""
+def test_acceptance_of_a_tree_is_given_that_the_accepted_path_has_children() -> None:
+    """Over every outcome of a round: nodes accepted at a depth / accepted paths that have children at that depth."""
     for seed in range(PAIRS):
         pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
 
@@ -162,7 +162,7 @@ def test_acceptance_of_a_tree_is_given_that_the_accepted_path_goes_on() -> None:
 
 
 def _by_paths(pair: Pair) -> np.ndarray:
-    """[2, depth]: the chance that a round accepts, and that it tests, a draft token at each depth of `TREE`."""
+    """Return the probabilities that a round accepts, and that it tests, a token at each depth of `TREE`: [2, depth]."""
 
     def p(tokens: Tokens) -> torch.Tensor:
         return pair.processors.probabilities(pair.target.logits(tokens)[None], list)[0]
@@ -192,7 +192,7 @@ def test_greedy(policy: Policy) -> None:
 
 
 def test_the_block_rule_saves_rounds() -> None:
-    """Otherwise the two rules might be one under two names."""
+    """This shows that the two rules differ."""
     gains = []
     for seed in range(PAIRS):
         pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
@@ -213,21 +213,21 @@ def test_the_block_rule_saves_rounds() -> None:
         (Chain(2), "typical", "lossy"),
     ],
 )
-def test_what_is_not_exact_is_refused(policy: Policy, rule: str | None, name: str) -> None:
+def test_policies_and_rules_without_an_exact_forecast_are_refused(policy: Policy, rule: str | None, name: str) -> None:
     pair = Pair(0, SAMPLING["top-k"], banned=frozenset(), independent=False)
     text = TargetText([0, 3, 1, 2, 0], 2, 5)
     with pytest.raises(NotPredicted, match=name):
         accepted(policy, pair.agreement(text, 2), text, pair.sampling, rule)
 
 
-def naive_rounds(chance: Callable[[int, int], float], anchors: int, gamma: int) -> float:
-    """R(t) = 1 + sum_j P(len = j) R(t + j), written down once more, from the end of the text."""
+def naive_rounds(acceptance: Callable[[int, int], float], anchors: int, gamma: int) -> float:
+    """R(t) = 1 + sum_j P(len = j) R(t + j), computed from the end of the text."""
     rounds = [0.0] * (anchors + 1)
     for t in range(anchors - 1, -1, -1):
         left, total = anchors - t, 1.0
         for j in range(1, min(gamma + 1, left) + 1):
             last = j == min(gamma + 1, left)
-            total += (chance(t, j - 1) - (0.0 if last else chance(t, j))) * rounds[t + j]
+            total += (acceptance(t, j - 1) - (0.0 if last else acceptance(t, j))) * rounds[t + j]
         rounds[t] = total
     return rounds[0]
 
@@ -240,7 +240,7 @@ def test_a_recursion_from_the_end_gives_the_same() -> None:
     for gamma in range(1, 6):
         found = accepted(Chain(gamma), table, text, Sampling(1.0), "token")
 
-        def chance(t: int, k: int) -> float:
+        def acceptance(t: int, k: int) -> float:
             return float(np.prod([min(1.0, np.exp(log_q[t, i] - log_p[t, i])) for i in range(k)]))
 
-        assert found.rounds == pytest.approx(naive_rounds(chance, 30, gamma), abs=1e-12)
+        assert found.rounds == pytest.approx(naive_rounds(acceptance, 30, gamma), abs=1e-12)

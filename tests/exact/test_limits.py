@@ -1,4 +1,4 @@
-"""Sampling at temperatures near 0: the limit of the softmax, in fp32 and fp64, and decoded texts that follow it."""
+"""Sampling at temperatures near 0: the limit of the softmax in fp32 and fp64, and the distribution of decoded texts."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ COUNT = 3
 
 
 class Tied(ToyModel):
-    """Logits in coarse steps, so that several tokens are often the likeliest."""
+    """A toy model with logits in coarse steps, so that several tokens are often the most likely ones."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -29,7 +29,7 @@ class Tied(ToyModel):
 
 
 def limit(logits_NV: Tensor) -> Tensor:
-    """Of softmax(logits / T) for T to 0: the largest share everything equally."""
+    """Return the limit of softmax(logits / T) for T to 0: equal probabilities of the largest logits."""
     best_NV = (logits_NV == logits_NV.amax(-1, keepdim=True)).double()
     return best_NV / best_NV.sum(-1, keepdim=True)
 
@@ -65,7 +65,7 @@ def test_it_is_the_same_function_where_nothing_overflows() -> None:
     ids=str,
 )
 def test_texts_follow_the_limit(policy: Policy, rule: str) -> None:
-    """Every outcome of the decoder against the target's own limit, which is not a single text where tokens are tied."""
+    """Compare every outcome of the decoder with the target's limit, which has several texts where tokens are tied."""
     several = 0
     for seed in range(2):
         target, drafter = Tied(seed), ToyDrafter(Tied(DRAFTER_SEEDS + seed))

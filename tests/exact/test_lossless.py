@@ -1,4 +1,4 @@
-"""Proof by enumeration that the whole decoder, over several rounds, writes the target's distribution."""
+"""The texts of the whole decoder, over several rounds, have the target's distribution: every outcome is enumerated."""
 
 from collections.abc import Callable
 from itertools import product
@@ -46,7 +46,7 @@ PAIRS = 5
 GREEDY, TOP_2, TOP_3 = Sampling(0.0), Sampling(1.0, top_k=2), Sampling(1.3, top_k=3)
 NO_EOS: frozenset[int] = frozenset()
 NEVER_DRAWN = SeededRng(0)
-"""Stands in a text until the enumeration puts its own chance there."""
+"""The random source of a text until the enumeration sets its own."""
 
 Logits = Callable[[Tokens], Tensor]
 
@@ -58,7 +58,7 @@ def text_of(prompt: Tokens, count: int, eos: frozenset[int] = NO_EOS) -> DecodeS
 def target_alone(
     logits: Logits, prompt: Tokens, count: int, processors: Processors, eos: frozenset[int] = NO_EOS
 ) -> dict[tuple[Tokens], float]:
-    """The probability of every text that the target writes by itself; a batch of one."""
+    """Return the probability of every text of the target alone, as a batch of one."""
 
     def p(new: Tokens) -> list[float]:
         logits_1V, before = logits(prompt + new)[None], [[*prompt, *new]]
@@ -79,7 +79,7 @@ def toy_gap(
     eos: frozenset[int] = NO_EOS,
     extra: tuple[LogitsProcessor, ...] = (),
 ) -> float:
-    """Total variation between what the decoder writes and what the target alone would."""
+    """Return the total variation between the texts of the decoder and those of the target alone."""
     p, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
     processors = Processors(sampling, extra)
 
@@ -106,7 +106,7 @@ CASES = [
 
 @pytest.mark.parametrize(("rule", "policy"), CASES, ids=str)
 def test_several_rounds_are_lossless(rule: str | None, policy: Policy) -> None:
-    """Four tokens behind the first: at least two rounds. No rule: the best one for each draft."""
+    """Four tokens after the first need at least two rounds. Without a rule, each draft gets the best one."""
     for seed in range(PAIRS):
         assert toy_gap(seed, policy, rule, count=5, sampling=TOP_2) < EXACT, f"pair {seed}"
         assert toy_gap(seed, policy, rule, count=4) < EXACT, f"pair {seed}"
@@ -114,7 +114,7 @@ def test_several_rounds_are_lossless(rule: str | None, policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", [Chain(2), CHOSEN_TREES[0]], ids=str)
 def test_a_lossy_rule_is_noticed(policy: Policy) -> None:
-    """The control: typical acceptance is off by more than a tenth on each of these pairs."""
+    """As a control: the error of typical acceptance is more than a tenth on each of these pairs."""
     for seed in range(PAIRS):
         assert toy_gap(seed, policy, "typical", count=4) > 0.1, f"pair {seed}"
 
@@ -154,7 +154,7 @@ STEEP, SHALLOW = Costs({1: 1.0, 8: 4.5}, {1: 0.1}), Costs({1: 1.0, 8: 1.35}, {1:
 )
 @pytest.mark.parametrize("eos", [NO_EOS, frozenset({2})], ids=["no EOS", "EOS"])
 def test_policies_that_learn_are_lossless(policy: Policy, eos: frozenset[int]) -> None:
-    """What they draft depends on every earlier round, so no histories are merged."""
+    """Their drafts depend on every earlier round, so no histories are merged."""
     processors = Processors(TOP_2)
     for seed in range(PAIRS):
         p, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
@@ -168,7 +168,7 @@ def test_policies_that_learn_are_lossless(policy: Policy, eos: frozenset[int]) -
 
 @pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0], CHOSEN_TREES[0]], ids=str)
 def test_texts_of_a_batch_are_lossless_and_independent(policy: Policy) -> None:
-    """Their joint distribution is the product of the target's, though they share passes and end at different times."""
+    """The joint distribution is a product of the target's, although texts share passes and end in different rounds."""
     p, drafter, processors = ToyModel(5), ToyDrafter(ToyModel(DRAFTER_SEEDS + 5)), Processors(TOP_2)
     sizes = ((PROMPT, 3), (OTHER_PROMPT, 4))
 
@@ -180,7 +180,7 @@ def test_texts_of_a_batch_are_lossless_and_independent(policy: Policy) -> None:
     assert total_variation(whole_runs(make), expected) < EXACT
 
 
-# The real path: transformers models in fp64, their caches and roll-backs.
+# transformers models in fp64, with their caches and rollbacks.
 
 TINY = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 16, "eos_token_id": None, "pad_token_id": None}
 ROUNDING = 1e-12
@@ -189,8 +189,8 @@ EXACT_ENOUGH = 1e-10
 """Looser than the toys': the cached and the uncached forward pass differ in the last bits of fp64."""
 
 
-def _readers_agree(one: ModelRunner, other: ModelRunner) -> bool:
-    """What both have read is equal up to rounding; beyond it the storage holds forgotten drafts."""
+def _runners_agree(one: ModelRunner, other: ModelRunner) -> bool:
+    """Return whether the tokens that both have read have equal cache entries; later slots hold discarded drafts."""
     (length,) = map(min, zip(one.lengths, other.lengths, strict=True))
     return all(
         torch.allclose(x[:, :, :length], y[:, :, :length], rtol=0, atol=ROUNDING)
@@ -203,17 +203,21 @@ def _caches_agree(a: DecodeLoop, b: DecodeLoop) -> bool:
     (text,) = a.texts
     if not a._target._runner.lengths == b._target._runner.lengths == [len(text.tokens) - 1]:
         return False
-    if hasattr(a._drafter, "_reader"):
-        readers = a._drafter._runner, b._drafter._runner
-        # It may or may not have read the tokens that the last round drafted and kept.
-        if any(runner.lengths[0] >= len(text.tokens) for runner in readers) or not _readers_agree(*readers):
+    for runners in zip(_runners(a._drafter), _runners(b._drafter), strict=True):
+        # A drafter may or may not have read the tokens that it drafted in the last round and that were accepted.
+        if any(runner.lengths[0] >= len(text.tokens) for runner in runners) or not _runners_agree(*runners):
             return False
-    if text.features is not None:  # likewise what of the target it has not taken yet
+    if text.features is not None:  # nor taken their features
         one, other = text.features, b.texts[0].features
         common = min(len(one), len(other))
         if common and not torch.allclose(one[-common:], other[-common:], rtol=0, atol=ROUNDING):
             return False
-    return _readers_agree(a._target._runner, b._target._runner)
+    return _runners_agree(a._target._runner, b._target._runner)
+
+
+def _runners(drafter: Drafter) -> list[ModelRunner]:
+    """Return the drafter's runners, whatever the names of its attributes."""
+    return [value for value in vars(drafter).values() if isinstance(value, ModelRunner)]
 
 
 HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
@@ -234,7 +238,7 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
 
 @torch.inference_mode()
 def _drafter(kind: str, target: nn.Module) -> Drafter:
-    """With weights of a size at which q is far from flat, from p, and from the start's."""
+    """Return a drafter with random weights that make q far from flat, from p, and from q at initialisation."""
     if kind == "draft_model":
         return DraftModel(make_llama(4, **TINY).double())
     torch.manual_seed(6)
@@ -272,7 +276,7 @@ def test_transformers_models_are_lossless(kind: str, policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0]], ids=str)
 def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy) -> None:
-    """Gemma 2 has eager attention alone; caps this low change most probabilities."""
+    """Gemma 2 supports eager attention only; caps this low change most probabilities."""
     sizes = {**TINY, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_hidden_layers": 2}
     caps = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 4}
     torch.manual_seed(3)
@@ -285,7 +289,7 @@ def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy) ->
 
 @pytest.mark.parametrize("kind", ["draft_model", "medusa"])
 def test_a_cache_that_loses_the_accepted_path_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control for the merging above: accepted nodes of a tree stay where they were read."""
+    """As a control of the merging above: accepted nodes of a tree stay in the slots where they were read."""
     monkeypatch.setattr(RollbackLayer, "gather", lambda self, row, start, slots_n: None)
     with pytest.raises(AssertionError, match="depends on more than the tokens"):
         _llama_gap(kind, DRAWN_TREES[0])

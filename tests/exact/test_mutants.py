@@ -1,4 +1,4 @@
-"""The enumeration rejects every known-wrong variant, and takes the right rule on the very same pair of models."""
+"""The enumeration rejects every known wrong variant, and accepts the correct rule on the same pair of models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ CHOSEN_TREE = StaticTree(TREE.shape)
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong rule on honest drafts, and the rule that it should have been."""
+    """A wrong rule on correct drafts, and the correct rule."""
 
     name: str
     wrong: Verify
     right: str
     policy: Policy
     above: float
-    """What its total variation exceeds: somewhat below what it is for this pair of models."""
+    """Lower bound on its total variation, somewhat below the value for this pair of models."""
 
 
 MUTANTS = [
@@ -92,12 +92,12 @@ def test_a_wrong_rule_is_rejected(mutant: Mutant) -> None:
         (wrong_rules.traversal, TREE),
     ],
 )
-def test_the_mutants_are_right_but_for_their_mutation(rule: Verify, policy: Policy) -> None:
+def test_the_mutants_are_correct_without_their_mutation(rule: Verify, policy: Policy) -> None:
     pair = Round(PLAIN_SETTING, SEED)
     assert pair.gap(rule, pair.drafts(policy)) < EXACT
 
 
-# Right rules, on drafts that are not what they seem.
+# Correct rules on drafts whose type is wrong.
 
 
 def forged(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Tensor]) -> DrawnDraft:
@@ -114,19 +114,19 @@ def forged(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Tensor]) -
 
 
 def kept(draft: DrawnDraft, nodes: Sequence[int]) -> DrawnDraft:
-    """Some nodes, passed off as all that were drawn."""
+    """Return a draft of some nodes that claims to hold all drawn nodes."""
     plain = draft.keep(list(nodes))
     return forged(plain.tokens, plain.parents, [draft.q[node] for node in nodes])
 
 
 def softmax_q(pair: Round, draft: Draft) -> DrawnDraft:
-    """The drafter's softmax as q, before any processor and however the tokens came about."""
-    behind = [PROMPT + below(draft, parent) for parent in draft.parents]
-    return forged(draft.tokens, draft.parents, [pair.drafter.model.logits(text).softmax(-1) for text in behind])
+    """Return the draft with the drafter's softmax as q, without processors and for tokens chosen in any way."""
+    texts = [PROMPT + below(draft, parent) for parent in draft.parents]
+    return forged(draft.tokens, draft.parents, [pair.drafter.model.logits(text).softmax(-1) for text in texts])
 
 
 def by_q(draft: DrawnDraft) -> list[int]:
-    """Siblings of the root, the likeliest first."""
+    """Return the children of the root, the most likely first."""
     return sorted(range(len(draft)), key=lambda node: -float(draft.q[node][draft.tokens[node]]))
 
 
@@ -135,19 +135,19 @@ def sorted_by_q(pair: Round, draft: DrawnDraft) -> DrawnDraft:
 
 
 def best_two(pair: Round, draft: DrawnDraft) -> DrawnDraft:
-    """The likelier two, in the order in which they were drawn."""
+    """Return a draft of the two most likely tokens, in the order in which they were drawn."""
     return kept(draft, sorted(by_q(draft)[:2]))
 
 
 def without_unlikely(pair: Round, draft: DrawnDraft) -> Draft:
-    """The chain up to its first token, behind the first, that q finds less likely than a quarter."""
+    """Return the chain up to its first token, except the very first, with a q below a quarter."""
     unlikely = (node for node in range(1, len(draft)) if draft.q[node][draft.tokens[node]] < 0.25)
     return kept(draft, range(next(unlikely, len(draft))))
 
 
 @dataclass(frozen=True)
 class Forgery:
-    """What is done to drafts before a right rule judges them, and the honest policy beside it."""
+    """A change of drafts before a correct rule is applied, and a policy whose drafts the rule accepts."""
 
     change: Callable[[Round, Draft], Draft]
     policy: Policy
@@ -173,7 +173,7 @@ FORGERIES = [
 
 
 @pytest.mark.parametrize("forgery", FORGERIES, ids=lambda forgery: f"{forgery.change.__name__}-{forgery.rule}")
-def test_a_draft_that_was_looked_at_is_rejected(forgery: Forgery) -> None:
+def test_a_draft_that_was_changed_after_drawing_is_rejected(forgery: Forgery) -> None:
     pair = Round(forgery.setting, SEED)
     rule = the_rule(forgery.rule)
     drafts: Drafts = [(w, forgery.change(pair, draft)) for w, draft in pair.drafts(forgery.policy)]
@@ -182,19 +182,19 @@ def test_a_draft_that_was_looked_at_is_rejected(forgery: Forgery) -> None:
     assert pair.gap(rule, drafts) > forgery.above
 
 
-# Right rules on honest drafts, in a decoder that is wrong around them.
+# Correct rules on correct drafts, in a decoder with another error.
 
 
 class StaleContext(Round):
-    """Processors are shown the committed text at every node, not the node's own."""
+    """Processors read the committed text at every node instead of the text up to the node."""
 
     def p_PV(self, draft: Draft) -> Tensor:
         rows = [self.target.logits(PROMPT + below(draft, node)) for node in range(ROOT, len(draft))]
         return self.processors.probabilities(torch.stack(rows), lambda: [list(PROMPT)] * len(rows))
 
 
-class DeafToEos(Round):
-    """The text goes on behind an EOS in mid-draft."""
+class IgnoresEos(Round):
+    """The text continues after an EOS inside a draft."""
 
     def _cut(self, new: Tokens) -> Tokens:
         return new[: self.count]
@@ -202,7 +202,7 @@ class DeafToEos(Round):
 
 @pytest.mark.parametrize(
     ("wrong", "setting"),
-    [(StaleContext, Setting(extra=(NoRepeatNGramLogitsProcessor(2),))), (DeafToEos, Setting(eos=frozenset({2})))],
+    [(StaleContext, Setting(extra=(NoRepeatNGramLogitsProcessor(2),))), (IgnoresEos, Setting(eos=frozenset({2})))],
 )
 def test_a_wrong_decoder_around_a_right_rule_is_rejected(wrong: type[Round], setting: Setting) -> None:
     for kind, (low, high) in ((Round, (0, EXACT)), (wrong, (1e-2, 1))):

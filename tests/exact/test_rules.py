@@ -1,4 +1,4 @@
-"""Proof by enumeration: a round of any rule, on any shape that it takes, leaves the target's distribution as it is."""
+"""A round of every rule, on every shape that it accepts, has the target's distribution: all outcomes are enumerated."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -47,12 +47,12 @@ GREEDY_SETTINGS = {
     if s.sampling == PLAIN and not s.equal  # greedy runs have no warpers, and one outcome when p = q
 }
 
-# Two children of the root, one below the first: the smallest tree in which siblings and depth meet.
+# Two children of the root, and one child of the first: the smallest tree with siblings and depth.
 BRANCHED = ((0,), (1,), (0, 0))
-# Machines on which the adaptive policies draft more in one place than in another: a test below says so.
+# Costs with which the adaptive policies draft different shapes; a test below checks this.
 STEEP = Costs({1: 1.0, 8: 4.5}, {1: 0.1})
 SHALLOW = Costs({1: 1.0, 8: 1.35}, {1: 0.1})
-# Large enough that costs alone decide about the size of a tree.
+# Large enough that only costs limit the size of a tree.
 ANY_SIZE = 1000
 
 CHAINS = {
@@ -107,7 +107,7 @@ DEEP_CELLS = [
 
 @lru_cache(maxsize=PAIRS)
 def one_round(setting: Setting, seed: int, gamma: int = GAMMA) -> Round:
-    """Kept while the rules take turns on one setting, since they share drafts."""
+    """Cached, since rules on the same setting share drafts."""
     return Round(setting, seed, gamma)
 
 
@@ -133,7 +133,7 @@ def test_a_greedy_round_is_the_targets(shape: str, setting: str) -> None:
 @pytest.mark.parametrize("rule", ["siblings-iid", "siblings-without-replacement", "traversal"])
 @pytest.mark.parametrize("setting", ["T=1", "truncated draft vocabulary", "disjoint", "top-k"])
 def test_a_round_on_a_wider_tree_is_exact(rule: str, widths: tuple[int, ...], setting: str) -> None:
-    """Where q has three tokens or two, three siblings use it up: the last draws find nothing."""
+    """Where q has two or three tokens, three siblings exhaust it: the last draws return nothing."""
     policy = StaticTree(widths_shape(widths), siblings="iid" if rule == "siblings-iid" else "without-replacement")
     for seed in range(1 if setting == "T=1" else 3):
         pair = one_round(SETTINGS[setting], seed)
@@ -150,14 +150,14 @@ def test_a_round_on_a_deeper_draft_is_exact(rule: str, policy: Policy, setting: 
 
 @pytest.mark.parametrize("policy", [CHAINS["confidence"], CHAINS["adaptive"], *list(DRAWN_TREES.values())[2:]], ids=str)
 def test_policies_that_look_at_q_draft_different_shapes(policy: Policy) -> None:
-    """Otherwise the proof above would be about one shape only."""
+    """This shows that the tests above cover several shapes."""
     shapes = {draft.parents for seed in range(PAIRS) for _, draft in one_round(SETTINGS["T=1"], seed).drafts(policy)}
     assert len(shapes) > 1
 
 
 @pytest.mark.parametrize("policy", [CHAINS["chain"], DEEP_CHAIN], ids=str)
 def test_a_drafter_that_is_the_target_is_always_accepted(policy: Chain) -> None:
-    """q sees the tokens above each node as p does; were it to see others, it would be no less exact, but refused."""
+    """q is computed after the same tokens as p; other tokens would not bias the text, but would be rejected."""
     for seed in range(PAIRS):
         pair = one_round(replace(SETTINGS["processors that read the text"], equal=True), seed, policy.draft_length)
         accepted = pair.expected_accepted(the_rule("token"), pair.drafts(policy))

@@ -1,4 +1,4 @@
-"""The type of a draft says how its tokens came about, and the rules that weigh p against q ask for it."""
+"""The type of a draft states how its tokens were made, and rules that compare p with q require it."""
 
 from dataclasses import replace
 

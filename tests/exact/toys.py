@@ -1,4 +1,4 @@
-"""Toy models behind the decoder's interfaces: tables of logits that depend on the whole text, in fp64."""
+"""Toy models with the decoder's interfaces: tables of fp64 logits that depend on the whole text."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,13 +12,13 @@ from draftsmith.heads.base import Drafter, SequenceState, Tree
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 VOCAB = 5
-"""With three tokens or fewer, wrong rules can agree with right ones by accident."""
+"""With three tokens or fewer, wrong rules can agree with correct ones by coincidence."""
 SPREAD = 1.5
 """Standard deviation of the logits: neither nearly flat nor nearly certain."""
 
 
 class ToyModel:
-    """fp64 logits [V] behind every text, from a seed; `banned` tokens have probability zero."""
+    """fp64 logits [V] after every text, from a seed; `banned` tokens have probability zero."""
 
     def __init__(self, seed: int, banned: frozenset[int] = frozenset()) -> None:
         @cache
@@ -33,7 +33,7 @@ class ToyModel:
 
 
 class ToyTarget:
-    """A toy model as a target. It knows only what it has read, as a cache does."""
+    """A toy model as a target. It uses only the tokens that it has read, as a model with a cache does."""
 
     context_limit = None
 
@@ -68,7 +68,7 @@ class ToyTarget:
 
 
 class ToyDrafter(Drafter):
-    """A toy model as a drafter; `independent` of the earlier draft tokens, as Medusa is, if wanted."""
+    """A toy model as a drafter; with `independent`, its logits do not depend on draft tokens, as in Medusa."""
 
     type: ClassVar[str] = "toy"
 
@@ -87,12 +87,12 @@ class ToyDrafter(Drafter):
         return logits
 
     def _seen(self, tree: Tree, node: int) -> Tokens:
-        # VOCAB + depth is no token: a text of its own for each depth.
+        # VOCAB + depth is not a token, so each depth gets a table of its own.
         return (VOCAB + tree.depths[node],) if self.independent else below(tree, node)
 
 
 def below(tree: Tree | Draft, node: int) -> Tokens:
-    """The tokens from a child of the root down to `node`."""
+    """Return the tokens from a child of the root down to `node`."""
     path: Tokens = ()
     while node != ROOT:
         path = (tree.tokens[node], *path)

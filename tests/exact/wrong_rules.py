@@ -1,6 +1,6 @@
-"""Verification rules that look right and are wrong, each with the one thing that is wrong about it.
+"""Verification rules that look correct and are wrong, each in one respect.
 
-The general forms below are the right rules when nothing is changed; a test holds them to that.
+The general forms below are the correct rules if no option is changed; a test checks this.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def token(
     accept: Callable[[float, float], float] = _ratio,
     correct: Callable[[Tensor, Tensor], Tensor] = residual,
 ) -> VerifyResult:
-    """The token rule, with how it accepts and what it draws after a rejection to choose."""
+    """The token rule, with options for the acceptance and for the distribution after a rejection."""
     for i, x in enumerate(draft.tokens):
         if not rng.bernoulli(min(1.0, accept(float(p_PV[i, x]), float(draft.q[i][x])))):
             return VerifyResult(tuple(range(i)), rng.categorical(correct(p_PV[i], draft.q[i])), ())
@@ -38,40 +38,40 @@ def token(
 
 
 def residual_of_p(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """After a rejection draws from p instead of norm(max(p - q, 0))."""
+    """Draw from p after a rejection instead of norm(max(p - q, 0))."""
     return token(p_PV, draft, rng, correct=lambda p_V, q_V: p_V)
 
 
 def inverted_ratio(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Accepts with probability q/p."""
+    """Accept with probability q/p."""
     return token(p_PV, draft, rng, accept=lambda p, q: q / p)
 
 
 def accepts_what_p_finds_likely(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Accepts whatever has more than a fifth under p."""
+    """Accept every token with p above a fifth."""
     return token(p_PV, draft, rng, accept=lambda p, q: float(p > FIFTH))
 
 
 def off_by_one_p(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Compares each draft token with the distribution one position later."""
+    """Compare each draft token with the distribution one position later."""
     return token_rule(torch.cat([p_PV[1:], p_PV[-1:]]), draft, rng)
 
 
 def bonus_from_the_position_before(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Draws the bonus token from the p of the last draft token."""
+    """Draw the bonus token from the p of the last draft token."""
     return token_rule(torch.cat([p_PV[:-1], p_PV[-2:-1]]), draft, rng)
 
 
 def dropped_bonus(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Repeats the last draft token in place of the bonus."""
+    """Repeat the last draft token instead of drawing the bonus token."""
     result = token_rule(p_PV, draft, rng)
     return result if result.accepted < len(draft) else VerifyResult(result.path, draft.tokens[-1], ())
 
 
 def reused_uniform(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
-    """Compares every draft token with one and the same uniform number."""
+    """Compare every draft token with the same uniform number."""
     ratios = [min(1.0, float(p_PV[i, x] / draft.q[i][x])) for i, x in enumerate(draft.tokens)]
-    # The number falls between two of the sorted ratios: all that lie above it are accepted together.
+    # The number lies between two of the sorted ratios: all ratios above it are accepted.
     edges = sorted({0.0, 1.0, *ratios})
     widths = torch.tensor([high - low for low, high in pairwise(edges)], dtype=torch.float64)
     uniform = edges[rng.categorical(widths)]
@@ -79,7 +79,7 @@ def reused_uniform(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
 
 
 class _Comparing:
-    """Draws tokens as `rng` does, but compares every probability with one number."""
+    """Draws tokens as `rng` does, but compares every probability with the same number."""
 
     def __init__(self, uniform: float, rng: Rng) -> None:
         self._uniform, self.categorical = uniform, rng.categorical
@@ -91,7 +91,7 @@ class _Comparing:
 def block(
     p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, scaled: bool = True, stop_at_failure: bool = False
 ) -> VerifyResult:
-    """The block rule, with its two subtleties to switch off."""
+    """The block rule, with options to leave out the scaling and the search for the longest prefix."""
     N = len(draft)
     weights, passes = [1.0], []
     for i, x in enumerate(draft.tokens):
@@ -114,7 +114,7 @@ def block(
 def siblings(
     p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, renormalise_p: bool = True, renormalise_q: bool = True
 ) -> VerifyResult:
-    """The rule for siblings without replacement, with its two normalisations to switch off."""
+    """The rule for siblings without replacement, with options to leave out its two normalisations."""
     children, node, path = draft.children, ROOT, []
     while below := children[node + 1]:
         p_V, q_V = p_PV[node + 1], draft.q[below[0]]
@@ -139,7 +139,7 @@ def siblings(
 def traversal(
     p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, update_weight: bool = True, renormalise_q: bool = True
 ) -> VerifyResult:
-    """Traversal verification by recursion, with two of its steps to switch off.
+    """Traversal verification by recursion, with options to leave out two of its steps.
 
     Below a node of weight a every child's subtree is tried in turn; when none is accepted the node itself is, with
     what its weight has become. The root's is 1.

@@ -1,4 +1,4 @@
-"""Several texts at once: each is what it is alone, whatever its neighbours do."""
+"""Batches: each text equals the text that is decoded alone."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def drafter(kind: str, target: LlamaForCausalLM) -> Drafter | None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["draft_model", "medusa", "hybrid"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_text_is_what_it_is_alone(
+def test_each_text_equals_the_text_decoded_alone(
     tiny_target: LlamaForCausalLM, kind: str, policy: str, temperature: float
 ) -> None:
     decoder = SpeculativeDecoder(tiny_target, drafter(kind, tiny_target), policy=policy)
@@ -65,7 +65,7 @@ def test_padding_on_either_side_is_left_out(tiny_target: LlamaForCausalLM) -> No
         assert [out.prompt_tokens for out in outputs] == PROMPTS
 
 
-def test_the_stream_says_which_text_has_grown(tiny_target: LlamaForCausalLM) -> None:
+def test_the_stream_names_the_text_of_new_tokens(tiny_target: LlamaForCausalLM) -> None:
     seen: list[list[int]] = [[] for _ in PROMPTS]
 
     def on_tokens(number: int, tokens: list[int], _: Round | None) -> None:

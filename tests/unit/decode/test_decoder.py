@@ -1,4 +1,4 @@
-"""The decoder's edges: EOS, lengths, seeds, streaming, bad input."""
+"""EOS, lengths, seeds, streaming and invalid input of the decoder."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_exactly_the_wanted_number_of_tokens(decoder: SpeculativeDecoder, count:
 
 
 def test_nothing_follows_an_eos(tiny_target: LlamaForCausalLM) -> None:
-    # The target drafts for itself, so every draft is accepted and an EOS often falls inside one.
+    # The drafter is the target, so every draft is accepted and an EOS is often inside a draft.
     decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), draft_length=5)
     inside = 0
     for seed in range(40):
@@ -143,16 +143,14 @@ def test_tokens_that_the_target_does_not_have_are_refused(
     decoder: SpeculativeDecoder, tiny_target: LlamaForCausalLM
 ) -> None:
     for token in (64, -1, 10**9):
-        with pytest.raises(
-            ConfigError, match=rf"prompt 1 contains token {token}; expected 0 to 63"
-        ):
+        with pytest.raises(ConfigError, match=rf"prompt 1 contains token {token}; expected 0 to 63"):
             decoder.generate_batch([PROMPT, [3, token, 5]])
     own = as_custom_generate(None)
     with pytest.raises(ConfigError, match="prompt 0 contains token 64"):
         tiny_target.generate(torch.tensor([[64]]), max_new_tokens=2, custom_generate=own, pad_token_id=0)
 
 
-def test_a_damaged_target_is_called_damaged() -> None:
+def test_the_error_for_a_damaged_target_says_so() -> None:
     target = make_llama()
     with torch.no_grad():
         target.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
@@ -175,7 +173,7 @@ def test_very_small_temperatures_write_the_greedy_text(
 def test_prefill_seconds_wait_for_the_drafters_pass(
     tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an accelerator passes are only queued: the clock is read after all of them, and waits for their end."""
+    """On an accelerator passes are queued: the clock is read after all of them have finished."""
     events: list[str] = []
 
     class Slow(DraftModel):
@@ -240,7 +238,7 @@ def test_eager_attention_gives_the_same_text(tiny_target: LlamaForCausalLM) -> N
     assert texts[0] == texts[1]
 
 
-def test_a_longer_text_than_the_drafter_reads_goes_on_without_drafts(tiny_target: LlamaForCausalLM) -> None:
+def test_a_text_beyond_the_drafters_context_continues_without_drafts(tiny_target: LlamaForCausalLM) -> None:
     short = DraftModel(make_llama(max_position_embeddings=16))
     out = SpeculativeDecoder(tiny_target, short).generate(PROMPT, max_new_tokens=40, eos_token_id=None)
     alone = SpeculativeDecoder(tiny_target).generate(PROMPT, max_new_tokens=40, eos_token_id=None)

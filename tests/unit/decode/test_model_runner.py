@@ -1,4 +1,4 @@
-"""The reader and its cache: what transformers' own cache keeps, as if rejected tokens had never been read."""
+"""The model runner and its cache: logits equal those with transformers' cache, without the rejected tokens."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from draftsmith.decode.target import RootedTree
 from draftsmith.heads.draft_tree import Draft
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
-"""fp32 sums over 32 entries in another order; a wrong mask or position changes logits by tenths."""
+"""fp32 sums over 32 entries in another order; a wrong mask or position changes logits by about 0.1."""
 
 
 def read_afresh(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Policies: what they draft, in what shape, and that they stop where another token does not pay."""
+"""Policies: the tokens and shapes of their drafts, and their end where another token lowers speed."""
 
 import dataclasses
 import math
@@ -44,13 +44,13 @@ from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
 
 VOCAB = 6
 FLAT = Costs(verify={1: 1.0, 64: 1.0}, draft={1: 1e-6})
-"""Verification costs the same for any width and drafting nothing: everything pays."""
+"""Verification costs the same for any width and drafting costs nothing: every token is worth drafting."""
 STEEP = Costs(verify={1: 1.0, 64: 64.0}, draft={1: 0.5})
-"""A token more costs as much as a pass more: nothing pays."""
+"""One more token costs as much as one more pass: no token is worth drafting."""
 
 
 class Table(Drafter):
-    """Logits that depend on the last token alone."""
+    """Logits that depend on the last token only."""
 
     type = "table"
 
@@ -73,7 +73,7 @@ def draft(policy: Policy, *, greedy: bool = True, room: int = 8, seed: int = 0, 
 
 
 def path_weights(shown: Draft, table: Table) -> list[float]:
-    """The probability of each node's path under the table."""
+    """Return the probability of each node's path under the table."""
     q, weights = table.logits.softmax(-1), []
     for node in range(len(shown)):
         before = [0, *(shown.tokens[step] for step in shown.path(node))]
@@ -116,7 +116,7 @@ def test_drafts_are_trees_that_fit(policy: Policy, greedy: bool, room: int) -> N
 
 
 def test_best_first_is_the_best_of_all_prefixes() -> None:
-    """Against every path of up to three tokens."""
+    """Compared with all paths of up to three tokens."""
     for seed in range(20):
         table = Table(seed)
         q = table.logits.softmax(-1)
@@ -163,7 +163,7 @@ def test_the_best_shape_is_the_best_of_all() -> None:
 
 
 def test_a_measured_tree_takes_the_shape_that_its_counts_suggest(tiny_target: LlamaForCausalLM) -> None:
-    """The target as its own drafter accepts rank 0 always: after calibration the tree is a chain."""
+    """With the target as drafter rank 0 is always accepted: after calibration the tree is a chain."""
     decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), policy=MeasuredTree(size=5))
     first = decoder.generate([5, 6], max_new_tokens=20, eos_token_id=None)
     assert first.rounds[0].drafted > 30
@@ -194,13 +194,13 @@ def test_confidence_stops_before_an_unsure_token_is_drawn() -> None:
 
 @pytest.mark.parametrize("make", [lambda costs: AdaptiveChain(costs, 8), lambda costs: OptimalTree(costs, depth=8)])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_drafts_grow_while_they_pay(make: object, greedy: bool) -> None:
+def test_drafts_grow_while_tokens_are_worth_their_cost(make: object, greedy: bool) -> None:
     assert draft(make(FLAT), greedy=greedy).depth >= 4
     assert len(draft(make(STEEP), greedy=greedy)) == 1, "one token is always drafted, or nothing would ever be learned"
 
 
 def test_the_policy_learns_what_is_accepted() -> None:
-    """With a drafter that is never right the chain becomes short, with one that always is it becomes long."""
+    """With a drafter that is never accepted the chain becomes short, with one that always is it becomes long."""
     costs = Costs(verify={1: 1.0, 2: 1.1, 64: 7.3}, draft={1: 0.1})
     target = make_llama(initializer_range=0.3)
     lengths = {}
@@ -310,7 +310,7 @@ def test_names_that_do_not_fit_are_refused(name: str, message: str) -> None:
 
 
 def test_a_rule_that_does_not_fit_the_draft_is_refused(tiny_target: LlamaForCausalLM) -> None:
-    """Before anything is decoded, whatever the drafter will find to copy and however sure it will be."""
+    """The refusal comes before decoding, whatever the drafter retrieves and however confident it is."""
     drafter = DraftModel(make_llama(1))
     for policy in ("best-first", "dynamic-tree", "tree", "measured-tree"):
         with pytest.raises(ConfigError, match="rule='token' needs a chain drawn from q; this draft is a tree chosen"):

@@ -1,4 +1,4 @@
-"""The seeded draws follow the weights that they are given."""
+"""Seeded draws follow their weights."""
 
 import torch
 
@@ -24,7 +24,7 @@ def test_certain_events_are_certain() -> None:
 
 
 class _Extreme:
-    """A generator's stand-in that yields the largest number below one."""
+    """A `SeededRng` whose uniform number is the largest one below 1."""
 
     def _uniform(self) -> float:
         return 1 - 2**-53
