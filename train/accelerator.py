@@ -82,7 +82,7 @@ def _enabled(variable: str) -> bool:
 
 
 def _on_cpu() -> bool:
-    """Return whether this is one of several processes on a machine without accelerators: accelerate must be told."""
+    """Return whether this is one of several processes on a machine without accelerators."""
     return "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
 
 
