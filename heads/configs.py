@@ -1,4 +1,4 @@
-"""The drafters: the recipe's section of each, and one entry each from which everything else about it follows.
+"""Recipe section and entry of every drafter.
 
 Adding a drafter takes its own file in this package and its section and entry here. The entries give the recipe's
 `drafter` section, `HEADS`, the words of the model card, the export formats and the tables of the documentation.
@@ -24,144 +24,146 @@ class DrafterSection(Section):
 class DraftModelSection(DrafterSection):
     type: Literal["draft_model"]
     model: str | None = None
-    """Start from this checkpoint, a folder or a Hub id, such as a smaller member of the target's family."""
+    """Checkpoint to start from, a folder or a Hub id, such as a smaller model of the target's family."""
     config: dict[str, Any] | None = None
-    """Start from scratch with any transformers config, `model_type` among its keys; the vocabulary is the target's."""
+    """Build random weights from a transformers config with `model_type`; the vocabulary is the target's."""
     num_hidden_layers: Depth = 1
-    """Layers of the draft model."""
+    """Number of layers."""
     hidden_size: Count | None = None
     """Width; by default the target's."""
     intermediate_size: Count | None = None
     """Width of the MLP; by default the target's."""
     num_attention_heads: Count | None = None
-    """Attention heads; by default the target's."""
+    """Number of attention heads; by default the target's."""
     init: Literal["random", "target_layers"] = "random"
-    """'target_layers' prunes the target: its embeddings, lm_head, last norm and the layers that `keep` names."""
+    """'target_layers' copies the target's embeddings, lm_head, last norm and the layers that `keep` names."""
     keep: Literal["even", "first", "last"] | list[Whole] = "even"
-    """The target's layers that are kept: evenly spaced, the first, the last, or these (from 0)."""
+    """Layers of the target to copy: evenly spaced, the first, the last, or a list, counted from 0."""
     lora_rank: Count | None = None
-    """Train LoRA adapters of this rank alone; they are merged when the draft model is saved."""
+    """Train only LoRA adapters of this rank; they are merged when the draft model is saved."""
     lora_alpha: Annotated[Number, Field(gt=0)] = 16
     """Scale of the adapters: alpha / rank."""
 
 
 class VocabularyOption(DrafterSection):
+    """The option of drafters with their own lm_head."""
+
     draft_vocab_size: Count | None = None
-    """Only so many tokens in the drafter's lm_head, the most frequent of the responses; by default all."""
+    """Size of the draft vocabulary, the most frequent tokens of the responses; by default the whole vocabulary."""
 
 
 class MedusaSection(VocabularyOption):
     type: Literal["medusa"]
     num_heads: Depth = 3
-    """Heads, i.e. the longest draft."""
+    """Number of heads, which is the maximum draft length."""
     num_layers: Depth = 1
-    """Residual blocks a head."""
+    """Residual blocks per head."""
     shared_lm_head: bool = False
-    """One lm_head for all heads instead of one each."""
+    """Use one lm_head for all heads instead of one per head."""
 
 
 class HydraSection(VocabularyOption):
     type: Literal["hydra"]
     num_heads: Depth = 4
-    """Heads, i.e. the longest draft."""
+    """Number of heads, which is the maximum draft length."""
     num_layers: Depth = 1
-    """Layers a head: the first reads state and tokens, the others are residual blocks."""
+    """Layers per head: the first reads state and tokens, the others are residual blocks."""
     shared_lm_head: bool = False
-    """One lm_head for all heads instead of one each."""
+    """Use one lm_head for all heads instead of one per head."""
 
 
 class MlpSpeculatorSection(VocabularyOption):
     type: Literal["mlp_speculator"]
     num_heads: Depth = 3
-    """Steps, i.e. the longest draft."""
+    """Number of steps, which is the maximum draft length."""
     inner_size: Count | None = None
     """Width of the speculator's state; by default the target's."""
     tie_weights: bool = True
-    """One step and one lm_head for all positions."""
+    """Share one step and one lm_head between all positions."""
 
 
 class EagleSection(DrafterSection):
     type: Literal["eagle"]
     num_hidden_layers: Depth = 1
-    """Decoder layers."""
+    """Number of decoder layers."""
     train_steps: Depth = 1
-    """Steps that are trained; more than one makes it HASS."""
+    """Number of trained steps; with more than one the method is HASS."""
     noise: Annotated[Number, Field(ge=0)] = 0.1
-    """Uniform noise on the target's states while training."""
+    """Maximum of the uniform noise on the target's states in training."""
 
 
 class HassSection(DrafterSection):
     type: Literal["hass"]
     num_hidden_layers: Depth = 1
-    """Decoder layers."""
+    """Number of decoder layers."""
     train_steps: Depth = 3
-    """Steps that are trained, each on the last one's states."""
+    """Number of trained steps, each on the states of the last."""
     noise: Annotated[Number, Field(ge=0)] = 0.1
-    """Uniform noise on the target's states while training."""
+    """Maximum of the uniform noise on the target's states in training."""
 
 
 class Eagle3Section(VocabularyOption):
     type: Literal["eagle3"]
     num_hidden_layers: Depth = 1
-    """Decoder layers; the first reads embedding and state side by side."""
+    """Number of decoder layers; the first reads the concatenation of embedding and state."""
     intermediate_size: Count | None = None
     """Width of the MLP; by default the target's."""
     layers: Annotated[list[Whole], Field(min_length=1)] | None = None
-    """The target's layers that are read, counted from 1; by default 2, L/2 and L - 3."""
+    """Layers of the target to read, counted from 1; by default 2, L/2 and L - 3."""
     train_steps: Depth = 7
-    """Steps of the training-time test."""
+    """Number of steps of the training-time test."""
     norm_before_residual: bool = False
-    """The residual is the normed state."""
+    """Use the normed state as the residual."""
     norm_before_fc: bool = False
-    """One norm over all features before fc."""
+    """Add one norm over all features before fc."""
     fc_norm: bool = False
-    """A norm for each feature before fc (EAGLE-3.1)."""
+    """Add a norm for each feature before fc (EAGLE-3.1)."""
     norm_output: bool = False
-    """What is fed back is normed (EAGLE-3.1)."""
+    """Normalise the states that are fed back (EAGLE-3.1)."""
 
 
 class MtpSection(DrafterSection):
     type: Literal["mtp"]
     init: Literal["random", "native"] = "random"
-    """'native' starts from the module that the target's own checkpoint brings."""
+    """'native' starts from the MTP module in the target's checkpoint."""
     num_hidden_layers: Depth = 1
-    """Decoder layers."""
+    """Number of decoder layers."""
     train_steps: Depth = 3
-    """Steps that are trained, each on the last one's states."""
+    """Number of trained steps, each on the states of the last."""
 
 
 class ParallelEagleSection(VocabularyOption):
     type: Literal["peagle"]
     num_tokens: Depth = 5
-    """Draft tokens of the one pass."""
+    """Draft tokens per pass, which is the maximum draft length."""
     num_hidden_layers: Depth = 1
-    """Decoder layers."""
+    """Number of decoder layers."""
     layers: Annotated[list[Whole], Field(min_length=1)] | None = None
-    """The target's layers that are read, counted from 1; by default 2, L/2 and L - 3."""
+    """Layers of the target to read, counted from 1; by default 2, L/2 and L - 3."""
     mask_token: Whole | None = None
-    """A token that texts hardly hold; by default the last."""
+    """A token that is rare in texts; by default the last."""
 
 
 class DFlashSection(DrafterSection):
     type: Literal["dflash"]
     block_size: Depth = 8
-    """The anchor and the draft tokens of one pass."""
+    """Block size: the anchor and the draft tokens of one pass."""
     num_hidden_layers: Depth = 2
-    """Layers."""
+    """Number of layers."""
     layers: Annotated[list[Whole], Field(min_length=1)] | None = None
-    """The target's layers that are read, counted from 1; by default five, evenly spaced."""
+    """Layers of the target to read, counted from 1; by default five, evenly spaced."""
     anchors: Count = 64
-    """Random positions of each text behind which a block is trained."""
+    """Blocks trained per text, at random positions."""
     mask_token: Whole | None = None
-    """Whose embedding the masks start from; by default the last token's."""
+    """The token whose embedding initialises the mask's; by default the last."""
     markov_rank: Annotated[Whole, Field(ge=0)] = 0
-    """DSpark: rank of the bias that the token before gives; 0 for none."""
+    """DSpark: rank of the bias by the token before; 0 for none."""
     confidence_head: bool = False
-    """DSpark: also learn how likely each token is accepted, for the policy `confidence`."""
+    """DSpark: learn the probability that each token is accepted, for the policy `confidence`."""
 
 
 CUSTOM_GENERATE = {"transformers": "transformers.write_custom_generate"}
-"""The export that every drafter has: its checkpoint, with the code by which transformers' `generate` runs it."""
+"""Export of every drafter: the checkpoint with the code that transformers' `generate` runs."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +186,13 @@ class DrafterEntry:
     cost: str
     """Computation of a draft of γ tokens."""
     own_lm_head: bool = True
-    """Whether its lm_head is its own; otherwise it uses the target's."""
+    """True for a drafter with its own lm_head, False for one that uses the target's."""
     exports: dict[str, str] = field(default_factory=CUSTOM_GENERATE.copy)
     """Format: the function in `heads/formats/`, as `file.function`, that writes it."""
 
     @property
     def has_draft_vocabulary(self) -> bool:
-        """Whether the lm_head may be limited to a draft vocabulary."""
+        """True where the lm_head may be limited to a draft vocabulary."""
         return issubclass(self.section, VocabularyOption)
 
 

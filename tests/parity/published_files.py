@@ -1,4 +1,4 @@
-"""Drafters' folders as other projects write them, and what their layouts' descriptions say, in plain torch.
+"""Drafter folders in the layouts of other projects, and the computation that each layout describes, in plain torch.
 
 Nothing of `draftsmith.heads` is used here: norms, rotary positions and attention are plain formulas.
 """
@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB, EPS, THETA = 32, 4, 2, 8, 48, 64, 1e-6, 10_000.0
 PROMPT, DRAFTED = [5, 9, 33, 2, 11, 9, 8], [23, 60, 31, 4]
-"""What the target has read, then the token that it committed last and the draft behind it."""
+"""The tokens that the target has read, then the last committed token and the draft after it."""
 CLOSE = 1e-5
 KEPT = [3, 5, 8, 13, 23, 31, 40, 60]
 Tensors = dict[str, Tensor]
@@ -86,7 +86,7 @@ def embedded(target: LlamaForCausalLM, tokens: list[int]) -> Tensor:
 def stepwise(
     target: LlamaForCausalLM, states: Tensor, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Logits behind the committed tokens and behind each draft token; `step`: (embeddings, states) to (states, logits).
+    """Return logits after committed and draft tokens; `step`: (embeddings, states) to (states, logits).
 
     The whole sequence is read again each time.
     """
@@ -115,7 +115,7 @@ def eagle3_step(w: Tensors, *, residual_normed: bool) -> Callable[[Tensor, Tenso
     return step
 
 
-# What others write.
+# Folders of other projects.
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Tensors:

@@ -23,7 +23,7 @@ from speculators.models.peagle import core as peagle_core
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-# Theirs are for Qwen3 alone; a Llama layer by their own factory.
+# Theirs are for Qwen3 only; their own factory builds a Llama layer.
 mtp.mtp_model_classes["llama"] = mtp.base_components.override_components(
     "llama", first_layer_class=mtp._create_mtp_layer_class("LlamaMTPLayer", LlamaDecoderLayer, LlamaRMSNorm)
 )
@@ -49,7 +49,7 @@ def load(folder: str) -> Any:
 
 
 def recording(module: ModuleType) -> dict[str, Any]:
-    """What `compute_metrics` is given from now on."""
+    """Record the arguments of `compute_metrics` from now on."""
     seen: dict[str, Any] = {}
     names = ("logits", "targets", "confidence_logits")
 
@@ -63,7 +63,7 @@ def recording(module: ModuleType) -> dict[str, Any]:
 
 
 def eagle3(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) -> dict[str, Tensor]:
-    """Each token beside the features of the one before it."""
+    """Pair each token with the features of the token before it."""
     logits: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0, at]))
     ids_1T, hidden_1TF = ids_T[None, 1:], hidden_TF[None, :-1]
@@ -84,7 +84,7 @@ def peagle(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) ->
 
 
 def dflash(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) -> dict[str, Tensor]:
-    """The anchor is the token behind `at`; place k of its block predicts the k-th token behind it."""
+    """The anchor is the token after `at`; position k of its block predicts the k-th token after it."""
     seen = recording(dspark_core if model.config.speculators_model_type == "dspark" else dflash_core)
     mask = torch.zeros_like(ids_T)[None]
     mask[0, at + 1] = 1
@@ -96,7 +96,7 @@ def dflash(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) ->
 
 
 def mtp_steps(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) -> dict[str, Tensor]:
-    """The first step alone: in later ones their training shows every position the last step's keys of all others."""
+    """Only the first step: in later steps their training shows every position the last step's keys of all others."""
     logits, _, _ = model(ids_T[None], hidden_TF[None])
     return {"logits": logits[0][0, at : at + 1]}
 

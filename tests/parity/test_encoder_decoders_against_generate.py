@@ -1,4 +1,4 @@
-"""What an encoder-decoder's `generate` takes beside input_ids, and several texts a prompt, against transformers."""
+"""Options of `generate` for encoder-decoder models, and several texts per prompt, compared with transformers."""
 
 from collections.abc import Callable
 

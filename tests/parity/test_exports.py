@@ -1,4 +1,4 @@
-"""Exports say what FORMATS say: names, shapes, dtypes, keys; read again they are the same drafter, bit by bit."""
+"""Exports have the names, shapes, dtypes and keys of their format; read again they are the same drafter, bit by bit."""
 
 import json
 from pathlib import Path
@@ -250,7 +250,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], str, Shapes, dict[str, Any]]] = {
 
 
 def within(wanted: Any, found: Any) -> bool:
-    """Whether all that is wanted is there, in mappings of mappings too."""
+    """Return whether all expected keys and values are present, in nested mappings too."""
     if isinstance(wanted, dict):
         return isinstance(found, dict) and all(key in found and within(wanted[key], found[key]) for key in wanted)
     return wanted == found and isinstance(wanted, bool) == isinstance(found, bool)
@@ -282,7 +282,7 @@ def test_what_is_written(name: str, tmp_path: Path, target: LlamaForCausalLM) ->
         assert torch.equal(ours[part], theirs[part]), part
     with torch.no_grad():
         one, other = (decoded_logits(each, target, PROMPT, DRAFTED) for each in (drafter, again))
-    # A state that is solved for comes back as near as fp32 tells it, all else is the same computation.
+    # The mask state is solved for, so it is equal to fp32 precision; everything else is the same computation.
     assert torch.equal(one, other) if not solved else torch.allclose(one, other, atol=1e-5)
 
 
@@ -310,7 +310,7 @@ def test_every_layout_is_tested() -> None:
 
 @pytest.mark.parametrize("name", ["eagle3 of 8 tokens, vllm", "peagle, vllm", "dspark, vllm", "medusa, vllm"])
 def test_in_half_precision(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """What is written is the drafter rounded, and d2t stays whole."""
+    """Floats are rounded to the dtype, and d2t stays an integer."""
     kind, options, format, shapes, _ = WRITTEN[name]
     drafter = made(kind, target, **options)
     before = {part: value.clone() for part, value in drafter.state_dict().items()}
@@ -331,7 +331,7 @@ def test_in_half_precision(name: str, tmp_path: Path, target: LlamaForCausalLM) 
         )
 
 
-# What a layout has to say in another way.
+# Values that a layout stores in another way.
 
 
 def test_a_mask_that_is_a_tokens_embedding_needs_no_embeddings(tmp_path: Path, target: LlamaForCausalLM) -> None:
@@ -353,7 +353,7 @@ def test_embeddings_with_another_row_than_the_masks_are_refused(tmp_path: Path, 
 
 
 def test_biases_of_attention_have_one_behind_it_too(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """Engines allocate it where `attention_bias` is true and leave what was in memory there."""
+    """Engines allocate it where `attention_bias` is true and leave it uninitialised."""
     from draftsmith.heads.layers import layer_config
     from draftsmith.heads.mtp import Mtp
 
@@ -380,7 +380,7 @@ def test_one_lm_head_is_written_for_each_head(tmp_path: Path, target: LlamaForCa
 
 
 def test_scaled_positions_are_told_in_both_ways(tmp_path: Path) -> None:
-    """`rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for what is older."""
+    """`rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for older versions."""
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
     scaled = make_llama(num_hidden_layers=8, rope_parameters=rope).requires_grad_(False)
     out = exported(made("eagle3", scaled), scaled, "sglang", tmp_path / "out").folder
@@ -389,7 +389,7 @@ def test_scaled_positions_are_told_in_both_ways(tmp_path: Path) -> None:
     assert load_drafter(out, scaled).body.config.rope_parameters == rope
 
 
-# What is refused, before anything is written.
+# Refused exports; nothing is written.
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "hydra": ("hydra", {}, "vllm", r"format='vllm'; expected transformers for a drafter of type hydra"),
@@ -453,7 +453,7 @@ def test_draft_models_of_another_vocabulary_or_kind_go_to_transformers_alone(tmp
         exported(drafter, eight_layers(), "sglang", tmp_path / "sglang")
 
 
-# What is told.
+# Notes and commands.
 
 
 def test_the_readme_says_how_to_start_it(tmp_path: Path, target: LlamaForCausalLM) -> None:

@@ -43,7 +43,7 @@ def written(target: LlamaForCausalLM, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_draft_model_is_an_assistant(dtype: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """Loaded by AutoModel from a folder that says nothing of draftsmith; bit-equal, and the text is the target's."""
+    """AutoModel loads the folder, which has no draftsmith section: weights are bit-equal, the text is the target's."""
     drafter = made("draft_model", target, init="target_layers", num_hidden_layers=2)
     out = exported(drafter, target, "transformers", tmp_path / "out", dtype=dtype).folder
     assert "draftsmith" not in json.loads((out / "config.json").read_text())

@@ -130,7 +130,7 @@ def test_greedy_text_is_that_of_generate(family: str) -> None:
 
 @pytest.mark.parametrize("family", [*DECODER_ONLY, *ENCODER_DECODER])
 def test_a_tree_is_read_as_its_paths_are(family: str) -> None:
-    """The logits at every node equal those of a fresh forward pass over the path alone."""
+    """The logits at every node equal those of a separate forward pass over the path."""
 
     model = build(family, 0)
     tokens = (3, 4, 5, 3, 9, 8, 2, 6)

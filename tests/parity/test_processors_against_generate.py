@@ -31,7 +31,7 @@ NEW_TOKENS = 24
 
 
 class OnlyEven(LogitsProcessor):
-    """A user's own constraint that depends on the text: an even token behind an odd one, and the other way round."""
+    """A custom constraint that depends on the text: even tokens follow odd ones, and odd tokens even ones."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         assert input_ids.shape[0] == scores.shape[0]
@@ -82,7 +82,7 @@ def drafter() -> DraftModel:
 
 
 def texts(model: LlamaForCausalLM, prompts: list[list[int]], **settings: object) -> list[list[int]]:
-    """`generate` with left padding: the new tokens of each row, cut behind the first EOS."""
+    """Return the new tokens of each row of `generate` with left padding, up to the first EOS."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])

@@ -1,4 +1,4 @@
-"""Drafters in other projects' layouts: loaded, they say what the layout's description says (fp32, 1e-5)."""
+"""Drafters in other projects' layouts give the logits that the layout describes (fp32, 1e-5)."""
 
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def test_a_missing_norm_before_residual_means_true_in_vllms_layout(tmp_path: Pat
 
 
 def test_the_norms_of_eagle31(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """A norm for each feature before fc; what is fed back is normed, and the lm_head reads it as it is."""
+    """A norm for each feature before fc; normed states are fed back and read by the lm_head."""
     tensors = eagle3_tensors() | random_tensors({f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}, seed=1)
     config = speculators("eagle3", **VLLM, fc_norm=True, norm_output=True)
     drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
@@ -100,7 +100,7 @@ def test_the_norms_of_eagle31(tmp_path: Path, target: LlamaForCausalLM) -> None:
 def test_sglang_and_vllm_folders_are_one_drafter_and_ids_differ_by_one(
     tmp_path: Path, target: LlamaForCausalLM
 ) -> None:
-    """`midlayer`, ids that count blocks; embeddings beside it that are the target's."""
+    """`midlayer`, ids that count blocks, and embeddings equal to the target's."""
     tensors = eagle3_tensors(KEPT)
     flat = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     flat["embed_tokens.weight"] = target.get_input_embeddings().weight

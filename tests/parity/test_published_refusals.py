@@ -33,7 +33,7 @@ def target() -> LlamaForCausalLM:
     return six_layers()
 
 
-# What is refused.
+# Refused folders.
 
 EAGLE3_MISFITS: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], str]] = {
     "missing": (

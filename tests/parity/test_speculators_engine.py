@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 PACKAGES = ("speculators==0.9.0", "hs-connectors==0.9.0")
 LIGHT = ("openai", "loguru", "pydantic-settings")
-"""What they import and this environment has not; the rest of what they pin is borrowed, newer."""
+"""Imports of theirs that this environment lacks; of their other dependencies it has newer versions."""
 STEPS = 3
 CLOSE = 2e-5
 """fp32 of one network by two implementations; logits are of the order of 10."""
@@ -109,7 +109,7 @@ def _text(target: LlamaForCausalLM, drafter: TrainableDrafter) -> dict[str, torc
     ids = torch.tensor([*PROMPT, *DRAFTED, 6, 7, 8])
     layers = drafter.needs.layers
     states = target(ids[None], output_hidden_states=True).hidden_states
-    deepest: list[torch.Tensor] = []  # behind the last block, before the last norm
+    deepest: list[torch.Tensor] = []  # after the last block, before the last norm
     handle = target.model.norm.register_forward_pre_hook(lambda _, given: deepest.append(given[0]))
     target(ids[None])
     handle.remove()

@@ -1,4 +1,4 @@
-"""Draft vocabularies: offsets and mask, what lies outside, and which tokens are chosen."""
+"""Draft vocabularies: offsets, mask, logits of tokens outside, and the choice of tokens."""
 
 import pytest
 import torch

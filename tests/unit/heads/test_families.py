@@ -1,4 +1,4 @@
-"""What every family of drafters owes: it trains on what it will read, saves bit by bit, drafts chains and trees."""
+"""Properties of every drafter: training matches decoding, saving is exact, chains and trees are drafted."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def make(name: str, target: LlamaForCausalLM, noise: float = 0.1) -> TrainableDr
 def unrolled_logits(
     drafter: TrainableDrafter, target: LlamaForCausalLM, tokens: list[int], anchor: int
 ) -> list[Tensor]:
-    """For each draft position the logits [V] that training sees behind `tokens[: anchor + 1]`."""
+    """Return for each draft position the logits [V] of training after `tokens[: anchor + 1]`."""
     ids_1T = torch.tensor([tokens])
     mask_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
     mask_1T[0, anchor:] = True
@@ -95,13 +95,13 @@ def unrolled_logits(
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_sees_what_decoding_sees(name: str) -> None:
-    """The logits behind a prompt and along a draft are those of the unrolled states, position by position."""
+    """The logits after a prompt and along a draft are those of the unrolled states, at every position."""
     target = target_model()
     drafter = make(name, target)
     prompt, behind = [5, 9, 33, 2, 11, 9, 8], [23, 60, 31, 4]
     reach = min(len(behind) - 1, drafter.max_draft_length or 99)
     ours = decoded_logits(drafter, target, prompt, behind)[:reach]
-    # The last token is there for the target alone: no state is asked what follows it.
+    # The last token is read by the target only: the drafter predicts nothing after it.
     training = unrolled_logits(drafter, target, prompt + behind + [6], anchor=len(prompt))[:reach]
     if name == "eagle":
         assert len(training) == 3
@@ -116,7 +116,7 @@ ROUNDS = [[1, 0, 3, 0, 2], [0, 2, 1, 3, 3]]
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_sees_what_later_rounds_see(name: str) -> None:
-    """Behind acceptance in part, in full and none: a chain alone and trees in a ragged batch, against training.
+    """After partial, full and no acceptance: a single chain, and trees in a ragged batch, compared with training.
 
     In fp64 up to what transformers computes in fp32 all the same: norms, and the angles of positions.
     """
@@ -132,14 +132,14 @@ def test_training_sees_what_later_rounds_see(name: str) -> None:
         said = planned_rounds(drafter, target, prompts[:count], policy)
         assert len(said) >= count * 5 * depth
         for committed, path, logits_V in said:
-            # The last token is there for the target alone: no state is asked what follows it.
+            # The last token is read by the target only: the drafter predicts nothing after it.
             training = unrolled_logits(drafter, target, [*committed, *path, 6], anchor=len(committed) - 1)
             torch.testing.assert_close(logits_V, training[len(path)], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_text_is_the_targets_own(name: str) -> None:
-    """Greedy, chain and trees, alone and in a ragged batch."""
+    """Greedy decoding with chains and trees, for a single text and in a ragged batch."""
     target = target_model()
     drafter = make(name, target, noise=0.02)
     alone = SpeculativeDecoder(target)
@@ -326,7 +326,7 @@ def test_mtp_starts_from_the_module_that_the_target_brings(tmp_path: Path) -> No
 
 
 def test_a_confidence_head_ends_drafts(tmp_path: Path) -> None:
-    """Its guess is what training taught it, and `confidence` stops where it falls below the threshold."""
+    """The predicted confidence is that of training, and the policy `confidence` stops below the threshold."""
     target = target_model()
     drafter = make("dspark", target)
     ids_BT = torch.randint(2, 64, (4, 24))

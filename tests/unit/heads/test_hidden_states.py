@@ -1,4 +1,4 @@
-"""The target's features that drafters read: each committed token's own, in order, whatever path was accepted."""
+"""Drafters receive the target's features of each committed token, in order, for any accepted path."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ PROMPTS = [[5, 9, 33, 2], [7], [40, 3]]
 
 
 class Knowing(Drafter):
-    """Knows what the target writes, errs now and then, and keeps every feature that it is handed."""
+    """Drafter that proposes the target's text with some errors and stores all features that it receives."""
 
     type = "knowing"
     needs = Needs(layers=(1, 3, FINAL))

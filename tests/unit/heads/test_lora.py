@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, switched off as if they were not there, merged as if they were the weights."""
+"""Adapters: no effect at first or when disabled, and the same outputs when merged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Packed rows: to every drafter, target and objective, the documents of one row are what they are as rows of their own.
+"""Packed rows: drafters, targets and objectives give the documents of a row the results of separate rows.
 
 Whatever leaks over a border, or is trained beyond one, changes a sum or a gradient.
 """
@@ -103,7 +103,7 @@ def test_long_rows_are_attended_in_parts(name: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["hass", "eagle3", "mtp", "peagle", "dflash"])
 def test_a_drafters_positions_restart(name: str) -> None:
-    """Rotary embeddings are relative, so that sums tell little of it; those scaled for long texts are not."""
+    """Rotary embeddings scaled for long texts depend on absolute positions, so errors of positions change the sums."""
     target = target_model()
     drafter = make(name, target)
     signals, _ = packed_and_apart(OnlineTeacher(target, drafter.needs.layers))
@@ -119,7 +119,7 @@ def test_a_drafters_positions_restart(name: str) -> None:
 
 
 def test_few_anchors_are_drawn_where_something_stands_before_them() -> None:
-    """Nothing stands before the first token of any document, and a block ends with its document."""
+    """No anchor is the first token of a document, and a block ends with its document."""
     target = target_model()
     drafter = make("dflash", target)
     signals, _ = packed_and_apart(OnlineTeacher(target, drafter.needs.layers))

@@ -62,7 +62,7 @@ def trained(
 @pytest.mark.parametrize("row", SHORT)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parts_of_a_batch_add_up(name: str, row: str) -> None:
-    """A short text alone and a long one alone give what both give in one padded batch, at every draft position."""
+    """A short and a long text in separate batches give the sums of one padded batch, at every draft position."""
     target, drafter = made(name)
     for objective in OBJECTIVES:
         short, of_short = trained(objective, drafter, target, [SHORT[row]])

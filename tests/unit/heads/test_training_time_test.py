@@ -35,7 +35,7 @@ def naive_attention(layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) 
 def naive_steps(
     body: DraftNetwork, ids_T: Tensor, features_TF: Tensor, mask_hidden: Tensor | None, mask_token: int
 ) -> dict:
-    """The state behind (query i, step j) for all of both: a forward pass over the committed part and the path."""
+    """Return the state of every (query i, step j), from a forward pass over the committed tokens and the path."""
     states = {}
     known_TH = body.project(features_TF)
     for i in range(T):

@@ -1,4 +1,4 @@
-"""Drafters without training: what they propose, that the text stays the target's, and how they are named."""
+"""Drafters without training: their proposals, lossless decoding, and their names."""
 
 from pathlib import Path
 

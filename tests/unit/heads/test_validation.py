@@ -1,4 +1,4 @@
-"""What a config may claim: no less than whole models of every family need, no more than their files can fill."""
+"""Sizes that a config may state: enough for models of every family, and no more than their files can fill."""
 
 from pathlib import Path
 
