@@ -41,10 +41,9 @@ def as_custom_generate(
     """Return a `custom_generate` for transformers' `generate`, which prepares processors and criteria as usual.
 
     Supports greedy and sampled decoding, batches, `num_return_sequences`, and for encoder-decoder models
-    `decoder_input_ids` and `encoder_outputs`; beam search is not supported. The seed is drawn from torch's global
-    generator, so `torch.manual_seed` makes a text reproducible. transformers passes neither `streamer` nor `tokenizer`
-    to a callable: pass the streamer here (one prompt only), and stop strings as a `StopStringCriteria` in
-    `stopping_criteria`.
+    `decoder_input_ids` and `encoder_outputs`; not beam search. The seed comes from torch's global generator, so
+    `torch.manual_seed` makes a text reproducible. transformers passes neither `streamer` nor `tokenizer` to a callable:
+    pass the streamer here (one prompt only), and stop strings as a `StopStringCriteria` in `stopping_criteria`.
 
     Args:
         drafter, draft_length, policy, rule: as for `SpeculativeDecoder`.
