@@ -268,3 +268,15 @@ def _own_docstring(item: Any) -> str | None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100
+
+
+def test_contributing_names_every_file() -> None:
+    folders = ("draftsmith", "heads", "decode", "distill", "eval", "hub", "train", "benchmarks", "tests/integration")
+    files = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    own = {path.name for folder in folders[:-2] for path in (ROOT / folder).rglob("*.py")} - {
+        "__init__.py",
+        "__main__.py",
+    }
+    named = set(re.findall(r"`(\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    assert named <= files, f"CONTRIBUTING.md names files that do not exist: {sorted(named - files)}"
+    assert own <= named, f"CONTRIBUTING.md lacks {sorted(own - named)}"
