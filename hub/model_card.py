@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, get_token
@@ -22,15 +22,16 @@ from markupsafe import Markup
 from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.eval.plots import Plot, evaluation_plots, training_plots
-from draftsmith.eval.prompts import OVERALL
-from draftsmith.eval.report import interval
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.formats.common import SGLANG, UNSERVED, VLLM, sglang_command, vllm_command, vllm_type
 from draftsmith.heads.formats.transformers import CODE
 from draftsmith.heads.validation import read_config, shapes_in
 from draftsmith.safe_text import SECRET, markdown_environment
 from draftsmith.storage import write_json, write_text
+
+if TYPE_CHECKING:
+    from draftsmith.eval.plots import Plot
+    from draftsmith.eval.results import StoredEvaluation, StoredRow
 
 TASK = "text-generation"
 
@@ -99,7 +100,7 @@ def card_data(
     licence: str | None,
     base_model: str | None,
     datasets: list[str],
-    rows: list[dict[str, Any]],
+    rows: "list[StoredRow]",
     prompts: str,
 ) -> ModelCardData:
     """Return the metadata of a drafter's card.
@@ -134,7 +135,7 @@ def card_data(
     )
 
 
-def _results(row: dict[str, Any], prompts: str) -> list[EvalResult]:
+def _results(row: "StoredRow", prompts: str) -> list[EvalResult]:
     conditions = f"T={row['temperature']:g}, {row['policy']}, batch {row['batch_size']}"
     named = (("speedup", "speedup", 3), ("tau", "acceptance length tau", 3), ("alpha", "acceptance rate alpha", 4))
     return [
@@ -196,7 +197,7 @@ def require_no_secret(name: str, text: str) -> None:
         raise ConfigError(f"{name} holds what looks like a token or a password; expected none: nothing was published")
 
 
-PLOTS = "plots"
+PLOTS, EVALUATION = "plots", "eval.json"
 EXPORTED, MERGED, ADAPTER, SERVED = "exported", "MERGED", "ADAPTER", "TARGET"
 """Folder names on the card; the last one is for a target that is not on the Hub."""
 
@@ -214,7 +215,7 @@ class CardRequest:
 
 def write_card(
     folder: Path,
-    evaluation: dict[str, Any] | None,
+    evaluation: "StoredEvaluation | None",
     drafter: str | None,
     request: CardRequest = CardRequest(),
     metrics: list[dict[str, Any]] | None = None,
@@ -236,7 +237,7 @@ def write_card(
         if drafter is None or not rows:
             raise ConfigError(f"drafter={drafter} has no rows in this evaluation; expected one that was measured")
         evaluation = _about(drafter, evaluation)
-    overall = [row for row in rows if row["category"] == OVERALL]
+    overall = _overall(rows)
     name, base_model = request.repo or str(folder), request.base_model or hub_target(section)
     recipe = section["recipe"] or {}
     data = card_data(
@@ -271,10 +272,17 @@ def write_card(
     write_text(folder / "README.md", card)
     if evaluation is not None:
         # Measurements of single prompts and sampled texts stay in the report.
-        write_json(folder / "eval.json", {**evaluation, "rows": rows, "measurements": [], "samples": []})
+        write_json(folder / EVALUATION, {**evaluation, "rows": rows, "measurements": [], "samples": []})
 
 
-def _about(drafter: str, evaluation: dict[str, Any]) -> dict[str, Any]:
+def _overall(rows: "list[StoredRow]") -> "list[StoredRow]":
+    """Return the rows over all prompts."""
+    from draftsmith.eval.prompts import OVERALL
+
+    return [row for row in rows if row["category"] == OVERALL]
+
+
+def _about(drafter: str, evaluation: "StoredEvaluation") -> "StoredEvaluation":
     """Return the evaluation without notes and guards that begin with the name of another drafter in it."""
     others = {row["drafter"] for row in evaluation["rows"]} - {drafter}
     starts = tuple(f"{other}{suffix}" for other in others for suffix in (" (", ": ", " is in "))
@@ -342,18 +350,22 @@ def _hub_datasets(recipe: dict[str, Any]) -> list[str]:
     return [source] if source is not None and not is_local(source) else []
 
 
-def _write_plots(folder: Path, plots: list[Plot]) -> None:
+def _write_plots(folder: Path, plots: "list[Plot]") -> None:
     for plot in plots:
         folder.mkdir(exist_ok=True)
         (folder / plot.file).write_bytes(plot.png)
 
 
-def _plots(rows: list[dict[str, Any]], drafter: str, metrics: list[dict[str, Any]]) -> list[Plot]:
+def _plots(rows: "list[StoredRow]", drafter: str, metrics: list[dict[str, Any]]) -> "list[Plot]":
+    from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a card is written
+
     plots = evaluation_plots(rows) if rows else []
     return plots + training_plots({drafter: metrics})
 
 
 def _render(**values: Any) -> str:
+    from draftsmith.eval.report import interval
+
     environment = markdown_environment(interval=interval)
     environment.trim_blocks = True
     environment.filters["last_part"] = last_part

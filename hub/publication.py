@@ -5,17 +5,17 @@ import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors.torch import load_file
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.evaluation import EVALUATION, read_evaluation
 from draftsmith.heads.checkpoint import WEIGHTS
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.formats.transformers import CODE, write_generate
 from draftsmith.hub.model_card import (
+    EVALUATION,
     PLOTS,
     CardRequest,
     check_licence,
@@ -28,6 +28,9 @@ from draftsmith.hub.model_card import (
 )
 from draftsmith.provenance import weights_fingerprint
 from draftsmith.storage import atomic_folder, require_apart, require_writable, write_json
+
+if TYPE_CHECKING:
+    from draftsmith.eval.results import StoredEvaluation
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER += ("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -77,7 +80,7 @@ def check_publication(publication: Publication) -> list[str]:
     if not any(publication.folder.glob("*.safetensors")):
         raise ConfigError(f"{publication.folder} holds no *.safetensors; expected a drafter checkpoint")
     _adapter(publication.folder, section)
-    evaluation, _ = _measured(publication)
+    measured = _measured(publication)
     notes = []
     if publication.base_model is None and hub_target(section) is None:
         notes.append(
@@ -87,7 +90,7 @@ def check_publication(publication: Publication) -> list[str]:
         notes.append(
             "the licence is left out; give --licence (a draft model cut from a target has the target's licence)"
         )
-    if evaluation is None:
+    if measured is None:
         notes.append("not measured: the card has no alpha, tau and speedup; give --eval (see `draftsmith eval`)")
     return notes
 
@@ -100,7 +103,7 @@ def assemble(publication: Publication, out: Path) -> list[Path]:
     """
     check_out(out, publication.folder)
     source, section = publication.folder, checkpoint_section(publication.folder)
-    evaluation, drafter = _measured(publication)
+    measured = _measured(publication)
     with atomic_folder(out) as temporary:
         _copy(source, temporary, PUBLISHED)
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -111,13 +114,12 @@ def assemble(publication: Publication, out: Path) -> list[Path]:
             _publish_base(temporary / TARGET / "adapter_config.json", publication.base_model)
         if section["type"] != DraftModel.type:
             write_generate(temporary)
-        if evaluation is not None:
-            evaluation = without_local_paths(
-                {**evaluation, "notes": [*evaluation["notes"], *_of_target(evaluation, section)]}
-            )
-            evaluation["settings"]["drafters"][drafter] = publication.repo
         request = CardRequest(publication.repo, publication.licence, publication.base_model)
-        write_card(temporary, evaluation, drafter, request, publication.metrics)
+        if measured is None:
+            write_card(temporary, None, None, request, publication.metrics)
+        else:
+            evaluation = _public_evaluation(measured, section, publication.repo)
+            write_card(temporary, evaluation, measured.drafter, request, publication.metrics)
         for name in WRITTEN:
             if (temporary / name).is_file():
                 require_no_secret(name, (temporary / name).read_text(encoding="utf-8"))
@@ -180,13 +182,30 @@ def _adapter(folder: Path, section: dict[str, Any]) -> Path | None:
     )
 
 
-def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | None]:
+class _Measured(NamedTuple):
+    evaluation: "StoredEvaluation"
+    drafter: str
+    """Its name in the evaluation."""
+
+
+def _public_evaluation(measured: _Measured, section: dict[str, Any], repo: str) -> "StoredEvaluation":
+    """Return the measurement without local paths, and with the repository in place of the drafter's folder."""
+    evaluation = measured.evaluation
+    notes = [*evaluation["notes"], *_of_target(evaluation, section)]
+    public = without_local_paths({**evaluation, "notes": notes})
+    public["settings"]["drafters"][measured.drafter] = repo
+    return public
+
+
+def _measured(publication: Publication) -> _Measured | None:
     """Return the measurement and the drafter's name in it: the given one, the one with this folder, or the only one."""
     place = publication.evaluation
     if place is None and (publication.folder / EVALUATION).is_file():
         place = publication.folder / EVALUATION
     if place is None:
-        return None, None
+        return None
+    from draftsmith.eval.evaluation import read_evaluation  # loads the evaluation loop: only where there is one
+
     evaluation = read_evaluation(place)
     named = evaluation["settings"]["drafters"]
     measured = {row["drafter"]: row["drafter_type"] for row in evaluation["rows"]}
@@ -203,10 +222,10 @@ def _measured(publication: Publication) -> tuple[dict[str, Any] | None, str | No
     if measured[name] != kind:
         raise ConfigError(f"{place}: {name} is a drafter of type {measured[name]}; expected {kind}, as this one is")
     _require_these_weights(evaluation, name, publication.folder, str(place))
-    return evaluation, name
+    return _Measured(evaluation, name)
 
 
-def _require_these_weights(evaluation: dict[str, Any], name: str, folder: Path, place: str) -> None:
+def _require_these_weights(evaluation: "StoredEvaluation", name: str, folder: Path, place: str) -> None:
     """Raise ConfigError if a head was measured with other weights; unknown for draft models and float16."""
     then = evaluation["identity"].get("drafters", {}).get(name)
     if then is None or evaluation["settings"]["dtype"] == "float16" or not (folder / WEIGHTS).is_file():
@@ -217,7 +236,7 @@ def _require_these_weights(evaluation: dict[str, Any], name: str, folder: Path, 
         raise ConfigError(f"{place}: {name} had other weights than {folder} has; expected it measured again")
 
 
-def _of_target(evaluation: dict[str, Any], section: dict[str, Any]) -> list[str]:
+def _of_target(evaluation: "StoredEvaluation", section: dict[str, Any]) -> list[str]:
     """Return a note if the drafter was measured with another target than the one that it was trained for."""
     then, trained = evaluation["identity"].get("target"), section["target"]["model_fingerprint"]
     if then is None or then == trained or evaluation["settings"]["dtype"] == "float16":
