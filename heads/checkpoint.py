@@ -8,7 +8,7 @@ Drafters without a checkpoint are built by name: `suffix`, `suffix:datastore=FIL
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -35,6 +35,7 @@ from draftsmith.heads.validation import (
     LONGEST_DRAFT,
     StoredDrafter,
     bounded,
+    load_all_weights,
     local_folder,
     read_config,
     require_whole_model,
@@ -266,12 +267,7 @@ def _language_model(folder: Path) -> PreTrainedModel:
     require_whole_model("drafter", str(folder))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-    # With output_loading_info the result is a pair, unlike its annotation.
-    model, info = cast(tuple[PreTrainedModel, dict[str, Any]], auto.from_pretrained(folder, **options))
-    for name in sorted(info["missing_keys"]):
-        raise ConfigError(f"drafter={folder} holds no tensor {name}; expected all of its weights")
-    return model
+    return load_all_weights("drafter", folder, auto, trust_remote_code=False)
 
 
 def _require_fit(

@@ -33,7 +33,7 @@ from draftsmith.heads.base import Context, DraftStates, TeacherSignals, Trainabl
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, logits_head
 from draftsmith.heads.lora import add_lora, check_lora
 from draftsmith.heads.model_config import context_limit, text_config
-from draftsmith.heads.validation import require_whole_model
+from draftsmith.heads.validation import load_all_weights, require_whole_model
 
 MOST_LAYERS = 1024
 """Maximum number of layers of a model that is built from a recipe's config."""
@@ -156,8 +156,8 @@ def _pretrained(name: str, target: PreTrainedModel) -> PreTrainedModel:
     auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
     try:
         require_whole_model("drafter.model", name)
-        options = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
-        model = _built(lambda kind: auto.from_pretrained(name, attn_implementation=kind, **options))
+        options = {"trust_remote_code": False, "dtype": torch.float32}
+        model = _built(lambda kind: load_all_weights("drafter.model", name, auto, attn_implementation=kind, **options))
     except ConfigError:
         raise
     except Exception as error:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from draftsmith.errors import ConfigError, reason_of
@@ -151,6 +154,26 @@ def require_whole_model(key: str, name: str, revision: str | None = None) -> Non
     if find_adapter_config_file(name, revision=revision) is not None:
         expected = "a whole model, or of a target the local folder of an adapter"
         raise ConfigError(f"{key}={name} holds an adapter_config.json; expected {expected}")
+
+
+def load_all_weights(key: str, name: str | Path, auto: type[_BaseAutoModelClass], **options: Any) -> PreTrainedModel:
+    """Return `auto.from_pretrained(name)`; raise ConfigError if a tensor is missing or has another shape.
+
+    transformers would initialise such tensors randomly, or stop, after a report of many lines that is not shown here.
+    """
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    required = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        # With output_loading_info the result is a pair, unlike its annotation.
+        model, info = cast(tuple[PreTrainedModel, dict[str, Any]], auto.from_pretrained(name, **required, **options))
+    finally:
+        logging.set_verbosity(level)
+    for tensor in sorted(info["missing_keys"]):
+        raise ConfigError(f"{key}={name} holds no tensor {tensor}; expected all of its weights")
+    for tensor, stored, expected in sorted(info["mismatched_keys"]):
+        raise ConfigError(f"{key}={name}: {tensor} has shape {list(stored)}; expected {list(expected)} by its config")
+    return model
 
 
 LARGEST_JSON = 8 * 2**20

@@ -188,6 +188,15 @@ def test_no_weight_of_a_draft_model_is_made_up(draft_folder: Path, tiny_target: 
         load_drafter(draft_folder, tiny_target)
 
 
+def test_weights_of_another_shape_are_one_line(
+    draft_folder: Path, tiny_target: LlamaForCausalLM, capfd: pytest.CaptureFixture
+) -> None:
+    changed(draft_folder / "config.json", _set("intermediate_size", to=24))
+    with pytest.raises(ConfigError, match=r"proj\.weight has shape \[.*\]; expected \[.*24.*\] by its config"):
+        load_drafter(draft_folder, tiny_target)
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize(
     "config",
     [
