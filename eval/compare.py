@@ -1,4 +1,4 @@
-"""Two measurements beside each other: which arm is better, and whether that is more than chance."""
+"""Compare two measurements: which drafter and policy is faster, with intervals over prompts."""
 
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -15,8 +15,8 @@ from draftsmith.eval.results import StoredEvaluation
 from draftsmith.eval.settings import BASELINE, Variant
 
 MATTER = ("max_new_tokens", "top_k", "top_p", "seed", "dtype")
-"""Settings that decide what is decoded; target and prompts are compared by fingerprint, wherever they lie.
-Temperatures, drafters, draft lengths and rules are what is compared."""
+"""Settings that have to be equal, in addition to the fingerprints of target and prompts. Temperatures, drafters, draft
+lengths and rules may differ: they are compared."""
 MACHINE = ("cpu", "accelerator", "torch_threads")
 Condition = tuple[float, int]
 """Temperature and batch size."""
@@ -24,7 +24,7 @@ Condition = tuple[float, int]
 
 @dataclass(frozen=True)
 class Contrast:
-    """B's value over A's, with the middle 95 % of what resampled prompts gave."""
+    """B's value over A's, with a 95 % interval over resampled prompts."""
 
     a: float
     b: float
@@ -39,7 +39,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One arm of A beside one of B at a temperature and batch size."""
+    """One variant of A and one of B at a temperature and batch size."""
 
     a: str
     b: str
@@ -52,34 +52,33 @@ class Comparison:
     @property
     def sentence(self) -> str:
         batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
-        found, where = self.speedup, f"T={self.temperature:g}{batch}"
-        bounds = f"[{found.low:.3f}, {found.high:.3f}]"
-        if not found.real:
+        ratio, where = self.speedup, f"T={self.temperature:g}{batch}"
+        bounds = f"[{ratio.low:.3f}, {ratio.high:.3f}]"
+        if not ratio.real:
             return (
                 f"{where}: no difference in speed between {self.a} and {self.b} that {self.prompts} prompts can show "
-                f"(B/A {found.ratio:.3f} {bounds}); {self._taus}."
+                f"(B/A {ratio.ratio:.3f} {bounds}); {self._taus}."
             )
-        better, worse, gain = (self.b, self.a, found.ratio) if found.ratio > 1 else (self.a, self.b, 1 / found.ratio)
+        better, worse, gain = (self.b, self.a, ratio.ratio) if ratio.ratio > 1 else (self.a, self.b, 1 / ratio.ratio)
         return (
-            f"{where}: {better} is {gain - 1:.1%} faster than {worse} (B/A {found.ratio:.3f} {bounds}); {self._taus}."
+            f"{where}: {better} is {gain - 1:.1%} faster than {worse} (B/A {ratio.ratio:.3f} {bounds}); {self._taus}."
         )
 
     @property
     def _taus(self) -> str:
-        found = self.tau
-        if not found.real:
-            return f"tau does not differ either way ({found.a:.2f}, {found.b:.2f})"
-        return f"tau {found.a:.2f} against {found.b:.2f}, a real difference"
+        taus = f"{self.tau.a:.2f} against {self.tau.b:.2f}"
+        return f"tau {taus}, a real difference" if self.tau.real else f"tau does not differ measurably ({taus})"
 
 
 def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None) -> list[Comparison]:
-    """Comparisons of the contents of two `eval.json`, or for the arms of one among each other.
+    """Compare the contents of two `eval.json`, or, without `b`, the variants in one of them.
 
-    Arms meet at equal temperature and batch size. Between two files those with equal policies meet (and of these the
-    drafters of one name, where both files have it); without any equal policy, all meet all.
+    Variants are compared at equal temperature and batch size. Between two files, variants with equal policies are
+    compared, and of these only drafters with equal names if both files have that name; if the files have no policy in
+    common, every variant of A is compared with every variant of B.
 
     Raises:
-        ConfigError: for measurements whose numbers cannot be compared, with both values, or that have no arm in common.
+        ConfigError: for measurements that cannot be compared, naming both values, or that share no condition.
     """
     sides = [_measured(a), _measured(b if b is not None else a)]
     if b is not None:
@@ -92,18 +91,18 @@ def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None) -> list
         pairs = _pairs(*arms) if b is not None else list(combinations(arms[0], 2))
         comparisons += [_compare(sides[0][place], sides[1][place], pair, place, named=b is not None) for pair in pairs]
     if not comparisons:
-        raise ConfigError("the two have no temperature and batch size with arms to compare; expected at least one")
+        raise ConfigError("no drafters to compare at any common temperature and batch size; expected at least one pair")
     return comparisons
 
 
 def _measured(evaluation: StoredEvaluation) -> dict[Condition, dict[Variant, Series]]:
-    found: dict[Condition, dict[Variant, Series]] = {}
+    by_condition: dict[Condition, dict[Variant, Series]] = {}
     for entry in evaluation["measurements"]:
         place = (entry["temperature"], entry["batch_size"])
-        found.setdefault(place, {})[(entry["drafter"], entry["policy"])] = Series.from_json(entry)
-    if not found:
+        by_condition.setdefault(place, {})[(entry["drafter"], entry["policy"])] = Series.from_json(entry)
+    if not by_condition:
         raise ConfigError("an eval.json without measurements (a model card's) cannot be compared; expected a report's")
-    return found
+    return by_condition
 
 
 def _require_comparable(a: StoredEvaluation, b: StoredEvaluation) -> None:
@@ -117,7 +116,9 @@ def _require_comparable(a: StoredEvaluation, b: StoredEvaluation) -> None:
     values += [(key, a["environment"].get(key), b["environment"].get(key)) for key in MACHINE]
     for key, ours, theirs in values:
         if ours != theirs:
-            raise ConfigError(f"{key}={ours!r} in A, {theirs!r} in B; expected the same, or the numbers say nothing")
+            raise ConfigError(
+                f"{key}={ours!r} in A, {theirs!r} in B; expected the same: the numbers cannot be compared otherwise"
+            )
 
 
 def _pairs(a: list[Variant], b: list[Variant]) -> list[tuple[Variant, Variant]]:
@@ -136,9 +137,9 @@ def _pairs(a: list[Variant], b: list[Variant]) -> list[tuple[Variant, Variant]]:
 def _compare(
     a: dict[Variant, Series], b: dict[Variant, Series], arms: tuple[Variant, Variant], place: Condition, *, named: bool
 ) -> Comparison:
-    """Paired by unit: every resample has the same prompts on both sides, and each side's own repeats within them.
+    """Compare two variants by units: each resample has the same prompts on both sides.
 
-    Within one file both sides' repeats ran side by side and are drawn together.
+    Repeats are drawn separately for two files, and together for one file, whose variants were measured side by side.
     """
     one, other = a[arms[0]], b[arms[1]]
     base, other_base = a[BASELINE], b[BASELINE]
@@ -146,7 +147,7 @@ def _compare(
         raise ConfigError(f"batches={one.units} in A, {other.units} in B; expected the same")
     units, repeats = one.tokens.shape
     if units < 2:
-        raise ConfigError.of("prompts", units, "at least 2: one prompt says nothing of others")
+        raise ConfigError.of("prompts", units, "at least 2: an interval over prompts needs several")
     rng = np.random.default_rng(0)
     draws = Draws.of(units, repeats, rng)
     other_draws = draws.with_repeats(other.tokens.shape[1], rng) if named else draws
@@ -171,7 +172,7 @@ def _contrast(a: float, b: float, a_S: NDArray, b_S: NDArray) -> Contrast:
 
 
 def comparison_table(comparisons: list[Comparison]) -> Table:
-    """The same in columns."""
+    """Return the comparisons as a table."""
     table = Table(title="Paired by prompt; 95 % intervals of B/A", pad_edge=False)
     for name in ("A", "B"):
         table.add_column(name)
@@ -179,12 +180,12 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
         table.add_column(name, justify="right")
     for comparison in comparisons:
         cells = []
-        for found in (comparison.speedup, comparison.tau):
-            star = "*" if found.real else ""
-            cells += [f"{found.a:.2f}, {found.b:.2f}", f"{found.ratio:.3f}{star}\n[{found.low:.3f}, {found.high:.3f}]"]
+        for value in (comparison.speedup, comparison.tau):
+            star = "*" if value.real else ""
+            cells += [f"{value.a:.2f}, {value.b:.2f}", f"{value.ratio:.3f}{star}\n[{value.low:.3f}, {value.high:.3f}]"]
         table.add_row(comparison.a, comparison.b, f"{comparison.temperature:g}", str(comparison.batch_size), *cells)
     if len(comparisons) > 1:
         table.caption = (
-            f"*: 1 is outside. Of {len(comparisons)} lines about {0.05 * len(comparisons):.1f} get one by chance."
+            f"*: 1 is outside. By chance about {0.05 * len(comparisons):.1f} of {len(comparisons)} lines get one."
         )
     return table

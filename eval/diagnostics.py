@@ -1,4 +1,4 @@
-"""How target and drafter differ, by draft position: the simple statistics that acceptance is often guessed from."""
+"""Statistics of how target and drafter differ, by draft position."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from draftsmith.heads.base import Drafter
 # Shapes: N tokens, V vocabulary, A anchors, K draft positions.
 
 LEAST_Q = 1e-10
-"""In the divergences q is at least this: a truncated draft vocabulary has zeros, and divergences would be infinite."""
+"""Lower bound of q in the divergences: zeros of a truncated draft vocabulary would make them infinite."""
 BINS = 10
 
 
@@ -31,23 +31,23 @@ def diagnose(
 ) -> Diagnostics:
     """Compare target and drafter on `texts`, each (token ids, length of its prompt).
 
-    The target should have written them at this temperature.
+    The target should have generated the texts at this temperature.
 
-    Position k is the k-th draft token behind every token of a text, given that the draft so far is the text; numbers
-    are means over these tokens. p and q are taken at `temperature` without cuts; at 0, where both are certain, at 1.
+    Position k is the k-th draft token after every token of a text, given that the draft so far equals the text; numbers
+    are means over these tokens. p and q are those of `temperature`, without top-k or top-p; of temperature 1 for 0.
 
         forward_kl       sum_v p log(p / q), nats; log q is at least log 1e-10
         reverse_kl       sum_v q log(q / p), nats; log p likewise
         tv               sum_v |p - q| / 2; 1 - tv = sum_v min(p, q) is the token rule's acceptance (alpha)
-        top1_agreement   share of tokens at which both have the same favourite
-        entropy_overlap  1 - |H(p) - H(q)| / (H(p) + H(q)), H in nats; 1 where both are certain
+        top1_agreement   share of tokens at which both have the same most likely token
+        entropy_overlap  1 - |H(p) - H(q)| / (H(p) + H(q)), H in nats; 1 if both entropies are 0
         ece              expected calibration error of the drafter's confidence: over ten equal bins of max_v q,
                          sum_b n_b / n |mean of max q - mean of p(argmax q)|
-        cosine           of the drafter's state and the target's final state at the same token; null where the drafter
-                         reads no states of the target, or has states of another width
+        cosine           similarity of the drafter's state and the target's final state at the same token; null if the
+                         drafter reads no states of the target, or has states of another width
 
-    `cosine_correlation` is Pearson's between cosine and alpha over all tokens and positions; null without cosines, or
-    where one of them does not vary.
+    `cosine_correlation` is Pearson's correlation of cosine and alpha over all tokens and positions; null without
+    cosines, or if one of them does not vary.
 
     Raises:
         ConfigError: for a drafter without logits, no text with two new tokens, or settings out of range.
@@ -65,12 +65,12 @@ def diagnose(
 
 
 def difference_measure(drafter: Drafter, temperature: float) -> Measure:
-    """The numbers of each token that `summary` makes statistics of."""
-    heat = temperature or 1.0
+    """Return a measure of the numbers of each token from which `summary` computes statistics."""
+    divisor = temperature or 1.0
 
     def measure(rows: Rows) -> dict[str, Tensor]:
         logits = (at_least_float32(rows.p_NV), at_least_float32(rows.q_NV))
-        p_log_NV, q_log_NV = (x_NV.div(heat).log_softmax(-1) for x_NV in logits)
+        p_log_NV, q_log_NV = (x_NV.div(divisor).log_softmax(-1) for x_NV in logits)
         p_NV, q_NV = p_log_NV.exp(), q_log_NV.exp()
         floor = float(np.log(LEAST_Q))
         high_p_NV, high_q_NV = p_log_NV.clamp_min(floor), q_log_NV.clamp_min(floor)
@@ -91,7 +91,7 @@ def difference_measure(drafter: Drafter, temperature: float) -> Measure:
 
 
 def _cosine(drafter: Drafter, rows: Rows) -> Tensor:
-    """[N]; NaN where the two states are not comparable."""
+    """Return cosine similarities [N]; NaN if the two states are not comparable."""
     states_ND, target_NH = rows.states_ND, rows.target_NH
     if not drafter.needs.hidden or states_ND.shape != target_NH.shape:
         return torch.full((len(rows.labels_N),), torch.nan)
@@ -99,7 +99,7 @@ def _cosine(drafter: Drafter, rows: Rows) -> Tensor:
 
 
 def summary(tables: Sequence[PositionStats]) -> Diagnostics:
-    """What `diagnose` returns, from the numbers of each text."""
+    """Return the result of `diagnose` from the numbers of each text."""
     positions = tables[0]["tv"].shape[1]
     rows: list[PositionDiagnostics] = []
     all_cosine, all_alpha = [], []
@@ -138,7 +138,10 @@ def _statistics(position: int, known: dict[str, NDArray[np.float64]]) -> Positio
 
 
 def calibration_error(confidence_N: NDArray[np.float64], outcome_N: NDArray[np.float64]) -> float:
-    """Guo et al. 2017, arXiv:1706.04599, eq. 3, with the chance of the outcome in place of single outcomes."""
+    """Return the expected calibration error, with probabilities of the outcome in place of single outcomes.
+
+    Guo et al. 2017, arXiv:1706.04599, eq. 3
+    """
     bins_N = np.minimum((confidence_N * BINS).astype(int), BINS - 1)
     gaps = [abs((confidence_N - outcome_N)[bins_N == place].sum()) for place in range(BINS)]
     return float(sum(gaps) / len(confidence_N))

@@ -1,7 +1,4 @@
-"""From a finished run to what `eval.json` holds: rows, what they rest on, samples, and how far to trust them.
-
-A few texts with where each token came from: what acceptance looks like.
-"""
+"""The public `evaluate`, and the content of `eval.json`: rows, the numbers behind them, samples, guards and notes."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -36,14 +33,14 @@ from draftsmith.provenance import environment
 from draftsmith.reading import read_json
 
 PROMPTS, TOKENS = 3, 160
-"""Texts an arm and temperature, and tokens shown of each."""
+"""Texts per variant and temperature, and tokens shown of each."""
 KINDS = {ACCEPTED: "accepted", CORRECTION: "corrected", BONUS: "bonus", OWN: "target"}
 Piece = tuple[str, str]
-"""The text of one token and its kind."""
+"""The text of a token, and its kind."""
 
 
 def samples(run: Run, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The first prompts of as many categories, each as every arm wrote it in the first repeat."""
+    """Return the texts of the first repeat for a few prompts of different categories, for every drafter and policy."""
     chosen = {prompt.id: prompt for prompt in _chosen(run.prompts)}
     size = run.settings.batch_sizes[0]
     shown: list[Sample] = []
@@ -72,9 +69,9 @@ def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: PreTrained
     pieces = token_texts(text.tokens[:TOKENS], tokenizer, prompt.input_ids)
     rounds, start = [], 0
     for kinds in text.rounds:
-        ours = list(zip(pieces[start : start + len(kinds)], (KINDS[kind] for kind in kinds), strict=False))
-        if ours:
-            rounds.append(ours)
+        shown = list(zip(pieces[start : start + len(kinds)], (KINDS[kind] for kind in kinds), strict=False))
+        if shown:
+            rounds.append(shown)
         start += len(kinds)
     return {
         "prompt": prompt.id,
@@ -90,7 +87,7 @@ def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: PreTrained
 
 
 def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> list[str]:
-    """The text that each token adds after `prompt`; an unfinished character is shown with the token that ends it."""
+    """Return the text that each token adds after `prompt`; a character that spans tokens belongs to its last token."""
     text = IncrementalText(tokenizer, prompt, skip_special_tokens=False)
     texts = [text.add(token) for token in tokens]
     return [*texts[:-1], *(last + text.rest() for last in texts[-1:])]
@@ -98,8 +95,8 @@ def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase, prompt: l
 
 EVALUATION = "eval.json"
 Diagnose = Callable[..., Diagnostics]
-"""`diagnose(target, drafter, texts, *, temperature, draft_length)`: plain values by draft position, of texts given as
-(token ids, how many of them are the prompt's)."""
+"""`diagnose(target, drafter, texts, *, temperature, draft_length)`: statistics by draft position, of texts given as
+(token ids, length of the prompt)."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +113,17 @@ class Evaluation:
     identity: dict[str, Any] = field(default_factory=dict)
     plain: PlainSpeeds | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> StoredEvaluation:
+        """Return the content of `eval.json`, which has more keys than its readers need."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "settings"}
-        return {"schema": SCHEMA, "settings": asdict(self.settings), **values}
+        return cast(StoredEvaluation, {"schema": SCHEMA, "settings": asdict(self.settings), **values})
 
 
 def read_evaluation(path: Path) -> StoredEvaluation:
-    """The content of an `eval.json`, or of the one in a folder.
+    """Return the content of an `eval.json`, or of the one in a folder.
 
     Raises:
-        ConfigError: for a file that is missing, not ours, or of another schema.
+        ConfigError: for a file that is missing, that `draftsmith eval` did not write, or that has another schema.
     """
     file = path / EVALUATION if path.is_dir() else path
     try:
@@ -154,14 +152,14 @@ def evaluate(
 ) -> Evaluation:
     """Measure every drafter against the target alone.
 
-    For each repeat, temperature, batch size and batch of prompts all arms decode one after the other, and the arm that
-    begins changes from batch to batch, so that a slow second of the machine hits all alike. Decode time only; the
-    prefill is reported apart.
+    For each repeat, temperature, batch size and batch of prompts, all variants decode one after the other. The first
+    variant changes from batch to batch, so that a temporary slowdown of the machine affects all of them alike. Times
+    are decode times; the prefill is reported separately.
 
     Args:
-        tokenizer: the target's: for prompts of several turns, and for samples in the report.
-        journal: a file that every finished cell is appended to; with one that is there already, the run goes on.
-        diagnose: what to find out about each drafter beside what decoding shows.
+        tokenizer: the target's, for prompts of several turns and for samples in the report.
+        journal: file to which every finished cell is appended; an existing file is continued.
+        diagnose: computes statistics of each drafter by draft position.
 
     Raises:
         ConfigError: for models or prompts that do not fit together, or a journal of another run.
@@ -191,7 +189,7 @@ def evaluate(
 
 
 def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[EvalRow]:
-    """For each temperature and batch size the row over all prompts and, of several categories, one for each."""
+    """Return, for each temperature and batch size, the row over all prompts and one row per category."""
     settings = run.settings
     categories = sorted({prompt.category for prompt in run.prompts})
     rows = []
@@ -210,7 +208,7 @@ def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[EvalRow]:
             for category in (None, *(categories if len(categories) > 1 else ())):
                 base, spec = (run.cells(which, temperature, size, category) for which in (BASELINE, arm))
                 if not spec:
-                    continue  # batches of this size never hold this category alone
+                    continue  # no batch of this size holds this category alone
                 numbers = row_numbers(base, spec, settings.seed)
                 row: EvalRow = {**head, **numbers, "category": category or OVERALL}
                 if head["draft_length"] is not None:
@@ -222,12 +220,12 @@ def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[EvalRow]:
 
 
 def is_chain(policy: str) -> bool:
-    """Whether a policy's name is that of a chain of fixed length."""
+    """Return whether a policy's name is that of a chain of fixed length."""
     return policy.partition(":")[0] == "chain"
 
 
 def _measurements(run: Run) -> list[StoredMeasurement]:
-    """The numbers that rows were made from, for comparisons prompt by prompt: [unit][repeat] each."""
+    """Return the numbers from which rows are computed, [unit][repeat] each, for comparisons prompt by prompt."""
     entries: list[StoredMeasurement] = []
     for arm in run.arms:
         for temperature in run.settings.temperatures:
@@ -246,9 +244,9 @@ def _measurements(run: Run) -> list[StoredMeasurement]:
 
 
 def _diagnose(run: Run, rows: list[EvalRow], diagnose: Diagnose, progress: bool) -> list[str]:
-    """Add `diagnostics` to the rows: of a drafter, temperature and category, which all its policies share.
+    """Add `diagnostics` to the rows; all policies of a drafter, temperature and category share them.
 
-    Returns a note for each drafter that it cannot be done for; what was measured stands all the same.
+    Returns a note for each drafter without diagnostics; its measured rows are kept.
     """
     by_place: dict[tuple[str, float, str], list[EvalRow]] = {}
     for row in rows:
@@ -259,24 +257,26 @@ def _diagnose(run: Run, rows: list[EvalRow], diagnose: Diagnose, progress: bool)
         for (name, temperature, category), same in by_place.items():
             deepest = max(len(other["acceptance_at"]) for other in rows if other["drafter"] == name)
             texts = _texts(run, temperature, None if category == OVERALL else category)
-            options = {"temperature": temperature, "draft_length": max(1, deepest)}
+            length = max(1, deepest)
             try:
-                found = diagnose(run.target, run.drafters[name], texts, **options)
+                statistics = diagnose(
+                    run.target, run.drafters[name], texts, temperature=temperature, draft_length=length
+                )
             except ConfigError as error:
                 refused[name] = f"{name}: no diagnostics by draft position ({error})."
             else:
                 for row in same:
-                    row["diagnostics"] = found
+                    row["diagnostics"] = statistics
             done()
     return list(refused.values())
 
 
 def _texts(run: Run, temperature: float, category: str | None) -> list[tuple[list[int], int]]:
-    """What the target alone wrote in the first repeat, behind its prompts, and how long those are."""
-    found = []
+    """Return the texts of the target alone in the first repeat, prompts included, and the lengths of the prompts."""
+    texts = []
     for cell in run.cells(BASELINE, temperature, run.settings.batch_sizes[0], category):
         if cell.repeat == 0:
             place = BatchKey(0, temperature, cell.batch_size, cell.group, cell.turn)
             asked = {prompt.id: ids for prompt, ids in run.asked(place)}
-            found += [(asked[text.prompt] + text.tokens, len(asked[text.prompt])) for text in cell.texts]
-    return found
+            texts += [(asked[text.prompt] + text.tokens, len(asked[text.prompt])) for text in cell.texts]
+    return texts

@@ -1,6 +1,7 @@
-"""The measurement: every drafter and the target alone on the same prompts, interleaved, in one process and engine.
+"""The measurement: every drafter and the target alone decode the same prompts, interleaved, in one process.
 
-How many CPU threads to measure with: what serves the target alone best, so that the baseline is never held back.
+A variant is a drafter with a policy, or the target alone. The number of CPU threads is the one that is fastest for the
+target alone, so that the baseline is not slowed down.
 """
 
 from collections.abc import Iterator
@@ -33,10 +34,10 @@ TRIALS = 3
 
 
 def fastest_threads(target: PreTrainedModel, prompt: list[int]) -> int:
-    """The thread count with the highest speed of the target alone: one, or as many as torch was given.
+    """Return the number of threads with which the target alone is fastest: one, or torch's current number.
 
-    A small model decodes no faster with several threads, and far slower once another process wants a core. On an
-    accelerator threads do not matter and torch's number stays.
+    A small model decodes no faster with several threads, and much slower if another process needs a core. With an
+    accelerator, return torch's current number.
     """
     given = torch.get_num_threads()
     if given == 1 or next(target.parameters()).device.type != "cpu":
@@ -63,7 +64,7 @@ def threads(count: int) -> Iterator[None]:
 WARM_UP_TOKENS = 16
 CALIBRATION = 4
 REPEAT_APART, TURN_APART = 10_007, 1_000_003
-"""Between the seeds of two repeats and of two turns."""
+"""Differences between the seeds of two repeats and of two turns."""
 
 
 Questions = list[tuple[Prompt, list[int]]]
@@ -72,10 +73,10 @@ Questions = list[tuple[Prompt, list[int]]]
 
 @dataclass
 class Run:
-    """What is measured, and every cell so far.
+    """A measurement in progress: models, prompts, settings and the results so far.
 
     Raises:
-        ConfigError: for what does not fit together, before anything is measured.
+        ConfigError: for models, prompts and settings that do not fit together.
     """
 
     target: PreTrainedModel
@@ -83,7 +84,7 @@ class Run:
     prompts: list[Prompt]
     settings: Settings
     tokenizer: Any = None
-    """Only needed for prompts of several turns."""
+    """The target's; needed for prompts of several turns."""
     journal: Journal = field(default_factory=Journal)
 
     def __post_init__(self) -> None:
@@ -100,19 +101,19 @@ class Run:
         self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}
         self._numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         self.left_out: list[str] = []
-        """What was asked for and cannot be measured."""
+        """Requested variants that cannot be measured, and why."""
         self.plans = {name: self._plans(name, drafter) for name, drafter in self.drafters.items()}
         for drafter in self.drafters.values():
             SpeculativeDecoder(self.target, drafter)  # refuses pairs that do not fit
         self.arms: dict[Variant, SpeculativeDecoder] = {}
 
     def measure(self, progress: bool = True) -> None:
-        """Put every cell into the journal that is not there yet."""
+        """Measure every cell that the journal does not hold yet, and append it."""
         self.journal.begin(self.identity(), environment())
         if "threads" not in self.journal.facts:
             with stage("choosing the number of threads", shown=progress):
                 self.journal.fact("threads", fastest_threads(self.target, self.prompts[0].input_ids))
-        with threads(self.journal.facts["threads"]):  # decoders too: policies plan with costs that depend on threads
+        with threads(self.journal.facts["threads"]):  # policies plan with costs that depend on the threads
             self.arms = {BASELINE: SpeculativeDecoder(self.target)}
             with stage("timing the passes of each drafter", len(self.drafters), shown=progress) as done:
                 for name, drafter in self.drafters.items():
@@ -129,7 +130,7 @@ class Run:
                     self.journal.fact("plain", compare_with_generate(self.target, prompts))
 
     def identity(self) -> dict[str, Any]:
-        """Two runs of one identity are the same measurement."""
+        """Return settings and fingerprints; a journal is continued only by a run with equal values."""
         return {
             "settings": asdict(self.settings),
             "target": model_fingerprint(self.target),
@@ -139,13 +140,13 @@ class Run:
 
     @property
     def learners(self) -> list[str]:
-        """Policies that change with what is accepted."""
+        """Policies that adapt to what is accepted."""
         return sorted({arm[1] for arm, decoder in self.arms.items() if decoder.learns})
 
     def cells(
         self, arm: Variant, temperature: float, batch_size: int, category: str | None = None
     ) -> list[Measurement]:
-        """Of all batches, or of those that hold one category only."""
+        """Return the cells of all batches, or of the batches whose prompts all have `category`."""
         groups = self.batches[batch_size]
         return [
             cell
@@ -155,11 +156,11 @@ class Run:
         ]
 
     def _asked(self, place: BatchKey) -> Questions | None:
-        """The prompts of a batch that have a question at this turn, each with the tokens behind which it is answered.
+        """Return the prompts of a batch that have this turn, each with the tokens after which it is answered.
 
-        Behind earlier turns stand the target's own answers, those of the baseline in this repeat and batch size, so
-        that all arms read the same text. A question that has no room left in the context is not asked. None while the
-        earlier turns have not been answered.
+        Earlier turns are followed by the target's own answers, from the baseline in this repeat and batch size, so that
+        all variants read the same text. A question that leaves no room in the context is omitted. None if the baseline
+        has not answered the earlier turns yet.
         """
         answers: dict[str, list[list[int]]] = {}
         for turn in range(place.turn):
@@ -168,15 +169,15 @@ class Run:
                 return None
             for text in cell.texts:
                 answers.setdefault(text.prompt, []).append(text.tokens)
-        found = []
+        questions: Questions = []
         for prompt in self._batch(place).prompts:
             before = answers.get(prompt.id, [])
             if prompt.turns <= place.turn or len(before) < place.turn:
                 continue
-            ids = prompt.behind(before, self.chat)
+            ids = prompt.after(before, self.chat)
             if place.turn == 0 or self.context is None or len(ids) < self.context:
-                found.append((prompt, ids))
-        return found
+                questions.append((prompt, ids))
+        return questions
 
     def asked(self, place: BatchKey) -> Questions:
         """Return the questions of a batch whose earlier turns have been answered."""
@@ -185,7 +186,7 @@ class Run:
         return questions
 
     def _plans(self, name: str, drafter: Drafter) -> list[dict[str, Any]]:
-        """How this drafter's drafts are to grow, as arguments of the decoder."""
+        """Return the draft lengths and policies of this drafter, as arguments of the decoder."""
         most = drafter.max_draft_length
         long = [length for length in self.settings.draft_lengths if most is not None and length > most]
         lengths = [length for length in self.settings.draft_lengths if length not in long]
@@ -199,20 +200,22 @@ class Run:
         return plans or [{}]
 
     def _arms(self, name: str, drafter: Drafter) -> dict[Variant, SpeculativeDecoder]:
-        """The drafter with each of its plans."""
+        """Return a decoder for each plan of the drafter."""
         fact = f"costs of {name}"
         if fact not in self.journal.facts:
             self.journal.fact(fact, asdict(measure_costs(self.target, drafter)))
-        costs = TypeAdapter(Costs).validate_python(self.journal.facts[fact])  # JSON makes texts of widths
+        costs = TypeAdapter(Costs).validate_python(
+            self.journal.facts[fact]
+        )  # JSON turns the widths, which are keys, into strings
         arms = {}
         for plan in self.plans[name]:
             decoder = SpeculativeDecoder(self.target, drafter, rule=self.settings.rule, costs=costs, **plan)
             label = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
-            arms[(name, label)] = decoder  # a drafter that only retrieves is the same under every policy
+            arms[(name, label)] = decoder  # drafters that only retrieve ignore the policy
         return arms
 
     def _places(self) -> Iterator[BatchKey]:
-        """Everything that is asked, in order."""
+        """Yield every question in the order of measurement."""
         settings = self.settings
         for repeat in range(settings.repeats):
             for temperature in settings.temperatures:
@@ -225,7 +228,7 @@ class Run:
         return self.batches[place.batch_size][place.group]
 
     def _pending(self, place: BatchKey) -> list[Variant]:
-        """The arms that have not answered here yet, the one that begins changing from place to place."""
+        """Return the variants without a result here; the first of them changes from batch to batch."""
         if self._asked(place) == []:
             return []
         first = (place.group + place.repeat + place.turn) % len(self.arms)
@@ -233,7 +236,7 @@ class Run:
         return [arm for arm in order if _key(arm, place) not in self.journal.cells]
 
     def _calibrate(self) -> None:
-        """Let policies that learn see a few texts at each temperature, untimed."""
+        """Decode a few texts at each temperature, untimed, for policies that learn."""
         for decoder in self.arms.values():
             for temperature in self.settings.temperatures if decoder.learns else ():
                 rows = [prompt.input_ids for prompt in self.prompts[:CALIBRATION]]
@@ -241,7 +244,7 @@ class Run:
                 decoder.calibrate(rows, **options)
 
     def _warm_up(self) -> None:
-        """First calls allocate and choose kernels; they are not measured."""
+        """Decode once with every variant, unmeasured: first calls allocate memory and choose kernels."""
         for arm in self.arms:
             for temperature in self.settings.temperatures:
                 for size in self.settings.batch_sizes:
@@ -265,7 +268,7 @@ class Run:
                     bar.update(task, total=total)
 
     def _answer(self, arm: Variant, place: BatchKey, asked: Questions, tokens: int) -> Measurement:
-        """Decode one batch. Each text has a seed of its own, another one in each repeat and turn."""
+        """Decode one batch; seeds differ between texts, repeats and turns."""
         first = self.settings.seed + REPEAT_APART * place.repeat + TURN_APART * place.turn
         outputs = self.arms[arm].generate_batch(
             [ids for _, ids in asked],

@@ -1,4 +1,4 @@
-"""The baseline's own baseline: transformers' `generate`, so that no speedup stands on a slow loop of ours."""
+"""Compare the target alone with transformers' `generate`: speedups must not come from a slow baseline."""
 
 import time
 from collections.abc import Callable
@@ -23,11 +23,11 @@ class _Generates(Protocol):
 
 
 def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]]) -> PlainSpeeds:
-    """Greedy tokens per second, prefill included, of `target.generate` and of our target alone, turn by turn.
+    """Return greedy tokens per second, prefill included, of `target.generate` and of our target alone.
 
-    Returns plain values: `generate_tokens_per_second` and `baseline_tokens_per_second` over a few prompts, each the
-    best of some trials, `ratio` and `best_ratio` (ours / theirs, median and highest over prompts), and `identical`, the
-    prompts with equal tokens.
+    `generate_tokens_per_second` and `baseline_tokens_per_second` are medians over a few prompts, each the best of three
+    trials in turn; `ratio` and `best_ratio` are median and maximum over prompts of ours / theirs; `identical` counts
+    the prompts with equal tokens.
     """
     decoder = SpeculativeDecoder(target)
 
@@ -70,7 +70,7 @@ def _timed(decode: Callable[[list[int], int], list[int]], prompt: list[int], tok
 
 @torch.inference_mode()
 def _generate(target: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
-    """The same number of tokens, whatever they are: an EOS ends neither arm."""
+    """Decode the same number of tokens with `generate`, without EOS."""
     ids = torch.tensor([prompt], device=next(target.parameters()).device)
     own = target.generation_config
     config = GenerationConfig(

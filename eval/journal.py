@@ -1,4 +1,4 @@
-"""A cell of the measurement: one arm, temperature, batch, turn and repeat; and the file that cells are kept in."""
+"""Measured cells (one variant, temperature, batch, turn and repeat), and the file `cells.jsonl` that stores them."""
 
 import json
 import os
@@ -18,29 +18,29 @@ from draftsmith.reading import parse_json
 from draftsmith.storage import writing
 
 SCHEMA = 2
-"""Of `eval.json` and `cells.jsonl`; raised whenever a reader of the old one would misread the new one."""
+"""Version of `eval.json` and `cells.jsonl`; increased when old code would misread new files."""
 JOURNAL = "cells.jsonl"
-KEPT = "what was measured before is kept; once there is room, the same command goes on from there"
+KEPT = "earlier results are kept; with enough space, the same command continues from them"
 
 Key = tuple[str, str, float, int, int, int, int]
 
 ACCEPTED, CORRECTION, BONUS, OWN = "acbt"
-"""Where a token came from: an accepted draft token, the target's correction of a rejected one, the target's token
-behind a draft that was accepted to its end, or the target's own without any draft."""
+"""Origin of a token: an accepted draft token, the target's correction of a rejected draft token, the bonus token after
+a fully accepted draft, or the target's token without a draft."""
 
 
 @dataclass(frozen=True)
 class TextRecord:
-    """What one decoded text leaves: its tokens, and what verification decided."""
+    """A decoded text: its tokens, and what verification decided."""
 
     prompt: str
     tokens: list[int]
     rounds: list[Annotated[str, Field(pattern=f"^[{ACCEPTED}{CORRECTION}{BONUS}{OWN}]*$")]]
-    """One letter a token, one string a round, the prefill's token first."""
+    """One string per round, one letter per token; the first string is the prefill's token."""
     tested: list[int]
-    """Rounds that accepted everything before each position and had a draft token there, below what was accepted."""
+    """By draft position, rounds that accepted all positions before it and had a draft token there."""
     accepted: list[int]
-    """Of those, the ones that accepted it."""
+    """Those of `tested` that accepted it."""
     overlap: float
     """Sum over the tested positions of sum_v min(p_v, q_v)."""
     overlaps: int
@@ -61,7 +61,7 @@ class TextRecord:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens that rounds committed; the first came from the prefill."""
+        """Tokens committed by rounds: all but the first, which the prefill gives."""
         return len(self.tokens) - 1
 
     @property
@@ -72,7 +72,7 @@ class TextRecord:
 def _kinds(record: Round) -> str:
     if record.drafted == 0:
         return OWN
-    # Where the accepted path has no child, nothing was tested behind it, in trees as in chains.
+    # An accepted path without a child was accepted to its end, in trees as in chains.
     last = CORRECTION if record.tested > record.accepted else BONUS
     return (ACCEPTED * record.accepted + last)[: record.committed]
 
@@ -90,14 +90,14 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """One call of the decoder. Seconds are those of the whole batch; decode behind the prefill, which is apart."""
+    """One call of the decoder. Seconds are those of the whole batch; `seconds` excludes the prefill."""
 
     drafter: str
     policy: str
     temperature: float
     batch_size: int
     group: int
-    """Which batch of prompts."""
+    """Number of the batch of prompts."""
     repeat: int
     turn: int
     texts: list[TextRecord]
@@ -139,11 +139,11 @@ class Measurement:
 
 
 FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}
-"""What a run finds out once; the others are costs."""
+"""Values that a run determines once, with their types; all other facts are costs."""
 
 
 class JournalLine(BaseModel):
-    """A line behind the first one, which holds one of these."""
+    """A line after the first; holds exactly one of these."""
 
     cell: Measurement | None = None
     fact: tuple[str, Any] | None = None
@@ -158,23 +158,23 @@ class JournalLine(BaseModel):
 
 @dataclass
 class Journal:
-    """Everything that a run has measured so far, one JSON object a line; a kill costs the line being written at most.
+    """The results of a run so far, one JSON object per line. A kill loses at most the line that is being written.
 
-    The first line says which run it is. Without a path nothing is kept on disk.
+    The first line identifies the run. Without a path, nothing is stored.
     """
 
     path: Path | None = None
     cells: dict[Key, Measurement] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    """What was found out once and holds for the rest of the run, such as measured costs."""
+    """Values that are determined once per run, such as measured costs."""
     sittings: list[dict[str, Any]] = field(default_factory=list)
-    """The machine of each start."""
+    """The environment of each start of the run."""
 
     def begin(self, identity: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Read what an earlier call left, refuse it when it was another run, and note that measuring starts (again).
+        """Read the results of an earlier call, and append the environment of this start.
 
         Raises:
-            ConfigError: naming what differs.
+            ConfigError: for a file of another run, naming the value that differs.
         """
         if self.path is not None and self.path.exists():
             self._read(self.path, identity)
@@ -196,10 +196,10 @@ class Journal:
         if lines:
             require_same(lines[0]["run"], {"schema": SCHEMA, **identity}, path.parent)
         for number, line in enumerate(lines[1:], 2):
-            found = checked(JournalLine, line, f"{path}:{number}", "what `draftsmith eval` wrote")
-            if found.cell is not None:
-                self.cells[found.cell.key] = found.cell
-            elif found.fact is not None:
+            entry = checked(JournalLine, line, f"{path}:{number}", "what `draftsmith eval` wrote")
+            if entry.cell is not None:
+                self.cells[entry.cell.key] = entry.cell
+            elif entry.fact is not None:
                 name, value = line["fact"]
                 place = f"{path}:{number}"
                 checked(FACTS.get(name, Costs), value, place, "what `draftsmith eval` wrote", strict=name in FACTS)
@@ -219,12 +219,12 @@ class Journal:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a journal; a torn last one is cut off the file.
+    """Return the lines of a journal; an incomplete last line is removed from the file.
 
     Raises:
-        ConfigError: for a line before the last that is no JSON, or a file that is no journal.
+        ConfigError: for a file that is not a journal, or a complete line that is not JSON.
     """
-    if not path.is_file():  # reading a pipe would wait
+    if not path.is_file():  # reading a pipe would block
         raise ConfigError(f"{path} is no regular file; expected what `draftsmith eval` wrote, or another folder")
     data = path.read_bytes()
     end = data.rfind(b"\n") + 1
@@ -245,7 +245,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
-    """ConfigError naming the first value of a run that differs from what its folder holds."""
+    """Raise ConfigError naming the first value in which a run differs from the one stored in its folder."""
     now = json.loads(json.dumps(now))
     for key, value in now.items():
         there = before.get(key)

@@ -1,7 +1,4 @@
-"""From cells to the numbers of a report's row.
-
-Intervals by resampling: which prompts were drawn, and which repeat of each, is left to chance again and again.
-"""
+"""The numbers of a report's row, from measured cells, with bootstrap intervals over prompts and repeats."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,26 +19,25 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Series:
-    """What one arm gave at one temperature and batch size: [U, R] each.
+    """Numbers of one variant at one temperature and batch size, [U, R] each.
 
-    A unit is a batch of prompts with all its turns, i.e. one prompt at batch size 1: its seconds belong to all of its
-    texts together.
+    A unit is a batch of prompts with all its turns: one prompt at batch size 1. Its seconds are shared by its texts.
     """
 
     units: list[list[str]]
     """Ids of the prompts of each unit."""
     tokens: NDArray
-    """Committed by rounds, i.e. without the prefill's."""
+    """Tokens committed by rounds, without the prefill's."""
     rounds: NDArray
-    """Of all texts."""
+    """Rounds of all texts."""
     seconds: NDArray
-    """Decode only."""
+    """Decode time, without the prefill."""
     overlap: NDArray
     overlaps: NDArray
 
     @classmethod
     def of(cls, cells: list[Measurement]) -> "Series":
-        """From the cells of one arm, temperature and batch size; every unit has every repeat."""
+        """Sum the cells of one variant, temperature and batch size; every unit has every repeat."""
         groups = sorted({cell.group for cell in cells})
         repeats = sorted({cell.repeat for cell in cells})
         sums = {name: np.zeros((len(groups), len(repeats))) for name in NUMBERS}
@@ -73,7 +69,7 @@ class Series:
         return cls(value["units"], **{name: np.array(value[name], dtype=float) for name in NUMBERS})
 
     def pick(self, places: list[int]) -> "Series":
-        """Only these units, in this order."""
+        """Return these units, in this order."""
         return Series([self.units[u] for u in places], **{name: getattr(self, name)[places] for name in NUMBERS})
 
 
@@ -82,79 +78,79 @@ NUMBERS = ("tokens", "rounds", "seconds", "overlap", "overlaps")
 
 @dataclass(frozen=True)
 class Draws:
-    """S resamples: which units, [S, U], and for each of them which repeats, [S, U, R]."""
+    """S resamples: indices of units [S, U] and, for each of them, of repeats [S, U, R]."""
 
     units: NDArray
     repeats: NDArray
 
     @classmethod
     def of(cls, units: int, repeats: int, rng: np.random.Generator, resamples: int = RESAMPLES) -> "Draws":
-        """Two-stage bootstrap: units with replacement, then within each drawn unit its repeats with replacement.
+        """Draw a two-stage bootstrap: units with replacement, then repeats with replacement within each drawn unit.
 
-        Units are what the question is about (would other prompts say the same?), repeats what the machine did to them.
-        Both levels of a nested design are resampled as in Davison and Hinkley 1997, section 3.8; taking repeats again
-        within units makes intervals slightly wide, never narrow.
+        Units account for the choice of prompts, repeats for the noise of the machine. Both levels of a nested design
+        are resampled as in Davison and Hinkley 1997, section 3.8; resampling repeats within units makes intervals
+        slightly too wide, never too narrow.
         """
         size = (resamples, units, repeats)
         return cls(rng.integers(0, units, size[:2]), rng.integers(0, repeats, size))
 
     def with_repeats(self, repeats: int, rng: np.random.Generator) -> "Draws":
-        """The same units with other repeats: for a second run on the same prompts."""
+        """Return the same units with newly drawn repeats, for a second run on the same prompts."""
         return Draws(self.units, rng.integers(0, repeats, (*self.units.shape, repeats)))
 
     def totals(self, values_UR: NDArray) -> NDArray:
-        """Sums over the drawn units, [S, R]: every repeat's place is filled by drawn repeats."""
+        """Return sums over the drawn units, [S, R]."""
         return values_UR[self.units[:, :, None], self.repeats].sum(axis=1)
 
 
 def ratio(above: NDArray, below: NDArray) -> NDArray:
-    """above / below, 0 where there is nothing below."""
+    """Return above / below, and 0 where `below` is 0."""
     return np.divide(above, below, out=np.zeros_like(above, dtype=float), where=below > 0)
 
 
 def speedup(baseline: Series, speculative: Series) -> float:
-    """Median over repeats of the ratio of tokens per second, each over all units."""
+    """Return the median over repeats of the ratio of tokens per second, each over all units."""
     return float(np.median(speedups(baseline, speculative)))
 
 
 def speedups(baseline: Series, speculative: Series) -> NDArray:
-    """The ratio of each repeat, [R]."""
+    """Return the ratio of tokens per second of each repeat, [R]."""
     return ratio(speeds(speculative), speeds(baseline))
 
 
 def speeds(series: Series) -> NDArray:
-    """Tokens per second of each repeat, over all units, [R]."""
+    """Return tokens per second of each repeat over all units, [R]."""
     return ratio(series.tokens.sum(0), series.seconds.sum(0))
 
 
 def tau(series: Series) -> float:
-    """Tokens committed per pass of the target, over everything."""
+    """Return tokens committed per target forward pass, over all units and repeats."""
     return float(ratio(series.tokens.sum(), series.rounds.sum()))
 
 
 def alpha(series: Series) -> float:
-    """Mean of sum_v min(p_v, q_v) over the tested draft positions."""
+    """Return the mean of sum_v min(p_v, q_v) over the tested draft positions."""
     return float(ratio(series.overlap.sum(), series.overlaps.sum()))
 
 
 def resampled_speedups(baseline: Series, speculative: Series, draws: Draws) -> NDArray:
-    """The speedup of each resample, [S]. Both arms of a repeat ran side by side and are drawn together."""
+    """Return the speedup of each resample, [S]; baseline and drafter of a repeat are drawn together."""
     base, spec = (ratio(draws.totals(s.tokens), draws.totals(s.seconds)) for s in (baseline, speculative))
     return np.median(ratio(spec, base), axis=1)
 
 
 def resampled_taus(series: Series, draws: Draws) -> NDArray:
-    """[S]"""
+    """Return tau of each resample, [S]."""
     return ratio(draws.totals(series.tokens).sum(1), draws.totals(series.rounds).sum(1))
 
 
 def resampled_alphas(series: Series, draws: Draws) -> NDArray:
-    """[S]"""
+    """Return alpha of each resample, [S]."""
     return ratio(draws.totals(series.overlap).sum(1), draws.totals(series.overlaps).sum(1))
 
 
 def percentiles(values_S: NDArray) -> list[float]:
-    """The middle 95 % of what the resamples gave."""
+    """Return the middle 95 % of the resampled values."""
     tail = 100 * (1 - LEVEL) / 2
     low, high = np.percentile(values_S, [tail, 100 - tail])
     return [float(low), float(high)]
@@ -169,9 +165,9 @@ class Intervals(TypedDict):
 
 
 def intervals(baseline: Series, speculative: Series, seed: int, resamples: int = RESAMPLES) -> Intervals:
-    """95 % bootstrap intervals of speedup, tau and alpha; None where there is one unit, which says nothing of others.
+    """Return 95 % bootstrap intervals of speedup, tau and alpha; None for a single unit.
 
-    With fewer than about 20 prompts such intervals are too narrow: they cover the truth in some 90 % of all runs.
+    With fewer than about 20 prompts the intervals are too narrow: their coverage is about 90 %.
     """
     units, repeats = speculative.tokens.shape
     if units < 2:
@@ -185,10 +181,12 @@ def intervals(baseline: Series, speculative: Series, seed: int, resamples: int =
 
 
 def row_numbers(baseline: list[Measurement], speculative: list[Measurement], seed: int = 0) -> RowNumbers:
-    """The measured part of an `eval.json` row. Speeds and the speedup are medians over repeats.
+    """Return the measured part of an `eval.json` row; speeds and the speedup are medians over repeats.
 
-    Both lists hold the cells of one arm at one temperature and batch size, over the same batches of prompts.
-    `seed`: of the bootstrap.
+    Args:
+        baseline: cells of the target alone at one temperature and batch size.
+        speculative: cells of one variant over the same batches of prompts.
+        seed: seed of the bootstrap.
     """
     base, spec = Series.of(baseline), Series.of(speculative)
     ratios = speedups(base, spec)
@@ -230,7 +228,7 @@ def acceptance_at(texts: Iterable[tuple[Sequence[float] | NDArray, Sequence[floa
 
 
 def expected_tau(alpha: float, draft_length: int) -> float:
-    """Tokens per target pass if every draft token were accepted with probability alpha, whatever came before it.
+    """Return tokens per target forward pass if every draft token were accepted independently with probability alpha.
 
     E[tau] = (1 - alpha^(gamma + 1)) / (1 - alpha)   (Leviathan et al. 2023, arXiv:2211.17192, equation 1)
     """
@@ -238,7 +236,7 @@ def expected_tau(alpha: float, draft_length: int) -> float:
 
 
 def repeated_4grams(texts: list[list[int]]) -> float:
-    """Share of 4-grams that their own text held before. Text that goes in circles is easy to draft."""
+    """Return the share of 4-grams that occur earlier in the same text; repetitive text is easy to draft."""
     repeated = total = 0
     for tokens in texts:
         grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
@@ -250,7 +248,7 @@ def repeated_4grams(texts: list[list[int]]) -> float:
 def greedy_identity(
     baseline: list[Measurement], speculative: list[Measurement]
 ) -> tuple[list[int], DivergencePlace | None]:
-    """How many greedy texts equal the target's own, token by token, and where the first one parts."""
+    """Return [greedy texts that equal the target's own, all texts], and the place of the first difference."""
     own = {place: text.tokens for cell in baseline for place, text in _texts(cell)}
     first: DivergencePlace | None = None
     equal, total = 0, 0

@@ -48,7 +48,7 @@ LONGEST_NAME = 34
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure, the file that it is kept in, and a title that says what it shows."""
+    """A figure, the stem of its file name, and a title that says what it shows."""
 
     name: str
     title: str
@@ -66,12 +66,12 @@ class Plot:
 
     @property
     def data_uri(self) -> str:
-        """The image itself as an address, so that a page needs no other file."""
+        """Return the image as a data URI, so that a page needs no other file."""
         return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
 
 def short_policy(policy: str) -> str:
-    """The policy without its settings, but for a chain's length."""
+    """Return the policy's name without settings, or `γ=` and the length of a chain."""
     name, _, settings = policy.partition(":")
     return f"γ={settings.removeprefix('draft_length=')}" if name == "chain" else name
 
@@ -89,13 +89,13 @@ def variant_name(row: StoredRow, rows: Rows) -> str:
 
 
 def cut(name: str) -> str:
-    """A name that leaves room for what it stands beside."""
+    """Return a printable name, shortened to `LONGEST_NAME` characters."""
     name = printable(name)
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
 def colour_of(key: str, keys: list[str]) -> str:
-    """One colour for each of the keys, in their order; after ten they begin again."""
+    """Return the colour of `key`, one of `keys`; colours repeat after ten."""
     return COLOURS[keys.index(key) % len(COLOURS)]
 
 
@@ -105,18 +105,18 @@ def distinct(values: Iterable[T]) -> list[T]:
 
 
 BAR = 0.36
-"""Inches a horizontal bar."""
-MOST_ARMS = 24
-"""In a plot with a line or bar for each; tables have all of them."""
+"""Height of a horizontal bar in inches."""
+MOST_VARIANTS = 24
+"""In a plot with a bar for each; tables have all of them."""
 
 
 def evaluation_plots(rows: Rows) -> list[Plot]:
     """Return the plots of these rows, without those that would have no more than one point per line."""
     overall = [row for row in rows if row["category"] == OVERALL]
     with plt.rc_context(STYLE):
-        shown = sorted(overall, key=lambda row: row["speedup"], reverse=True)[:MOST_ARMS]
+        shown = sorted(overall, key=lambda row: row["speedup"], reverse=True)[:MOST_VARIANTS]
         shown = [row for row in overall if row in shown]
-        part = "" if len(shown) == len(overall) else f" (the {len(shown)} fastest of {len(overall)} arms)"
+        part = "" if len(shown) == len(overall) else f" (the {len(shown)} fastest of {len(overall)} variants)"
         plots = [plot_speedup(shown, part)]
         if any(len(row["acceptance_at"]) > 1 for row in overall):
             plots.append(plot_acceptance(overall))
@@ -134,7 +134,7 @@ def evaluation_plots(rows: Rows) -> list[Plot]:
 
 
 def plot_speedup(rows: Rows, part: str) -> Plot:
-    """A bar an arm with its 95 % interval, a line at the target alone."""
+    """Plot a bar per variant with its 95 % interval, and a line at the target alone."""
     best = max(rows, key=lambda row: row["speedup"])
     title = f"{best['drafter']} decodes {best['speedup']:.2f}x as fast as the target alone at T={best['temperature']:g}"
     names = distinct(row["drafter"] for row in rows)
@@ -158,7 +158,7 @@ OFFSET = {"textcoords": "offset points", "fontsize": 8}
 
 
 def plot_acceptance(rows: Rows) -> Plot:
-    """A panel a drafter: acceptance at each draft position, given that all before it were accepted."""
+    """Plot, in a panel per drafter, acceptance by draft position, given that all before it were accepted."""
     rows = [row for row in rows if row["acceptance_at"]]
     names = distinct(row["drafter"] for row in rows)
     figure, axes = _panels(len(names), width=4.3, height=3.4)
@@ -188,7 +188,7 @@ def plot_acceptance(rows: Rows) -> Plot:
 
 
 def plot_time(rows: Rows, part: str) -> Plot:
-    """A stacked bar an arm: milliseconds a committed token in drafting, verifying and everything else."""
+    """Plot a stacked bar per variant: milliseconds per committed token for drafting, verifying and the rest."""
     figure, axis = plt.subplots(figsize=(8, 1.4 + BAR * len(rows)))
     parts = (("draft", "#E69F00"), ("verify", "#0072B2"), ("overhead (bookkeeping)", "#7F7F7F"))
     for place, row in enumerate(rows):
@@ -203,10 +203,10 @@ def plot_time(rows: Rows, part: str) -> Plot:
         axis.vlines(alone, place - 0.42, place + 0.42, color="black", linewidth=2, label=label)
     axis.set_yticks(range(len(rows)), [variant_name(row, rows) for row in rows])
     axis.invert_yaxis()
-    axis.set_xlabel("milliseconds a token")
+    axis.set_xlabel("milliseconds per token")
     axis.grid(axis="y", visible=False)
     axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
-    return _done(figure, "time", "Where the time of a token goes" + part)
+    return _done(figure, "time", "Time per token by phase" + part)
 
 
 def _milliseconds(tokens_per_second: float) -> float:
@@ -214,12 +214,12 @@ def _milliseconds(tokens_per_second: float) -> float:
 
 
 def plot_categories(rows: Rows, part: str) -> Plot:
-    """A table in colours: arms down, categories across, the speedup in each field."""
+    """Plot a coloured table of speedups: variants in rows, categories in columns."""
     overall = [row for row in rows if row["category"] == OVERALL]
     categories = sorted({row["category"] for row in rows} - {OVERALL})
     columns = [OVERALL, *categories]
-    found = {(_variant(row), row["category"]): row["speedup"] for row in rows}
-    grid = np.array([[found.get((_variant(row), column), np.nan) for column in columns] for row in overall])
+    speedups = {(_variant(row), row["category"]): row["speedup"] for row in rows}
+    grid = np.array([[speedups.get((_variant(row), column), np.nan) for column in columns] for row in overall])
     reach = max(0.2, float(np.nanmax(np.abs(np.log2(np.maximum(grid, 0.05))))))
     figure, axis = plt.subplots(figsize=(2.8 + 0.85 * len(columns), 1.6 + BAR * len(overall)))
     axis.imshow(np.log2(np.maximum(grid, 0.05)), cmap="RdBu", vmin=-reach * 1.6, vmax=reach * 1.6, aspect="auto")
@@ -290,7 +290,7 @@ def plot_over(lines: Lines, key: Axis, names: list[str]) -> Plot:
 
 
 def _fastest_policies(rows: Rows) -> Rows:
-    """The rows of each drafter's policy with the highest speedup of all."""
+    """Return the rows of each drafter's policy with the highest speedup."""
     best: dict[str, StoredRow] = {}
     for row in rows:
         if row["drafter"] not in best or row["speedup"] > best[row["drafter"]]["speedup"]:
@@ -299,7 +299,7 @@ def _fastest_policies(rows: Rows) -> Rows:
 
 
 def plot_theory(rows: Rows) -> Plot:
-    """Measured tau of chains over what independent acceptances of the measured alpha would give."""
+    """Plot the measured tau of chains over the tau of independent acceptances with the measured alpha."""
     chains = [(row, row["expected_tau"]) for row in rows if "expected_tau" in row]
     rows = [row for row, _ in chains]
     names, temperatures = distinct(row["drafter"] for row in rows), distinct(row["temperature"] for row in rows)
@@ -326,7 +326,7 @@ def plot_theory(rows: Rows) -> Plot:
 
 
 def _panels(count: int, *, width: float, height: float, most: int = 3) -> tuple[Figure, list[Axes]]:
-    """`count` axes, at most three in a row, with room for a legend beside each."""
+    """Return `count` axes, at most three in a row."""
     columns = min(count, most)
     down = -(-count // columns)
     figure, grid = plt.subplots(down, columns, figsize=(width * columns, height * down), squeeze=False)
@@ -339,7 +339,7 @@ def _panels(count: int, *, width: float, height: float, most: int = 3) -> tuple[
 def _done(figure: Figure, name: str, title: str) -> Plot:
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
-    plt.close(figure)  # it is drawn from the object; pyplot would keep it alive
+    plt.close(figure)  # the figure is saved later; pyplot would keep it in memory
     return Plot(name, title, figure)
 
 
@@ -351,7 +351,7 @@ def training_plots(runs: dict[str, list[dict[str, Any]]]) -> list[Plot]:
 
 def plot_training(runs: dict[str, list[dict[str, Any]]]) -> Plot:
     """Plot loss, alpha and measured tau over the steps; `runs` holds the rows of `metrics.jsonl` by drafter."""
-    title = "Training: agreement with the target, and what it is worth when decoding"
+    title = "Training: loss, agreement with the target, and measured tau"
     with plt.rc_context(STYLE):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
         for number, (name, metrics) in enumerate(runs.items()):

@@ -1,7 +1,4 @@
-"""Prompt sets: the embedded held-out text, or the rows of a file or a Hub data set in the layouts that people use.
-
-Which prompts are decoded together.
-"""
+"""Prompt sets (the embedded held-out text, a file or a Hub data set), and their batches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +17,7 @@ from draftsmith.provenance import fingerprint
 EMBEDDED_PROMPT_TOKENS = 48
 UNCATEGORISED = "uncategorised"
 OVERALL = "all"
-"""The category of the row that sums up a run."""
+"""Category of the rows over all prompts."""
 MT_BENCH = frozenset(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"))
 SPEC_BENCH = frozenset(("translation", "summarization", "qa", "math_reasoning", "rag"))
 """Spec-Bench's other five categories (Xia et al. 2024, arXiv:2401.07851)."""
@@ -28,20 +25,20 @@ SPEC_BENCH = frozenset(("translation", "summarization", "qa", "math_reasoning", 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as token ids, the category that its numbers count towards, and what is asked after the answer."""
+    """A prompt as token ids, its category, and its later turns."""
 
     id: str
     category: str
     input_ids: list[int]
     conversation: Conversation | None = None
-    """Where there is more than one turn."""
+    """The conversation of a prompt with several turns; None for one turn."""
 
     @property
     def turns(self) -> int:
         return 1 if self.conversation is None else len(self.conversation.turns)
 
-    def behind(self, answers: list[list[int]], chat: Chat | None) -> list[int]:
-        """Tokens behind which the turn after these answers (token ids each) is to be answered."""
+    def after(self, answers: list[list[int]], chat: Chat | None) -> list[int]:
+        """Return the token ids of the conversation up to the turn after `answers` (token ids each)."""
         ids, asked = self.input_ids, self.conversation
         if not answers:
             return ids
@@ -129,7 +126,7 @@ def _read(source: str, subset: str | None, split: str) -> list[_Row]:
         name = next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), f"#{number}")
         name = str(name)
         if name in places:
-            raise ConfigError(f"{place}: id={name!r} is that of {places[name]} too; expected each only once")
+            raise ConfigError(f"{place}: id={name!r} is also the id of {places[name]}; expected each only once")
         places[name] = place
         category = str(row.get("category") or UNCATEGORISED)
         rows.append(_Row(name, UNCATEGORISED if category == OVERALL else category, asked))
@@ -143,15 +140,15 @@ def _require_questions(asked: Conversation) -> None:
 
 
 def _as_spec_bench(rows: list[_Row]) -> list[_Row]:
-    """Spec-Bench's authors count MT-Bench's eight categories as one; MT-Bench by itself keeps them."""
-    found = {row.category for row in rows}
-    if not found & SPEC_BENCH or found - SPEC_BENCH - MT_BENCH:
+    """Merge MT-Bench's eight categories into one for Spec-Bench, as its authors do; MT-Bench alone keeps them."""
+    categories = {row.category for row in rows}
+    if not categories & SPEC_BENCH or categories - SPEC_BENCH - MT_BENCH:
         return rows
     return [replace(row, category="mt_bench") if row.category in MT_BENCH else row for row in rows]
 
 
 def _spread(rows: list[_Row], count: int | None) -> list[_Row]:
-    """`count` of the rows: the first of each category, then the second of each, and so on; in their old order."""
+    """Return `count` rows in their order: the first of each category, then the second of each, and so on."""
     if count is None or count >= len(rows):
         return rows
     seen: dict[str, int] = {}
@@ -167,7 +164,7 @@ def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
     ids = chat.prompt(asked)
     turns = len(asked.turns)
     prompt = Prompt(row.id, row.category, ids, asked if turns > 1 else None)
-    longest = len(prompt.behind([[]] * (turns - 1), chat))
+    longest = len(prompt.after([[]] * (turns - 1), chat))
     if context is not None and longest >= context:
         raise ConfigError(f"{asked.place}: prompt={longest} tokens; expected fewer than the context of {context}")
     if not ids:
@@ -176,7 +173,7 @@ def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
 
 
 def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
-    """Changes with whatever the texts depend on."""
+    """Return a fingerprint of everything in the prompts that decoded texts depend on."""
     return fingerprint(
         [[p.id, p.category, p.input_ids, None if p.conversation is None else p.conversation.turns] for p in prompts]
     )
@@ -184,11 +181,11 @@ def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are decoded together, in every arm."""
+    """Prompts that are decoded together."""
 
     prompts: list[Prompt]
     category: str | None
-    """None for what was left of several categories: it counts towards the whole only."""
+    """None for prompts of several categories, which count only towards `OVERALL`."""
 
     @property
     def turns(self) -> int:
@@ -196,10 +193,10 @@ class Batch:
 
 
 def batches(prompts: list[Prompt], size: int) -> list[Batch]:
-    """Full batches of one category each, then what is left of all categories together, the last perhaps not full."""
+    """Return full batches of one category each, then batches of the remaining prompts; the last may not be full."""
     full, rest = [], []
-    for category, found in groupby(sorted(prompts, key=lambda p: p.category), key=lambda p: p.category):
-        members = list(found)
+    for category, group in groupby(sorted(prompts, key=lambda p: p.category), key=lambda p: p.category):
+        members = list(group)
         end = len(members) - len(members) % size
         full += [Batch(members[start : start + size], category) for start in range(0, end, size)]
         rest += members[end:]

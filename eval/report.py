@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: a table, `report.md`, `report.html`, plots and `eval.json`."""
+"""The report of a measurement: a table, `report.md`, `report.html`, plots and `eval.json`."""
 
 from dataclasses import asdict
 from importlib.resources import files
@@ -23,18 +23,18 @@ DIAGNOSTICS = {
     "forward_kl": "KL(p‖q)",
     "reverse_kl": "KL(q‖p)",
     "tv": "TV",
-    "top1_agreement": "same favourite",
+    "top1_agreement": "same most likely token",
     "entropy_overlap": "entropy overlap",
     "ece": "ECE",
     "cosine": "cosine",
 }
-"""Keys of a position's diagnostics, and what a table calls them."""
+"""Keys of a position's diagnostics, and their column titles."""
 
 MARKS = {"\n": "⏎", "\t": "→"}
 
 
 def summary_table(evaluation: Evaluation) -> Table:
-    """Two lines an arm, temperature and batch size; fits 110 columns."""
+    """Return a table with two lines per variant, temperature and batch size; it fits 110 columns."""
     table = Table(title="Drafters against the target alone (95 % intervals below)", pad_edge=False)
     table.add_column("drafter", overflow="fold")
     batches = evaluation.settings.batch_sizes != (1,)
@@ -60,12 +60,12 @@ def summary_table(evaluation: Evaluation) -> Table:
 
 
 def interval(values: list[float] | None, digits: int) -> str:
-    """`[1.70, 1.86]`, nothing where there is none."""
+    """Format an interval as `[1.70, 1.86]`, and None as an empty string."""
     return "" if values is None else f"[{values[0]:.{digits}f}, {values[1]:.{digits}f}]"
 
 
 def check_report_folder(out: Path, settings: Settings) -> None:
-    """ConfigError when `out` already holds a measurement with other settings."""
+    """Raise ConfigError if `out` holds a measurement with other settings."""
     if (out / JOURNAL).exists():
         lines = whole_lines(out / JOURNAL)
         if lines:
@@ -75,13 +75,13 @@ def check_report_folder(out: Path, settings: Settings) -> None:
             before = read_evaluation(out)
         except ConfigError as error:
             raise ConfigError(
-                f"out={out} holds an eval.json that is not ours ({error}); expected another folder"
+                f"out={out} holds an eval.json that cannot be read ({error}); expected another folder"
             ) from error
         require_same(before, {"settings": asdict(settings)}, out)
 
 
 def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[str, list[dict]] | None = None) -> None:
-    """Write everything into `out`. `runs`: the training metrics of each drafter, for its curves."""
+    """Write the report into `out`. `runs`: rows of `metrics.jsonl` by drafter, for the plot of training."""
     out.mkdir(parents=True, exist_ok=True)
     plots = evaluation_plots(evaluation.rows)
     plots += training_plots(runs or {})
@@ -102,7 +102,7 @@ def _render(template: str, values: dict[str, Any], environment: jinja2.Environme
 
 
 def visible(piece: str) -> list[tuple[str, str]]:
-    """A token's text in parts: what is seen by itself, and marks for what is not, with the character behind them."""
+    """Split a token's text into (mark, text) parts: an invisible character gets a visible mark before it."""
     parts: list[tuple[str, str]] = []
     for character in piece:
         if character in MARKS:
@@ -117,19 +117,19 @@ def visible(piece: str) -> list[tuple[str, str]]:
 
 
 def headline(rows: list[EvalRow]) -> str:
-    """The finding in one sentence."""
+    """Return the fastest result in one sentence."""
     overall = [row for row in rows if row["category"] == OVERALL]
     best = max(overall, key=lambda row: row["speedup"])
     return (
         f"Fastest: {best['drafter']} ({best['policy']}) at T={best['temperature']:g} makes the target "
         f"{best['speedup']:.2f} times as fast "
         f"({best['baseline_tokens_per_second']:.0f} to {best['tokens_per_second']:.0f} tokens/s) and commits "
-        f"{best['tau']:.2f} tokens per target pass."
+        f"{best['tau']:.2f} tokens per target forward pass."
     )
 
 
 def _values(evaluation: Evaluation) -> dict[str, Any]:
-    """What both reports are filled with."""
+    """Return the values of both report templates."""
     overall = [row for row in evaluation.rows if row["category"] == OVERALL]
     greedy = [
         f"{row['drafter']} ({row['policy']}): {row['greedy_identical'][0]} of {row['greedy_identical'][1]} greedy "
@@ -154,20 +154,20 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _diagnostics(rows: list[EvalRow]) -> list[dict[str, Any]]:
-    """One table a drafter, temperature and category that was diagnosed."""
+    """Return one table per drafter, temperature and category with diagnostics."""
     tables: dict[str, dict[str, Any]] = {}
     for row in rows:
-        found = row.get("diagnostics")
+        statistics = row.get("diagnostics")
         name = f"{row['drafter']} at T={row['temperature']:g}, {row['category']}"
-        if not found or name in tables:
+        if not statistics or name in tables:
             continue
-        keys = [key for key in DIAGNOSTICS if any(key in line for line in found["positions"])]
+        keys = [key for key in DIAGNOSTICS if any(key in line for line in statistics["positions"])]
         lines = [
             {"position": line["position"], "values": [_number(line.get(key)) for key in keys]}
-            for line in found["positions"]
+            for line in statistics["positions"]
         ]
         columns = [DIAGNOSTICS[key] for key in keys]
-        correlation = found.get("cosine_correlation")
+        correlation = statistics.get("cosine_correlation")
         tables[name] = {"name": name, "columns": columns, "lines": lines, "correlation": correlation}
     return list(tables.values())
 

@@ -1,4 +1,4 @@
-"""The named stages of a long call, on stderr, so that it can be told what it is doing and that it moves."""
+"""Progress on stderr: the named stages of a long call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from draftsmith.safe_text import Terminal
 
 @contextmanager
 def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Show `name` and the time since the block began, with a bar where the number of its parts is known.
+    """Show `name` and the elapsed time, and a progress bar if the number of parts is known.
 
-    Yields a function to be called after each part. Where stderr is no terminal, the name alone is printed.
+    Yields a function to call after each part. If stderr is not a terminal, print only the name.
     """
     console = Terminal(stderr=True)
     moving = shown and console.is_terminal

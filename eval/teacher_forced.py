@@ -1,11 +1,9 @@
-"""Target and drafter beside each other on text of the target: one teacher-forced pass, as if every token were drafted.
+"""Teacher-forced comparison of target and drafter on texts of the target, at every draft position.
 
 A row of the result is an anchor, the last committed token of a round; column k is draft position k + 1, given that the
-draft so far is the text. For a draft model q depends on the tokens alone, so one pass gives every anchor. Heads and
-recurrent drafters read the target up to the anchor and themselves behind it: they are unrolled from every anchor, with
-the same attention as when they decode.
-
-Text that the target wrote itself: what a forecast reads, and what acceptance is worth knowing on.
+draft so far equals the text. For a draft model q depends only on the tokens, so one pass gives all anchors. Heads and
+autoregressive drafters read the target's states up to the anchor and their own states after it: they are unrolled from
+every anchor, with the same attention as in decoding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,28 +33,28 @@ TOGETHER = 16
 
 @dataclass(frozen=True)
 class TargetText:
-    """A decoded text. A round may begin behind every new token but the last."""
+    """A decoded text. A round may begin after every new token except the last."""
 
     tokens: list[int]
-    """The prompt and what follows; for an encoder-decoder target the decoder's, the start token first."""
+    """The prompt and its continuation; for an encoder-decoder target the decoder's tokens, the start token first."""
     prompt_length: int
     max_length: int
-    """Tokens at which decoding would have been cut, had no EOS come before: it limits drafts near the end."""
+    """Length at which decoding stops without an EOS; it limits drafts near the end."""
     source: list[int] = field(default_factory=list)
-    """What an encoder reads; empty for decoder-only targets."""
+    """Tokens of the encoder; empty for decoder-only targets."""
 
     @property
     def anchors(self) -> int:
-        """Committed tokens behind which a round may begin: all new ones but the last."""
+        """Number of committed tokens after which a round may begin: all new ones except the last."""
         return max(len(self.tokens) - 1 - self.prompt_length, 0)
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens that rounds commit: all new ones but the first, which the prefill gives."""
+        """Number of tokens that rounds commit: all new ones except the first, which the prefill gives."""
         return self.anchors
 
     def room(self, anchor: int) -> int:
-        """The deepest draft that the decoder allows from this anchor, counted from 0."""
+        """Return the longest draft that the decoder allows from this anchor, counted from 0."""
         return self.max_length - (self.prompt_length + anchor + 1) - 1
 
 
@@ -69,21 +67,21 @@ def sample_texts(
     seed: int = 0,
     drafter: Drafter | None = None,
 ) -> list[TargetText]:
-    """The target's answers; prompt i has seed `seed + i`. A drafter only makes it faster."""
+    """Return continuations by the target; prompt i has seed `seed + i`. A drafter only makes this faster."""
     decoder = SpeculativeDecoder(target, drafter)
     settings = {"max_new_tokens": max_new_tokens, "temperature": sampling.temperature}
     if not sampling.greedy:
         settings |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
     texts: list[TargetText] = []
     for start in range(0, len(prompts), TOGETHER):
-        some = list(prompts[start : start + TOGETHER])
-        outputs = decoder.generate_batch(some, seeds=seed + start, **settings)
+        rows = list(prompts[start : start + TOGETHER])
+        outputs = decoder.generate_batch(rows, seeds=seed + start, **settings)
         texts += [target_text(target, out.prompt_tokens, out.tokens, max_new_tokens) for out in outputs]
     return texts
 
 
 def target_text(target: PreTrainedModel, prompt: list[int], new: list[int], max_new_tokens: int) -> TargetText:
-    """What the decoder has made of `prompt`, an encoder's input or the beginning of the text."""
+    """Return the text with new tokens `new` after `prompt`, the encoder's input or the beginning of the text."""
     source: list[int] = []
     if target.config.is_encoder_decoder:
         source, prompt = prompt, [start_token(target)]
@@ -102,39 +100,39 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 # H its hidden size, D the drafter's.
 
 CHUNK = 2**23
-"""Logits [N, V] that are alive at a time."""
+"""Largest number of logits [N, V] in memory at a time."""
 BATCH = 16
 LEAST_LOG = -80.0
-"""For the target's own token: cut by top-k or top-p in one pass and not in another it still was written."""
+"""Lower bound of the log-probability of the text's token: rounding may let top-k or top-p cut a sampled token."""
 
 
 class Rows(NamedTuple):
-    """Logits of both for one chunk, before any processor."""
+    """Logits of target and drafter for one chunk of positions, before any processor."""
 
     p_NV: Tensor
     q_NV: Tensor
-    """Over the target's vocabulary; -inf for what the drafter does not know."""
+    """Over the target's vocabulary; -inf for tokens outside the drafter's vocabulary."""
     labels_N: Tensor
-    """The text's token."""
+    """The text's token at each position."""
     target_NH: Tensor
     states_ND: Tensor
-    """What the drafter's head reads."""
+    """Input of the drafter's head."""
     sure_N: Tensor | None
-    """The drafter's own guess that its token is accepted, where it makes one."""
+    """The drafter's estimate of the probability that its token is accepted; None without such an estimate."""
 
 
 Measure = Callable[[Rows], dict[str, Tensor]]
-"""Numbers [N] of a chunk by name."""
+"""Computes numbers [N] of a chunk by name."""
 PositionStats = dict[str, NDArray[np.float64]]
-"""By name [A, K]; what lies behind the end of the text is 0."""
+"""By name, [A, K]; positions after the end of the text are 0."""
 
 
 def acceptance_measure(processors: Processors) -> Measure:
-    """What acceptance depends on, after temperature, top-k and top-p.
+    """Return a measure of the numbers that acceptance depends on, after temperature, top-k and top-p.
 
-    log_p, log_q   of the text's token; when greedy 0, and 0 or -inf: whether it is the drafter's favourite
-    rank           of the text's token in q, 0 for the favourite; inf where q is zero
-    sure           the drafter's guess that its token is accepted; max q where it makes none
+    log_p, log_q   log-probabilities of the text's token; greedy: 0, and 0 for the drafter's argmax, -inf otherwise
+    rank           rank of the text's token in q, 0 for the most likely token; inf where q is zero
+    sure           the drafter's estimate that its token is accepted; max q if it makes none
     """
 
     def measure(rows: Rows) -> dict[str, Tensor]:
@@ -142,7 +140,7 @@ def acceptance_measure(processors: Processors) -> Measure:
         q_NV = processors.scores(rows.q_NV, list)
         q_log_N1 = q_NV.log_softmax(-1).gather(1, labels_N1)
         own_N1 = q_NV.gather(1, labels_N1)
-        # Equal scores in the order of their ids, as argmax takes them.
+        # Equal scores are ordered by token id, as in argmax.
         before_NV = torch.arange(q_NV.shape[1], device=q_NV.device) < labels_N1
         rank_N = ((q_NV > own_N1) | ((q_NV == own_N1) & before_NV)).sum(-1).double()
         rank_N = rank_N.masked_fill(own_N1[:, 0].isneginf(), torch.inf)
@@ -164,11 +162,11 @@ def agreement(
     draft_length: int,
     measures: Sequence[Measure],
 ) -> list[PositionStats]:
-    """All `measures` of every text, [A, K] each; K is `draft_length`, or what the drafter reaches if that is less.
+    """Return all `measures` of every text, [A, K] each; K is `draft_length`, or the drafter's maximum if that is less.
 
     Raises:
-        ConfigError: for a drafter without a teacher-forced pass, a target whose logits are not its lm_head's, or texts
-            that are longer than the drafter reads.
+        ConfigError: for a drafter without logits, a target whose logits are not those of its lm_head, or texts that are
+            longer than the drafter's context.
     """
     drafter = _unrollable(drafter, draft_length, texts)
     positions = min(draft_length, drafter.max_draft_length or draft_length)
@@ -176,13 +174,13 @@ def agreement(
     result: list[PositionStats] = []
     order = sorted(range(len(texts)), key=lambda place: len(texts[place].tokens))
     for start in range(0, len(texts), BATCH):
-        some = [texts[place] for place in order[start : start + BATCH]]
-        result += _batch(teacher, drafter, some, positions, measures)
-    return [found for _, found in sorted(zip(order, result, strict=True), key=lambda pair: pair[0])]
+        batch = [texts[place] for place in order[start : start + BATCH]]
+        result += _batch(teacher, drafter, batch, positions, measures)
+    return [stats for _, stats in sorted(zip(order, result, strict=True), key=lambda pair: pair[0])]
 
 
 def _unrollable(drafter: Drafter, draft_length: int, texts: Sequence[TargetText]) -> TrainableDrafter:
-    """The drafter, or its like that unrolls as far as is asked, from every anchor, with the same weights."""
+    """Return the drafter, or a shallow copy that unrolls `draft_length` positions from every anchor."""
     if isinstance(drafter, Hybrid):
         drafter = drafter.drafter
     if not isinstance(drafter, TrainableDrafter):
@@ -210,7 +208,7 @@ def _batch(
     measures: Sequence[Measure],
 ) -> list[PositionStats]:
     signals = _signals(teacher, texts)
-    found: list[dict[str, NDArray[np.float64]]] = [{} for _ in texts]
+    stats: list[PositionStats] = [{} for _ in texts]
     entries = _entries(drafter, signals, positions)
     by_tokens_alone = len(entries) == 1 and _serves_all(entries[0])
     for column, entry in enumerate(entries):
@@ -227,12 +225,12 @@ def _batch(
         for name in parts[0]:
             values_N = torch.cat([part[name] for part in parts]).double().cpu().numpy()
             for row, text in enumerate(texts):
-                table = found[row].setdefault(name, np.zeros((text.anchors, positions)))
+                table = stats[row].setdefault(name, np.zeros((text.anchors, positions)))
                 mine = (rows_N == row).numpy()
                 table[anchors_N.numpy()[mine], column] = values_N[mine]
     if by_tokens_alone:
-        found = [{name: _along(table) for name, table in tables.items()} for tables in found]
-    return found
+        stats = [{name: _along(table) for name, table in tables.items()} for tables in stats]
+    return stats
 
 
 def _signals(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignals:
@@ -246,7 +244,7 @@ def _signals(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignals:
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[B, T] padded on the right, and its mask."""
+    """Return rows padded on the right, [B, T], and their mask."""
     width = max(map(len, rows))
     ids_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
     mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
@@ -254,12 +252,12 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _serves_all(entry: DraftStates) -> bool:
-    """Whether q follows from the tokens before a position, wherever the round began; as objectives tell it."""
+    """Return whether q depends only on the tokens before a position, not on where the round began."""
     return not entry.offset and entry.places_BT is None
 
 
 def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int) -> list[DraftStates]:
-    """The drafter's states: one entry a draft position, or one that serves all."""
+    """Return the drafter's states: one entry per draft position, or a single one for all."""
     if drafter.shared_vocabulary is not None:  # ids beyond a smaller vocabulary, as `DraftModel` reads them
         ids_BT = signals.input_ids_BT
         signals = replace(signals, input_ids_BT=ids_BT.where(ids_BT < drafter.vocab_size, 0))
@@ -267,9 +265,9 @@ def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int)
 
 
 def _places(entry: DraftStates, column: int, texts: list[TargetText]) -> Iterator[tuple[int, int, int, int]]:
-    """(row, place of the drafter's state, position of the target's p, anchor counted from 0) of all that is asked.
+    """Yield (row, index of the drafter's state, position of the target's p, anchor counted from 0) for one entry.
 
-    The text's token t is committed at the anchor; the target's p for draft position k + 1 then stands at t + k.
+    If the anchor is the text's token t, the target's p for draft position k + 1 is at position t + k.
     """
     for row, text in enumerate(texts):
         first, last = text.prompt_length, len(text.tokens) - 2
@@ -307,7 +305,7 @@ def _rows(
 
 
 def _along(table_AK: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Column 0 is known at every position: draft position k + 1 of an anchor is the first one k anchors later."""
+    """Fill [A, K] from column 0: draft position k + 1 of an anchor is the first draft position k anchors later."""
     A, K = table_AK.shape
     out_AK = np.zeros((A, K))
     for column in range(min(A, K)):

@@ -135,7 +135,7 @@ def _run(settings: "CheckSettings", rows: "PromptRows", out: Path | None, trust_
         if out is None:
             return
         try:
-            with writing(out / "check.json", "what is printed above was found all the same"):
+            with writing(out / "check.json", "the results are printed above"):
                 write_json(out / "check.json", so_far.as_json())
         except DraftsmithError as error:
             problem = error

@@ -1,36 +1,34 @@
-"""How many rounds a policy takes on one text of the target, from target and drafter beside each other on it.
+"""Expected number of rounds of a policy on a given text of the target, from the teacher-forced comparison.
 
     policy                      T = 0    T > 0
     chain, any rule for chains  exact    exact
-    confidence                  exact    exact (what it drafts in vain is taken to be as long as on the text)
-    tree of the best            exact    exact
-    tree of drawn siblings      exact    refused
+    confidence                  exact    exact (rejected tails of drafts are assumed to be as long as on the text)
+    tree of the most likely     exact    exact
+    tree of sampled siblings    exact    refused
     best-first, dynamic-tree    exact    exact, by replay (eval/forecast/replay.py)
     sampled-tree                replay   refused
     drafters that retrieve      exact    exact
     policies that learn         refused  refused
 
-"Exact" are the expected rounds given the text. Refused is what would need p behind tokens that the text does not have,
-or what depends on what was decoded before.
+"Exact" are the expected rounds given the text. Policies are refused if they need p after tokens that are not in the
+text, or depend on what was decoded before.
 
-Rounds on a given text of the target: exact probabilities of where each one begins, from p and q along that text.
-
-A lossless decoder writes the target's text, whatever the drafter. Given that text x, a round that is anchored at its
-token a commits j tokens of it with a probability that follows from p and q at those tokens alone. For a chain
+A lossless decoder generates the target's text with any drafter. Given that text x, a round that is anchored at token a
+commits j tokens of it with a probability that follows from p and q at those tokens alone. For a chain
 
     token rule    P(at least i draft tokens accepted | x) = prod_{k<=i} min(1, q(x_k) / p(x_k))
     block rule    P(at least i draft tokens accepted | x) = min_{k<=i} min(1, prod_{j<=k} q(x_j) / p(x_j))
     point mass    P(at least i draft tokens accepted | x) = prod_{k<=i} q(x_k)
 
-with x_1 the first token behind the anchor. The next round begins behind what was committed, as if the text had begun
+with x_1 the first token after the anchor. The next round begins after the committed tokens, as if the text had begun
 there, so the anchors are a renewal process, and its expected number of visits is the expected number of rounds.
 
-The token rule commits x_k by drafting it, q(x_k), and accepting it, min(1, p/q): min(p, q), of the p that the text has.
-For the block rule let P_i, Q_i be the products of p and q along x and w_i = min(1, w_{i-1} p(x_i)/q(x_i)) its
-weights. By induction from the draft's end a prefix that was drafted is part of what is accepted with probability w_i
-(Sun et al. 2024, arXiv:2403.10444), so given x at least i tokens are with u_i = w_i Q_i / P_i, and
-u_i = Q_i/P_i min(1, w_{i-1} p/q) = min(Q_i/P_i, u_{i-1}): the running minimum of the likelihood ratio. It does not
-depend on where the draft ends, as long as whether it goes on was decided by the tokens above. docs/forecast.md
+The token rule commits x_k if it is drafted, with probability q(x_k), and accepted, with min(1, p/q): min(p, q) in
+total, divided by p given the text. For the block rule let P_i, Q_i be the products of p and q along x and
+w_i = min(1, w_{i-1} p(x_i)/q(x_i)) its weights. By induction from the draft's end, a drafted prefix is accepted with
+probability w_i (Sun et al. 2024, arXiv:2403.10444), so given x at least i tokens are accepted with probability
+u_i = w_i Q_i / P_i = Q_i/P_i min(1, w_{i-1} p/q) = min(Q_i/P_i, u_{i-1}): the running minimum of the likelihood ratio.
+It does not depend on where the draft ends, provided that the end depends only on earlier tokens. See docs/forecast.md.
 """
 
 from collections import Counter, defaultdict
@@ -50,23 +48,23 @@ from draftsmith.eval.teacher_forced import PositionStats, TargetText
 from draftsmith.heads.base import Drafter, SequenceState
 from draftsmith.heads.ngram import Hybrid, Retrieval
 
-# Shapes: A anchors (committed tokens behind which a round may begin), K draft positions.
+# Shapes: A anchors (committed tokens after which a round may begin), K draft positions.
 
 Floats = NDArray[np.float64]
 
 
 def token_rule(log_p_AK: Floats, log_q_AK: Floats) -> Floats:
-    """[A, K]: the chance that at least k + 1 draft tokens are accepted by the token rule."""
+    """Return [A, K]: the probability that the token rule accepts at least k + 1 draft tokens."""
     return np.exp(np.cumsum(np.minimum(log_q_AK - log_p_AK, 0.0), 1))
 
 
 def block_rule(log_p_AK: Floats, log_q_AK: Floats) -> Floats:
-    """The same for the block rule: the running minimum of the likelihood ratio."""
+    """Return the same for the block rule: the running minimum of the likelihood ratio."""
     return np.exp(np.minimum(np.minimum.accumulate(np.cumsum(log_q_AK - log_p_AK, 1), 1), 0.0))
 
 
 def point_mass(log_p_AK: Floats, log_q_AK: Floats) -> Floats:
-    """The same for a drawn chain that is verified by drawing from p and descending where the draft agrees."""
+    """Return the same for a sampled chain that is verified by sampling from p and comparing with the draft."""
     return np.exp(np.cumsum(log_q_AK, 1))
 
 
@@ -82,34 +80,34 @@ CHAIN_RULES: dict[str, Callable[[Floats, Floats], Floats]] = {
 
 
 def matched(agree_AK: NDArray[np.bool_]) -> Floats:
-    """[A, K]: 1 as long as every position so far agrees: what is certain given the text, as chosen drafts are."""
+    """Return [A, K]: 1 while every position so far agrees: acceptance of chosen draft tokens, given the text."""
     return np.cumprod(agree_AK, 1).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Where rounds begin on one text."""
+    """Expected starts of rounds on one text."""
 
     visits_A: Floats
-    """Expected rounds (0 to 1) that are anchored at each committed token."""
+    """Expected number of rounds (0 to 1) that are anchored at each committed token."""
     tested_K: Floats
-    """Expected rounds in which draft position k was reached by what was accepted, and had a draft token."""
+    """Expected rounds that accept all positions before draft position k and have a draft token there."""
     accepted_K: Floats
 
     @property
     def rounds(self) -> float:
-        """Expected rounds on the whole text, the prefill aside."""
+        """Expected number of rounds on the whole text, without the prefill."""
         return float(self.visits_A.sum())
 
 
 def walk(survival_AK: Floats, lengths_A: NDArray[np.int64], offered_AK: Floats) -> Walk:
-    """Begin behind the prefill's token and go on to the end of the text.
+    """Propagate rounds from the prefill's token to the end of the text.
 
     Args:
-        survival_AK: the chance that a round from each anchor has at least k + 1 draft tokens of the text accepted.
-        lengths_A: draft tokens from each anchor, where they follow the text. What would reach beyond the text's end is
-            cut there, as an EOS or the length cuts it.
-        offered_AK: whether a draft token stands at k below the text's tokens before it; of a tree, perhaps elsewhere.
+        survival_AK: probability that a round from each anchor accepts at least k + 1 draft tokens of the text.
+        lengths_A: draft tokens from each anchor along the text. Drafts are cut at the end of the text, as by an EOS or
+            the length limit.
+        offered_AK: whether the draft has a token at position k after the text's tokens before it; a tree may not.
     """
     A, K = survival_AK.shape
     visits_A, tested_K, accepted_K = np.zeros(A), np.zeros(K), np.zeros(K)
@@ -118,7 +116,7 @@ def walk(survival_AK: Floats, lengths_A: NDArray[np.int64], offered_AK: Floats) 
         visited = visits_A[anchor]
         if visited == 0.0:
             continue
-        left = A - anchor  # tokens of the text behind the anchor
+        left = A - anchor  # tokens of the text after the anchor
         drafted = min(int(lengths_A[anchor]), left)
         assert drafted <= K, f"a draft of {drafted} tokens, and {K} positions are known"
         at_least_k = np.concatenate(([1.0], survival_AK[anchor, :drafted]))
@@ -137,7 +135,7 @@ DEFAULT_RULE = "block"
 
 
 class NotPredicted(DraftsmithError):
-    """No exact forecast of this policy follows from a text; the message says why."""
+    """Raised for policies without an exact forecast from a text; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -145,44 +143,46 @@ class ExpectedRounds:
     """Expected rounds of one text."""
 
     tokens: int
-    """What the rounds commit together."""
+    """Tokens that the rounds commit in total."""
     rounds: float
     work: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Expected rounds by (draft tokens verified, draft tokens on the longest path)."""
     tested_K: Floats = field(default_factory=lambda: np.zeros(0))
     accepted_K: Floats = field(default_factory=lambda: np.zeros(0))
-    """Expected rounds in which each draft position was reached, and accepted."""
+    """Expected rounds that test each draft position, and that accept it."""
 
 
 @dataclass(frozen=True)
 class RetrievalStats:
-    """What a drafter would copy behind each anchor of a text."""
+    """The tokens that a drafter would copy after each anchor of a text."""
 
     taken_A: NDArray[np.bool_]
-    """Whether the copy is what it proposes; else it grows a draft."""
+    """Whether the drafter proposes the copy; otherwise it drafts with its logits."""
     lengths_A: Lengths
     matched_A: Lengths
-    """Tokens of the copy that are the text's, from its first on."""
+    """Length of the common prefix of the copy and the text."""
 
 
 def needs_replay(policy: Policy | None, sampling: Sampling) -> bool:
-    """Whether the drafter has to draft along the text itself: its draft depends on candidates beside it."""
+    """Return whether the drafter has to run along the text: its draft depends on tokens that are not in the text."""
     return isinstance(policy, (BestFirst, DynamicTree)) or (isinstance(policy, SampledTree) and sampling.greedy)
 
 
 def require_predicted(policy: Policy | None, sampling: Sampling, rule: str | None) -> None:
-    """NotPredicted for what the table above refuses."""
+    """Raise NotPredicted for policies that the table above refuses."""
     if policy is not None and policy.learns:
-        raise NotPredicted(f"{policy} learns while it decodes: what it drafts depends on all rounds before")
+        raise NotPredicted(f"{policy} learns while it decodes: its drafts depend on all earlier rounds")
     if sampling.greedy:
         return
     if rule == "typical":
-        raise NotPredicted("rule 'typical' is lossy: its text is not the target's")
+        raise NotPredicted("rule 'typical' is lossy: its texts are not the target's")
     drawn = isinstance(policy, SampledTree) or (isinstance(policy, StaticTree) and policy.siblings != "best")
     if drawn:
-        raise NotPredicted(f"{policy} draws siblings: whether one is accepted depends on p of tokens beside the text")
+        raise NotPredicted(f"{policy} draws siblings: their acceptance depends on p of tokens that are not in the text")
     if not isinstance(policy, (Chain, ConfidenceChain)) and rule not in (None, "point-mass"):
-        raise NotPredicted(f"rule {rule!r} needs a chain drawn from q; {policy or 'a retrieved draft'} is chosen")
+        raise NotPredicted(
+            f"rule {rule!r} needs a chain sampled from q; {policy or 'a retrieved draft'} is not sampled"
+        )
 
 
 def accepted(
@@ -195,22 +195,22 @@ def accepted(
     retrieved: RetrievalStats | None = None,
     reach: int | None = None,
 ) -> ExpectedRounds:
-    """The expected rounds of `policy` on `text`.
+    """Return the expected rounds of `policy` on `text`.
 
     Args:
         policy: None for a drafter that only retrieves.
-        table: what `acceptance_measure` says of target and drafter on this text, for at least as many positions as are
-            drafted; empty for a drafter that only retrieves.
-        rule: for chains that are drawn; None is the decoder's own choice.
-        retrieved: for drafters that copy.
-        reach: the deepest draft that the drafter's logits reach.
+        table: `acceptance_measure` of target and drafter on this text, for at least as many positions as are drafted;
+            empty for a drafter that only retrieves.
+        rule: verification rule of sampled chains; None is the decoder's default.
+        retrieved: copies of a drafter that retrieves.
+        reach: longest draft that the drafter's logits reach.
 
     Raises:
-        NotPredicted: for what only decoding itself can tell.
+        NotPredicted: for policies without an exact forecast.
     """
     require_predicted(policy, sampling, rule)
     if needs_replay(policy, sampling):
-        raise NotPredicted(f"{policy} depends on candidates beside the text: `replay` runs the drafter for it")
+        raise NotPredicted(f"{policy} depends on candidates beside the text: use `replay`")
     A = text.anchors
     room_A = np.array([text.room(anchor) for anchor in range(A)], dtype=np.int64)
     if policy is None:
@@ -236,7 +236,7 @@ def accepted(
 def _grown(
     policy: Policy, table: PositionStats, room_A: Lengths, sampling: Sampling, rule: str | None
 ) -> tuple[Floats, Lengths, Lengths]:
-    """For drafts that the policy grows: chances, depths and numbers of tokens from each anchor."""
+    """Return survival probabilities, depths and numbers of draft tokens from each anchor, without copies."""
     if isinstance(policy, StaticTree):
         inside_AK = _inside(policy, table["rank"])
         depth = max(len(path) for path in policy.shape)
@@ -244,7 +244,7 @@ def _grown(
         sizes = np.array([sum(len(path) <= deep for path in policy.shape) for deep in range(depth + 1)])
         return inside_AK, lengths_A, sizes[lengths_A.clip(0)]
     if not isinstance(policy, (Chain, ConfidenceChain)):
-        raise NotPredicted(f"{policy}: no forecast is known")
+        raise NotPredicted(f"{policy}: no exact forecast is implemented")
     if sampling.greedy:
         survival_AK = matched(table["rank"] == 0)
     else:
@@ -258,7 +258,7 @@ def _grown(
 
 
 def _inside(tree: StaticTree, rank_AK: Floats) -> Floats:
-    """[A, K]: 1 as long as the text's tokens, by their ranks, are a path of the tree."""
+    """Return [A, K]: 1 while the text's tokens, by their ranks, are a path of the tree."""
     inside_AK = np.zeros_like(rank_AK)
     shape = set(tree.shape)
     for anchor, ranks in enumerate(rank_AK):
@@ -270,7 +270,7 @@ def _inside(tree: StaticTree, rank_AK: Floats) -> Floats:
 
 
 def _offered(tree: StaticTree, rank_AK: Floats) -> Floats:
-    """[A, K]: 1 where the tree has a draft token below the text's tokens before a position."""
+    """Return [A, K]: 1 where the tree has a draft token after the text's tokens before a position."""
     above = {path[:-1] for path in tree.shape}
     return np.array([[float(tuple(ranks[:depth]) in above) for depth in range(len(ranks))] for ranks in rank_AK])
 
@@ -278,7 +278,7 @@ def _offered(tree: StaticTree, rank_AK: Floats) -> Floats:
 def _with_copies(
     survival_AK: Floats, lengths_A: Lengths, nodes_A: Lengths, retrieved: RetrievalStats
 ) -> tuple[Floats, Lengths, Lengths]:
-    """Copies in place of grown drafts, where the drafter takes them."""
+    """Replace drafts by copies where the drafter proposes them."""
     width = max(survival_AK.shape[1], int(retrieved.lengths_A.max(initial=1)))
     wide_AK = np.zeros((len(lengths_A), width))
     wide_AK[:, : survival_AK.shape[1]] = survival_AK
@@ -313,7 +313,7 @@ class _KnownContext:
 
 
 def retrieved(drafter: Drafter, text: TargetText) -> RetrievalStats | None:
-    """Ask the drafter's index behind every token of the text; None for a drafter that never copies."""
+    """Return the copies of the drafter after every token of the text; None for a drafter that never copies."""
     if not isinstance(drafter, (Retrieval, Hybrid)):
         return None
     retrieval = drafter.retrieval if isinstance(drafter, Hybrid) else drafter
@@ -336,7 +336,7 @@ def retrieved(drafter: Drafter, text: TargetText) -> RetrievalStats | None:
 
 
 def of_rounds(text: TargetText, rounds: Sequence[Round]) -> ExpectedRounds:
-    """What was replayed, or decoded, in the same form."""
+    """Return replayed or decoded rounds as `ExpectedRounds`."""
     deepest = max((record.tested for record in rounds), default=0)
     tested_K, accepted_K = np.zeros(deepest), np.zeros(deepest)
     for record in rounds:

@@ -1,12 +1,12 @@
-"""The forecast: which drafter, policy and batch size are worth it, before anything is deployed.
+"""The forecast of tau and speedup for every drafter, policy and batch size, without decoding with the drafters.
 
-target writes texts ──▶ one teacher-forced pass a drafter ──▶ expected rounds of every policy (expected_rounds.py)
-seconds by width and batch (hardware.py) ──▶ E[tokens] / E[seconds] beside the target alone ──▶ the best
+texts of the target ──▶ one teacher-forced pass per drafter ──▶ expected rounds of every policy (expected_rounds.py)
+seconds by width and batch (hardware.py) ──▶ E[tokens] / E[seconds] relative to the target alone ──▶ the best policy
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -28,6 +28,7 @@ from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, turns
 from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.metrics import acceptance_at
+from draftsmith.eval.results import Diagnostics
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
 from draftsmith.eval.teacher_forced import (
@@ -43,18 +44,63 @@ from draftsmith.provenance import environment
 
 SCHEMA = 1
 RESAMPLES, COVERED = 1000, 0.95
-"""Resamples of the texts for an interval, and what it covers."""
+"""Resamples of the texts for an interval, and its coverage."""
 SECONDS_ERROR = 0.02
-"""Standard deviation of the logarithm of measured over forecast seconds of known texts that repeated timings do not
-explain: whole texts have other rounds than those that are timed, at another time. Source: `coverage` of
+"""Standard deviation of log(measured / forecast seconds) of known texts that repeated timings do not explain: whole
+texts have other rounds than the timed ones, at another time. Source: `coverage` of
 benchmarks/forecast.py on greedy code and prose (26 policies): 2.8 % off, of which the timings explain 1.9 %."""
 TREES = ("tree:widths=2x1x1", "tree:widths=3x2x1", "best-first:size=8,depth=4")
-"""Forecast beside the chains where nothing else is asked for."""
+"""Policies that are compared with the chains by default."""
 UNTIMED = "The intervals of speedups are over texts alone: the profile holds no repeated timings"
 PLAIN = "copies"
-"""In place of a policy, for drafters that only retrieve."""
+"""Name of the policy of drafters that only retrieve."""
 _NO_COSTS = Costs({1: 1.0}, {1: 1.0})
-"""For the names of policies that plan with costs, which are refused."""
+"""Placeholder for policies that plan with costs, which are refused later."""
+
+
+class ForecastSpeed(TypedDict):
+    """Speed of a drafter and policy at one batch size."""
+
+    batch_size: int
+    speedup: float
+    speedup_interval: list[float]
+    timings: int
+    """Repeated timings that the interval accounts for."""
+    tokens_per_second: float
+
+
+class ForecastNumbers(TypedDict):
+    """The computed part of a row."""
+
+    texts: int
+    tau: float
+    tau_interval: list[float]
+    acceptance_at: list[float]
+    drafted_per_round: float
+    speed: list[ForecastSpeed]
+
+
+class ForecastRow(ForecastNumbers):
+    drafter: str
+    temperature: float
+    policy: str
+
+
+class BestPolicy(TypedDict):
+    """The fastest drafter and policy of a temperature and batch size; None for the target alone."""
+
+    temperature: float
+    batch_size: int
+    drafter: str | None
+    policy: str | None
+    speedup: float
+    speedup_interval: list[float]
+    tau: float
+
+
+class DrafterDiagnostics(Diagnostics):
+    drafter: str
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -73,15 +119,15 @@ class ForecastSettings(PairSettings):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Rows of `forecast.json`, the best of them, and what was refused."""
+    """The content of `forecast.json`: rows, the best of them, costs and notes."""
 
     settings: ForecastSettings
-    rows: list[dict[str, Any]]
-    """One a drafter, temperature and policy; speeds a batch size."""
-    best: list[dict[str, Any]]
-    """One a temperature and batch size."""
-    diagnostics: list[dict[str, Any]]
-    """What `eval/diagnostics.py` says of each drafter that has logits, at each temperature."""
+    rows: list[ForecastRow]
+    """One per drafter, temperature and policy, with speeds by batch size."""
+    best: list[BestPolicy]
+    """One per temperature and batch size."""
+    diagnostics: list[DrafterDiagnostics]
+    """Statistics by draft position (eval/diagnostics.py) of each drafter with logits, at each temperature."""
     hardware: dict[float, CostModel]
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
@@ -108,22 +154,22 @@ def forecast(
     *,
     progress: bool = False,
 ) -> Forecast:
-    """Forecast every drafter under every policy.
+    """Forecast every drafter with every policy.
 
     Args:
-        prompts: as the target will be asked; each is answered once at every temperature.
-        hardware: another machine's seconds; without one, this machine's are measured.
-        progress: name each stage on stderr.
+        prompts: token ids; the target continues each of them once at every temperature.
+        hardware: seconds of another machine; by default those of this machine are measured.
+        progress: show each stage on stderr.
 
     Raises:
-        ConfigError: for a drafter whose context is too short, or whose seconds the hardware does not know.
+        ConfigError: for a drafter whose context is too short, or without seconds in `hardware`.
     """
     if not prompts:
         raise ConfigError("prompts=0; expected at least 1")
     if hardware is not None:
         hardware.require(drafters)
     with threads(fastest_threads(target, list(prompts[0]))):
-        parts = [_at(target, drafters, prompts, settings, hardware, heat, progress) for heat in settings.temperatures]
+        parts = [_at(target, drafters, prompts, settings, hardware, t, progress) for t in settings.temperatures]
         where = environment()
     best = [entry for part in parts for entry in part.best]
     return Forecast(
@@ -140,9 +186,9 @@ def forecast(
 class _Part(NamedTuple):
     """A forecast at one temperature."""
 
-    rows: list[dict[str, Any]]
-    best: list[dict[str, Any]]
-    diagnostics: list[dict[str, Any]]
+    rows: list[ForecastRow]
+    best: list[BestPolicy]
+    diagnostics: list[DrafterDiagnostics]
     hardware: CostModel
     notes: list[str]
 
@@ -158,47 +204,51 @@ def _at(
 ) -> _Part:
     sampling = settings.sampling(temperature)
     new, seed = settings.max_new_tokens, settings.seed
-    with stage(f"T={temperature:g}: the target writes texts", shown=progress):
+    with stage(f"T={temperature:g}: generating texts with the target", shown=progress):
         texts = sample_texts(target, prompts, sampling, max_new_tokens=new, seed=seed)
         texts = [text for text in texts if text.anchors > 0]
     if not texts:
-        raise ConfigError(f"texts of one token at T={temperature:g}; expected prompts that are answered longer")
-    found = {}
+        raise ConfigError(f"texts of one token at T={temperature:g}; expected prompts with longer continuations")
+    predicted: dict[str, Predicted] = {}
     with stage(f"T={temperature:g}: reading the texts with each drafter", len(drafters), shown=progress) as done:
         for name, drafter in drafters.items():
-            found[name] = predict(target, drafter, texts, settings, sampling)
+            predicted[name] = predict(target, drafter, texts, settings, sampling)
             done()
     if hardware is None:
         lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes}
         with stage(f"T={temperature:g}: timing rounds", turns(settings.batch_sizes), shown=progress) as done:
             hardware = measure_hardware(target, drafters, texts, sampling=sampling, **lengths, done=done)
     untimed = len(hardware.repeats) < 2
-    rows = [
-        {"drafter": name, "temperature": temperature, "policy": policy}
-        | numbers(per_text, name, hardware, settings.batch_sizes, settings.seed)
-        for name, predicted in found.items()
-        for policy, per_text in predicted.plans
+    rows: list[ForecastRow] = [
+        {
+            "drafter": name,
+            "temperature": temperature,
+            "policy": policy,
+            **numbers(per_text, name, hardware, settings.batch_sizes, settings.seed),
+        }
+        for name, drafter in predicted.items()
+        for policy, per_text in drafter.plans
     ]
     return _Part(
         rows,
         [best_of(rows, temperature, batch) for batch in settings.batch_sizes],
         [
-            {"drafter": name, "temperature": temperature, **summary(predicted.tables)}
-            for name, predicted in found.items()
-            if predicted.tables
+            {"drafter": name, "temperature": temperature, **summary(drafter.tables)}
+            for name, drafter in predicted.items()
+            if drafter.tables
         ],
         hardware,
-        [f"{name} at T={temperature:g}: {reason}" for name, predicted in found.items() for reason in predicted.refused]
+        [f"{name} at T={temperature:g}: {reason}" for name, drafter in predicted.items() for reason in drafter.refused]
         + [f"{UNTIMED} (T={temperature:g})."] * untimed,
     )
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """One drafter on all texts."""
+    """The expected rounds of one drafter on all texts."""
 
     plans: list[tuple[str, list[ExpectedRounds]]]
-    """Policy, and what it does on each text."""
+    """By policy, the expected rounds of each text."""
     tables: list[PositionStats]
     refused: list[str]
 
@@ -210,7 +260,7 @@ def predict(
     settings: ForecastSettings,
     sampling: Sampling,
 ) -> Predicted:
-    """Expected rounds under every policy; one pass serves them all."""
+    """Return the expected rounds with every policy, from one teacher-forced pass."""
     tables: list[PositionStats] = []
     policies = candidates(drafter, settings)
     if not drafter.only_retrieves:
@@ -226,9 +276,9 @@ def predict(
                 rounds = replay(target, drafter, policy, texts, sampling, TOGETHER)
                 per_text = [of_rounds(text, records) for text, records in zip(texts, rounds, strict=True)]
             else:
-                rest = {"sampling": sampling, "rule": settings.rule, "reach": drafter.max_draft_length}
+                reach = drafter.max_draft_length
                 per_text = [
-                    accepted(policy, table, text, retrieved=copied, **rest)
+                    accepted(policy, table, text, sampling, settings.rule, retrieved=copied, reach=reach)
                     for table, text, copied in zip(tables or [{}] * len(texts), texts, copies, strict=True)
                 ]
         except NotPredicted as reason:
@@ -239,7 +289,7 @@ def predict(
 
 
 def candidates(drafter: Drafter, settings: ForecastSettings) -> list[Policy | None]:
-    """The chains, and what was asked for beside them; None for a drafter that takes no policy."""
+    """Return the chains and the other policies to compare; [None] for a drafter that only retrieves."""
     if drafter.only_retrieves:
         return [None]
     longest = min(settings.max_draft_length, drafter.max_draft_length or settings.max_draft_length)
@@ -249,7 +299,7 @@ def candidates(drafter: Drafter, settings: ForecastSettings) -> list[Policy | No
 
 
 def depth(policy: Policy) -> int:
-    """Draft tokens on the longest path that `policy` may draft."""
+    """Return the number of draft tokens on the longest path of `policy`."""
     if isinstance(policy, StaticTree):
         return max(len(path) for path in policy.shape)
     return getattr(policy, "draft_length", None) or getattr(policy, "depth", 1)
@@ -257,13 +307,13 @@ def depth(policy: Policy) -> int:
 
 def numbers(
     per_text: Sequence[ExpectedRounds], drafter: str, hardware: CostModel, batches: Sequence[int], seed: int
-) -> dict[str, Any]:
-    """The measured-like part of a row: all tokens over all rounds, and over all seconds."""
+) -> ForecastNumbers:
+    """Return tau and speeds of a row: all tokens over all rounds, and over all seconds."""
     tokens_S = np.array([text.tokens for text in per_text], float)
     rounds_S = np.array([text.rounds for text in per_text])
     rng = np.random.default_rng(seed)
     draws_RS = rng.integers(len(per_text), size=(RESAMPLES, len(per_text)))
-    row: dict[str, Any] = {
+    row: ForecastNumbers = {
         "texts": len(per_text),
         "tau": float(tokens_S.sum() / rounds_S.sum()),
         "tau_interval": _interval(tokens_S[draws_RS].sum(1) / rounds_S[draws_RS].sum(1)),
@@ -291,18 +341,18 @@ def numbers(
 
 
 def seconds(per_text: Sequence[ExpectedRounds], drafter: str, hardware: CostModel, batch: int) -> np.ndarray:
-    """Expected seconds of each text, [S]."""
+    """Return the expected seconds of each text, [S]."""
     keys = {key for text in per_text for key in text.work}
     cost = {key: hardware.round_seconds(drafter, *key, batch) for key in keys}
     return np.array([sum(weight * cost[key] for key, weight in text.work.items()) for text in per_text])
 
 
 def timing_errors(speedups: Sequence[float], count: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw `count` factors by which a speedup may be off, given the speedups that repeated timings say, [count].
+    """Draw `count` error factors of a speedup from the speedups of repeated timings, [count].
 
-    With s the standard deviation of the logarithms of n of them, exp(t s / sqrt(n) + SECONDS_ERROR z), t of Student's
-    distribution with n - 1 degrees of freedom and z of the normal one: a bootstrap of so few would be too narrow. 1 for
-    fewer than two timings.
+    With s the standard deviation of the logarithms of n speedups: exp(t s / sqrt(n) + SECONDS_ERROR z), t from
+    Student's distribution with n - 1 degrees of freedom and z standard normal; a bootstrap of few timings would be too
+    narrow. Return ones for fewer than two timings.
     """
     if len(speedups) < 2:
         return np.ones(count)
@@ -312,29 +362,34 @@ def timing_errors(speedups: Sequence[float], count: int, rng: np.random.Generato
 
 
 def _interval(values: np.ndarray) -> list[float]:
-    """Percentile bootstrap."""
+    """Return the percentile interval."""
     rest = (1 - COVERED) / 2
     return [float(value) for value in np.quantile(values, [rest, 1 - rest])]
 
 
-def best_of(rows: Sequence[dict[str, Any]], temperature: float, batch: int) -> dict[str, Any]:
-    """The fastest row at a batch size, or the target alone where nothing is faster."""
-    alone = {"temperature": temperature, "batch_size": batch, "drafter": None, "policy": None}
-    alone |= {"speedup": 1.0, "speedup_interval": [1.0, 1.0], "tau": 1.0}
-    found = alone
+def best_of(rows: Sequence[ForecastRow], temperature: float, batch: int) -> BestPolicy:
+    """Return the fastest row at a batch size, or the target alone if nothing is faster."""
+    best: BestPolicy = {
+        "temperature": temperature,
+        "batch_size": batch,
+        "drafter": None,
+        "policy": None,
+        "speedup": 1.0,
+        "speedup_interval": [1.0, 1.0],
+        "tau": 1.0,
+    }
     for row in rows:
         speed = next(entry for entry in row["speed"] if entry["batch_size"] == batch)
-        if speed["speedup"] > found["speedup"]:
-            kept = {key: row[key] for key in ("drafter", "policy", "tau")}
-            kept |= {key: speed[key] for key in ("speedup", "speedup_interval")}
-            found = {**alone, **kept}
-    return found
+        if speed["speedup"] > best["speedup"]:
+            best["drafter"], best["policy"], best["tau"] = row["drafter"], row["policy"], row["tau"]
+            best["speedup"], best["speedup_interval"] = speed["speedup"], speed["speedup_interval"]
+    return best
 
 
-def _notes(best: Sequence[dict[str, Any]], prompts: int) -> list[str]:
+def _notes(best: Sequence[BestPolicy], prompts: int) -> list[str]:
     notes = []
     if prompts < 20:
-        notes.append(f"Forecast from {prompts} prompts: the intervals say how far other texts may differ.")
+        notes.append(f"Forecast from {prompts} prompts: the intervals show the variation between texts.")
     for temperature in dict.fromkeys(entry["temperature"] for entry in best):
         lost = [e["batch_size"] for e in best if e["temperature"] == temperature and e["drafter"] is None]
         if lost:

@@ -1,17 +1,17 @@
-"""What rounds cost on a machine, by batch: measured here, or read from a file that describes another machine.
+"""Seconds of rounds on a machine by batch size: measured here, or read from a profile of another machine.
 
     name: one A10, bf16                  # optional
-    alone: {1: 0.0241, 8: 0.0252}        # batch: seconds of a token (a row each) of the target alone
-    verify:                              # batch: tokens read by a row: seconds of the target's pass
+    alone: {1: 0.0241, 8: 0.0252}        # batch: seconds in which the target alone decodes one token of every text
+    verify:                              # batch: tokens of each text: seconds of the target's forward pass
       1: {1: 0.0238, 5: 0.0241, 9: 0.0249}
       8: {1: 0.0247, 5: 0.0262, 9: 0.0291}
     drafters:
-      my-drafter:                        # as the command names it; `*` stands for all that are not named
+      my-drafter:                        # the name in the command; `*` stands for all other drafters
         draft: {1: {1: 0.0011, 8: 0.0086}, 8: {1: 0.0013, 8: 0.0101}}   # batch: draft tokens: seconds of drafting
-        round: {1: 0.0003, 8: 0.0006}    # batch: seconds of a round beside both; 0 where it is left out
-    repeats: []                          # optional: the same keys again, from other timings of the same machine
+        round: {1: 0.0003, 8: 0.0006}    # batch: remaining seconds of a round; default 0
+    repeats: []                          # optional: profiles from repeated timings of the same machine
 
-YAML or JSON. Between two numbers the curve is linear, beyond the last it goes on with the slope of the last two.
+YAML or JSON. Curves are interpolated linearly, and extrapolated with the slope of the last two points.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,17 +44,17 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 ANY = "*"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
-"""Draft tokens with which rounds are timed: all of them for the target, which also reads trees and copies, and for
-drafters those that they may draft in a row."""
+"""Draft lengths at which rounds are timed: all of them for the target, which also reads trees and copies, and for each
+drafter those that it reaches."""
 ALONE = ("", 0)
 Timed = dict[tuple[str, int], list[Round]]
 """Rounds by drafter and draft length."""
 ROUNDS, TURNS = 5, 8
-"""Rounds that are timed in a row, and turns of all lengths, whose differences say how far the seconds may be off."""
+"""Rounds that are timed in a row, and turns over all lengths, whose differences give the error of the seconds."""
 
 
 class DrafterSeconds(BaseModel):
-    """Seconds of one drafter's share of a round."""
+    """Seconds that one drafter adds to a round."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,7 +63,7 @@ class DrafterSeconds(BaseModel):
 
 
 class CostModel(BaseModel):
-    """The file above."""
+    """A profile, as described above."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,32 +72,32 @@ class CostModel(BaseModel):
     verify: Annotated[dict[Count, Annotated[dict[Count, Seconds], Field(min_length=1)]], Field(min_length=1)]
     drafters: dict[str, DrafterSeconds] = {}
     repeats: tuple["CostModel", ...] = ()
-    """The same seconds measured again and again, a turn of all lengths each; those above are means over all turns."""
+    """Profiles of single turns over all lengths; the seconds above are means over all turns."""
 
     def token_seconds(self, batch: int) -> float:
-        """Seconds in which the target alone adds a token to each of `batch` texts."""
+        """Return the seconds in which the target alone decodes one token of each of `batch` texts."""
         return interpolated(self.alone, batch)
 
     def verify_seconds(self, width: float, batch: int) -> float:
-        """Seconds of the target's pass over `width` tokens of each of `batch` texts."""
+        """Return the seconds of a target forward pass over `width` tokens of each of `batch` texts."""
         return _at(self.verify, batch, width)
 
     def round_seconds(self, drafter: str, nodes: float, passes: float, batch: int) -> float:
-        """Of a round that verifies `nodes` draft tokens a text, for which the drafter was asked `passes` times."""
+        """Return the seconds of a round that verifies `nodes` draft tokens per text after `passes` drafter passes."""
         own = self.of(drafter)
         seconds = self.verify_seconds(nodes + 1, batch)
         if own is None:
             return seconds
-        # Noise can let the line beyond the longest timed draft fall below nothing.
+        # Noise may make the extrapolation beyond the longest timed draft negative.
         drafting = max(_at(own.draft, batch, passes), 0.0) if passes else 0.0
         return seconds + interpolated(own.round, batch) + drafting
 
     def of(self, drafter: str) -> DrafterSeconds | None:
-        """What is known of a drafter; None where nothing is."""
+        """Return the seconds of a drafter; None if the profile has none."""
         return self.drafters.get(drafter, self.drafters.get(ANY))
 
     def require(self, drafters: dict[str, Drafter]) -> None:
-        """ConfigError unless every drafter that drafts by passes has its seconds here."""
+        """Raise ConfigError unless the profile has the seconds of every drafter with logits."""
         for name, drafter in drafters.items():
             if not drafter.only_retrieves and self.of(name) is None:
                 known = ", ".join(self.drafters) or "none"
@@ -108,7 +108,7 @@ class CostModel(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> "CostModel":
-        """ConfigError with the first key that does not fit."""
+        """Read a profile; ConfigError naming the first invalid key."""
         try:
             values = parse_yaml(read_text(path, LARGEST_YAML))
         except (OSError, ValueError) as error:
@@ -135,12 +135,12 @@ def _problem(error: ValidationError) -> str:
 
 
 def _at(curves: dict[int, dict[int, float]], batch: int, width: float) -> float:
-    """Interpolated in the width at every batch, then in the batch."""
+    """Interpolate over the width at every batch size, then over the batch size."""
     return interpolated({size: interpolated(curve, width) for size, curve in curves.items()}, batch)
 
 
 class _Fixed(Drafter):
-    """Proposes the same token over and over, at no cost: its rounds cost what the target's passes cost."""
+    """Proposes token 0 at no cost: its rounds cost as much as the target's forward pass."""
 
     type = "fixed"
     only_retrieves = True
@@ -163,11 +163,11 @@ def measure_hardware(
     batches: Sequence[int] = (1,),
     done: Callable[[], None] = lambda: None,
 ) -> CostModel:
-    """Return the mean seconds of real rounds behind real texts, on the present machine and threads.
+    """Return the mean seconds of real rounds after real texts, on this machine with the current threads.
 
-    Draft lengths take turns, so that a slow second hits all alike; each turn's own means are the `repeats`. `verify` is
-    the target's pass with the rule for tokens that were not drawn, and what a drafter's whole rounds take beside it is
-    `draft`. `done` is called after each of the `turns`.
+    Draft lengths are timed in turns, so that temporary slowdowns affect all of them alike; the means of each turn are
+    the `repeats`. `verify` holds the target's pass with the rule for chosen tokens; `draft` holds the remaining seconds
+    of a drafter's rounds. `done` is called after each of the `turns`.
     """
     of_target = measure_costs(target)
     arms: dict[tuple[str, int], TimedVariant] = {ALONE: TimedVariant(target)}
@@ -175,8 +175,10 @@ def measure_hardware(
     for name, drafter in drafters.items():
         if drafter.only_retrieves:
             continue
-        drafter = drafter.drafter if isinstance(drafter, Hybrid) else drafter  # copies are measured apart
-        # All passes are padded alike: noise may decide otherwise of the same width from one measurement to the next.
+        drafter = (
+            drafter.drafter if isinstance(drafter, Hybrid) else drafter
+        )  # rounds of copies cost only the target's pass
+        # All passes use the same padding: measured separately, noise may change the padding of a width.
         costs = replace(measure_costs(target, drafter), verify=of_target.verify)
         longest = min(draft_length, drafter.max_draft_length or draft_length)
         reached = [length for length in LENGTHS if length <= longest]
@@ -193,16 +195,16 @@ def measure_hardware(
 
 
 def turns(batches: Sequence[int]) -> int:
-    """How often `measure_hardware` goes through all lengths."""
+    """Return the number of turns over all lengths in `measure_hardware`."""
     return len(batches) * (TURNS + 1)
 
 
 def _means(rounds: dict[int, Timed], drafters: Iterable[str]) -> dict[str, Any]:
-    """Return the mean seconds of the rounds that were timed at each batch size, whole ones for each drafter.
+    """Return the mean seconds at each batch size: of the target's passes, and of each drafter's whole rounds.
 
-    Where other processes take the processor away, they take it once in so many seconds: medians of short passes would
-    never see it, those of long ones always, and so would medians of turns, in which the target alone is timed most
-    often. Means, like the time of whole texts, grow by the same share.
+    Other processes interrupt at a rate per second: medians of short passes would never include interruptions, medians
+    of long passes always, and so would medians of turns, in which the target alone is timed most often. Means grow by
+    the same share as the time of whole texts.
     """
     alone, verify = {}, {}
     whole: dict[str, dict[int, dict[int, float]]] = {name: {} for name in drafters}
@@ -218,10 +220,10 @@ def _means(rounds: dict[int, Timed], drafters: Iterable[str]) -> dict[str, Any]:
 
 
 def _profile(means: dict[str, Any]) -> CostModel:
-    """Return the profile in which a round of every timed draft length costs its own mean.
+    """Return the profile in which a round of every timed draft length costs its mean.
 
-    What a drafter's rounds cost beside the target's pass grows with the draft: a drawn token is also verified by a
-    dearer rule, and its hidden states are handed over. So all of it is `draft`, and nothing is `round`.
+    The seconds of a round in addition to the target's pass grow with the draft: sampled tokens need a more expensive
+    rule, and hidden states are transferred. Therefore all of them count as `draft`, and `round` is 0.
     """
     verify = means["verify"]
     drafters = {
@@ -238,19 +240,19 @@ def _profile(means: dict[str, Any]) -> CostModel:
 
 @dataclass(frozen=True)
 class TimedVariant:
-    """A way of decoding that is timed: the target alone, or a drafter with chains of one length."""
+    """The target alone, or a drafter with chains of one length, whose rounds are timed."""
 
     target: PreTrainedModel
     drafter: Drafter | None = None
     draft_length: int = 0
     costs: Costs | None = None
-    """For the widths that passes are padded to, as the decoder pads them."""
+    """Costs that determine to which widths passes are padded, as in the decoder."""
 
     @torch.inference_mode()
     def rounds(self, texts: Sequence[TargetText], sampling: Sampling, seed: int) -> list[Round]:
-        """A few rounds behind half of each text, where they cost what they cost on average; the first warms up.
+        """Time a few rounds after half of each text, at an average context length; the first is a warm-up.
 
-        Only those of full length: there are none where the context holds no such draft.
+        Returns only rounds with the full draft length: none if the context does not hold such a draft.
         """
         target = TransformersTarget(self.target)
         target.widths = {} if self.costs is None else self.costs.verify_widths
@@ -277,10 +279,10 @@ def _timed(
     sampling: Sampling,
     done: Callable[[], None],
 ) -> list[Timed]:
-    """Rounds of every arm in each turn; the first turn, which allocates and chooses kernels, is left out.
+    """Return the rounds of every variant in each turn except the first, which allocates memory and chooses kernels.
 
-    The target alone comes up again and again, since every speedup is relative to it. Each turn begins with another arm,
-    and is timed on other texts.
+    The target alone is timed repeatedly in each turn, since every speedup is relative to it. Each turn begins with
+    another variant and uses other texts.
     """
     turns: list[Timed] = []
     others = [key for key in arms if key != ALONE]
@@ -289,8 +291,8 @@ def _timed(
         first = turn * len(others) // (TURNS + 1)
         together = [texts[(turn * batch + row) % len(texts)] for row in range(batch)]
         for place, key in enumerate([*others[first:], *others[:first]]):
-            for some in (ALONE, key) if place % 2 == 0 else (key,):
-                timed[some] += arms[some].rounds(together, sampling, turn)
+            for variant in (ALONE, key) if place % 2 == 0 else (key,):
+                timed[variant] += arms[variant].rounds(together, sampling, turn)
         turns.append(timed)
         done()
     return turns[1:]

@@ -1,7 +1,7 @@
-"""A drafter drafts along a known text, and nothing but the drafter runs: exact rounds for every draft that is chosen.
+"""Run only the drafter along a known text: exact rounds for policies whose draft tokens are chosen, not sampled.
 
-Whether a chosen tree is followed depends on the target's tokens alone. So the real decoder is run on a target that
-knows its text already: it answers with the text's next token, and with the states of one teacher-forced pass.
+Acceptance of a chosen tree depends only on the target's tokens. The decode loop therefore runs with a target that
+returns the known text's next token, and the hidden states of one teacher-forced pass.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from draftsmith.heads.draft_tree import ROOT, Draft
 
 
 class KnownTarget:
-    """The `Target` of texts that are known: its p is certain of their next token."""
+    """A `Target` for known texts: its p assigns probability 1 to their next token."""
 
     context_limit: int | None = None
 
     def __init__(self, texts: list[TargetText], states: list[tuple[Tensor, Tensor | None]], vocab_size: int) -> None:
         self._texts, self._states, self._vocab_size = list(texts), list(states), vocab_size
         self._read: list[int] = []
-        """The token of each row that was read last, but for drafts."""
+        """Index of the last committed token that each row has read."""
 
     def prefill(self, texts: Sequence[SequenceState], layers: tuple[int, ...] = ()) -> Tensor:
         self._read = [text.prompt_length - 1 for text in self._texts]
@@ -43,14 +43,14 @@ class KnownTarget:
         return [torch.cat([self._next(row, node) for node in range(ROOT, len(d))]) for row, d in enumerate(drafts)]
 
     def _next(self, row: int, node: int) -> Tensor:
-        """[1, V] behind the token read last and the path to `node`; flat where the text is left or has ended."""
+        """Return logits [1, V] after the path to `node`; uniform where the path leaves the text or its end."""
         logits_1V = torch.zeros(1, self._vocab_size)
         tokens, read, draft = self._texts[row].tokens, self._read[row], self._drafts[row]
         path = [draft.tokens[i] for i in draft.path(node)] if node != ROOT else []
-        behind = read + 1 + len(path)
-        if tokens[read + 1 : behind] == path and behind < len(tokens):
+        following = read + 1 + len(path)
+        if tokens[read + 1 : following] == path and following < len(tokens):
             logits_1V.fill_(-torch.inf)
-            logits_1V[0, tokens[behind]] = 0.0
+            logits_1V[0, tokens[following]] = 0.0
         return logits_1V
 
     def commit(self, paths: list[list[int]]) -> None:
@@ -59,7 +59,9 @@ class KnownTarget:
     def hidden(self, row: int, node: int) -> Tensor | None:
         depth = 0 if node == ROOT else self._drafts[row].depths[node]
         hidden_TH = self._states[row][0]
-        return hidden_TH[min(self._read[row] + depth, len(hidden_TH) - 1)]  # behind the end nothing is read any more
+        return hidden_TH[
+            min(self._read[row] + depth, len(hidden_TH) - 1)
+        ]  # states after the end of the text are never used
 
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
         features_TF = self._states[row][1]
@@ -82,16 +84,16 @@ def replay(
     sampling: Sampling,
     together: int,
 ) -> list[list[Round]]:
-    """The rounds in which the decoder would write each text, `together` of them at a time.
+    """Return the rounds in which the decoder would generate each text, `together` texts at a time.
 
-    For policies whose drafts are chosen, not drawn. Neither seconds nor `overlap` mean anything in these records.
+    Only for policies whose draft tokens are chosen, not sampled. Seconds and `overlap` of these rounds are meaningless.
     """
     teacher = OnlineTeacher(target, drafter.needs.layers)
     rounds: list[list[Round]] = []
     for start in range(0, len(texts), together):
-        some = list(texts[start : start + together])
-        known = KnownTarget(some, [_states(teacher, text) for text in some], vocabulary_size(target))
-        rows = [_row(number, text) for number, text in enumerate(some)]
+        batch = list(texts[start : start + together])
+        known = KnownTarget(batch, [_states(teacher, text) for text in batch], vocabulary_size(target))
+        rows = [_row(number, text) for number, text in enumerate(batch)]
         decoding = DecodeLoop(known, drafter, policy, rows, Processors(sampling, texts=len(rows)))
         decoding.prefill()
         while decoding.texts:
@@ -101,14 +103,14 @@ def replay(
 
 
 def _row(number: int, text: TargetText) -> DecodeSequence:
-    # A text that ended early ended with an EOS.
+    # A text shorter than its limit ended with an EOS.
     ends = frozenset(text.tokens[-1:] if len(text.tokens) < text.max_length else [])
     prompt = text.tokens[: text.prompt_length]
     return DecodeSequence(prompt, text.max_length, SeededRng(0), Stops(ends), source=text.source, number=number)
 
 
 def _states(teacher: OnlineTeacher, text: TargetText) -> tuple[Tensor, Tensor | None]:
-    """The target's final states [T, H] and the drafter's features [T, F] on one text."""
+    """Return the target's final states [T, H] and the drafter's features [T, F] on one text."""
     device = next(teacher.model.parameters()).device
     ids_1T = torch.tensor([text.tokens], device=device)
     mask_1T = torch.ones_like(ids_1T)

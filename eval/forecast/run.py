@@ -1,16 +1,16 @@
-"""From names to a forecast: `draftsmith forecast`."""
+"""`draftsmith forecast`: validate, load, forecast, measure, and print."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from rich.table import Table
 
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
-from draftsmith.eval.forecast.forecast import PLAIN, Forecast, ForecastSettings, forecast
+from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast
 from draftsmith.eval.forecast.hardware import CostModel
-from draftsmith.eval.prompts import PromptRows
+from draftsmith.eval.prompts import OVERALL, PromptRows
 from draftsmith.eval.session import Session, load_session
 from draftsmith.eval.settings import Settings, require_valid
 from draftsmith.locks import hold_folder
@@ -30,12 +30,24 @@ class ForecastFiles:
     """File for the measured seconds of this machine."""
 
 
+class MeasuredRow(TypedDict):
+    """The measured best policy of a drafter at a temperature."""
+
+    drafter: str
+    temperature: float
+    policy: str
+    tau: float
+    speedup: float
+    speedup_interval: list[float] | None
+    speedup_repeats: list[float]
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """A forecast and, where asked for, what was measured of it."""
+    """A forecast, and measurements of its best policies if they were requested."""
 
     forecast: Forecast
-    measured: list[dict[str, Any]] = field(default_factory=list)
+    measured: list[MeasuredRow] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         return {**self.forecast.as_json(), "measured": self.measured}
@@ -75,16 +87,16 @@ def run(
 
 
 def _write(outcome: Outcome, out: Path) -> None:
-    """`forecast.json`; what cannot be written is shown before the error."""
+    """Write `forecast.json`; if that fails, print the forecast before the error."""
     try:
-        with writing(out / "forecast.json", "what is printed above was found all the same"):
+        with writing(out / "forecast.json", "the results are printed above"):
             write_json(out / "forecast.json", outcome.as_json())
     except DraftsmithError:
         show(outcome, None)
         raise
 
 
-def measured_row(session: Session, name: str, temperature: float, predicted: Forecast) -> dict[str, Any] | None:
+def measured_row(session: Session, name: str, temperature: float, predicted: Forecast) -> MeasuredRow | None:
     """Decode with the drafter's best forecast policy at batch size 1 and time it; None where it has no forecast."""
     rows = [row for row in predicted.rows if (row["drafter"], row["temperature"]) == (name, temperature)]
     if not rows:
@@ -112,9 +124,16 @@ def measured_row(session: Session, name: str, temperature: float, predicted: For
             dtype=settings.dtype,
         ),
     )
-    row = next(row for row in evaluation.rows if row["category"] == "all")
-    kept = {"drafter": name, "temperature": temperature, "policy": best["policy"]}
-    return {**kept, **{key: row[key] for key in ("tau", "speedup", "speedup_interval", "speedup_repeats")}}
+    row = next(row for row in evaluation.rows if row["category"] == OVERALL)
+    return {
+        "drafter": name,
+        "temperature": temperature,
+        "policy": best["policy"],
+        "tau": row["tau"],
+        "speedup": row["speedup"],
+        "speedup_interval": row["speedup_interval"],
+        "speedup_repeats": row["speedup_repeats"],
+    }
 
 
 def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> tuple[CostModel | None, PromptRows]:
@@ -136,11 +155,11 @@ def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> t
 
 
 def show(outcome: Outcome, out: Path | None) -> None:
-    """The table, the best policies, the notes and where the file is."""
+    """Print the tables, the best policies, the notes and the place of the file."""
     console = Terminal(width=None if Terminal().is_terminal else 110)
     for batch in outcome.forecast.settings.batch_sizes:
         console.print(forecast_table(outcome, batch))
-        console.print(checking_line(outcome.forecast, batch))
+        console.print(verification_line(outcome.forecast, batch))
     for best in outcome.forecast.best:
         console.print(best_line(best))
     for note in outcome.forecast.notes:
@@ -150,7 +169,7 @@ def show(outcome: Outcome, out: Path | None) -> None:
 
 
 def forecast_table(outcome: Outcome, batch: int) -> Table:
-    """One line a drafter, temperature and policy; what was measured stands beside."""
+    """Return a table with one line per drafter, temperature and policy, with measured values if there are any."""
     timings = {entry["timings"] for row in outcome.forecast.rows for entry in row["speed"]}
     over = f"; of speedups also over {min(timings)} timings" if timings and min(timings) > 1 else ""
     table = Table(title=f"Forecast at batch size {batch}, intervals over texts{over}", pad_edge=False)
@@ -176,20 +195,20 @@ def forecast_table(outcome: Outcome, batch: int) -> Table:
     return table
 
 
-def checking_line(found: Forecast, batch: int) -> str:
-    """What the target's pass over several tokens costs, which decides whether any drafter can pay."""
-    temperature, hardware = next(iter(found.hardware.items()))
+def verification_line(predicted: Forecast, batch: int) -> str:
+    """Return the cost of a target forward pass by width, which bounds the speedup of any drafter."""
+    temperature, hardware = next(iter(predicted.hardware.items()))
     widths = sorted({width for curve in hardware.verify.values() for width in curve if width > 1})
     alone = hardware.token_seconds(batch)
     costs = ", ".join(f"{width} tokens {hardware.verify_seconds(width, batch) / alone:.2f}" for width in widths)
-    return f"checking, in passes of the target alone at T={temperature:g}, batch size {batch}: {costs}"
+    return f"verification, relative to one target forward pass at T={temperature:g}, batch size {batch}: {costs}"
 
 
-def best_line(best: dict[str, Any]) -> str:
-    """The recommendation in one sentence."""
+def best_line(best: BestPolicy) -> str:
+    """Return the best drafter and policy of one condition in a sentence."""
     where = f"best at T={best['temperature']:g}, batch size {best['batch_size']}:"
     if best["drafter"] is None:
-        return f"{where} the target alone; no drafter is forecast to pay"
+        return f"{where} the target alone; no drafter is forecast to be faster"
     low, high = best["speedup_interval"]
     policy = "" if best["policy"] == PLAIN else f" with {best['policy']}"
     return f"{where} {best['drafter']}{policy}, {best['speedup']:.2f}x ({low:.2f} to {high:.2f}), tau {best['tau']:.2f}"

@@ -1,7 +1,4 @@
-"""Is this pair lossless on this machine? Every drafter, policy and temperature, each with its evidence and verdict.
-
-How a check is shown: a table a drafter, and one sentence on what follows.
-"""
+"""The losslessness check: statistics and verdict of every drafter, policy and temperature, and their presentation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +23,7 @@ from draftsmith.safe_text import Terminal
 
 SCHEMA = 1
 ALPHA = 1e-3
-"""The chance that a run over lossless drafters calls any of them lossy."""
+"""Probability that a run over lossless drafters calls any of them lossy."""
 GREEDY_TOKENS = 96
 CALIBRATION = 4
 LOSSLESS, LOSSY, INCONCLUSIVE = "lossless", "lossy", "inconclusive"
@@ -45,7 +42,7 @@ class CheckSettings(PairSettings):
 
 @dataclass(frozen=True)
 class VariantCheck:
-    """One drafter under one policy at one temperature: either kind of evidence, and what follows from it."""
+    """A drafter with a policy at a temperature: the greedy or the sampling check, and the verdict."""
 
     drafter: str
     policy: str
@@ -58,7 +55,7 @@ class VariantCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """All of it, as `check.json` holds it."""
+    """The content of `check.json`."""
 
     settings: CheckSettings
     environment: dict[str, Any]
@@ -68,7 +65,7 @@ class Check:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the arms'; inconclusive until all are there."""
+        """The worst verdict of all arms; inconclusive until the check is finished."""
         verdicts = {arm.verdict for arm in self.arms}
         if LOSSY in verdicts:
             return LOSSY
@@ -90,8 +87,8 @@ def check(
     """Check every drafter, under every policy, at every temperature.
 
     Args:
-        keep: called with all that is known after each arm, so that an interrupted run keeps what it has.
-        progress: the stages on stderr, the longest with a bar in tokens and the time that is left.
+        keep: called with the results so far after each arm, so that an interrupted run keeps them.
+        progress: show the stages on stderr, the longest with a bar of tokens and remaining time.
     """
     with stage("preparing the decoders", shown=progress):
         decoders = _decoders(target, drafters, prompts, settings)
@@ -120,7 +117,7 @@ def check(
 
 
 def _greedy_verdict(greedy: GreedyCheck) -> Verdict:
-    """Near ties are rounding; where nothing was drafted nothing was tested."""
+    """Return lossy for any bug, and inconclusive if nothing was drafted; near ties are rounding."""
     if greedy.bugs:
         return LOSSY
     return LOSSLESS if greedy.drafted else INCONCLUSIVE
@@ -129,7 +126,7 @@ def _greedy_verdict(greedy: GreedyCheck) -> Verdict:
 def _decoders(
     target: PreTrainedModel, drafters: dict[str, Drafter], prompts: list[Prompt], settings: CheckSettings
 ) -> dict[tuple[str, str], SpeculativeDecoder]:
-    """By drafter and policy; policies that learn have seen a few texts."""
+    """Return a decoder for each drafter and policy; policies that learn are calibrated on a few texts."""
     decoders = {}
     for name, drafter in drafters.items():
         for policy in settings.policies or (None,):
@@ -139,12 +136,12 @@ def _decoders(
                 cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
                 decoder.calibrate([p.input_ids for p in prompts[:CALIBRATION]], temperature=temperature, **cuts)
             shown = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
-            decoders[(name, shown)] = decoder  # a drafter that only retrieves is the same under every policy
+            decoders[(name, shown)] = decoder  # drafters that only retrieve ignore the policy
     return decoders
 
 
 def _target_alone(target: PreTrainedModel, prompts: list[Prompt], done: Done) -> list[list[int]]:
-    """The target's own greedy text for each prompt, one token a pass."""
+    """Return the target's own greedy text for each prompt, decoded one token per forward pass."""
     decoder, texts = SpeculativeDecoder(target), []
     for prompt in prompts:
         texts.append(decoder.generate(prompt.input_ids, max_new_tokens=GREEDY_TOKENS).tokens)
@@ -157,7 +154,7 @@ def _plan(prompts: list[Prompt], settings: CheckSettings, temperature: float) ->
 
 
 def _work(decoders: dict, prompts: list[Prompt], settings: CheckSettings) -> int:
-    """Tokens that the whole check decodes, roughly: texts may end early."""
+    """Return the approximate number of tokens that the check decodes; texts may end early."""
     total = 0
     for temperature in settings.temperatures:
         if temperature == 0:
@@ -176,11 +173,11 @@ def _bar(total: int, shown: bool) -> Iterator[Done]:
 
 
 def sampling_table(arm: VariantCheck, sampling: SamplingCheck) -> Table:
-    """Every test of one sampled arm, the rule's beside the negative control's; fits 100 columns."""
+    """Return a table of all tests of one sampled arm, next to those of the control; it fits 100 columns."""
     title = f"{arm.drafter} ({arm.policy}), rule {arm.rule}, T={arm.temperature:g}: {arm.verdict.upper()}"
     table = Table(title=title, pad_edge=False)
     table.add_column("test", no_wrap=True)
-    for name in ("n", "statistic", "p, adjusted", f"finds {POWER:.0%}", "control's p"):
+    for name in ("n", "statistic", "p, adjusted", f"detects {POWER:.0%}", "control's p"):
         table.add_column(name, justify="right")
     for test, control in zip(sampling.rule.tests, sampling.control.tests, strict=True):
         table.add_row(
@@ -200,7 +197,7 @@ def _mark(p_value: float, level: float) -> str:
 
 
 def sentences(checked: Check) -> list[str]:
-    """What follows for each arm, plainly."""
+    """Return the verdict on each arm in sentences."""
     lines = []
     for arm in checked.arms:
         if arm.greedy is not None:
@@ -223,13 +220,13 @@ def _greedy(arm: VariantCheck, greedy: GreedyCheck) -> list[str]:
     return [line] if first is None else [line, _divergence(first)]
 
 
-def _divergence(found: Divergence) -> str:
-    where = f"  First {found.kind}: prompt {found.prompt}, new token {found.position}: "
-    if found.gap is None:
-        return where + "one text ends there and the other goes on."
+def _divergence(first: Divergence) -> str:
+    where = f"  First {first.kind}: prompt {first.prompt}, new token {first.position}: "
+    if first.gap is None:
+        return where + "one text ends there and the other continues."
     return where + (
-        f"{found.token} where the target alone has {found.expected}; its logit lies {found.gap:.3g} below the largest "
-        f"(top-2 margin {found.margin:.3g}), and rounding explains {found.bound:.3g}."
+        f"{first.token} where the target alone has {first.expected}; its logit is {first.gap:.3g} below the largest "
+        f"(top-2 margin {first.margin:.3g}), and rounding explains {first.bound:.3g}."
     )
 
 
@@ -245,8 +242,8 @@ def _sampling(arm: VariantCheck, sampling: SamplingCheck) -> list[str]:
     every = sampling.rule.tests[0]
     return [
         f"{name}: LOSSLESS as far as {sampling.rule.tokens:,} tokens can show. With probability {POWER:g} they would "
-        f"have shown a total variation of {joint.detects:.2g} in the first tokens behind a prompt, and a shift of "
-        f"{every.detects:.2g} over all tokens; the lossy control they did show (p = {caught.adjusted:.2g}). "
+        f"have shown a total variation of {joint.detects:.2g} in the first tokens after a prompt, and a shift of "
+        f"{every.detects:.2g} over all tokens; they did show the lossy control (p = {caught.adjusted:.2g}). "
         f"A run over lossless drafters fails once in {1 / ALPHA:,.0f}."
     ]
 
@@ -254,6 +251,6 @@ def _sampling(arm: VariantCheck, sampling: SamplingCheck) -> list[str]:
 def _why_inconclusive(sampling: SamplingCheck) -> str:
     if not sampling.rule.drafted:
         return "nothing was drafted; other prompts are needed."
-    if not sampling.control.found(sampling.level):
-        return "the lossy control was not found either; more --tokens are needed."
-    return "the rule is known to be lossy, and was not found; more --tokens are needed."
+    if not sampling.control.rejects(sampling.level):
+        return "the lossy control was not detected either; more --tokens are needed."
+    return "the rule is known to be lossy and was not detected; more --tokens are needed."

@@ -1,6 +1,6 @@
-"""Drawing for the sampling check: texts and short continuations with one rule, reduced at once to what is tested.
+"""Samples for the sampling check: texts and short continuations of one rule, reduced to the tested numbers.
 
-Short continuations of one prompt against their exact probabilities: a chi-squared test that sees tokens jointly.
+Short continuations of one prompt are tested against their exact probabilities, jointly, with a chi-squared test.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,31 +25,31 @@ from draftsmith.heads.model_config import context_limit
 # Shapes: n nodes, V vocabulary, C cells.
 
 DEPTH = 4
-"""Tokens: the prefill's and the first three of a round, which the rule decides about together."""
+"""Tokens of a continuation: the prefill's and the first three of a round, which one verification decides."""
 CELLS = 100
-"""At most about so many: more of them find less."""
+"""Approximate maximum; more cells reduce the power."""
 LEAST = 10
-"""Expected draws in a cell, so that the chi-squared distribution is a good approximation (Cochran 1954 asks for 5)."""
+"""Minimum of expected draws in a cell, for the chi-squared approximation (Cochran 1954 requires 5)."""
 
 String = tuple[int, ...]
 Rows = Callable[[Sequence[String]], Tensor]
-"""p [n, V] behind each of the strings, all of one length."""
+"""Returns p [n, V] after each of the strings, all of one length."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """All strings of `DEPTH` tokens in cells: a likely beginning is a cell, what is unlikely is pooled."""
+    """A partition of all strings of `DEPTH` tokens: likely prefixes are cells, unlikely ones are pooled."""
 
     levels: list[list[String]]
-    """By length, the beginnings whose next token is told apart."""
+    """By length, the prefixes whose next token is distinguished."""
     cells: dict[String, int]
-    """Beginnings that are a cell of their own."""
+    """Prefixes that are a cell."""
     others: dict[String, int]
-    """For each beginning in `levels` the cell of what goes on in an unlikely way."""
+    """For each prefix in `levels`, the cell of its unlikely continuations."""
     probabilities_C: Tensor
 
     def cell(self, string: Sequence[int]) -> int:
-        """The cell of a string of `DEPTH` tokens."""
+        """Return the cell of a string of `DEPTH` tokens."""
         for length in range(1, len(string) + 1):
             beginning = tuple(string[:length])
             if beginning in self.cells:
@@ -59,12 +59,12 @@ class Partition:
         raise ValueError(f"a string of {len(string)} tokens ends within the tree; expected {DEPTH}")
 
     def again(self, rows: Rows) -> Tensor:
-        """The cells' probabilities [C] by another reading of the target."""
+        """Return the cells' probabilities [C] under other `rows`."""
         return _masses(self.levels, self.cells, self.others, [rows(level) for level in self.levels])
 
 
 def partition(rows: Rows, count: int) -> Partition:
-    """Cells in which `count` draws are expected at least max(`LEAST`, count / `CELLS`) times each."""
+    """Return cells that expect at least max(`LEAST`, count / `CELLS`) of `count` draws each."""
     least = max(LEAST / count, 1 / CELLS)
     weights: dict[String, float] = {(): 1.0}
     levels: list[list[String]] = []
@@ -90,14 +90,14 @@ def partition(rows: Rows, count: int) -> Partition:
                 others[node], names = names, names + 1
             for token in likely:
                 child, mass = (*node, token), float(mass_V[token])
-                # What cannot be split into two cells stays one.
+                # A prefix that cannot be split into two cells remains one cell.
                 if length + 1 < DEPTH and mass >= 2 * least:
                     inner[child] = mass
                 else:
                     cells[child], names = names, names + 1
         weights = inner
     masses_C = _masses(levels, cells, others, tables)
-    if masses_C[pool] < least and names > 1:  # the pool is too small for a cell: it joins the smallest
+    if masses_C[pool] < least and names > 1:  # a pool too small for a cell is merged with the smallest cell
         smallest = 1 + int(masses_C[1:].argmin())
         cells = {name: smallest if cell == pool else cell for name, cell in cells.items()}
         others = {name: smallest if cell == pool else cell for name, cell in others.items()}
@@ -108,7 +108,7 @@ def partition(rows: Rows, count: int) -> Partition:
 def _masses(
     levels: list[list[String]], cells: dict[String, int], others: dict[String, int], tables: list[Tensor]
 ) -> Tensor:
-    """Probabilities [C] of the cells, from p behind every beginning in `levels`."""
+    """Return probabilities [C] of the cells, from p after every prefix in `levels`."""
     masses_C = torch.zeros(1 + max([*cells.values(), *others.values()]), dtype=torch.float64)
     inner = {name for level in levels for name in level}
     weights: dict[String, float] = {(): 1.0}
@@ -127,7 +127,7 @@ def _masses(
 
 
 def chi_square(counts_C: Tensor, expected_C: Tensor) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom; cells in which nothing is expected are left out."""
+    """Return Pearson's statistic and its degrees of freedom, without cells of expectation 0."""
     possible = expected_C > 0
     terms = (counts_C[possible] - expected_C[possible]) ** 2 / expected_C[possible]
     return float(terms.sum()), max(0, int(possible.sum()) - 1)
@@ -138,17 +138,17 @@ def chi_square(counts_C: Tensor, expected_C: Tensor) -> tuple[float, int]:
 BATCH = 64
 TEXT_TOKENS = 64
 OPEN_TOKENS = 16
-"""Of a prompt that short continuations are drawn behind."""
+"""Most tokens of the prompt of short continuations."""
 TOLERANCE_TEXTS = 8
-"""Texts that are also read token by token, to see what rounding does to p."""
+"""Texts that are also read token by token, to measure the rounding of p."""
 SEEDS = 10_000_000
-"""Apart: runs with neighbouring seeds share no random number."""
+"""Distance between the seeds of runs: neighbouring seeds share no random numbers."""
 Done = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is drawn: from which prompts, how, how much."""
+    """What to sample: prompts, sampling settings, number of tokens, and seed."""
 
     prompts: list[Prompt]
     sampling: Sampling
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def continuations(self) -> int:
-        """Draws of the chi-squared test."""
+        """Number of draws of the chi-squared test."""
         return max(200, self.tokens // 6)
 
     @property
@@ -166,25 +166,25 @@ class Plan:
         return self.tokens + DEPTH * self.continuations
 
     def settings(self, tokens: int) -> dict[str, Any]:
-        """Arguments of `generate_batch`. No EOS: how many tokens there are must not depend on which they are."""
+        """Return arguments of `generate_batch`, without EOS: the number of tokens must not depend on the tokens."""
         cuts = {"top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
         return {"temperature": self.sampling.temperature, **cuts, "max_new_tokens": tokens, "eos_token_id": None}
 
 
 class SampledTarget:
-    """The target's p, after every processor, by plain forward passes."""
+    """Computes the target's p, after every processor, by plain forward passes."""
 
     def __init__(self, model: PreTrainedModel, sampling: Sampling) -> None:
         self.model = model
         self._processors = Processors(sampling)
 
     def p(self, prompt: list[int], texts_BT: Tensor, *, width: int | None = None) -> Tensor:
-        """[B, T, V]: what each token was to be drawn from."""
+        """Return the distribution [B, T, V] of each token."""
         logits_BTV = read(self.model, prompt, texts_BT, width=width)
         return self._processors.probabilities(logits_BTV.flatten(0, 1), list).view(logits_BTV.shape)
 
-    def behind(self, prompt: list[int], strings: Sequence[String], *, width: int | None = None) -> Tensor:
-        """[n, V]: behind the prompt and each of `strings`, which are of one length."""
+    def p_after(self, prompt: list[int], strings: Sequence[String], *, width: int | None = None) -> Tensor:
+        """Return p [n, V] after the prompt and each of `strings`, which have one length."""
         vocabulary = vocabulary_size(self.model)
         rows = []
         for part in chunks(len(strings), vocabulary * DEPTH):
@@ -195,24 +195,24 @@ class SampledTarget:
 
 @dataclass
 class Texts:
-    """What is tested of the texts that one rule has drawn: u of every token, in the order of p."""
+    """Numbers of the texts of one rule: u of every token in order of falling p, and counts."""
 
     u: list[Tensor] = field(default_factory=list)
     pairs: list[Tensor] = field(default_factory=list)
     impossible: int = 0
-    """Tokens to which the target gives no probability at all."""
+    """Tokens to which the target assigns probability 0."""
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     tolerance: float = 0.0
-    """Mean total variation between p read whole and p read token by token."""
+    """Mean total variation between p read in one pass and p read token by token."""
 
     @property
     def tokens(self) -> int:
         return sum(map(len, self.u))
 
     def add(self, output: DecodeOutput, u_T: Tensor) -> None:
-        """One text and the u of its tokens."""
+        """Add one text and the u of its tokens."""
         self.u.append(u_T)
         self.pairs.append(pairs(u_T, round_starts(output)))
         self.rounds += len(output.rounds)
@@ -221,7 +221,7 @@ class Texts:
 
 
 def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, done: Done) -> Texts:
-    """Draw `plan.tokens` tokens or a few more, in texts of up to 64 behind the prompts in turn, and transform them."""
+    """Sample at least `plan.tokens` tokens in texts of up to 64, cycling through the prompts, and transform them."""
     texts, v = Texts(), torch.Generator().manual_seed(plan.seed)
     jobs = _jobs(target.model, plan)
     for start in range(0, len(jobs), BATCH):
@@ -237,7 +237,7 @@ def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, d
 
 
 def _jobs(model: PreTrainedModel, plan: Plan) -> list[tuple[Prompt, int]]:
-    """Prompts with a seed each, those of one prompt beside each other, so that one pass reads them."""
+    """Return prompts with a seed each, grouped by prompt, so that one pass reads a group."""
     limit, tokens, jobs = context_limit(model.config), 0, []
     for number, place in enumerate(cycle(range(len(plan.prompts)))):
         prompt = plan.prompts[place]
@@ -246,13 +246,13 @@ def _jobs(model: PreTrainedModel, plan: Plan) -> list[tuple[Prompt, int]]:
         tokens += TEXT_TOKENS if limit is None else max(1, min(TEXT_TOKENS, limit - read_before))
         if tokens >= plan.tokens:
             return [(plan.prompts[place], seed) for place, seed in sorted(jobs)]
-    raise AssertionError("`cycle` does not end")
+    raise AssertionError("unreachable: `cycle` does not end")
 
 
 def _transform(
     target: SampledTarget, prompt: Prompt, outputs: list[DecodeOutput], texts: Texts, v: torch.Generator
 ) -> None:
-    """Hold texts of one prompt against the target's p, and add their u to `texts`."""
+    """Transform texts of one prompt by the target's p, and add their u to `texts`."""
     tokens_BT = torch.tensor([output.tokens for output in outputs])
     if not texts.u:
         sample = tokens_BT[:TOLERANCE_TEXTS]
@@ -272,28 +272,28 @@ def _transform(
 
 @dataclass(frozen=True)
 class Continuations:
-    """How often short continuations of one prompt fell into each cell, and how often they were to."""
+    """Observed and expected numbers of short continuations of one prompt in each cell."""
 
     prompt: str
     counts_C: Tensor
     expected_C: Tensor
     shift: float
-    """The noncentrality that rounding may bring: of twice the difference that two readings of the target make."""
+    """Noncentrality that rounding may cause, from twice the difference between two readings of the target."""
 
 
 def draw_continuations(target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, done: Done) -> Continuations:
-    """Draw the first `DEPTH` tokens behind the end of one prompt many times.
+    """Sample the first `DEPTH` tokens after one prompt many times.
 
-    A criterion ends the texts there, so that drafts are as long as ever: the decoder expects more to follow.
+    A stopping criterion ends the texts, so that drafts have their full length: the decoder expects longer texts.
     """
     prompt = _open_end(target, plan.prompts)
     count = plan.continuations
-    cells = partition(lambda strings: target.behind(prompt.input_ids, strings), count)
-    again_C = cells.again(lambda strings: target.behind(prompt.input_ids, strings, width=1))
+    cells = partition(lambda strings: target.p_after(prompt.input_ids, strings), count)
+    again_C = cells.again(lambda strings: target.p_after(prompt.input_ids, strings, width=1))
     counts_C = torch.zeros_like(cells.probabilities_C)
     read_before = 1 if target.model.config.is_encoder_decoder else len(prompt.input_ids)
     criteria = [_After(read_before + DEPTH)]
-    first = plan.seed * SEEDS + SEEDS // 2  # behind all seeds of the texts
+    first = plan.seed * SEEDS + SEEDS // 2  # after all seeds of the texts
     for start in range(0, count, BATCH):
         rows = [prompt.input_ids] * min(BATCH, count - start)
         settings = {**plan.settings(TEXT_TOKENS), "stopping_criteria": criteria}
@@ -307,7 +307,7 @@ def draw_continuations(target: SampledTarget, decoder: SpeculativeDecoder, plan:
 
 
 class _After(StoppingCriteria):
-    """Ends a text at a length that the decoder does not know beforehand."""
+    """Ends a text at a length that the decoder does not know in advance."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -318,14 +318,14 @@ class _After(StoppingCriteria):
 
 
 def _open_end(target: SampledTarget, prompts: list[Prompt]) -> Prompt:
-    """Of the prompts' last tokens, those behind which the next one is least certain: there is most to be seen.
+    """Return the end of a prompt after which the next token has the highest entropy: the test sees most there.
 
-    Short, because every draw reads them again; the target's p behind them is what it is, whatever stood before.
+    It is short because every draw reads it again.
     """
     limit = None if target.model.config.is_encoder_decoder else context_limit(target.model.config)
     if limit is not None and limit <= DEPTH:
         raise ConfigError(f"target with a context of {limit}; expected more than {DEPTH}, for a short continuation")
     length = OPEN_TOKENS if limit is None else min(OPEN_TOKENS, limit - DEPTH)
     ends = [replace(prompt, input_ids=prompt.input_ids[-length:]) for prompt in prompts]
-    entropies = [float(torch.special.entr(target.behind(end.input_ids, [()]).double()).sum()) for end in ends]
+    entropies = [float(torch.special.entr(target.p_after(end.input_ids, [()]).double()).sum()) for end in ends]
     return ends[max(range(len(ends)), key=entropies.__getitem__)]

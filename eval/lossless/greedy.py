@@ -1,9 +1,8 @@
-"""Greedy texts with and without a drafter: are they the same tokens, and where not, is it rounding or a bug?
+"""Compare greedy texts with and without a drafter, and tell rounding from bugs.
 
-The target's logits along texts by plain forward passes: a reference that shares no code with the decoder.
-
-The same tokens can be read whole, one by one or in blocks. Mathematically that is one and the same; in floating point
-each way adds up in another order. How far the results differ is what a near tie, or a tolerance, is measured by.
+The reference are logits of plain forward passes, which share no code with the decoder. A text can be read in one pass,
+token by token or in blocks. These are mathematically equal, but floating-point sums have another order; the measured
+differences define a near tie.
 """
 
 import inspect
@@ -19,20 +18,20 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.model_config import start_token
 
-# Shapes: B texts behind one prompt, T tokens of each, V vocabulary.
+# Shapes: B texts after one prompt, T tokens of each, V vocabulary.
 
 BLOCK = 5
-"""A verification of four draft tokens."""
+"""Tokens of a forward pass that verifies four draft tokens."""
 
 
 @torch.inference_mode()
 def read(model: PreTrainedModel, prompt: list[int], texts_BT: Tensor, *, width: int | None = None) -> Tensor:
-    """Logits [B, T, V] that each token of `texts_BT` was to be chosen by, on the model's device.
+    """Return the logits [B, T, V] from which each token of `texts_BT` is chosen, on the model's device.
 
     Args:
-        prompt: what stands before every text; for an encoder-decoder model, what its encoder reads.
-        texts_BT: [B, T]; what a text's last token is makes no difference.
-        width: tokens of a forward pass behind the prompt's; None reads everything in one.
+        prompt: tokens before every text; for an encoder-decoder model, the encoder's input.
+        texts_BT: [B, T]; the last token of a text makes no difference.
+        width: tokens per forward pass after the prompt's; None reads everything in one pass.
     """
     device = next(model.parameters()).device
     texts_BT = texts_BT.to(device)
@@ -63,48 +62,48 @@ def read(model: PreTrainedModel, prompt: list[int], texts_BT: Tensor, *, width: 
 # Shapes: T tokens of a text, V vocabulary.
 
 MULTIPLE = 4
-"""Of the measured difference: two tokens' logits may move towards each other, and the decoder's own order of adding up
-is not among the three that are measured."""
+"""Factor of the measured difference: two logits may move towards each other, and the decoder's order of summation is
+not among the three that are measured."""
 BEST = 10
-"""Logits of a place that compete; what is far below them may be rounded more coarsely."""
+"""Number of largest logits that are compared; logits far below them may be rounded more coarsely."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A greedy token that is not the target's favourite behind the same text."""
+    """A greedy token that is not the target's argmax after the same text."""
 
     prompt: str
     position: int
-    """Of the token among the new ones, from 0."""
+    """Index of the token among the new ones, from 0."""
     token: int | None
-    """With the drafter; None where that text has ended."""
+    """The token with the drafter; None if that text has ended."""
     expected: int | None
-    """The target's alone, or its argmax in one plain forward pass."""
+    """The token of the target alone, or its argmax in one plain forward pass."""
     margin: float | None
-    """Between the two largest logits there, read one token at a time; None where one text goes on and one does not."""
+    """Difference of the two largest logits, read token by token; None if only one of the texts has ended."""
     gap: float | None
-    """From the largest logit down to that of `token`."""
+    """Difference of the largest logit and that of `token`."""
     bound: float
-    """The gap that rounding explains: `MULTIPLE` times the largest difference between readings of this text."""
+    """The largest gap that rounding explains: `MULTIPLE` times the largest difference between readings of the text."""
     kind: Literal["near tie", "bug"]
 
 
 @dataclass(frozen=True)
 class GreedyCheck:
-    """What came of all prompts."""
+    """The result over all prompts."""
 
     prompts: int = 0
     identical: int = 0
-    """Texts that are the target's own, token by token."""
+    """Texts that equal the target's own."""
     tokens: int = 0
     drafted: int = 0
-    """Draft tokens that were verified; without any nothing was tested."""
+    """Draft tokens that were verified; with none, nothing was tested."""
     divergences: list[Divergence] = field(default_factory=list)
-    """The first of each text that parts from the target's own, and every token that is not the target's argmax."""
+    """The first token of each text that differs from the target's own, and every token that is not its argmax."""
 
     @property
     def bugs(self) -> list[Divergence]:
-        return [found for found in self.divergences if found.kind == "bug"]
+        return [divergence for divergence in self.divergences if divergence.kind == "bug"]
 
 
 def check_greedy(
@@ -118,23 +117,23 @@ def check_greedy(
 ) -> GreedyCheck:
     """Decode every prompt with the drafter and compare with `alone`, the target's own text for each.
 
-    Behind a near tie two texts go different ways and cannot be compared any more. So every token, there and elsewhere,
-    is also held against one plain forward pass over the drafter's text: it has to be the argmax, or nearly tie with it.
+    After a near tie two texts differ and can no longer be compared. Therefore every token is also compared with one
+    plain forward pass over the drafter's text: it has to be the argmax or a near tie.
     """
     identical = tokens = drafted = 0
-    found: list[Divergence] = []
+    differing: list[Divergence] = []
     for prompt, own in zip(prompts, alone, strict=True):
         output = decoder.generate(prompt.input_ids, max_new_tokens=max_new_tokens, temperature=0.0)
         identical += output.tokens == own
         tokens += len(output.tokens)
         drafted += sum(record.drafted for record in output.rounds)
-        found += divergences(target, prompt, output.tokens, own)
+        differing += divergences(target, prompt, output.tokens, own)
         done(len(output.tokens))
-    return GreedyCheck(len(prompts), identical, tokens, drafted, found)
+    return GreedyCheck(len(prompts), identical, tokens, drafted, differing)
 
 
 def divergences(target: PreTrainedModel, prompt: Prompt, tokens: list[int], alone: list[int]) -> list[Divergence]:
-    """Where `tokens` part from `alone`, and where they are not the target's argmax behind themselves."""
+    """Return where `tokens` first differ from `alone`, and where they are not the target's argmax."""
     whole_TV = _logits(target, prompt, tokens)
     best = whole_TV.argmax(-1).tolist()
     expected = {place: best[place] for place, token in enumerate(tokens) if token != best[place]}
@@ -152,7 +151,7 @@ def divergences(target: PreTrainedModel, prompt: Prompt, tokens: list[int], alon
 def _judge(
     prompt: Prompt, place: int, tokens: list[int], expected: int | None, single_TV: Tensor, bound: float
 ) -> Divergence:
-    if place == len(tokens) or expected is None:  # one text ends where the other goes on: no rounding does that
+    if place == len(tokens) or expected is None:  # rounding does not end a text
         token = tokens[place] if place < len(tokens) else None
         return Divergence(prompt.id, place, token, expected, None, None, bound, "bug")
     first, second = single_TV[place].topk(2).values.tolist()
@@ -168,11 +167,11 @@ def _logits(target: PreTrainedModel, prompt: Prompt, tokens: list[int], width: i
 def _single_and_bound(
     target: PreTrainedModel, prompt: Prompt, tokens: list[int], whole_TV: Tensor
 ) -> tuple[Tensor, float]:
-    """Logits read one by one, in fp64, and the gap that rounding explains.
+    """Return the logits read token by token, in fp64, and the largest gap that rounding explains.
 
-    The bound is measured, not assumed: plain passes of the model over the same tokens, whole, one by one and in blocks
-    of five, and the largest difference between any two of them in the ten best logits of any place. It is never below
-    one unit in the last place of the largest logit, which equal results may still hide.
+    The bound is measured: plain passes over the same tokens, in one, token by token and in blocks of five, and the
+    largest difference between any two of them in the ten largest logits of any position. It is at least one unit in the
+    last place of the largest logit, since equal results do not prove equal sums.
     """
     single_TV = _logits(target, prompt, tokens, 1)
     best_TK = whole_TV.topk(min(BEST, whole_TV.shape[1])).indices

@@ -1,12 +1,13 @@
-"""The randomised probability integral transform: tokens that are draws from p become uniform numbers.
+"""The randomised probability integral transform: draws from p become uniform numbers.
 
 u = F(x-) + v p(x) with an independent v ~ U(0, 1) is uniform iff x ~ p, whatever p is (Rosenblatt 1952; for discrete
-variables Brockwell 2007). The next token's u is uniform given all that came before, so those of a text are independent.
+variables Brockwell 2007). The u of the next token is uniform given all earlier tokens, so the u of a text are
+independent.
 
-F adds up tokens in some order. Any order that is fixed before the token is drawn leaves u uniform, and decides which
-wrong rules show. By falling p, tokens that come too often because the target likes them pull u towards 0. By falling
-q/p, tokens that come too often because the drafter likes them do: what most wrong rules get wrong is a function of q/p,
-and in the order of the vocabulary it would average out.
+F sums tokens in some order. Any order that is fixed before the token is drawn leaves u uniform; the order decides which
+wrong rules are detected. In order of falling p, tokens that occur too often because the target assigns them a high
+probability move u towards 0. In order of falling q/p, tokens do that occur too often because the drafter assigns them a
+high probability: the error of most wrong rules is a function of q/p, which would average out in vocabulary order.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,16 +24,16 @@ from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
 # Shapes: N tokens, V vocabulary, P positions of a draft.
 
 PLACES = 5
-"""Of a round that are tested apart; the last one is all that follow."""
+"""Positions of a round that are tested separately; the last one includes all later positions."""
 AT_ONCE = 2**20
-"""Numbers of a table over the vocabulary."""
+"""Numbers of a table over the vocabulary that are transformed at once."""
 Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
 
 
 def transform(p_NV: Tensor, tokens_N: Tensor, v_N: Tensor, score_NV: Tensor | None = None) -> Tensor:
-    """u [N] in fp64 of tokens under p [N, V], in the order of falling score (None: p itself), ties by token id.
+    """Return u [N] in fp64 of tokens under p [N, V], in order of falling score (None: p itself), ties by token id.
 
-    A token of probability zero gets a u all the same; `impossible` counts those.
+    A token of probability zero gets a u, too; `Texts.impossible` counts those.
     """
     p_NV = p_NV.double()
     p_NV = p_NV / p_NV.sum(-1, keepdim=True)
@@ -45,7 +46,7 @@ def transform(p_NV: Tensor, tokens_N: Tensor, v_N: Tensor, score_NV: Tensor | No
 
 
 def round_starts(output: DecodeOutput) -> list[int]:
-    """Where each round's first token stands among the new ones; the first of all comes from the prefill."""
+    """Return the index of each round's first token among the new tokens; token 0 comes from the prefill."""
     starts, place = [], 1
     for record in output.rounds:
         starts.append(place)
@@ -54,11 +55,11 @@ def round_starts(output: DecodeOutput) -> list[int]:
 
 
 def pairs(u_T: Tensor, starts: list[int]) -> Tensor:
-    """[n, 2]: the first two u behind round starts, whether or not the round reached the second; without overlaps.
+    """Return [n, 2]: the first two u from each round start, even if the round has only one token; without overlaps.
 
-    Behind a pair the next one begins with the next round. When a round begins is known before its tokens are, so pairs
-    are independent and uniform on the square. (How many there are, the rounds decide: a stopping time, which changes
-    nothing as their number grows, Anscombe 1952.) A random number that is used twice shows here.
+    After a pair, the next pair begins with the next round. The start of a round is known before its tokens are drawn,
+    so pairs are independent and uniform on the square. (Their number is a stopping time, which makes no difference for
+    large numbers, Anscombe 1952.) The test detects random numbers that are used twice.
     """
     taken, free = [], 0
     for start in starts:
@@ -70,44 +71,44 @@ def pairs(u_T: Tensor, starts: list[int]) -> Tensor:
 
 @dataclass
 class Watch:
-    """A rule that is watched: u of every token that it emits, by q/p under the very p that it was given.
+    """Wraps a rule and records u of every token that it emits, by q/p, under the p that it received.
 
-    The u are kept by the token's place in its round, so that a rule that is wrong about its bonus token is not averaged
-    out. That split is fair, and splitting by what became of a token is not: an accepted token is likelier to be one
-    that q likes. Place i says that the round still ran behind i accepted tokens. Where it did not, the token there was
-    drawn in a later round, from p given all that came before; over both cases it is drawn from p, because the decoder
-    is lossless; hence it is also where the round did run. And q behind the accepted tokens, or which candidates were
-    chosen there, is fixed by them before the token is drawn. So at every place u is uniform, for any lossless rule.
-    (That p is the target's own is tested apart.)
+    The u are stored by the token's place in its round, so that an error in the bonus token alone is not averaged out.
+    Splitting by place is valid; splitting by outcome is not, since accepted tokens are more often tokens with a high q.
+    A token has place i if its round had accepted i tokens before it. If the round ended earlier, the token was drawn in
+    a later round, from p given all earlier tokens; over both cases it is drawn from p, because the decoder is lossless;
+    hence it is also drawn from p in the first case. And q after the accepted tokens, or the candidates chosen there,
+    are determined by these tokens before the next one is drawn. So u is uniform at every place for any lossless rule.
+    (A separate test checks that p is the target's own.)
     """
 
     rule: Rule | None
     seed: int
     _u: list[list[float]] = field(default_factory=lambda: [[] for _ in range(PLACES)])
     _waiting: list[tuple[Tensor, Tensor, int, int]] = field(default_factory=list)
-    """p, q, token and place of what is not transformed yet: many at once are far cheaper than one by one."""
+    """p, q, token and place of tokens that are not transformed yet; a batch is much cheaper than single tokens."""
 
     def __post_init__(self) -> None:
         self._v = torch.Generator().manual_seed(self.seed)
 
     def watched(self, change: Verify | None = None) -> Rule:
-        """The rule to put into a decoder; `change` replaces what verifies."""
+        """Return the rule to use in a decoder; `change` replaces the verification."""
         inner = change or (lambda p_PV, draft, rng: verify(self.rule, p_PV, draft, rng))
 
         def watch(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
-            verdict = inner(p_PV, draft, rng)
-            tokens = [*(draft.tokens[node] for node in verdict.path), verdict.next_token]
-            for place, (node, token) in enumerate(zip([ROOT, *verdict.path], tokens, strict=True)):
+            result = inner(p_PV, draft, rng)
+            tokens = [*(draft.tokens[node] for node in result.path), result.next_token]
+            for place, (node, token) in enumerate(zip([ROOT, *result.path], tokens, strict=True)):
                 p_V = p_PV[node + 1]
                 self._waiting.append((p_V, _q(p_V, draft, node), token, min(place, PLACES - 1)))
             if len(self._waiting) * p_PV.shape[1] >= AT_ONCE:
                 self._transform()
-            return verdict
+            return result
 
         return Rule("watched", watch, lambda draft: True, "any draft")
 
     def by_place(self) -> list[Tensor]:
-        """u by place, in fp64; the last one holds all that are behind it too."""
+        """Return u by place, in fp64; the last place includes all later ones."""
         self._transform()
         return [torch.tensor(u, dtype=torch.float64) for u in self._u]
 
@@ -125,9 +126,9 @@ class Watch:
 
 
 def _q(p_V: Tensor, draft: Draft, node: int) -> Tensor:
-    """[V]: what stands for q behind `node`, in whose order over p tokens are put.
+    """Return the numerator [V] of the score q/p after `node`.
 
-    Of chosen tokens the candidates come before all others, and where nothing was drafted the order is p's own.
+    For chosen draft tokens, candidates come before all other tokens; without draft tokens, the order is that of p.
     """
     below = draft.children[node + 1]
     if not below:
@@ -141,7 +142,7 @@ def _q(p_V: Tensor, draft: Draft, node: int) -> Tensor:
 
 
 def chunks(count: int, vocabulary: int, *, numbers: int = 2**25) -> Iterator[slice]:
-    """Slices of `count` texts or tokens that keep a table over the vocabulary within memory."""
+    """Yield slices of `count` texts or tokens whose tables over the vocabulary have at most `numbers` entries."""
     size = max(1, numbers // vocabulary)
     for start in range(0, count, size):
         yield slice(start, start + size)

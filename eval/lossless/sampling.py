@@ -1,6 +1,6 @@
-"""Sampled texts against the target: the tests they go through, what those would have found, and what follows.
+"""Test sampled texts against the target's distribution, with the power of each test and a negative control.
 
-The negative control: a rule that is lossy on purpose. A check that does not find it has shown nothing.
+The negative control is a deliberately lossy rule: a check that does not detect it has no power.
 """
 
 from dataclasses import dataclass, replace
@@ -37,11 +37,11 @@ from draftsmith.eval.lossless.statistics import (
 from draftsmith.heads.draft_tree import Draft
 
 SHARE = 0.5
-"""Of the rounds that are verified the wrong way: a wrong rule that is half right is harder to find."""
+"""Share of rounds in which the control verifies wrongly: a rule that is half right is harder to detect."""
 
 
 def lossy(rule: Rule | None) -> Verify:
-    """`rule`, but in half of all rounds draft tokens are kept because the target finds them likely."""
+    """Return `rule` with typical acceptance, which is lossy, in half of all rounds."""
 
     def verify_wrongly(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
         if rng.bernoulli(SHARE):
@@ -55,31 +55,31 @@ POWER = 0.9
 GRID = 4
 """Pairs of u are counted in 4 x 4 cells."""
 EDGE = 1e-5
-"""Share of tokens that top-k or top-p may let through at their edge, where rounding decides."""
+"""Share of tokens that may pass top-k or top-p at their threshold because of rounding."""
 TESTS = PLACES + 5
 ALL_TOKENS, JOINT = "all tokens, by p", "continuations"
 
 
 @dataclass(frozen=True)
 class Test:
-    """One test of one hypothesis: these texts are the target's."""
+    """A test of the hypothesis that the texts have the target's distribution."""
 
-    __test__ = False  # not one of pytest's
+    __test__ = False  # not a test class of pytest
 
     name: str
     count: int
     statistic: float
     p_value: float
     detects: float
-    """The deviation that it finds with probability `POWER`: in u's distribution function for the KS tests, in total
-    variation of what is counted for the chi-squared ones, as a share of all tokens for impossible ones."""
+    """The deviation that it detects with probability `POWER`: of u's distribution function for KS tests, in total
+    variation of the counts for chi-squared tests, as a share of all tokens for impossible tokens."""
     adjusted: float = 1.0
-    """The p-value after Holm's correction for all tests of this sample."""
+    """The p-value after Holm's correction over all tests of this sample."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one rule has drawn, and its tests."""
+    """Texts sampled with one rule: their tests and counts."""
 
     tests: list[Test]
     tokens: int
@@ -88,20 +88,20 @@ class Sample:
     accepted: int
     tolerance: float
     continued: str
-    """The prompt behind whose end the continuations are."""
+    """The prompt whose end is continued for the joint test."""
 
-    def found(self, level: float) -> list[Test]:
-        """Tests that reject."""
+    def rejects(self, level: float) -> list[Test]:
+        """Return the tests that reject at `level`."""
         return [test for test in self.tests if test.adjusted < level]
 
 
 @dataclass(frozen=True)
 class SamplingCheck:
-    """The rule and the negative control at the same size, and what follows."""
+    """Samples of the rule and of the control of the same size, and the verdict."""
 
     verdict: Literal["lossless", "lossy", "inconclusive"]
     level: float
-    """The chance that a lossless rule is called lossy, all tests together."""
+    """Probability that a lossless rule is called lossy, over all tests."""
     rule: Sample
     control: Sample
 
@@ -109,14 +109,14 @@ class SamplingCheck:
 def check_sampling(
     target: PreTrainedModel, decoder: SpeculativeDecoder, plan: Plan, level: float, done: Done
 ) -> SamplingCheck:
-    """Draw with the decoder's rule and with the negative control, at the same size, and test both alike."""
+    """Sample with the decoder's rule and with the control, and apply the same tests to both."""
     honest = sample(target, decoder, plan, level, done)
     control = sample(target, decoder, replace(plan, seed=plan.seed + 1), level, done, lossy(decoder.rule))
-    if honest.found(level):
+    if honest.rejects(level):
         verdict = "lossy"
-    elif control.found(level) and decoder.lossless:
+    elif control.rejects(level) and decoder.lossless:
         verdict = "lossless"
-    else:  # the tests are too weak at this size, or the rule is known to be lossy and was not caught
+    else:  # the tests are too weak at this size, or the rule is known to be lossy and was not detected
         verdict = "inconclusive"
     return SamplingCheck(verdict, level, honest, control)
 
@@ -129,7 +129,7 @@ def sample(
     done: Done,
     change: Verify | None = None,
 ) -> Sample:
-    """Draw with the decoder's rule, or with `change` in its place, and put what is drawn through every test."""
+    """Sample with the decoder's rule, or with `change` instead, and apply every test."""
     rule, p = decoder.rule, SampledTarget(target, plan.sampling)
     watch = Watch(rule, plan.seed)
     decoder.rule = watch.watched(change)
@@ -142,8 +142,9 @@ def sample(
     assert len(tests) == TESTS
     adjusted = holm([test.p_value for test in tests])
     tests = [replace(test, adjusted=value) for test, value in zip(tests, adjusted, strict=True)]
-    counts = {"tokens": texts.tokens, "rounds": texts.rounds, "drafted": texts.drafted, "accepted": texts.accepted}
-    return Sample(tests, **counts, tolerance=texts.tolerance, continued=continued.prompt)
+    return Sample(
+        tests, texts.tokens, texts.rounds, texts.drafted, texts.accepted, texts.tolerance, continued=continued.prompt
+    )
 
 
 def _tests(texts: Texts, watch: Watch, continued: Continuations, level: float) -> list[Test]:
@@ -151,7 +152,7 @@ def _tests(texts: Texts, watch: Watch, continued: Continuations, level: float) -
     by_place = watch.by_place()
     return [
         _uniform(ALL_TOKENS, torch.cat(texts.u), level, tolerance),
-        # Under the p that the rule was given: rounding has no part in it.
+        # Relative to the p that the rule received: without rounding differences.
         _uniform("drafted rounds, by q/p", torch.cat(by_place), level, 0.0),
         *(_uniform(_place_name(place), u, level, 0.0) for place, u in enumerate(by_place)),
         _independent("first two of a round", torch.cat(texts.pairs), level, tolerance),
@@ -161,7 +162,7 @@ def _tests(texts: Texts, watch: Watch, continued: Continuations, level: float) -
 
 
 def _place_name(place: int) -> str:
-    return f"  behind {place}{' or more' if place == PLACES - 1 else ''} accepted"
+    return f"  after {place}{' or more' if place == PLACES - 1 else ''} accepted"
 
 
 def _uniform(name: str, u: Tensor, level: float, tolerance: float) -> Test:
@@ -171,8 +172,11 @@ def _uniform(name: str, u: Tensor, level: float, tolerance: float) -> Test:
 
 
 def _independent(name: str, pairs_n2: Tensor, level: float, tolerance: float) -> Test:
-    """Pairs of u, counted in a grid. Rounding moves up to 2 `tolerance` into some cells and out of others: at worst one
-    of each, a noncentrality of 2 n (2 tolerance)^2 GRID^2."""
+    """Test pairs of u, counted in a grid.
+
+    Rounding moves up to 2 `tolerance` of probability between cells: at worst from one cell to another, a noncentrality
+    of 2 n (2 tolerance)^2 GRID^2.
+    """
     cells = (pairs_n2 * GRID).long().clamp(0, GRID - 1)
     counts = torch.bincount(cells[:, 0] * GRID + cells[:, 1], minlength=GRID**2).double()
     shift = 8 * len(pairs_n2) * (tolerance * GRID) ** 2
@@ -187,7 +191,7 @@ def _counted(name: str, counts_C: Tensor, expected_C: Tensor, level: float, shif
 
 
 def _impossible(name: str, texts: Texts, level: float) -> Test:
-    """Tokens that top-k or top-p rule out, or any of probability zero."""
+    """Test the number of tokens of probability zero, which top-k or top-p may have excluded."""
     count, share = texts.tokens, max(texts.tolerance, EDGE)
     critical = next(k for k in range(1, count + 2) if poisson_tail(k, count * share) < level)
     least = next(k for k in range(critical, 100 * critical) if poisson_tail(critical, k) >= POWER)

@@ -1,4 +1,4 @@
-"""Tail probabilities, what a test would have found, and many tests at once; in fp64, from torch's special functions."""
+"""Tail probabilities, power of tests, and multiple testing; in fp64, from torch's special functions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 TERMS = 100
-"""Of the Kolmogorov series: behind the tenth nothing is left in fp64."""
+"""Terms of the Kolmogorov series; terms after the tenth are 0 in fp64."""
 
 
 def kolmogorov_tail(x: float) -> float:
-    """P(K > x) for Kolmogorov's distribution, the limit of sqrt(n) sup |F_n - F|.
+    """Return P(K > x) for Kolmogorov's distribution, the limit of sqrt(n) sup |F_n - F|.
 
     2 sum_k (-1)^(k-1) exp(-2 k^2 x^2), and for small x, where that converges slowly, one minus
     sqrt(2 pi) / x sum_k exp(-(2k - 1)^2 pi^2 / (8 x^2)) (Kolmogorov 1933; Feller 1948).
@@ -24,29 +24,29 @@ def kolmogorov_tail(x: float) -> float:
 
 
 def _stretch(count: int) -> float:
-    """What turns sup |F_n - F| of `count` values into Kolmogorov's variable, (Stephens 1970).
+    """Return the factor from sup |F_n - F| of `count` values to Kolmogorov's variable (Stephens 1970).
 
-    At ten values the tail below 0.1 is right to 0.001, and the middle too high by up to 0.025.
+    At ten values the tail below 0.1 is accurate to 0.001, and the middle is too high by up to 0.025.
     """
     return math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count)
 
 
 def ks_distance(values: torch.Tensor) -> float:
-    """sup |F_n(u) - u| of values in [0, 1]."""
+    """Return sup |F_n(u) - u| of values in [0, 1]."""
     ordered, count = values.double().sort().values, len(values)
     ranks = torch.arange(count + 1, dtype=torch.float64, device=ordered.device) / count
     return max(0.0, float((ranks[1:] - ordered).max()), float((ordered - ranks[:-1]).max()))
 
 
 def ks_p_value(distance: float, count: int, tolerance: float = 0.0) -> float:
-    """The chance that `count` values, whose distribution is within `tolerance` of uniform, lie this far from it."""
+    """Return the p-value of a KS distance of `count` values whose distribution is within `tolerance` of uniform."""
     return kolmogorov_tail(_stretch(count) * (distance - tolerance)) if count else 1.0
 
 
 def ks_detects(count: int, level: float, power: float, tolerance: float = 0.0) -> float:
-    """The smallest sup |F(u) - u| that a KS test at `level` finds with probability `power`, whatever else F is.
+    """Return the smallest sup |F(u) - u| that a KS test at `level` detects with probability `power`, for any F.
 
-    At the place of the supremum F_n is a binomial share, whose standard deviation is at most 1 / (2 sqrt n).
+    At the supremum F_n is a binomial share, whose standard deviation is at most 1 / (2 sqrt n).
     """
     if not count:
         return 1.0
@@ -55,7 +55,7 @@ def ks_detects(count: int, level: float, power: float, tolerance: float = 0.0) -
 
 
 def chi_square_tail(x: float, freedom: int, noncentrality: float = 0.0) -> float:
-    """P(X > x) for a (noncentral) chi-squared X: a Poisson mixture of central ones."""
+    """Return P(X > x) for a (noncentral) chi-squared X: a Poisson mixture of central ones."""
     if x <= 0:
         return 1.0
     half = noncentrality / 2
@@ -67,10 +67,10 @@ def chi_square_tail(x: float, freedom: int, noncentrality: float = 0.0) -> float
 
 
 def chi_square_detects(freedom: int, count: int, level: float, power: float, noncentrality: float = 0.0) -> float:
-    """The total variation that a chi-squared test of `count` draws at `level` finds with probability `power`.
+    """Return the total variation that a chi-squared test of `count` draws at `level` detects with probability `power`.
 
     The noncentrality n sum d^2 / p is at least n (sum |d|)^2 = 4 n TV^2 (Cauchy-Schwarz), so any deviation of that
-    total variation is found at least as often, wherever it lies. `noncentrality`: what the null itself may have.
+    total variation is detected at least as often. `noncentrality`: the one that the null hypothesis allows.
     """
     if not (freedom and count):
         return 1.0
@@ -82,14 +82,14 @@ def chi_square_detects(freedom: int, count: int, level: float, power: float, non
 
 
 def poisson_tail(count: int, mean: float) -> float:
-    """P(X >= count) for a Poisson X."""
+    """Return P(X >= count) for a Poisson X."""
     if count <= 0:
         return 1.0
     return float(torch.special.gammainc(*torch.tensor([count, mean], dtype=torch.float64)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p-value adjusted for all of them: whoever rejects below a level errs at most that often (Holm 1979)."""
+    """Return p-values adjusted for multiple testing: rejecting below a level errs at most that often (Holm 1979)."""
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(order):
@@ -103,7 +103,7 @@ def _normal_quantile(probability: float) -> float:
 
 
 def _solve(falling: Callable[[float], float], value: float, high: float) -> float:
-    """Where a function that falls from 0 to `high` has `value`, by halving."""
+    """Return where a function that falls on [0, high] has `value`, by bisection."""
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2

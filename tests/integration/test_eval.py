@@ -109,7 +109,7 @@ def test_a_whole_evaluation(
         assert f"({plot})" in report
         assert (out / plot).read_bytes().startswith(b"\x89PNG")
 
-    assert "Who wrote what" in (out / "report.html").read_text()
+    assert "Origin of each token" in (out / "report.html").read_text()
 
     write_card(medusa_folder, written, "medusa", CardRequest(licence="apache-2.0"))
     assert json.loads((medusa_folder / "eval.json").read_text())["measurements"] == []

@@ -98,7 +98,7 @@ def test_a_whole_forecast(
     assert any("adaptive" in note and "learns" in note for note in written["notes"])
     assert [best["batch_size"] for best in written["best"]] == [1, 2]
     shown, said = capsys.readouterr()
-    stages = ["the target writes texts", "reading the texts with each drafter", "timing rounds"]
+    stages = ["generating texts with the target", "reading the texts with each drafter", "timing rounds"]
     assert said.index("loading the target") < said.index(f"T=0: {stages[0]}") < said.index(f"T=0: {stages[1]}")
     assert said.index(f"T=0: {stages[1]}") < said.index(f"T=0: {stages[2]}")
     assert "best at T=0, batch size 1:" in shown
@@ -133,9 +133,9 @@ def test_a_profile_decides_what_is_best(
     assert "At T=0 speculation stops paying at batch size 8." in written["notes"]
     assert any("over texts alone: the profile holds no repeated timings" in note for note in written["notes"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "batch size 8: the target alone; no drafter is forecast to pay" in shown
-    assert "checking, in passes of the target alone at T=0, batch size 1: 9 tokens 1.00" in shown
-    assert "checking, in passes of the target alone at T=0, batch size 8: 9 tokens 17.00" in shown
+    assert "batch size 8: the target alone; no drafter is forecast to be faster" in shown
+    assert "verification, relative to one target forward pass at T=0, batch size 1: 9 tokens 1.00" in shown
+    assert "verification, relative to one target forward pass at T=0, batch size 8: 9 tokens 17.00" in shown
 
 
 def test_seconds_between_and_beyond_what_a_profile_knows(profile: Path) -> None:

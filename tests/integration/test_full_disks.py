@@ -133,8 +133,8 @@ def test_a_measurement_goes_on_where_the_disk_was_full(
             assert run(asked["eval"]) == 2
             line = capsys.readouterr().err.splitlines()[-1]
             assert line == (
-                f"DraftsmithError: {place} cannot be written (File too large); what was measured before is kept; once "
-                "there is room, the same command continues from there"
+                f"DraftsmithError: {place} cannot be written (File too large); earlier results are kept; with "
+                "enough space, the same command continues from them"
             )
     everything = len(added)
     assert run(asked["eval"]) == 0
@@ -158,6 +158,6 @@ def test_what_cannot_be_kept_is_shown(
     told = capsys.readouterr()
     assert shown in " ".join(told.out.split())
     assert told.err.splitlines()[-1] == (
-        f"DraftsmithError: {tmp_path / 'out' / name}.json cannot be written (No space left on device); what is printed "
-        "above was found all the same"
+        f"DraftsmithError: {tmp_path / 'out' / name}.json cannot be written (No space left on device); the results "
+        "are printed above"
     )

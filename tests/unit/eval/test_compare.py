@@ -77,7 +77,7 @@ def test_cards_and_other_temperatures_are_refused() -> None:
     other = measured("b", 1.5)
     for entry in other["measurements"]:
         entry["temperature"] = 1.0
-    with pytest.raises(ConfigError, match="no temperature and batch size"):
+    with pytest.raises(ConfigError, match="no drafters to compare at any common temperature"):
         compare_evaluations(measured("a", 1.5), other)
     with pytest.raises(ConfigError, match="prompts=1; expected at least 2"):
         compare_evaluations(measured("a", 1.5, prompts=1), measured("b", 1.5, prompts=1))

@@ -45,7 +45,7 @@ def test_a_category_of_a_few_prompts_may_be_faster_than_its_tau() -> None:
 def test_repetitive_text_is_noted_once_a_temperature() -> None:
     rows = [row(repeated_4grams=0.4), row(repeated_4grams=0.5), row(temperature=1.0, repeated_4grams=0.1)]
     (note,) = _repetition([*rows, row(category="qa", temperature=1.0, repeated_4grams=0.9)])
-    assert note.startswith("At T=0 50% of the 4-grams")
+    assert note.startswith("At T=0 50% of the generated 4-grams")
 
 
 def test_dtypes_are_those_of_the_weights() -> None:

@@ -63,7 +63,7 @@ def test_another_template_and_its_options(tmp_path: Path, tiny_tokenizer: PreTra
     assert [tiny_tokenizer.decode(row.input_ids) for row in (plain, other)] == ["abx", "mabx"]
     chat = Chat(tiny_tokenizer, str(template), {"mode": "m"})
     answers = [tiny_tokenizer("cd", add_special_tokens=False)["input_ids"]]
-    assert tiny_tokenizer.decode(other.behind(answers, chat)) == "mabmcdmefx", "later turns too"
+    assert tiny_tokenizer.decode(other.after(answers, chat)) == "mabmcdmefx", "later turns too"
 
 
 @pytest.mark.skipif(not ASSETS.is_dir(), reason="no prompt files: set DRAFTSMITH_ASSETS")
@@ -81,7 +81,7 @@ def test_the_real_files(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
         ([{"prompt": "a"}, {"category": "b"}], r"p\.jsonl:2: keys \['category'\]; expected a non-empty"),
         (
             [{"id": 1, "prompt": "a"}, {"prompt": "b"}, {"id": 1, "prompt": "c"}],
-            r"p\.jsonl:3: id='1' is that of .*:1 too",
+            r"p\.jsonl:3: id='1' is also the id of .*:1",
         ),
         ([{"turns": ["a", " "]}], r"p\.jsonl:1: turn 2 is empty"),
     ],

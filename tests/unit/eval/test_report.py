@@ -118,7 +118,7 @@ def test_a_report_without_the_rest(tmp_path: Path) -> None:
     del lone["expected_tau"], lone["greedy_identical"]
     write_report(evaluation([lone], plain=None), tmp_path, title="t")
     assert "Something is wrong" not in Page((tmp_path / "report.html").read_text()).text
-    assert "tau beside theory" not in (tmp_path / "report.md").read_text()
+    assert "expected tau" not in (tmp_path / "report.md").read_text()
     assert read_evaluation(tmp_path)["rows"][0]["speedup_interval"] is None
 
 

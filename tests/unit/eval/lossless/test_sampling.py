@@ -66,7 +66,7 @@ def test_right_rules_pass(rule: str | None, policy: str) -> None:
     change = None if rule is None else RULES[rule].verify
     result = drawn(change, policy=policy)
     assert result.accepted > 100
-    assert not result.found(LEVEL)
+    assert not result.rejects(LEVEL)
     assert max(test.adjusted for test in result.tests) == 1.0
 
 
@@ -92,17 +92,17 @@ SLOWER = [
     ids=lambda wrong: getattr(wrong, "__name__", "block, first failure"),
 )
 def test_wrong_rules_fail(wrong: Verify) -> None:
-    assert drawn(wrong, tokens=2000).found(LEVEL)
+    assert drawn(wrong, tokens=2000).rejects(LEVEL)
 
 
 def test_an_error_at_the_bonus_is_found_at_its_place() -> None:
-    found = {test.name for test in drawn(wrong_rules.bonus_from_the_position_before, tokens=2000).found(LEVEL)}
+    found = {test.name for test in drawn(wrong_rules.bonus_from_the_position_before, tokens=2000).rejects(LEVEL)}
     assert "  behind 3 accepted" in found
     assert not {"  behind 0 accepted", "  behind 1 accepted", "  behind 2 accepted"} & found
 
 
 def test_a_wrong_rule_for_trees_fails() -> None:
-    assert drawn(wrong_rules.point_mass_drawn_again, policy="best-first:size=6,depth=2").found(LEVEL)
+    assert drawn(wrong_rules.point_mass_drawn_again, policy="best-first:size=6,depth=2").rejects(LEVEL)
 
 
 def test_another_target_is_found_though_the_rule_is_right() -> None:
@@ -112,7 +112,7 @@ def test_another_target_is_found_though_the_rule_is_right() -> None:
     with torch.no_grad():
         other.lm_head.weight.mul_(1.3)
     result = sample(other, speculative, Plan(PROMPTS, Sampling(1.0), 1000, 0), LEVEL, lambda _: None)
-    found = {test.name for test in result.found(LEVEL)}
+    found = {test.name for test in result.rejects(LEVEL)}
     assert ALL_TOKENS in found
     assert not any("q/p" in name or "accepted" in name for name in found)
 
@@ -120,14 +120,14 @@ def test_another_target_is_found_though_the_rule_is_right() -> None:
 def test_tokens_that_a_cut_forbids_are_found() -> None:
     target, speculative = decoder()
     cut = Plan(PROMPTS, Sampling(1.0, top_k=3), 600, 0)
-    assert not sample(target, speculative, cut, LEVEL, lambda _: None).found(LEVEL)
+    assert not sample(target, speculative, cut, LEVEL, lambda _: None).rejects(LEVEL)
 
     class Uncut(Plan):
         def settings(self, tokens: int) -> dict[str, object]:
             return {**super().settings(tokens), "top_k": None}
 
     result = sample(target, speculative, Uncut(PROMPTS, Sampling(1.0, top_k=3), 600, 0), LEVEL, lambda _: None)
-    assert "impossible tokens" in {test.name for test in result.found(LEVEL)}
+    assert "impossible tokens" in {test.name for test in result.rejects(LEVEL)}
 
 
 def test_verdicts_follow_from_rule_and_control() -> None:
@@ -135,8 +135,8 @@ def test_verdicts_follow_from_rule_and_control() -> None:
     plan = Plan(PROMPTS, Sampling(0.8, top_p=0.95), 600, 1)
     checked = check_sampling(target, speculative, plan, LEVEL, lambda _: None)
     assert checked.verdict == "lossless"
-    assert checked.control.found(LEVEL)
-    assert not checked.rule.found(LEVEL)
+    assert checked.control.rejects(LEVEL)
+    assert not checked.rule.rejects(LEVEL)
     typical = check_sampling(*decoder(rule="typical"), plan, LEVEL, lambda _: None)
     assert typical.verdict == "lossy"
 
@@ -167,4 +167,4 @@ def test_an_encoder_decoder_pair_passes() -> None:
     speculative = SpeculativeDecoder(target, DraftModel(tiny_t5(1)), draft_length=2)
     result = sample(target, speculative, Plan(PROMPTS, Sampling(1.0), 800, 0), LEVEL, lambda _: None)
     assert result.drafted > 0
-    assert not result.found(LEVEL)
+    assert not result.rejects(LEVEL)

@@ -1,0 +1,64 @@
+"""Loading for `eval`, `check` and `forecast`: prompts are read once and refused before weights are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_llama
+from transformers import AutoModelForCausalLM
+
+from draftsmith.cli import main
+from draftsmith.eval import prompts
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sources of prompts that are read."""
+    sources: list[str] = []
+    read_source = prompts.read_source
+
+    def counted(source: str, *rest: Any) -> Any:
+        sources.append(source)
+        return read_source(source, *rest)
+
+    monkeypatch.setattr(prompts, "read_source", counted)
+    return sources
+
+
+def _refused(capsys: pytest.CaptureFixture, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "check", "forecast"])
+def test_long_prompts_are_refused_before_weights_are_read(
+    command: str,
+    tmp_path: Path,
+    tiny_target_folder: Path,
+    reads: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    file, out = tmp_path / "long.jsonl", tmp_path / "out"
+    file.write_text(json.dumps({"prompt": "ab" * 100}) + "\n")
+    call = (command, "--target", tiny_target_folder, "--drafter", "suffix", "--prompts", file, "--out", out)
+    assert "prompt=200 tokens; expected fewer than the context of 128" in _refused(capsys, *call)
+    assert reads == [str(file)]
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["eval", "check", "forecast"])
+def test_prompts_have_to_fit_every_drafter(
+    command: str, tmp_path: Path, tiny_target_folder: Path, reads: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    file, short, out = tmp_path / "prompts.jsonl", tmp_path / "short", tmp_path / "out"
+    file.write_text(json.dumps({"prompt": "ab" * 10}) + "\n")
+    make_llama(max_position_embeddings=16).save_pretrained(short)
+    call = (command, "--target", tiny_target_folder, "--drafter", short, "--prompts", file, "--out", out)
+    assert "prompt=20 tokens; expected fewer than the context of 16" in _refused(capsys, *call)
+    assert reads == [str(file)]
+    assert not out.exists()
