@@ -97,8 +97,8 @@ def test_wrong_rules_fail(wrong: Verify) -> None:
 
 def test_an_error_at_the_bonus_is_found_at_its_place() -> None:
     found = {test.name for test in drawn(wrong_rules.bonus_from_the_position_before, tokens=2000).rejects(LEVEL)}
-    assert "  behind 3 accepted" in found
-    assert not {"  behind 0 accepted", "  behind 1 accepted", "  behind 2 accepted"} & found
+    assert "  after 3 accepted" in found
+    assert not {"  after 0 accepted", "  after 1 accepted", "  after 2 accepted"} & found
 
 
 def test_a_wrong_rule_for_trees_fails() -> None:
