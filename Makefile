@@ -28,6 +28,7 @@ test-lowest: $(LOWEST)/.installed
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
