@@ -180,8 +180,11 @@ class Run:
         self.record.finish(self.memory.peak(), self.estimate)
         best = self.record.best
         peak = in_units(self.memory.peak())
-        announced = "" if self.estimate is None else f", {in_units(self.estimate.announced)} estimated"
-        self.console.say(f"{name}: best tau {best.tau:.2f} at step {best.step}; peak memory {peak}{announced}")
+        estimates = {} if self.estimate is None else self.estimate.totals
+        estimated = ", ".join(f"{in_units(size)} estimated {phase}" for phase, size in estimates.items())
+        self.console.say(
+            f"{name}: best tau {best.tau:.2f} at step {best.step}; peak memory {peak}{estimated and f' ({estimated})'}"
+        )
 
     def step(self, step: int) -> dict[str, Any]:
         """Take an optimizer step over a global batch, and return its metrics."""

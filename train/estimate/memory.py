@@ -72,7 +72,12 @@ class MemoryEstimate:
     @property
     def announced(self) -> int:
         """Expected value of a run's `MemoryMeter`: all parts of the largest phase."""
-        return sum(next(iter(self.phases.values())).values())
+        return next(iter(self.totals.values()))
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes of each phase of a run, the largest first."""
+        return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
 
     def __str__(self) -> str:
         described = []
