@@ -1,4 +1,4 @@
-"""The public `evaluate`, and the content of `eval.json`: rows, the numbers behind them, samples, guards and notes."""
+"""The public `evaluate`, and the content of `eval.json`: rows, the underlying numbers, samples, guards and notes."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field

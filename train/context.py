@@ -1,4 +1,4 @@
-"""What a run needs of this machine in every step, for the trainer and for `draftsmith data prepare` alike."""
+"""The run context of the trainer and of `draftsmith data prepare`: recipe, accelerator, console, target placement."""
 
 from dataclasses import dataclass
 from typing import Self
