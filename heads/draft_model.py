@@ -175,6 +175,8 @@ def _built(build: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     """
     try:
         model = build("sdpa")
+    except ConfigError:
+        raise  # also a ValueError, but not about the attention
     except ValueError:
         return build("eager")
     if getattr(text_config(model), "attn_logit_softcapping", None):
