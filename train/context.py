@@ -22,4 +22,5 @@ class RunContext:
 
     @classmethod
     def of(cls, recipe: Recipe, accelerator: Accelerator) -> Self:
+        """Build the context of `recipe`, with a console and a target placement for this process."""
         return cls(recipe, accelerator, Console(accelerator.is_main_process), Placement(recipe, accelerator))
