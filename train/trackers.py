@@ -109,12 +109,15 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         # Steps after the checkpoint are logged again: tensorboard drops the old ones, and wandb ignores known steps.
         options: dict[str, Any] = {"purge_step": 0 if resumed is None else resumed + 1}
-        config = _flat(recipe.model_dump(mode="json")) if resumed is None or self._name == "wandb" else None
+        config = _flat(recipe.model_dump(mode="json"))
+        later = config if resumed is None else None
         if self._name == "wandb":
             if not os.environ.get("WANDB_API_KEY"):
                 os.environ.setdefault("WANDB_MODE", "offline")
             options = {"name": recipe.name, "dir": str(folder), "id": _run_id(folder), "resume": "allow"}
-        self._accelerator.init_trackers(PROJECT, config=config, init_kwargs={self._name: options})
+            # To store a config later, accelerate 1.10 would start an offline run again, in another folder.
+            options, later = {**options, "config": config, "allow_val_change": True}, None
+        self._accelerator.init_trackers(PROJECT, config=later, init_kwargs={self._name: options})
 
     def _show(self, step: int, acceptance_at: list[float], samples: list[Sample]) -> None:
         chart = acceptance_chart(acceptance_at, f"step {step}")

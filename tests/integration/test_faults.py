@@ -342,6 +342,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(runs: Runs) -> None:
     short = (*short[:-1], "tracker=wandb")
     assert runs.run("wandb", *short, kill_at_step={"step": 6}) == [KILLED]
     assert runs.run("wandb", *short) == [0]
-    starts = [path.name for path in (runs.folder("wandb") / "tracker" / "wandb").glob("offline-run-*")]
+    starts = sorted((runs.folder("wandb") / "tracker" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(starts) == 2
-    assert len({name.rpartition("-")[2] for name in starts}) == 1, "two starts of one run"
+    assert len({file.parent.name.rpartition("-")[2] for file in starts}) == 1, "two starts of one run"
+    assert b"train/batch_size" in starts[-1].read_bytes(), "the recipe's values"
