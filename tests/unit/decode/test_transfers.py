@@ -1,0 +1,217 @@
+"""Reads of the device by the host in each decoding round, and the counter of such reads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from torch import Tensor
+from transfers import Reads, counted_reads
+from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.policies import policy_named
+from draftsmith.heads import HEADS, DraftModel
+from draftsmith.heads.base import Drafter
+
+IDS = torch.tensor([[5, 9, 33, 2]])
+MASK = torch.tensor([True, False, True, False])
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "float": lambda x: float(x[0]),
+    "int": lambda x: int(x[0]),
+    "bool": lambda x: bool(x.any()),
+    "if": lambda x: 1 if x.any() else 0,
+    "index of a list": lambda x: [0, 1, 2][x.long().argmin()],
+    "tolist": lambda x: x.tolist(),
+    "tolist of a number": lambda x: x[0].tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu().tolist(),
+    "to cpu": lambda x: x.to("cpu").sum().item(),
+    "to cpu and a dtype": lambda x: x.to("cpu", torch.float64).tolist(),
+    "to a device by keyword": lambda x: x.to(device="cpu").tolist(),
+    "tensor of tensors": lambda x: torch.tensor([x[0], 1.0]),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "mask of the host": lambda x: x[MASK],
+    "uint8 mask": lambda x: x[(x > 0).byte()],
+    "assignment of a tensor by mask": lambda x: x.clone().__setitem__(x > 0, x[:1]),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
+    "bincount": lambda x: x.abs().long().bincount(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.abs().long()),
+    "multinomial": lambda x: x.softmax(-1).multinomial(1),
+    "copy to the host": lambda x: torch.zeros(4).copy_(x),
+    "assignment to the host": lambda x: torch.zeros(8).__setitem__(slice(4), x),
+    "what a view says": lambda x: x.reshape(2, 2).t()[0].tolist(),
+    "what was uploaded": lambda x: torch.tensor([3, 4], device=x.device).cumsum(0).tolist(),
+    "what was moved": lambda x: torch.tensor([3, 4]).to(x.device).tolist(),
+    "sum with the host": lambda x: (torch.ones(4) + x).tolist(),
+}
+NO_READS: dict[str, Callable[[Tensor], object]] = {
+    "upload": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device),
+    "upload of uniforms": lambda x: x < torch.rand(4, generator=torch.Generator()).to(x.device),
+    "numbers of a generator": lambda x: torch.rand(4, generator=torch.Generator()).tolist(),
+    "host arithmetic": lambda x: torch.tensor([1, 2]).cumsum(0).tolist(),
+    "host mask": lambda x: torch.arange(4)[MASK].sum().item(),
+    "selection by index": lambda x: x[torch.tensor([0, 2])][:1],
+    "assignment of a number by mask": lambda x: x.clone().__setitem__(x > 0, 0.0),
+    "masked_fill": lambda x: x.masked_fill(x > 0, -1.0),
+    "where with values": lambda x: torch.where(x > 0, x, 0.0),
+    "repeat_interleave with a number": lambda x: x.repeat_interleave(2),
+    "repeat_interleave of known size": lambda x: x.repeat_interleave(torch.tensor([1, 2, 0, 1]), output_size=4),
+    "to a dtype": lambda x: x.to(torch.float64),
+    "to its own device": lambda x: x.to(x.device),
+    "shape": lambda x: len(x) + x.shape[0] + x.numel(),
+    "iteration": lambda x: [row + 1 for row in x],
+}
+
+
+def read_by(operation: Callable[[Tensor], object]) -> Reads:
+    model = make_llama()
+    with torch.inference_mode(), counted_reads(model) as reads:
+        operation(model(IDS).logits[0, -1, :4])
+    return reads
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", READS)
+def test_each_kind_of_read_counts_once(name: str) -> None:
+    reads = read_by(READS[name])
+    assert len(reads) == 1, str(reads)
+    assert "test_transfers.py:" in reads[0].place
+
+
+@pytest.mark.parametrize("name", NO_READS)
+def test_uploads_and_operations_of_known_size_are_no_reads(name: str) -> None:
+    reads = read_by(NO_READS[name])
+    assert not reads, str(reads)
+
+
+def test_reads_inside_forward_passes_do_not_count() -> None:
+    model = make_llama()
+    read = model.lm_head.register_forward_hook(lambda module, inputs, output: print(output.sum().item()))
+    with counted_reads(model) as reads:
+        logits = model(IDS).logits
+        assert not reads
+        logits.sum().item()
+    assert len(reads) == 1
+    read.remove()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_read_names_the_line_of_draftsmith() -> None:
+    model = make_llama()
+    decoder = SpeculativeDecoder(model)
+    expected = decoder.generate(IDS, max_new_tokens=6).tokens
+    with counted_reads(model) as reads:
+        assert decoder.generate(IDS, max_new_tokens=6).tokens == expected
+    assert reads
+    assert all(read.place.startswith(("decode/", "heads/")) for read in reads)
+    assert f"{reads.count(reads[0]):5d} {reads[0].operation}" in str(reads)
+
+
+# Reads of a round.
+
+COSTS = Costs({1: 1.0, 8: 1.4, 32: 2.0}, {1: 0.1, 8: 0.12})
+HEAD_OPTIONS: dict[str, dict[str, Any]] = {"medusa": {"num_heads": 4}, "eagle": {}}
+
+
+def drafter_for(name: str | None, target: LlamaForCausalLM) -> Drafter | None:
+    if name is None:
+        return None
+    if name == "draft_model":
+        drafter = DraftModel(make_llama())  # the target with noise: some of its tokens are accepted
+    else:
+        drafter = HEADS[name].from_target(target, **HEAD_OPTIONS[name]).eval()
+    torch.manual_seed(1)
+    for parameter in drafter.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return drafter
+
+
+def reads_per_round(
+    drafter: str | None, policy: str | None, batch: int, rule: str | None, **settings: Any
+) -> tuple[float, Reads]:
+    """Return the mean number of reads in the rounds of a batch, without the prefill, and all reads of these rounds."""
+    target = make_llama()
+    made = drafter_for(drafter, target)
+    chosen = None if policy is None else policy_named(policy, COSTS)
+    decoder = SpeculativeDecoder(target, made, policy=chosen, rule=rule)
+    models = [target, made.model] if isinstance(made, DraftModel) else [target]
+    prompts = [[5 + row, 9, 33, *[2] * (row % 3)] for row in range(batch)]
+    prefilled = 0
+
+    def note(text: int, tokens: list[int], record: object) -> None:
+        nonlocal prefilled
+        if record is None:
+            prefilled = len(reads)
+
+    with counted_reads(*models) as reads:
+        outputs = decoder.generate_batch(
+            prompts, max_new_tokens=16, eos_token_id=None, seeds=3, on_tokens=note, **settings
+        )
+    rounds = max(len(output.rounds) for output in outputs)
+    assert rounds > 2
+    assert made is None or sum(record.drafted for output in outputs for record in output.rounds) >= rounds
+    of_rounds = Reads(reads[prefilled:])
+    return len(of_rounds) / rounds, of_rounds
+
+
+CHAIN = "chain:draft_length=4"
+TREE = "tree:widths=3x2x1"
+SAMPLED: dict[str, Any] = {"temperature": 1.0}
+PENALTY: dict[str, Any] = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3)]}
+CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any], int]] = {
+    "target alone, greedy": (None, None, None, {}, 1),
+    "target alone, sampled": (None, None, None, SAMPLED, 1),
+    "target alone, greedy, penalty": (None, None, None, PENALTY, 1),
+    "chain, greedy": ("draft_model", CHAIN, None, {}, 1),
+    "chain, token": ("draft_model", CHAIN, "token", SAMPLED, 1),
+    "chain, block": ("draft_model", CHAIN, "block", SAMPLED, 1),
+    "chain, top-p": ("draft_model", CHAIN, None, SAMPLED | {"top_p": 0.9}, 1),
+    "chain, greedy, penalty": ("draft_model", CHAIN, None, PENALTY, 1),
+    "chain, sampled, penalty": ("draft_model", CHAIN, None, SAMPLED | PENALTY, 1),
+    "medusa, greedy": ("medusa", CHAIN, None, {}, 1),
+    "medusa, sampled": ("medusa", CHAIN, None, SAMPLED, 1),
+    "eagle, greedy": ("eagle", CHAIN, None, {}, 1),
+    "eagle, sampled": ("eagle", CHAIN, None, SAMPLED, 1),
+    "adaptive, greedy": ("draft_model", "adaptive", None, {}, 1),
+    "adaptive, sampled": ("draft_model", "adaptive", None, SAMPLED, 1),
+    "tree, greedy": ("draft_model", TREE, None, {}, 2),
+    "tree, best": ("draft_model", TREE, None, SAMPLED, 2),
+    "tree, without replacement": ("draft_model", f"{TREE},siblings=without-replacement", None, SAMPLED, 2),
+    "tree, iid": ("draft_model", f"{TREE},siblings=iid", None, SAMPLED, 2),
+    "optimal tree, greedy": ("draft_model", "optimal-tree", None, {}, 2),
+    "optimal tree, sampled": ("draft_model", "optimal-tree", None, SAMPLED, 2),
+}
+"""By name: drafter, policy, rule, settings of `generate_batch`, and the number of reads that a round may have."""
+NOT_YET = {
+    *("target alone, sampled", "target alone, greedy, penalty"),
+    *("chain, greedy", "chain, token", "chain, block", "chain, top-p"),
+    *("chain, greedy, penalty", "chain, sampled, penalty"),
+    *("medusa, greedy", "medusa, sampled", "eagle, greedy", "eagle, sampled"),
+    *("adaptive, greedy", "adaptive, sampled"),
+    *("tree, greedy", "tree, best", "tree, without replacement", "tree, iid"),
+    *("optimal tree, greedy", "optimal tree, sampled"),
+}
+MARK = pytest.mark.xfail(
+    strict=True, raises=pytest.fail.Exception, reason="texts, nodes and candidates are read one by one"
+)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[MARK] if name in NOT_YET else []) for name in CASES])
+def test_reads_of_a_round(name: str, batch: int) -> None:
+    """One read for chains of any kind, whatever the number of texts, and two for trees."""
+    drafter, policy, rule, settings, most = CASES[name]
+    mean, reads = reads_per_round(drafter, policy, batch, rule, **settings)
+    if mean > most:
+        pytest.fail(f"{mean:.1f} reads a round; expected at most {most}:\n{reads}")
