@@ -66,6 +66,9 @@ def make_plugin(recipe: Recipe, precision: str) -> DeepSpeedPlugin:
     for key in [key for key, value in zero.items() if value == "auto"]:
         del zero[key]  # accelerate would derive these sizes from a hidden size; DeepSpeed has defaults
     zero["memory_efficient_linear"] = False  # it would also replace linear layers of the target
+    if not torch.accelerator.is_available():
+        # DeepSpeed before 0.19.8 waits for the last weight only; gloo may finish the others later (their PR 8539).
+        zero["stage3_allgather_sequential"] = True
     config |= {
         "train_batch_size": recipe.train.batch_size,
         "train_micro_batch_size_per_gpu": micro,

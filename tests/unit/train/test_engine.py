@@ -68,10 +68,12 @@ def test_a_deepspeed_config_cannot_contradict_the_recipe(
     assert re.search(message, refusal), refusal
 
 
+@pytest.mark.parametrize("accelerator", [True, False])
 def test_a_deepspeed_config_gets_the_recipes_values(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accelerator: bool, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What agrees or is 'auto' is taken; precision is autocast's, under every engine."""
+    """Values that agree or are 'auto' are accepted; precision is autocast's, under every engine."""
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: accelerator)
     file = tmp_path / "deepspeed.json"
     same = {"train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": "auto"}
     sizes = {"stage": 3, "reduce_bucket_size": "auto"}
@@ -83,7 +85,8 @@ def test_a_deepspeed_config_gets_the_recipes_values(
     assert config["gradient_clipping"] == 0.7
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert not config["bf16"]["enabled"]
-    assert config["zero_optimization"] == {"stage": 3, "memory_efficient_linear": False}
+    with_gloo = {} if accelerator else {"stage3_allgather_sequential": True}
+    assert config["zero_optimization"] == {"stage": 3, "memory_efficient_linear": False, **with_gloo}
 
 
 @pytest.mark.parametrize(
