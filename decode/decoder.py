@@ -19,7 +19,7 @@ from draftsmith.decode.sampling import Processors, Sampling, SeededRng, require_
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops
 from draftsmith.decode.target import TransformersTarget, require_tree_reading
 from draftsmith.decode.verification import Rule, rule_named
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import start_token
@@ -332,11 +332,16 @@ def _one_seed_each(seeds: Sequence[int] | int, count: int) -> Sequence[int]:
 
 
 def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[StoppingCriteria]:
+    """Return the criterion that ends texts at `strings`; ConfigError if no text of the tokenizer holds any of them."""
     if not strings:
         return []
     if tokenizer is None:
         raise ConfigError(f"stop_strings={list(strings)!r} without a tokenizer; expected the target's tokenizer")
-    return [StopStringCriteria(tokenizer, list(strings))]
+    try:
+        return [StopStringCriteria(tokenizer, list(strings))]
+    except ValueError as error:
+        expected = f"at least one string that the tokenizer can produce ({reason_of(error)})"
+        raise ConfigError.of("stop_strings", list(strings), expected) from error
 
 
 def _require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> None:

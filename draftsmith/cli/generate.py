@@ -46,12 +46,13 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
         log.print(Text.assemble(("proposed by the drafter", DRAFTED), ", ", ("chosen by the target", OWN)))
 
     def on_tokens(tokens: list[int], record: Round | None) -> None:
+        if record is None:  # not before: an error about a setting stands on a line of its own
+            console.print(Text(prompt), end="\n" if encoder_decoder else "")
         drafted = record.accepted if record is not None else 0
         for place, token in enumerate(tokens):
             console.print(Text(text.add(token), style=DRAFTED if place < drafted else OWN), end="")
         sys.stdout.flush()
 
-    console.print(Text(prompt), end="\n" if encoder_decoder else "")
     out = decoder.generate(
         ids,
         on_tokens=on_tokens,

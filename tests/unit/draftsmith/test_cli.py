@@ -69,6 +69,15 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
     assert _run(capsys, "recipes", "nothing")[0] == 2
 
 
+def test_a_stop_string_that_no_token_ends_is_refused(tiny_target_folder: Path, capsys: pytest.CaptureFixture) -> None:
+    command = ["generate", "abc", "--target", str(tiny_target_folder), "--max-new-tokens", "2", "--stop", "È³"]
+    code, out, err = _run(capsys, *command)
+    expected = "ConfigError: stop_strings=['È³']; expected at least one string that the tokenizer can produce ("
+    assert (code, out, err.startswith(expected), len(err.splitlines())) == (2, "", True, 1), err
+    code, out, err = _run(capsys, *command, "--stop", "a")
+    assert (code, out.startswith("abc"), "stopped by" in err) == (0, True, True), err
+
+
 def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     code, out, _ = _run(capsys, "recipes")
     assert code == 0
