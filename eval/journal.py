@@ -40,7 +40,7 @@ class TextRecord:
     tested: list[int]
     """By draft position, rounds that accepted all positions before it and had a draft token there."""
     accepted: list[int]
-    """Those of `tested` that accepted it."""
+    """By draft position, rounds of `tested` that accepted it."""
     overlap: float
     """Sum over the tested positions of sum_v min(p_v, q_v)."""
     overlaps: int

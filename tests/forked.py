@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HANGS = 120.0
-"""Seconds behind which a run is made to show where it stands, and ended."""
+"""Seconds after which a run is made to print its stack and is ended."""
 
 
 class Processes:
@@ -68,7 +68,7 @@ class Processes:
 
 def serve() -> None:
     """Read a run a line and fork it; print its process id, and its exit code once asked to wait."""
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (compiles on import, which DeepSpeed does on its way)
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (compiles on import; DeepSpeed imports it later)
     import torch
     from transformers.models.llama import modeling_llama  # noqa: F401 (so that forked runs have it)
     from traps import Traps

@@ -1,8 +1,8 @@
 """A small Hub on loopback, for tests: repositories in memory, with faults that can be switched on.
 
-It speaks what huggingface_hub's client calls to validate a card, create a repository or branch, ask for upload modes,
-upload large files (LFS: batch, PUT, verify), commit, list and resolve. The LFS protocol is git-lfs's batch API; the
-rest was read from huggingface_hub 2.4. Xet is not spoken: clients are told to do without it.
+It answers the requests with which huggingface_hub's client validates a card, creates a repository or branch, asks for
+upload modes, uploads large files (LFS: batch, PUT, verify), commits, lists and resolves. The LFS protocol is git-lfs's
+batch API; the rest was read from huggingface_hub 2.4. Xet is not supported: clients are asked to do without it.
 """
 
 import hashlib

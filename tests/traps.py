@@ -1,4 +1,4 @@
-"""What goes wrong inside a forked run, for tests of faults."""
+"""Faults that a test sets off inside a forked run."""
 
 import importlib
 import os
@@ -79,8 +79,8 @@ class Traps:
         def call(*arguments: Any, **options: Any) -> Any:
             nonlocal calls
             calls += 1
-            with open(file, "a") as told:
-                told.write(f"{os.getpid()}\n")
+            with open(file, "a") as log:
+                log.write(f"{os.getpid()}\n")
             while calls == pause_at:
                 time.sleep(60)
             return original(*arguments, **options)

@@ -148,7 +148,7 @@ Done = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to sample: prompts, sampling settings, number of tokens, and seed."""
+    """Settings of one sampling job: prompts, sampling settings, number of tokens, and seed."""
 
     prompts: list[Prompt]
     sampling: Sampling

@@ -1,4 +1,4 @@
-"""What cases begin with: a tiny target, drafters trained for it, a run, a measurement; made once a session."""
+"""Inputs of the cases: a tiny target, drafters trained for it, a run, a measurement; made once a session."""
 
 import json
 from collections.abc import Callable

@@ -114,7 +114,7 @@ RESULTS = {
     "eval.json alone": _alone,
     "eval.json pushed": _pushed,
     "cells.jsonl": _measured,
-    "metrics.jsonl of a run that goes on": lambda material: _resumed(material, "run/metrics.jsonl"),
+    "metrics.jsonl of a resumed run": lambda material: _resumed(material, "run/metrics.jsonl"),
     "metrics.jsonl pushed": _pushed_run,
     "recipe.yaml of a run": lambda material: _resumed(material, "run/recipe.yaml"),
     "state.json": lambda material: _resumed(material, "run/checkpoints/step-000002/state.json"),

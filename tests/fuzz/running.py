@@ -18,7 +18,7 @@ from draftsmith.reading import parse_yaml
 CPU_SECONDS = 20
 """Of the process itself: other work on the machine makes no case unclean."""
 WALL_SECONDS = 120.0
-"""Behind which a process waits for something that does not come."""
+"""Limit for a process that waits for something that never comes."""
 MEMORY = 8 * 2**30
 """Bytes of address space beyond what the forked process begins with, so that no case takes the machine down."""
 LONGEST = 500
@@ -29,7 +29,7 @@ REMARK = re.compile(
     r"(note|warning|memory|data|optimizer|teacher cache|draft vocabulary|  .*): "
     r"|.*: resuming |checkpoint .* cannot be read|.*━|.*left out$"
 )
-"""What commands say on their way, before the one line."""
+"""Lines that commands may print before the one line of an error."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Unclean:
-    """Why a case is not clean."""
+    """A case that is not clean, and the reason."""
 
     case: Case
     why: str

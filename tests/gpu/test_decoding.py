@@ -27,7 +27,7 @@ ROUNDING = 1e-4
 
 
 def generated(target: LlamaForCausalLM, prompt: list[int]) -> list[int]:
-    """What transformers' own greedy `generate` gives, past every EOS."""
+    """Return the text of transformers' own greedy `generate`, past every EOS."""
     ids = torch.tensor([prompt], device=target.device)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     target.generation_config.eos_token_id = None
@@ -153,7 +153,7 @@ class _Slow(Medusa):
 
 
 def test_times_hold_the_queued_work(target: LlamaForCausalLM, device: torch.device) -> None:
-    """A GPU works behind the host: what the drafter's start has queued belongs to the prefill all the same."""
+    """A GPU runs later than the host: the pass that the drafter's start has queued counts as prefill all the same."""
     drafter = _Slow.from_target(target, num_heads=2).eval().to(device)
     decoder = SpeculativeDecoder(target, drafter)
     decoder.generate(PROMPTS[0], max_new_tokens=4)  # kernels are loaded

@@ -38,7 +38,7 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
 def test_rounds_ask_anew_and_resume_bit_by_bit(
     extra: tuple[str, ...], recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in the second round, behind a checkpoint that lies in the middle of one."""
+    """Killed in the second round, after a checkpoint in the middle of a round."""
     rounds = ["data.refresh_every=5", *extra]
     whole = run(recipe_file, *rounds, f"output={tmp_path}/whole")
     sampled = [row["sampling"] for row in whole if "sampling" in row]
@@ -155,7 +155,7 @@ def test_a_run_starts_from_a_trained_drafter(recipe_file: Path, tmp_path: Path) 
 def test_a_drafter_adapts_to_served_prompts(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What its target served, regenerated to a file; and a drafter that is never worse than it was on such prompts."""
+    """Regenerated from its target's served prompts; the adapted drafter is never worse on such prompts than before."""
     run(recipe_file, "train.steps=8", "data.refresh_every=4", f"output={tmp_path}/first")
     drafter, target = tmp_path / "first" / "drafter", load_recipe(str(recipe_file)).target.model
     asked, served = tmp_path / "asked.jsonl", tmp_path / "served.jsonl"
@@ -225,7 +225,7 @@ def test_a_drafter_learns_from_a_file_of_logprobs(recipe_file: Path, tmp_path: P
         ids = letters(text)["input_ids"]
         whole = loaded.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0)
         logs = loaded.model(whole).logits[0, len(ids) - 1 : -1].log_softmax(-1).topk(5)
-        told = [
+        content = [
             {
                 "token": f"token_id:{token}",
                 "logprob": float(values[0]),
@@ -237,7 +237,7 @@ def test_a_drafter_learns_from_a_file_of_logprobs(recipe_file: Path, tmp_path: P
                 whole[0, len(ids) :].tolist(), logs.indices.tolist(), logs.values.tolist(), strict=True
             )
         ]
-        lines.append(json.dumps({"prompt": text, "choices": [{"logprobs": {"content": told}}]}) + "\n")
+        lines.append(json.dumps({"prompt": text, "choices": [{"logprobs": {"content": content}}]}) + "\n")
     file.write_text("".join(lines))
     kind = ["teacher.kind=logprobs", f"teacher.file={file}", "data.prompts=nowhere", "train.steps=40"]
     for extra in ([], ["data.pack=true", "data.pack_tokens=60"]):

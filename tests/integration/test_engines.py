@@ -51,7 +51,7 @@ class Runs:
         assert self.processes.wait(self.start(name, engine, *overrides)) == [code] * ENGINES[engine][0], self.said(name)
 
     def copied(self, name: str, copy: str) -> str:
-        """A run, as if killed behind the checkpoint before the last."""
+        """A copy of a run, as if killed after the checkpoint before the last."""
         shutil.copytree(self.place / name, self.place / copy)
         (self.place / copy / "finished.json").unlink()
         shutil.rmtree(self.place / copy / "checkpoints" / "step-000006")
@@ -130,7 +130,7 @@ def test_all_engines_train_the_same_drafter(engine: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
-def test_an_engine_goes_on_bit_by_bit(engine: str, runs: Runs) -> None:
+def test_an_engine_continues_bit_by_bit(engine: str, runs: Runs) -> None:
     again = runs.copied(engine, f"{engine}-again")
     runs.run(again, engine)
     assert runs.rows(again) == runs.rows(engine)
@@ -144,7 +144,7 @@ def test_an_engine_goes_on_bit_by_bit(engine: str, runs: Runs) -> None:
     ("first", "then"),
     [("fsdp2", "one"), ("zero3", "fsdp2"), ("one", "zero3"), ("ddp", "zero2")],
 )
-def test_another_engine_and_world_size_may_go_on(first: str, then: str, runs: Runs) -> None:
+def test_another_engine_and_world_size_may_continue(first: str, then: str, runs: Runs) -> None:
     changed = runs.copied(first, f"{first}-{then}")
     runs.run(changed, then)
     assert "resuming after step 3" in runs.said(changed)
@@ -187,7 +187,7 @@ def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_a_signal_to_one_process_stops_all_behind_one_step(engine: str, runs: Runs) -> None:
+def test_a_signal_to_one_process_stops_all_after_one_step(engine: str, runs: Runs) -> None:
     name = f"{engine}-signal"
     started = runs.start(name, engine, "train.steps=2000", "train.evaluate_every=2000")
     deadline = time.monotonic() + 60

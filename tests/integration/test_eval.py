@@ -117,7 +117,7 @@ def test_a_whole_evaluation(
     assert "\nlicense: apache-2.0\n" in card.split("---")[1]
     assert "load_drafter" in card
     cells = (out / "cells.jsonl").read_bytes()
-    assert _main(*call) == 0, "the same command goes on, here with nothing left to do"
+    assert _main(*call) == 0, "the same command continues, here with nothing left to do"
     assert (out / "cells.jsonl").read_bytes().startswith(cells)
     assert b'"cell"' not in (out / "cells.jsonl").read_bytes()[len(cells) :]
     assert json.loads((out / "eval.json").read_text())["rows"] == rows
@@ -149,7 +149,7 @@ def _texts(file: Path) -> dict[tuple, list[list[int]]]:
     return found
 
 
-def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(
+def test_a_killed_run_continues_and_ends_as_if_nothing_had_been(
     tmp_path: Path, tiny_target_folder: Path, prompts: Path
 ) -> None:
     """SIGKILL while cells are being written, and a torn line on top of it."""

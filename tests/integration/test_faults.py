@@ -171,7 +171,7 @@ def test_kills_at_random_moments_change_nothing(runs: Runs) -> None:
 
 
 def _assert_whole(folder: Path) -> None:
-    """What is there under its own name can be read."""
+    """Every file under its own name can be read."""
     for kept in (folder / "drafter", *(folder / "checkpoints").glob("[!.]*")):
         for file in kept.glob("*.safetensors"):
             assert load_file(file)
@@ -198,7 +198,7 @@ def test_a_kill_at_any_write_keeps_what_is_replaced(runs: Runs) -> None:
         folder.mkdir()
     exchanged = storage._exchange(*swaps)  # else two renames: a kill in between is mended by the next start
     assert runs.run("before", *SHORT, kill_at_step={"step": 3}) == [KILLED]
-    number, name = 1, "behind"
+    number, name = 1, "killed"
     while True:
         shutil.rmtree(runs.folder(name), ignore_errors=True)
         shutil.copytree(runs.folder("before"), runs.folder(name))
@@ -219,8 +219,8 @@ def test_a_kill_at_any_write_keeps_what_is_replaced(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("step", "number", "code"), [(7, signal.SIGTERM, 143), (8, signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
 )
-def test_a_signal_stops_behind_the_step_with_a_checkpoint(step: int, number: int, code: int, runs: Runs) -> None:
-    """Behind step 8 there is an evaluation to come: it is the first thing that the run does when it goes on."""
+def test_a_signal_stops_after_the_step_with_a_checkpoint(step: int, number: int, code: int, runs: Runs) -> None:
+    """After step 8 an evaluation is due: the resumed run begins with it."""
     name = f"stopped-{code}"
     # The launcher passes the terminal's signal on at once: that is no second one.
     trap = {"step": step, "number": number, "rank": 0, "again_after": 0.05}
@@ -243,7 +243,7 @@ def test_a_second_signal_stops_at_once(runs: Runs) -> None:
 
 
 def test_processes_stop_together_and_their_number_may_change(runs: Runs) -> None:
-    """A signal to the second of two stops both behind the same step; then one process goes on, then two again."""
+    """A signal to the second of two stops both after the same step; then one process continues, then two again."""
     assert runs.losses("two") == pytest.approx(runs.losses("whole"), abs=1e-5)
     assert runs.losses("two") != runs.losses("whole"), "there were two: sums are added up in another order"
     trap = {"step": 8, "number": signal.SIGTERM, "rank": 1}
@@ -298,7 +298,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_it_has(
 
 
 def test_processes_wait_as_long_as_the_recipe_says(runs: Runs) -> None:
-    """One comes eight seconds late: too late for a limit of five, which may change when the run goes on."""
+    """One comes eight seconds late: too late for a limit of five, which may change when the run is resumed."""
     late = {"rank": 1, "seconds": 8.0}
     hasty = runs.run("late", *SHORT, "train.timeout_minutes=0.0833", processes=2, sleep_before_sampling=late)
     assert 0 not in hasty, runs.log("late").read_text()
@@ -328,7 +328,7 @@ def test_a_tracker_that_fails_costs_a_line(at: str, runs: Runs) -> None:
     assert runs.said(f"tracker-{at}").count(f"tracker=tensorboard failed to {word} (RuntimeError: server is away)") == 1
 
 
-def test_a_resumed_run_goes_on_in_the_same_tracker_run(runs: Runs) -> None:
+def test_a_resumed_run_continues_the_same_tracker_run(runs: Runs) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     short = ("train.steps=8", "evaluation.count=1", "tracker=tensorboard")

@@ -124,7 +124,7 @@ def test_a_profile_decides_what_is_best(
     written = json.loads((out / "forecast.json").read_text())
     row = next(row for row in written["rows"] if row["policy"] == "chain:draft_length=3")
     by_batch = {entry["batch_size"]: entry["speedup"] for entry in row["speed"]}
-    assert row["tau"] == 4.0, "16 tokens behind the prefill's, in rounds of four"
+    assert row["tau"] == 4.0, "16 tokens after the prefill's, in rounds of four"
     assert by_batch[1] == pytest.approx(4 / 1.3)
     assert by_batch[8] == pytest.approx(4 / (7.0 + 0.3))
     assert by_batch[8] < 1 < by_batch[1]

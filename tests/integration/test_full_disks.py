@@ -110,7 +110,7 @@ def test_a_complete_cache_is_read_where_nothing_can_be_written(
     assert loop.train(load_recipe(str(recipe_file), [*overrides, f"output={tmp_path}/again"])).is_dir()
 
 
-def test_a_measurement_goes_on_where_the_disk_was_full(
+def test_a_measurement_continues_where_the_disk_was_full(
     asked: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Full in the middle of a cell, which leaves half a line; then while the report is written."""
@@ -155,9 +155,9 @@ def test_what_cannot_be_kept_is_shown(
     for module in (storage, forecast):
         monkeypatch.setattr(module, "write_json", refuse_to_write)
     assert run(asked[name]) == 2
-    told = capsys.readouterr()
-    assert shown in " ".join(told.out.split())
-    assert told.err.splitlines()[-1] == (
+    printed = capsys.readouterr()
+    assert shown in " ".join(printed.out.split())
+    assert printed.err.splitlines()[-1] == (
         f"DraftsmithError: {tmp_path / 'out' / name}.json cannot be written (No space left on device); the results "
         "are printed above"
     )

@@ -88,7 +88,7 @@ def test_every_new_best(
         recipe = load_recipe(str(recipe_file), [f"publish.repo={given}", *best])
         resumed = publishing.Publisher(recipe, recipe.publish, loop.Console(False))
         keep_up(resumed, 12)
-        assert (resumed._thread is not None) == again, "what a run has pushed, it does not push again when it goes on"
+        assert (resumed._thread is not None) == again, "a resumed run does not push again what it has pushed"
     resumed._thread.join()
 
 

@@ -1,4 +1,4 @@
-"""What commands print and write of a target whose tokenizer strips a text's first space."""
+"""Commands keep a text's first space where the target's tokenizer strips it."""
 
 import json
 import re

@@ -171,7 +171,7 @@ def test_a_killed_run_of_any_drafter_resumes_exactly(drafter: str, recipe_file: 
     recipe = load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'cut'}"])
     loop.train(recipe)
     (tmp_path / "cut" / "finished.json").unlink()
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")  # as if killed behind step 8
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")  # as if killed after step 8
     again = loop.train(recipe)
     assert _comparable(tmp_path / "whole") == _comparable(tmp_path / "cut")
     assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
@@ -186,7 +186,7 @@ def test_drafter_and_target_are_trained_together(drafter: str, recipe_file: Path
     folder = loop.train(load_recipe(str(recipe_file), overrides))
     rows = read_metrics(tmp_path / "run")
     moved = [row["quality_kl"] for row in rows if "quality_kl" in row]
-    assert max(moved[:18]) == 0 < moved[-1] < 0.1, "adapters move behind the warm-up, and not past the bound"
+    assert max(moved[:18]) == 0 < moved[-1] < 0.1, "adapters move after the warm-up, and not past the bound"
     quality = json.loads((tmp_path / "run" / "target" / "quality.json").read_text())
     assert 0 <= quality["kl"] <= 0.1  # the best drafter may be an early one
     adapted = load_target(str(tmp_path / "run" / "target"))
@@ -249,7 +249,7 @@ def test_what_fits_no_target_is_refused_before_any_sampling(
 
 
 def test_a_smaller_member_of_the_family_is_trained_on(recipe_file: Path, tmp_path: Path) -> None:
-    """`drafter.model`: training goes on from another checkpoint of the same tokenizer."""
+    """`drafter.model`: training starts from another checkpoint of the same tokenizer."""
     small = tmp_path / "small"
     make_llama(4, hidden_size=16, num_hidden_layers=1).save_pretrained(small)
     AutoTokenizer.from_pretrained(tmp_path / "tiny-target").save_pretrained(small)
@@ -359,7 +359,7 @@ def test_a_finished_run_is_left_alone(recipe_file: Path, tmp_path: Path) -> None
 def test_a_drafter_that_was_deleted_is_written_again(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """From the checkpoint of its step, while the run goes on and behind its end; without one, nothing is finished."""
+    """From the checkpoint of its step, while the run continues and after its end; without one, nothing is finished."""
     every = ["train.steps=8", "train.evaluate_every=4", "train.keep_checkpoints=9", "train.learning_rate=1e-2"]
     recipe = load_recipe(str(recipe_file), every)
     original = loop.Run._checkpoint
@@ -518,7 +518,7 @@ def test_an_offloaded_layer_is_on_the_device_while_it_computes(tiny_target_folde
     assert torch.equal(target.model(ids).logits, whole.model(ids).logits)
 
 
-def test_where_things_lie_may_change_when_a_run_goes_on(recipe_file: Path, tmp_path: Path) -> None:
+def test_placement_may_change_when_a_run_is_resumed(recipe_file: Path, tmp_path: Path) -> None:
     short = ["train.steps=8", "evaluation.count=1"]
     loop.train(load_recipe(str(recipe_file), [*short, f"output={tmp_path / 'whole'}"]))
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
@@ -546,9 +546,9 @@ def test_a_run_says_what_memory_it_will_take_and_took(
     )
     estimated = r"\d+ MiB estimated while sampling, \d+ MiB estimated in training"
     assert re.search(rf"peak memory \d+ MiB \({estimated}\)", said)
-    told = json.loads((tmp_path / "run" / "finished.json").read_text())["memory"]
-    assert told["estimated_bytes"] > 0
-    assert all(row["memory_bytes"] <= told["peak_bytes"] for row in read_metrics(tmp_path / "run") if "loss" in row)
+    stored = json.loads((tmp_path / "run" / "finished.json").read_text())["memory"]
+    assert stored["estimated_bytes"] > 0
+    assert all(row["memory_bytes"] <= stored["peak_bytes"] for row in read_metrics(tmp_path / "run") if "loss" in row)
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])

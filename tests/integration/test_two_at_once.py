@@ -44,8 +44,8 @@ class Started:
         return self.server.start(arguments, self.log(name), processes, environment, traps)
 
     def command(self, name: str, *arguments: object, **traps: Any) -> list[int]:
-        told = [str(argument) for argument in arguments]
-        return self.server.start(told, self.log(name), 1, {}, traps, program="draftsmith")
+        texts = [str(argument) for argument in arguments]
+        return self.server.start(texts, self.log(name), 1, {}, traps, program="draftsmith")
 
     def wait(self, *runs: list[int]) -> list[int]:
         return [code for run in runs for code in self.server.wait(run)]
@@ -91,7 +91,7 @@ def test_two_recipes_on_one_target_share_a_cold_cache(started: Started) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_who_waits_goes_on_with_the_parts_of_a_killed_run(processes: int, started: Started) -> None:
+def test_a_waiting_run_continues_with_the_parts_of_a_killed_run(processes: int, started: Started) -> None:
     seed = f"train.seed={1 + processes}"
     (first,) = started.train("first", seed, note_calls=started.noted("answers", pause_at=4))
     started.until(lambda: len(started.calls("answers")) == 4, "first")
@@ -130,7 +130,7 @@ def test_one_output_belongs_to_one_run(processes: int, started: Started) -> None
     os.kill(first, signal.SIGKILL)
     assert started.wait([first]) == [KILLED]
     both = [started.train(name, seed, output="run") for name in ("third", "fourth")]
-    assert sorted(started.wait(*both)) in ([0, 2], [0, 0]), "at once, or one behind the other"
+    assert sorted(started.wait(*both)) in ([0, 2], [0, 0]), "at once, or one after the other"
     assert [row["step"] for row in read_metrics(started.place / "run") if "loss" in row] == [1, 2]
     assert list((started.place / "run").rglob(".*")) == []
 

@@ -3,7 +3,7 @@
     python speculators_engine.py EXPORT TEXT.safetensors LOGITS.safetensors
 
 TEXT holds `ids` [T], the position `at` of the last committed token that has features, and `hidden` [T, F], the features
-of every token. LOGITS gets `logits` [K, V] behind that token and along the text, and `sure` [K] of a confidence head.
+of every token. LOGITS gets `logits` [K, V] after that token and along the text, and `sure` [K] of a confidence head.
 Their classes are used as they are. Of their training forwards only what is random is fixed (which anchors), and what is
 reduced to a loss is taken before that.
 """

@@ -352,7 +352,7 @@ def test_embeddings_with_another_row_than_the_masks_are_refused(tmp_path: Path, 
         load_drafter(out, target)
 
 
-def test_biases_of_attention_have_one_behind_it_too(tmp_path: Path, target: LlamaForCausalLM) -> None:
+def test_biases_of_attention_have_one_after_it_too(tmp_path: Path, target: LlamaForCausalLM) -> None:
     """Engines allocate it where `attention_bias` is true and leave it uninitialised."""
     from draftsmith.heads.layers import layer_config
     from draftsmith.heads.mtp import Mtp

@@ -78,7 +78,7 @@ def test_what_is_left_out_is_counted_by_reason(loaded: LoadedTarget, tmp_path: P
     ]
     again: list[str] = []
     assert read_examples(chat, ExampleSettings(source, 10, 5, 8), 128, again.append).to_list() == rows.to_list()
-    assert again == said, "what comes from the cache is told again"
+    assert again == said, "the same lines are printed for cached examples"
     twice = read_examples(chat, ExampleSettings(source, 10, 5, 8, deduplicate=False), 128, said.append)
     assert len(twice) == 3
     short = read_examples(chat, ExampleSettings(source, 10, 300, 8), 128, said.append)
@@ -90,7 +90,7 @@ def test_what_is_left_out_is_counted_by_reason(loaded: LoadedTarget, tmp_path: P
         read_examples(chat, ExampleSettings(source, 10, 2, 8), 128, said.append)
 
 
-def test_conversations_that_go_on_differently_are_no_twins(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_conversations_that_continue_differently_are_no_twins(loaded: LoadedTarget, tmp_path: Path) -> None:
     chats = [{"turns": ["ab", later]} for later in ("cd", "ef", "ef")]
     source, chat = write(tmp_path / "p.jsonl", chats), Chat(loaded.tokenizer)
     for every_turn, left in ((False, 1), (True, 2)):
@@ -173,7 +173,7 @@ def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeyp
     assert len(calls) == 3
 
 
-def test_sampling_goes_on_behind_the_last_part(
+def test_sampling_continues_after_the_last_part(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a kill in the third of four parts two are kept, and the final text is that of an uninterrupted run."""
@@ -196,7 +196,7 @@ def test_sampling_goes_on_behind_the_last_part(
     assert not (tmp_path / "torn.parts").exists()
 
 
-def test_the_key_of_samples_knows_the_template_behind_later_turns(loaded: LoadedTarget) -> None:
+def test_the_key_of_samples_knows_the_template_of_later_turns(loaded: LoadedTarget) -> None:
     """Conversations may have equal first prompts and different later ones."""
     turns = json.dumps({"turns": [[{"role": "user", "content": "a"}]] * 2, "tools": None})
     asked = questions().remove_columns("turns").add_column("turns", [turns] * len(PROMPTS))
@@ -255,7 +255,7 @@ def test_processes_share_the_parts(loaded: LoadedTarget, tmp_path: Path, monkeyp
 
     with pytest.raises(_Later):
         target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(1, 2, waits))
-    assert waited == [0, 2], "before all see the same, and behind the parts"
+    assert waited == [0, 2], "before all see the same, and after the parts"
     both = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(0, 2))
     assert both.to_list() == alone.to_list()
     assert sorted(done) == [[0], [1], [2], [3]]
@@ -317,7 +317,7 @@ def test_each_response_has_later_turns_of_its_own(loaded: LoadedTarget, tmp_path
     assert len({messages[1]["content"] for messages in said}) == 3
 
 
-def test_later_turns_are_asked_behind_the_targets_own_answers(loaded: LoadedTarget) -> None:
+def test_later_turns_are_asked_after_the_targets_own_answers(loaded: LoadedTarget) -> None:
     tokenizer = loaded.tokenizer
     tokenizer.chat_template = TEMPLATE
     turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "cd"}]]

@@ -62,7 +62,7 @@ def test_states_come_back(dtype: str, error: float) -> None:
     assert width < cache.bytes_a_token() < width + 30, "states, a scale, and the files' headers"
 
 
-def test_a_killed_build_goes_on_and_damage_costs_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_build_continues_and_damage_costs_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of()
     model = make_llama().requires_grad_(False)
     cache, teacher = SignalCache(model, rows, LAYERS, "float32", shard_rows=4), OnlineTeacher(model, LAYERS)

@@ -219,7 +219,7 @@ def test_states_at_chosen_places() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [None, SOME])
-def test_labels_are_the_tokens_behind_the_states_places(vocabulary: list[int] | None) -> None:
+def test_labels_are_the_tokens_after_the_states_places(vocabulary: list[int] | None) -> None:
     """Value and gradient by place instead of offset, at two temperatures, against the plain formula."""
     generator = torch.Generator().manual_seed(18)
     signals = _signals(generator)

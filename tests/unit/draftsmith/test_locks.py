@@ -133,7 +133,7 @@ COMMANDS = {
     "import": ["import", "{target}", "--target", "{target}", "--out", "{out}"],
 }
 NAMES = ("regenerate", "export", "import")
-"""Those of them that write a file or a folder in one step."""
+"""Commands that write a file or a folder in one step."""
 
 
 def test_every_command_that_writes_says_who_is_there(

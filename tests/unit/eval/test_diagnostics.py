@@ -38,7 +38,7 @@ def make_medusa(target: nn.Module, vocabulary: list[int] | None = None) -> Medus
 
 @torch.inference_mode()
 def pairs(target: nn.Module, drafter: Drafter, position: int) -> list[tuple[Tensor, Tensor, float]]:
-    """(p logits, q logits, cosine) of draft position 1, 2, ... behind every token of every text."""
+    """(p logits, q logits, cosine) of draft position 1, 2, ... after every token of every text."""
     found = []
     for tokens, prompt in TEXTS:
         ids = torch.tensor([tokens])

@@ -48,7 +48,7 @@ def run(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, 
     return found
 
 
-def test_later_turns_stand_behind_the_baselines_answers(run: Run, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_later_turns_follow_the_baselines_answers(run: Run, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """In every arm, at each temperature and in each repeat: the drafter's own sampled answer is never read."""
     for temperature in (0.0, 1.0):
         for repeat in range(2):
@@ -84,7 +84,7 @@ def test_every_cell_is_there_once_and_greedy_texts_are_the_targets(run: Run) -> 
 def test_turns_without_room_are_left_out_in_all_arms(
     tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
 ) -> None:
-    """Questions alone take 8 tokens; behind the first answer of 6 the second has 12 and fits, the third does not."""
+    """Questions alone take 8 tokens; after the first answer of 6 the second has 12 and fits, the third does not."""
     target = make_llama(max_position_embeddings=14)
     settings = replace(SETTINGS, repeats=1, temperatures=(0.0,))
     drafters = {"d": DraftModel(make_llama(seed=1))}
@@ -131,7 +131,7 @@ def test_diagnoses_reach_the_rows_they_belong_to(
     assert counts == {("all", 4), ("c", 3), ("k", 1)}
 
 
-def test_a_run_goes_on_without_measuring_anything_twice(
+def test_a_run_continues_without_measuring_anything_twice(
     tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
 ) -> None:
     file = tmp_path / "cells.jsonl"

@@ -81,7 +81,7 @@ def test_the_spread_of_timings_is_students(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def taken(milliseconds: list[float], drafted: int = 0, drafting: float = 0.0, after: float = 0.0) -> list[Round]:
-    """Rounds by the milliseconds of their passes of the target, with so many for drafting and after the pass."""
+    """Rounds by the milliseconds of their target forward passes, with so many for drafting and after the pass."""
     rest = {"depth": drafted, "accepted": 0, "committed": 1, "overlap": (), "draft_seconds": drafting / 1000}
     return [
         Round(drafted=drafted, verify_seconds=n / 1000, seconds=(drafting + n + after) / 1000, **rest)

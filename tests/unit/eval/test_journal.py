@@ -26,7 +26,7 @@ def _journal(path: Path, cells: int) -> Journal:
     return journal
 
 
-def test_a_journal_goes_on_at_every_place_where_it_may_be_torn(tmp_path: Path) -> None:
+def test_a_journal_continues_at_every_place_where_it_may_be_torn(tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
     written = _journal(path, 2)
     written.fact("threads", 1)

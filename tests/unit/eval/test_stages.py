@@ -1,4 +1,4 @@
-"""What a long call says while it works."""
+"""Progress lines of long commands."""
 
 import io
 

@@ -139,11 +139,11 @@ def test_target_layers_are_copied(tiny_target: LlamaForCausalLM) -> None:
 
 
 def test_whatever_a_download_raises_is_one_line(tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    for raised, told in ((RuntimeError(), "RuntimeError"), (OSError("first\nsecond"), "first")):
+    for raised, reason in ((RuntimeError(), "RuntimeError"), (OSError("first\nsecond"), "first")):
 
         def fail(*_: object, raised: Exception = raised, **__: object) -> None:
             raise raised
 
         monkeypatch.setattr(downloads, "snapshot_download", fail)
-        with pytest.raises(ConfigError, match=rf"^drafter=user/x; expected a local folder or a Hub id \({told}\)$"):
+        with pytest.raises(ConfigError, match=rf"^drafter=user/x; expected a local folder or a Hub id \({reason}\)$"):
             load_drafter("user/x", tiny_target)

@@ -98,11 +98,11 @@ def test_training_sees_what_decoding_sees(name: str) -> None:
     """The logits after a prompt and along a draft are those of the unrolled states, at every position."""
     target = target_model()
     drafter = make(name, target)
-    prompt, behind = [5, 9, 33, 2, 11, 9, 8], [23, 60, 31, 4]
-    reach = min(len(behind) - 1, drafter.max_draft_length or 99)
-    ours = decoded_logits(drafter, target, prompt, behind)[:reach]
+    prompt, after = [5, 9, 33, 2, 11, 9, 8], [23, 60, 31, 4]
+    reach = min(len(after) - 1, drafter.max_draft_length or 99)
+    ours = decoded_logits(drafter, target, prompt, after)[:reach]
     # The last token is read by the target only: the drafter predicts nothing after it.
-    training = unrolled_logits(drafter, target, prompt + behind + [6], anchor=len(prompt))[:reach]
+    training = unrolled_logits(drafter, target, prompt + after + [6], anchor=len(prompt))[:reach]
     if name == "eagle":
         assert len(training) == 3
     for k, (a, b) in enumerate(zip(ours, training, strict=True)):

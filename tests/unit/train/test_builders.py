@@ -1,4 +1,4 @@
-"""What the trainer and `draftsmith data prepare` build alike, and drafters that start from a trained one."""
+"""Parts that the trainer and `draftsmith data prepare` build alike, and drafters that start from a trained one."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and which one is taken; what is on disk before a rename."""
+"""Checkpoints that are kept, the one that is resumed, and the files on disk before a rename."""
 
 import os
 from pathlib import Path

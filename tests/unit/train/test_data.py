@@ -1,4 +1,4 @@
-"""Which rows make up a step, and what is masked."""
+"""Rows of a step, and their masks."""
 
 import torch
 from datasets import Dataset

@@ -1,4 +1,4 @@
-"""Which tokens a draft vocabulary has, and what a run says of it."""
+"""Tokens of a draft vocabulary, and the line that a run prints about it."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What is refused before any work starts, launch configs that accelerate reads, and shards without processes."""
+"""Refusals before any work starts, launch configs that accelerate reads, and shards without processes."""
 
 import json
 import re
@@ -116,7 +116,7 @@ def test_what_an_engine_cannot_do_is_refused_before_processes_meet(
 
 
 def test_where_the_target_lies_makes_no_other_run(recipe_file: Path) -> None:
-    """A run may go on with more or fewer processes, and then with the target in shards or not."""
+    """A run may be resumed with more or fewer processes, and then with the target in shards or not."""
     plain, sharded = (load_recipe(str(recipe_file), [f"target.sharded={value}"]) for value in ("false", "true"))
     assert sharded.target.sharded
     assert comparable(plain) == comparable(sharded)

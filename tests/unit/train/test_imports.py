@@ -1,4 +1,4 @@
-"""What importing the training package loads: no plots, reports, hub or DeepSpeed until a run needs them."""
+"""Modules that importing the training package loads: no plots, reports, hub or DeepSpeed until a run needs them."""
 
 import ast
 import subprocess

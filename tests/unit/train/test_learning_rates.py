@@ -127,9 +127,9 @@ def test_a_rate_that_is_far_off_is_warned_of(
     recipe = load_recipe(silent(recipe_file), [*overrides, "evaluation.count=1", "evaluation.max_new_tokens=2"])
     rate = factor * default_rate(recipe, TINY)
     train(load_recipe(str(recipe_file), [*overrides, f"train.learning_rate={rate}"]))
-    told = capsys.readouterr().err
-    assert ("far too" in told) == (said is not None)
-    assert said is None or said in told
+    printed = capsys.readouterr().err
+    assert ("far too" in printed) == (said is not None)
+    assert said is None or said in printed
 
 
 def test_the_first_steps_are_judged_by_windows() -> None:

@@ -1,4 +1,4 @@
-"""What the step hands to the optimizer: encoder-decoder batches, and how far adapters follow the drafter."""
+"""Gradients of the training step: encoder-decoder batches, and how far adapters follow the drafter."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_heads_that_are_read_without_gradient_first_are_trained_in_bf16(objectiv
 
 
 def gradients(settings: CotrainSettings, done: float = 1.0, kl: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
-    """Of the adapters and of the drafter, behind one step with adapters that have moved."""
+    """Of the adapters and of the drafter, after one step with adapters that have moved."""
     target = make_llama().requires_grad_(False)
     drafter = Medusa.from_target(target)
     adapters = Adapters.on(target, rank=2, alpha=4, modules=["q_proj", "down_proj"])

@@ -180,7 +180,7 @@ def test_chosen_trees_are_certain_of_a_sampled_text_too(kind: str, policy: Polic
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 @pytest.mark.parametrize("drafter", [PromptLookup(max_ngram=2), SuffixRetrieval(min_match=1)], ids=["lookup", "suffix"])
-def test_copies_are_known_behind_every_token(drafter: Drafter, temperature: float, target: LlamaForCausalLM) -> None:
+def test_copies_are_known_after_every_token(drafter: Drafter, temperature: float, target: LlamaForCausalLM) -> None:
     sampling = Sampling(temperature)
     out = SpeculativeDecoder(target, drafter).generate(
         [5, 6, 5, 6, 5, 6, 5], max_new_tokens=60, temperature=temperature

@@ -22,7 +22,7 @@ def greedy(target: LlamaForCausalLM, prompt: list[int] = PROMPT.input_ids, lengt
 def with_rival(gap: float, dtype: torch.dtype = torch.float32) -> tuple[LlamaForCausalLM, list[int], list[int], int]:
     """A target that has two tokens for one: the second of its lm_head's rows is the first one, less `gap` of it.
 
-    Also its greedy text, the text that takes the rival once and goes on greedily from there, and where it does.
+    Also its greedy text, the text that takes the rival once and continues greedily from there, and where it does.
     """
     target = make_llama()
     own = greedy(target)
@@ -60,7 +60,7 @@ def test_what_is_a_bug_in_fp32_can_be_rounding_in_bf16() -> None:
     assert {divergence.kind for divergence in divergences(target, PROMPT, other, own)} <= {"near tie"}
 
 
-def test_another_token_is_a_bug_even_behind_a_near_tie() -> None:
+def test_another_token_is_a_bug_even_after_a_near_tie() -> None:
     target, own, other, place = with_rival(0.0)
     wrong = (other[place + 3] + 1) % 64
     found = divergences(target, PROMPT, [*other[: place + 3], wrong, *other[place + 4 :]], own)

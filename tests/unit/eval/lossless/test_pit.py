@@ -49,7 +49,7 @@ def output(committed: list[int]) -> DecodeOutput:
 
 
 def test_pairs_by_hand() -> None:
-    """Rounds of 2, 1, 1, 3 and 1 tokens behind the prefill's: they start at 1, 3, 4, 5 and 8 of 9 tokens."""
+    """Rounds of 2, 1, 1, 3 and 1 tokens after the prefill's: they start at 1, 3, 4, 5 and 8 of 9 tokens."""
     text, u_T = output([2, 1, 1, 3, 1]), torch.arange(9) / 10
     starts = round_starts(text)
     assert starts == [1, 3, 4, 5, 8]

@@ -108,7 +108,7 @@ def test_the_keys_that_save_memory_do() -> None:
     assert activations(train={"activation_checkpointing": True}) < 0.7 * plain
     assert activations(train={"gradient_accumulation": 4}) < 0.5 * plain
     assert activations(objective={"chunk_tokens": 448}) > 1.3 * plain
-    # What a file has told needs no pass of the target.
+    # Cached hidden states need no target forward pass.
     cached = memory.estimate_memory(recipe_of(base, teacher={"kind": "cached"}), config)
     assert cached.activations <= plain
 

@@ -1,4 +1,4 @@
-"""What a run has to do, compared with counts made by hand and with a step on real tensors."""
+"""Estimated operations of a run, compared with counts made by hand and with a step on real tensors."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_a_pass_counts_two_for_every_product(attention: str) -> None:
     assert products - forward in (0, rotary, width * size // 2)
     with Operations() as both:
         model(ids).logits.sum().backward()
-    assert 2.8 <= both.total / alone.total <= 3.3  # each has two behind it, or three in attention
+    assert 2.8 <= both.total / alone.total <= 3.3  # each is followed by two, or three in attention
 
 
 def test_a_step_without_data_counts_as_much_as_one_with_data() -> None:
