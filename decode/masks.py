@@ -1,12 +1,14 @@
 """Attention masks for chains, trees and rows of different length, with or without sliding windows."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from draftsmith.decode.attention import GROUPED, chain_marker, configs_of, implementation, takes_grouped
 from draftsmith.errors import ConfigError
 
 # Shapes: B rows, Q tokens fed, S slots of the cache.
@@ -20,25 +22,58 @@ class Attention:
     """Number of tokens that sliding layers attend to, including the query; None without such layers."""
     mixed: bool
     """The model has sliding and full layers, and takes one mask for each kind."""
-    additive: bool
-    """The mask is added to the attention scores (eager) instead of bool (sdpa)."""
+    chains: str
+    """Implementation of passes over chains after equally many tokens, without a mask where it needs none."""
+    masked: str
+    """Implementation of all other passes."""
+    own: str
+    """The model's own implementation."""
+    configs: tuple[PreTrainedConfig, ...]
+    """The configs that name it."""
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "Attention":
-        """Read the values from a model's text config; ConfigError for implementations without custom masks."""
-        implementation = config._attn_implementation
-        if implementation not in ("sdpa", "eager"):
-            raise ConfigError(
-                f"attn_implementation={implementation!r}; expected 'sdpa' or 'eager': others take no tree mask"
-            )
+    def of(cls, model: PreTrainedModel) -> "Attention":
+        """Read the values from a model; ConfigError for an implementation that takes no mask and is no flash attention.
+
+        A model with flash attention keeps it for chains. Passes with a mask use sdpa instead, or eager for a model that
+        sdpa does not compute.
+        """
+        config = model.config.get_text_config(decoder=True)
+        own = str(config._attn_implementation)
+        grouped = GROUPED if takes_grouped(model) else "sdpa"
+        if own == "eager":
+            chains = masked = own
+        elif own == "sdpa":
+            chains = masked = "sdpa" if model.config.is_encoder_decoder else grouped
+        elif is_flash(own):
+            capped = getattr(config, "attn_logit_softcapping", None)
+            chains, masked = own, grouped if model._supports_sdpa and not capped else "eager"
+        else:
+            raise ConfigError(f"attn_implementation={own!r}; expected sdpa, eager or flash attention")
         kinds = getattr(config, "layer_types", None)
         window = getattr(config, "sliding_window", None)
         slides = window is not None and ("sliding_attention" in kinds if kinds else _all_slide(config))
-        return cls(
-            window=window if slides else None,
-            mixed=slides and kinds is not None and "full_attention" in kinds,
-            additive=implementation == "eager",
-        )
+        mixed = slides and kinds is not None and "full_attention" in kinds
+        configs = tuple(configs_of(model, own)) if {chains, masked} != {own} else ()
+        return cls(window if slides else None, mixed, chains, masked, own, configs)
+
+    @property
+    def is_flash(self) -> bool:
+        """Chains are read with flash attention, which applies the window of sliding layers itself."""
+        return is_flash(self.chains)
+
+    def running(self, *, chain: bool) -> AbstractContextManager[None]:
+        """Return a context in which the model's layers use the implementation for this kind of pass."""
+        name = self.chains if chain else self.masked
+        return nullcontext() if name == self.own else implementation(self.configs, name)
+
+    def chain(self, start: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """Return the `attention_mask` argument of a chain of `width` tokens after `start` ones in each row."""
+        if start == 0 or width == 1 or self.is_flash:
+            return None
+        if self.chains == GROUPED:
+            return chain_marker(width, device)
+        return self.plain(chain_mask(start, width, device), dtype)
 
     def prepared(self, visible_BQS: Tensor, positions_BQ: Tensor, positions_BS: Tensor, dtype: torch.dtype) -> Any:
         """Return the `attention_mask` argument: [B, 1, Q, S], or one mask for each kind of layer.
@@ -56,9 +91,14 @@ class Attention:
     def plain(self, mask_BQS: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the mask [B, 1, Q, S] in the model's form; valid for all layers while no window is exceeded."""
         mask = mask_BQS[:, None]
-        if not self.additive:
+        if self.masked != "eager":
             return mask
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def is_flash(name: str) -> bool:
+    """Return whether an attention implementation is flash attention, from a package or from the Hub's kernels."""
+    return "flash" in name
 
 
 def _all_slide(config: PreTrainedConfig) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.encoder_decoder import Encoded, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
-from draftsmith.decode.masks import Attention, chain_mask
+from draftsmith.decode.masks import Attention
 from draftsmith.heads.base import Tree
 from draftsmith.heads.draft_tree import ROOT
 from draftsmith.heads.hidden_states import Features
@@ -68,8 +68,9 @@ class ModelRunner:
         self._dtype = next(model.parameters()).dtype
         self._cache = RollbackCache(model.config, rows)
         self._branches = [Branches() for _ in range(rows)]
-        self._widths = widths if widths and rows == 1 else {}
-        self._attention = Attention.of(model.config.get_text_config(decoder=True))
+        self._attention = Attention.of(model)
+        # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
+        self._widths = widths if widths and rows == 1 and not self._attention.is_flash else {}
         self._read: list[Tensor] | None = None
         if remember:
             head = model.get_output_embeddings()
@@ -101,12 +102,8 @@ class ModelRunner:
             [*range(start, start + count), *[start] * (width - count)]
             for start, count in zip(starts, counts, strict=True)
         ]
-        if len(set(starts)) == 1:
-            # Padding follows the tokens, which do not attend to it; a mask for one query would mask nothing.
-            simple = starts[0] == 0 or width == 1
-            visible = None if simple else chain_mask(starts[0], width, self._device)
-        else:
-            visible = self._ragged_chain(starts, width)
+        # Padding follows the tokens, which do not attend to it.
+        visible = None if len(set(starts)) == 1 else self._ragged_chain(starts, width)
         lasts = [max(count, 1) - 1 for count in counts]
         logits, states = self._forward(tokens, positions, visible, keep=sorted(set(lasts)), features=features)
         column = {last: place for place, last in enumerate(sorted(set(lasts)))}
@@ -170,12 +167,12 @@ class ModelRunner:
         return torch.arange(max(starts) + width, device=self._device) <= start_B11 + query_Q1
 
     def _tree_mask(self, nodes: list[list[int]], starts: list[int], width: int) -> Tensor | None:
-        """Return the tree mask [B, Q, S], or None where it would mask nothing.
+        """Return the tree mask [B, Q, S], or None for chains that start at the same slot.
 
         Each node attends to the committed tokens and to its own path.
         """
-        if len(starts) == 1 and self._branches[0].is_chain:
-            return None if width == 1 else chain_mask(starts[0], width, self._device)
+        if len(set(starts)) == 1 and all(branches.is_chain for branches in self._branches):
+            return None
         mask = torch.zeros(len(starts), width, max(starts) + width, dtype=torch.bool)
         for row, wanted in enumerate(nodes):
             base, branches = self.lengths[row], self._branches[row]
@@ -218,8 +215,9 @@ class ModelRunner:
         positions_BQ = torch.tensor(positions, device=self._device)
         self._cache.aim(starts, width, self._device)
         end = self._cache.place.end
-        mask, relative = None, nullcontext()
-        slides = self._attention.window is not None and end > self._attention.window
+        mask, relative, attention = None, nullcontext(), self._attention
+        is_chain = visible_BQS is None
+        slides = attention.window is not None and end > attention.window and not (is_chain and attention.is_flash)
         biased = self._encoded.biased if self._encoded is not None else []
         if slides or biased:
             positions_BS = self._slot_positions(end, positions_BQ, starts)
@@ -227,9 +225,11 @@ class ModelRunner:
                 visible_BQS = self._ragged_chain(starts, width)
             if biased:
                 relative = true_positions(biased, positions_BQ, positions_BS)
-            mask = self._attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)
-        elif visible_BQS is not None:
-            mask = self._attention.plain(visible_BQS, self._dtype)
+            mask = attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)
+        elif visible_BQS is None:
+            mask = attention.chain(starts[0], width, self._device, self._dtype)
+        else:
+            mask = attention.plain(visible_BQS, self._dtype)
         inputs: dict[str, object] = {"use_cache": True}
         if self._takes_positions:
             inputs["position_ids"] = positions_BQ
@@ -242,7 +242,7 @@ class ModelRunner:
         if features is not None:
             rows = [nn.functional.pad(row_nF, (0, 0, 0, width - row_nF.shape[0])) for row_nF in features]
             inputs["features"] = torch.stack(rows) if len(rows) > 1 else rows[0][None]
-        with relative:
+        with relative, attention.running(chain=is_chain):
             output = self.model(**inputs)
         logits = output.logits
         states = getattr(output, "states", None) if self._read is None else self._read[0]

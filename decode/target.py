@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.attention import refuse_grouped
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError, reason_of
@@ -115,9 +116,23 @@ _PASSED: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 @torch.inference_mode()
 def require_tree_reading(model: PreTrainedModel) -> None:
-    """Raise ConfigError, with the reason, unless tree logits equal path logits. Checked once for each model."""
+    """Raise ConfigError, with the reason, unless logits of trees and chains equal path logits. Checked once a model.
+
+    A model that only transformers' own attention function computes keeps that function.
+    """
     if model in _PASSED:
         return
+    try:
+        _check_tree_reading(model)
+    except ConfigError:
+        if not refuse_grouped(model):
+            raise
+        _check_tree_reading(model)
+    _PASSED[model] = True
+
+
+def _check_tree_reading(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model that reads a tree or a chain of draft tokens otherwise than its paths."""
     kind = getattr(model.config, "model_type", type(model).__name__)
     if not model.config.is_encoder_decoder and "position_ids" not in inspect.signature(model.forward).parameters:
         # ALiBi for example: the difference is so small that the check below could miss it in half precision.
@@ -128,7 +143,7 @@ def require_tree_reading(model: PreTrainedModel) -> None:
     context, draft = _example(model)
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
     try:
-        logits_NV = _as_tree(model, context, draft)
+        logits_NV, chain_NV = (_as_tree(model, context, read) for read in (draft, draft.keep([0, 1])))
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -141,15 +156,15 @@ def require_tree_reading(model: PreTrainedModel) -> None:
             f"model_type={kind!r} returns NaN logits in {dtype}: its weights are damaged, or overflow in that dtype; "
             "expected finite logits"
         )
-    for node in (1, 3):  # children of siblings: wrong for wrong positions and for wrong masks
+    # Of the tree, children of siblings: wrong for wrong positions and for wrong masks.
+    for shape, read_NV, node in (("tree", logits_NV, 1), ("tree", logits_NV, 3), ("chain", chain_NV, 1)):
         expected_V = _as_path(model, [*context, *(draft.tokens[step] for step in draft.path(node))])
-        gap = float((logits_NV[node + 1] - expected_V).abs().max() / expected_V.float().std().clamp_min(1e-6))
+        gap = float((read_NV[node + 1] - expected_V).abs().max() / expected_V.float().std().clamp_min(1e-6))
         if not gap < tolerance:
             raise ConfigError(
-                f"model_type={kind!r} has other logits for a draft tree than for its paths (by {gap:.2g} standard "
+                f"model_type={kind!r} has other logits for a draft {shape} than for its paths (by {gap:.2g} standard "
                 "deviations): it ignores the given positions or masks; expected another target"
             )
-    _PASSED[model] = True
 
 
 def _example(model: PreTrainedModel) -> tuple[list[int], Draft]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
+from draftsmith.decode.attention import attend, chain_marker
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.check import ALPHA
@@ -182,3 +183,19 @@ def test_processors_see_the_devices_scores(target: LlamaForCausalLM, device: tor
     settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "logits_processor": [forbid], "eos_token_id": None}
     outputs = decoder.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS, **settings)
     assert all(token % 3 for output in outputs for token in output.tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_chain_pass_equals_attention_with_a_mask(dtype: torch.dtype, device: torch.device) -> None:
+    """Grouped heads, keys as views of a longer cache; in half precision on a GPU the kernel is FlashAttention."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 5, 6, 64).transpose(1, 2).to(device, dtype)
+    keys, values = torch.randn(2, 2, 2, 300, 64).to(device, dtype)[..., :257, :]
+    mask = torch.ones(1, 1, 5, 257, dtype=torch.bool, device=device).tril(252)
+    with torch.profiler.profile() as profile:
+        out, _ = attend(torch.nn.Module(), query, keys, values, chain_marker(5, device))
+    exact = [x.double().repeat_interleave(3, 1) for x in (keys, values)]
+    expected = torch.nn.functional.scaled_dot_product_attention(query.double(), *exact, mask).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=0)
+    if device.type == "cuda" and dtype != torch.float32:
+        assert any("flash" in event.key for event in profile.key_averages())

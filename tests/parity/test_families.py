@@ -1,5 +1,6 @@
 """Every supported architecture against transformers' `generate`: chains, trees and ragged batches give its own text."""
 
+from copy import deepcopy
 from functools import cache
 
 import pytest
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from draftsmith import SpeculativeDecoder
+from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies import BestFirst, Chain, StaticTree, widths_shape
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.sequence import DecodeSequence
@@ -157,6 +159,29 @@ def test_a_tree_is_read_as_its_paths_are(family: str) -> None:
                 )
                 expected_V = model(**inputs).logits[0, -1]
                 torch.testing.assert_close(logits_PV[node + 1], expected_V, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", DECODER_ONLY)
+def test_every_kind_of_pass_equals_plain_forward_passes_in_float64(family: str) -> None:
+    """Chains and trees, of one row, of rows that start at the same slot, and of ragged rows, beyond the windows too."""
+    model = deepcopy(build(family, 0)).double()
+    tolerance = 1e-10 if model.config._attn_implementation == "sdpa" else 1e-5  # eager computes softmax in float32
+    chain, tree = Draft((3, 4, 5, 9), (-1, 0, 1, 2)), Draft((3, 4, 5, 3, 9), (-1, -1, 0, 0, 1))
+    for drafts in ([chain], [tree], [chain, chain, chain], [chain, tree, chain]):
+        for prompts in ([PROMPTS[1]] * 3, PROMPTS[:3]):
+            rows = prompts[: len(drafts)]
+            runner = ModelRunner(model, len(rows))
+            with torch.inference_mode():
+                runner.append(rows)
+                runner.append([[17, 18, 19]] * len(rows))
+                first = runner.branch(drafts, [[0, 1] for _ in rows])  # the level after it in a pass of its own
+                rest = runner.branch(drafts, [list(range(2, len(draft))) for draft in drafts])
+                for prompt, draft, *read in zip(rows, drafts, first, rest, strict=True):
+                    logits_NV = torch.cat(read)
+                    for node in range(len(draft)):
+                        path = [*prompt, 17, 18, 19, *(draft.tokens[step] for step in draft.path(node))]
+                        expected_V = model(input_ids=torch.tensor([path])).logits[0, -1]
+                        torch.testing.assert_close(logits_NV[node], expected_V, atol=tolerance, rtol=tolerance)
 
 
 def test_other_layers_are_refused_by_name() -> None:

@@ -222,7 +222,9 @@ def test_targets_that_cannot_be_decoded_are_refused_by_name() -> None:
             SpeculativeDecoder(model.eval())
     flash = make_llama()
     flash.config._attn_implementation = "flex_attention"
-    with pytest.raises(ConfigError, match="attn_implementation='flex_attention'; expected 'sdpa' or 'eager'"):
+    with pytest.raises(
+        ConfigError, match="attn_implementation='flex_attention'; expected sdpa, eager or flash attention"
+    ):
         SpeculativeDecoder(flash)
 
 

@@ -1,0 +1,124 @@
+"""Attention of verification passes: causal without a mask for chains, and key/value heads that are never expanded.
+
+transformers' sdpa function expands grouped key/value heads whenever it is given a mask, and a pass over several draft
+tokens after a cache needs a mask there. `attend` is registered beside it and used by the models' attention layers while
+this package runs a pass: `implementation` changes the name in the model's configs and changes it back.
+
+    query  [B, K * G, Q, D]  ->  [B, K, G * Q, D]     the G query heads of a key/value head become more queries of it
+    key    [B, K, S, D]                               as the cache holds it
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from threading import RLock
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+# Shapes: B rows, K key/value heads, G query heads for each of them, Q queries, S slots, D head size.
+
+GROUPED = "draftsmith"
+"""Name of `attend` among the attention implementations of transformers."""
+MOST_GROUPED = 128
+"""Most queries that are grouped; beyond, the repeated mask costs more than the expanded keys and values."""
+_SPECIAL = ("position_bias", "softcap", "s_aux")
+"""Arguments of layers whose attention is more than a masked softmax."""
+
+_LOCK = RLock()
+_REFUSED: "WeakSet[PreTrainedModel]" = WeakSet()
+
+
+def chain_marker(width: int, device: torch.device) -> Tensor:
+    """Return a mask without columns, [1, 1, Q, 0]: for `attend`, each query sees all slots up to its own.
+
+    The queries are the last slots. Other functions raise an error for such a mask, where None would give wrong scores.
+    """
+    return torch.empty(1, 1, width, 0, dtype=torch.bool, device=device)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention's output [B, Q, K * G, D], like transformers' sdpa function, without expanded heads."""
+    B, heads, Q, _ = query.shape
+    K, S = key.shape[1:3]
+    is_chain = attention_mask is not None and attention_mask.shape[-1] == 0
+    plain = all(kwargs.get(name) is None for name in _SPECIAL) and query.device.type in ("cpu", "cuda")
+    if is_chain and plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        # FlashAttention aligns its causal mask with the last key and reads grouped heads.
+        bias = causal_lower_right(Q, S)
+        out = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling, enable_gqa=heads > K)
+        return out.transpose(1, 2).contiguous(), None
+    if attention_mask is None or not plain or Q > MOST_GROUPED:
+        mask = _lower_right(1, Q, S, query.dtype, query.device) if is_chain else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    if is_chain:
+        mask = _lower_right(heads // K, Q, S, query.dtype, query.device)
+    else:
+        mask = attention_mask.repeat(1, 1, heads // K, 1) if heads > K else attention_mask
+    out = scaled_dot_product_attention(
+        query.reshape(B, K, -1, query.shape[-1]), key, value, mask, dropout, scale=scaling
+    )
+    return out.reshape(B, heads, Q, -1).transpose(1, 2).contiguous(), None
+
+
+@lru_cache(maxsize=1)  # all layers of a pass use the same
+def _lower_right(groups: int, width: int, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the additive mask [1, 1, G * Q, S] of a chain; only its last Q columns mask anything."""
+    mask_GQS = torch.zeros(groups, width, slots, dtype=dtype, device=device)
+    mask_GQS[:, :, slots - width :] = torch.full((width, width), -torch.inf, dtype=dtype, device=device).triu_(1)
+    return mask_GQS.view(1, 1, groups * width, slots)
+
+
+AttentionInterface.register(GROUPED, attend)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)  # as with sdpa, for callers outside this package
+
+
+def takes_grouped(model: PreTrainedModel) -> bool:
+    """Return whether the layers of `model` choose their function by name, and no check of it failed."""
+    return bool(getattr(model, "_supports_attention_backend", False)) and model not in _REFUSED
+
+
+def refuse_grouped(model: PreTrainedModel) -> bool:
+    """Use transformers' own function for `model` from now on; return whether `attend` was used before."""
+    used = takes_grouped(model)
+    _REFUSED.add(model)
+    return used
+
+
+def configs_of(model: PreTrainedModel, name: str) -> list[PreTrainedConfig]:
+    """Return the configs of all modules with the attention implementation `name`.
+
+    A model that shares layers with another, as for early exit, has a config of its own beside that of its layers.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [config for config in configs.values() if getattr(config, "_attn_implementation", None) == name]
+
+
+@contextmanager
+def implementation(configs: Sequence[PreTrainedConfig], name: str) -> Iterator[None]:
+    """Make the layers with these configs use the attention implementation `name`, inside the context."""
+    with _LOCK:
+        before = [config._attn_implementation for config in configs]
+        try:
+            for config in configs:
+                config._attn_implementation_internal = name
+            yield
+        finally:
+            for config, own in zip(configs, before, strict=True):
+                config._attn_implementation_internal = own
