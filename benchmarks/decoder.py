@@ -2,6 +2,7 @@
 
     python benchmarks/decoder.py --drafter DRAFT_MODEL                # the embedded target and a draft model for it
     python benchmarks/decoder.py --pair 134m                          # random weights in the shapes of SmolLM2-135M
+    python benchmarks/decoder.py --pair tiny                          # random weights, 0.94 million parameters
     python benchmarks/decoder.py --pair 134m --contexts 128 512 2048  # milliseconds a token by context length
 
 All variants decode the same prompts, interleaved in one process; medians over prompts are printed with their ratios.
@@ -32,11 +33,36 @@ from draftsmith.heads.ngram import Hybrid, PromptLookup
 from draftsmith.provenance import environment
 
 LOOKUP_TOKENS = 10
-LATER_LAYERS = 0.05
-"""Scale of the layers that the draft model lacks: tau is about 3 at gamma 4."""
 SMOL = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 4096}
-SMOL |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.05}
+SMOL |= {"tie_word_embeddings": True, "initializer_range": 0.05}
+TINY = {"vocab_size": 65, "hidden_size": 128, "intermediate_size": 432, "num_hidden_layers": 4}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "initializer_range": 0.2}
+
+
+@dataclass(frozen=True)
+class RandomPair:
+    """A target with random weights, of which the draft model is the first layers."""
+
+    sizes: dict[str, object]
+    layers: int
+    """Layers of the draft model."""
+    later_layers: float
+    """Scale of the layers that the draft model lacks, so that the first ones agree with the target as after training:
+    tau at gamma 4 is about 3 for `134m`, and 3.4 at temperature 1 for `tiny`."""
+
+    def models(self) -> tuple[LlamaForCausalLM, DraftModel]:
+        """Return the target and its draft model."""
+        torch.manual_seed(0)
+        target = LlamaForCausalLM(LlamaConfig(**self.sizes, bos_token_id=None, eos_token_id=None)).eval()
+        with torch.no_grad():
+            for layer in target.model.layers[self.layers :]:
+                layer.self_attn.o_proj.weight *= self.later_layers
+                layer.mlp.down_proj.weight *= self.later_layers
+        return target, DraftModel(first_layers(target, self.layers))
+
+
+PAIRS = {"134m": RandomPair(SMOL, 3, 0.05), "tiny": RandomPair(TINY, 1, 0.2)}
 
 
 @dataclass
@@ -55,7 +81,7 @@ class Variant:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--pair", choices=("trained", "134m"), default="trained", help="134m: random weights, built by this script"
+        "--pair", choices=("trained", *PAIRS), default="trained", help="all but trained: random weights, built here"
     )
     parser.add_argument("--target", default="embedded", help="'embedded', a local folder or a Hub id")
     parser.add_argument("--drafter", help="a draft model: a local folder or a Hub id")
@@ -71,28 +97,21 @@ def arguments() -> argparse.Namespace:
         help="further draft lengths, of which the fastest is reported",
     )
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument(
-        "--layers", type=int, default=3, help="134m: layers of the draft model (the target's first ones)"
-    )
     parser.add_argument("--contexts", type=int, nargs="*", help="measure milliseconds a token at these lengths instead")
     return parser.parse_args()
 
 
 def load(options: argparse.Namespace) -> tuple[nn.Module, DraftModel, list[list[int]], list[list[int]]]:
     """Return the target, the draft model, prompts to measure, and prompts to calibrate policies with."""
-    if options.pair == "134m":
-        torch.manual_seed(0)
-        target = LlamaForCausalLM(LlamaConfig(**SMOL)).eval()
-        with (
-            torch.no_grad()
-        ):  # later layers contribute little, so the first ones agree with the target as a trained draft would
-            for layer in target.model.layers[options.layers :]:
-                layer.self_attn.o_proj.weight *= LATER_LAYERS
-                layer.mlp.down_proj.weight *= LATER_LAYERS
-        ids = torch.randint(100, 4000, (options.prompts + 3, 64)).tolist()
-        return target, DraftModel(first_layers(target, options.layers)), ids[2:], ids[:2]
+    if options.pair in PAIRS:
+        target, drafter = PAIRS[options.pair].models()
+        most = min(4000, target.config.vocab_size)
+        ids = torch.randint(most // 40, most, (options.prompts + 3, 64)).tolist()
+        return target, drafter, ids[2:], ids[:2]
     if options.drafter is None:
-        raise SystemExit("--drafter is missing; expected a draft model's folder or Hub id (or --pair 134m)")
+        raise SystemExit(
+            "--drafter is missing; expected a draft model's folder or Hub id (or --pair 134m, --pair tiny)"
+        )
     loaded = load_target(options.target)
     drafter = load_drafter(options.drafter, loaded.model, loaded.tokenizer)
     if not isinstance(drafter, DraftModel):
@@ -147,18 +166,18 @@ def make_variants(
 
 
 @contextmanager
-def timed_forwards(*models: nn.Module) -> Iterator[list[float]]:
+def timed_forwards(*models: nn.Module, clock: Callable[[], float] = time.perf_counter) -> Iterator[list[float]]:
     """Yield a list to which the seconds of every forward pass of `models` are appended."""
     seconds: list[float] = []
     originals = [model.forward for model in models]
 
     def timed(original: Callable) -> Callable:
         def forward(*args: object, **kwargs: object) -> object:
-            started = time.perf_counter()
+            started = clock()
             output = original(*args, **kwargs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
+            seconds.append(clock() - started)
             return output
 
         # transformers and this decoder read the signature to learn which arguments a model accepts.

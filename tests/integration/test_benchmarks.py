@@ -1,0 +1,68 @@
+"""Benchmark scripts run to the end at tiny sizes. Their figures are not checked: a test asserts no time."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from runpy import run_path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scripts import each other from their folder."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield
+    sys.modules.pop("decoder", None)
+
+
+def output_of(script: str, arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a script and return what it prints."""
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments.split()])
+    run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The drafter's acceptance is the one that was asked for, and some of its tokens are accepted."""
+    sizes = "--shape tiny --batches 1 2 --contexts 8 --max-new-tokens 12 --repeats 1 --gamma 3"
+    printed = output_of("gpu", f"{sizes} --acceptance 0.7", monkeypatch, capsys)
+    assert f"torch {torch.__version__}, transformers " in printed
+    cells = re.findall(r"T=(.*), batch (.*), context 8, 12 new tokens, acceptance (.*) on random tokens, ", printed)
+    assert [cell[:2] for cell in cells] == [("0", "1"), ("0", "2"), ("1", "1"), ("1", "2")]
+    # Under greedy decoding the share of 512 tokens is chosen, in steps of 1/512.
+    assert all(float(acceptance) == pytest.approx(0.7, abs=0.02) for *_, acceptance in cells)
+    sides = [line[:18].strip() for line in printed.splitlines() if line.endswith("%")]
+    beside = ["generate", "alone, eager", "drafter, eager"]
+    assert sides == 2 * [beside[0], "assisted", *beside[1:], *beside]
+    taus = [float(line[27:34]) for line in printed.splitlines() if line.startswith("drafter, eager")]
+    assert taus[-1] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--acceptance 1 --shape tiny", "--acceptance 1.0; expected a probability between 0 and 1"),
+        ("--max-new-tokens 9 --shape tiny", "--max-new-tokens 9; expected two rounds of gamma [+] 1 tokens"),
+        ("", "--shape qwen3-8b needs a GPU, and torch finds none; --shape tiny runs on a CPU"),
+    ],
+)
+def test_gpu_refuses(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=message):
+        output_of("gpu", arguments, monkeypatch, capsys)
+
+
+def test_batches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--pair tiny --batches 1 3 --max-new-tokens 6 --repeats 1 --cpu-time"
+    printed = output_of("batches", sizes, monkeypatch, capsys)
+    rows = re.findall(r"^ +(\d)  T=(\d) +(plain|top-p|penalty) +(equal|padded) .*%$", printed, re.MULTILINE)
+    assert len(rows) == 5 + 10
+    assert len(set(rows)) == len(rows)
+    assert "\nbatch 3: on-policy sampling " in printed
