@@ -1,5 +1,6 @@
 """Load a target by name: the embedded one, a local folder, or a Hub id."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from draftsmith.heads.validation import require_whole_model
 from draftsmith.reading import require_regular
 
 EMBEDDED = "embedded"
+FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")
+"""Names of flash attention: of an installed package, or of a kernel on the Hub."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,6 +46,18 @@ def check_target_name(name: str) -> None:
         raise ConfigError(
             f"target={name}; expected 'embedded', an existing folder or a Hub id, and there is no such folder"
         )
+
+
+def check_attention(key: str, name: str | None, dtype: str) -> None:
+    """Raise ConfigError, naming `key`, for an attention implementation that targets cannot use; nothing is loaded."""
+    if name is None or name in ("sdpa", "eager"):
+        return
+    if FLASH.fullmatch(name) is None:
+        raise ConfigError.of(
+            key, name, "sdpa, eager, flash_attention_2, flash_attention_3 or a flash attention of kernels-community"
+        )
+    if dtype == "float32":
+        raise ConfigError(f"{key}={name} with dtype=float32; expected bfloat16 or float16, which flash attention reads")
 
 
 def load_tokenizer(
@@ -74,6 +89,7 @@ def load_target(
     *,
     revision: str | None = None,
     dtype: str = "float32",
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
     progress: bool = True,
@@ -83,6 +99,7 @@ def load_target(
     Args:
         name: "embedded", a local folder, or a Hub id; a folder may hold a peft adapter, as joint training saves it.
         dtype: one of float32, bfloat16, float16.
+        attn_implementation: sdpa, eager or a flash attention, see `check_attention`; default: transformers chooses.
         trust_remote_code: run code from the repository.
         device: by default the accelerator, if there is one.
 
@@ -92,6 +109,7 @@ def load_target(
     disable_progress_bar()  # transformers shows one for reading a file
     if dtype not in DTYPES:
         raise ConfigError.of("target.dtype", dtype, f"one of {', '.join(DTYPES)}")
+    check_attention("target.attn_implementation", attn_implementation, dtype)
     check_target_name(name)
     folder = Path(name).expanduser()
     if is_adapter(folder):
@@ -99,6 +117,7 @@ def load_target(
             adapter_base(folder),
             revision=revision,
             dtype=dtype,
+            attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             device=device,
             progress=progress,
@@ -114,10 +133,16 @@ def load_target(
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         config = AutoConfig.from_pretrained(source, **options)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **options)
+        attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+        model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **attention, **options)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers, configs and weights raise errors without a common base
+        if attn_implementation is not None and isinstance(error, (ImportError, ValueError)):
+            raise ConfigError(
+                f"target.attn_implementation={attn_implementation}; expected one that target={name} can use here, such "
+                f"as eager ({reason_of(error)})"
+            ) from error
         raise ConfigError(
             f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})"
         ) from error

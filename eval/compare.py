@@ -14,7 +14,7 @@ from draftsmith.eval.plots import short_policy
 from draftsmith.eval.results import StoredEvaluation
 from draftsmith.eval.settings import BASELINE, Variant
 
-MATTER = ("max_new_tokens", "top_k", "top_p", "seed", "dtype")
+MATTER = ("max_new_tokens", "top_k", "top_p", "seed", "dtype", "attn_implementation")
 """Settings that have to be equal, in addition to the fingerprints of target and prompts. Temperatures, drafters, draft
 lengths and rules may differ: they are compared."""
 MACHINE = ("cpu", "accelerator", "torch_threads")

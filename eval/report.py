@@ -182,8 +182,9 @@ def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:
     settings, where = evaluation.settings, evaluation.environment
     machine = f"{where['cpu']}, {where['cpu_count']} cores, {where['torch_threads']} thread(s)"
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    attention = f", {settings.attn_implementation}" if settings.attn_implementation else ""
     conditions = [
-        ("target", f"{settings.target} ({settings.dtype})"),
+        ("target", f"{settings.target} ({settings.dtype}{attention})"),
         ("prompts", f"{settings.prompts}, {prompts} of them, at most {settings.max_new_tokens} new tokens a turn"),
         ("machine", f"{machine}, accelerator: {where['accelerator'] or 'none'}"),
         ("versions", f"{versions}, Python {where['python']}"),

@@ -53,7 +53,12 @@ def load_session(
         prompts = encode(tokenizer, limit)
     # Building the embedded target shows a progress bar of its own.
     with stage("loading the target and the drafters", shown=progress and settings.target != EMBEDDED):
-        loaded = load_target(settings.target, dtype=settings.dtype, trust_remote_code=trust_remote_code)
+        loaded = load_target(
+            settings.target,
+            dtype=settings.dtype,
+            attn_implementation=settings.attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
         drafters = {
             name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
         }

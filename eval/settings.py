@@ -9,7 +9,7 @@ from draftsmith.decode.policies import check_policy
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.decode.verification import rule_named
 from draftsmith.distill.chat_template import template_text
-from draftsmith.distill.load_target import DTYPES, EMBEDDED, check_target_name
+from draftsmith.distill.load_target import DTYPES, EMBEDDED, check_attention, check_target_name
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import is_named, parse_named
 from draftsmith.storage import require_apart
@@ -38,6 +38,8 @@ class PairSettings:
     top_p: float | None = None
     seed: int = 0
     dtype: str = "float32"
+    attn_implementation: str | None = None
+    """The target's attention; None: what transformers chooses."""
     chat_template: str | None = None
     """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
     template_options: dict[str, Any] = field(default_factory=dict)
@@ -95,6 +97,7 @@ def require_valid(
             require_apart("out", out, Path(source), may_contain=True)
     if settings.dtype not in DTYPES:
         raise ConfigError.of("dtype", settings.dtype, f"one of {', '.join(DTYPES)}")
+    check_attention("attn_implementation", settings.attn_implementation, settings.dtype)
     if settings.chat_template is not None:
         template_text(settings.chat_template)
     check_target_name(settings.target)

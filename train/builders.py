@@ -47,6 +47,7 @@ def load_frozen_target(context: RunContext) -> LoadedTarget:
             settings.model,
             revision=settings.revision,
             dtype=settings.dtype,
+            attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
             device=context.placement.load_to,
             progress=accelerator.is_main_process,

@@ -72,6 +72,11 @@ class Recipe(Section):
         self._check_sampling()
         self._check_teacher()
         self._check_placement()
+        if self.target.attn_implementation is not None:
+            # Imported here: parsing other recipes does not need torch.
+            from draftsmith.distill.load_target import check_attention
+
+            check_attention("target.attn_implementation", self.target.attn_implementation, self.target.dtype)
         return self
 
     def _check_sampling(self) -> None:

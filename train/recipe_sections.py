@@ -26,6 +26,9 @@ class TargetSection(Section):
     """A branch, tag or commit of the Hub repository."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the frozen target; the drafter is always trained in float32."""
+    attn_implementation: str | None = None
+    """'sdpa', 'eager', 'flash_attention_2', 'flash_attention_3' or a flash attention of 'kernels-community'; by default
+    transformers chooses. Flash attention requires a dtype of 16 bits."""
     trust_remote_code: bool = False
     """Run code from the target's repository."""
     offload: bool = False

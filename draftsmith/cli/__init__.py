@@ -14,6 +14,7 @@ from draftsmith.cli.forecast import forecast
 from draftsmith.cli.options import (
     DRAFTER_HELP,
     POLICY_HELP,
+    AttentionOption,
     DtypeOption,
     RuleOption,
     SeedOption,
@@ -143,6 +144,7 @@ def generate(
     top_p: TopPOption = None,
     seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
+    attn_implementation: AttentionOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
@@ -161,6 +163,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop_strings=tuple(stop or ()),
         dtype=dtype,
+        attn_implementation=attn_implementation,
     )
     stream(prompt, request, trust_remote_code=trust_remote_code)
 

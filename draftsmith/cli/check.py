@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftsmith.cli.options import (
+    AttentionOption,
     CountOption,
     DtypeOption,
     RuleOption,
@@ -50,6 +51,7 @@ def check(
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
+    attn_implementation: AttentionOption = None,
     trust_remote_code: TrustOption = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for check.json.")] = None,
 ) -> None:
@@ -72,6 +74,7 @@ def check(
         chat_template=chat_template,
         template_options=template_options(template_option),
         dtype=dtype,
+        attn_implementation=attn_implementation,
     )
     rows = _validated(settings, out)
     if out is None:

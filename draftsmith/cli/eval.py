@@ -9,6 +9,7 @@ from draftsmith.cli.options import (
     DRAFTER_HELP,
     POLICY_HELP,
     TARGET_HELP,
+    AttentionOption,
     BatchSizesOption,
     CountOption,
     DtypeOption,
@@ -65,6 +66,7 @@ def evaluate(
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
+    attn_implementation: AttentionOption = None,
     trust_remote_code: TrustOption = False,
     out: OutOption = Path("runs/eval"),
 ) -> None:
@@ -99,6 +101,7 @@ def evaluate(
         chat_template=chat_template,
         template_options=template_options(template_option),
         dtype=dtype,
+        attn_implementation=attn_implementation,
     )
     title, runs = f"Drafters for {target}", metrics_of(settings.drafters)
     show(measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code), out)

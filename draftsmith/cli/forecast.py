@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from draftsmith.cli.options import (
+    AttentionOption,
     BatchSizesOption,
     CountOption,
     DtypeOption,
@@ -51,6 +52,7 @@ def forecast(
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
+    attn_implementation: AttentionOption = None,
     trust_remote_code: TrustOption = False,
     out: Annotated[Path, typer.Option("--out", help="Folder for forecast.json.")] = Path("runs/forecast"),
 ) -> None:
@@ -75,6 +77,7 @@ def forecast(
         chat_template=chat_template,
         template_options=template_options(template_option),
         dtype=dtype,
+        attn_implementation=attn_implementation,
     )
     files = ForecastFiles(profile, save_profile)
     show(run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code), out)

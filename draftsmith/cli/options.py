@@ -11,6 +11,10 @@ from draftsmith.reading import parse_assignment, specified_name
 TARGET_HELP = "Target: 'embedded', a local folder or a Hub id."
 TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP)]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="Dtype of the target: float32, bfloat16 or float16.")]
+AttentionOption = Annotated[
+    str | None,
+    typer.Option("--attn-implementation", help="Attention of the target: sdpa, eager, flash_attention_2, ..."),
+]
 SubsetOption = Annotated[str | None, typer.Option("--subset", help="Configuration of a Hub data set.")]
 SplitOption = Annotated[str, typer.Option("--split", help="Split of a Hub data set.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the target's repository.")]

@@ -122,6 +122,7 @@ def measured_row(session: Session, name: str, temperature: float, predicted: For
             chat_template=settings.chat_template,
             template_options=settings.template_options,
             dtype=settings.dtype,
+            attn_implementation=settings.attn_implementation,
         ),
     )
     row = next(row for row in evaluation.rows if row["category"] == OVERALL)

@@ -41,7 +41,8 @@ VALUES += [
     "mit",
     "user/x",
 ]
-SAMPLING = ["--temperature", "--top-k", "--top-p", "--seed", "--dtype", "--rule", "--policy", "--gamma"]
+SAMPLING = ["--temperature", "--top-k", "--top-p", "--seed", "--dtype", "--attn-implementation", "--rule", "--policy"]
+SAMPLING += ["--gamma"]
 
 
 def _command_lines(material: Material) -> list[tuple[list[str], list[str], list[str]]]:

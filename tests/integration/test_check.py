@@ -123,6 +123,7 @@ def test_an_encoder_decoder_pair(tmp_path: Path, tiny_tokenizer: PreTrainedToken
         (["--rule", "best"], "rule='best'; expected one of token"),
         (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
         (["--temperature", "-1"], "temperature=-1.0; expected >= 0"),
+        (["--attn-implementation", "flex"], "attn_implementation='flex'; expected sdpa, eager, flash_attention_2"),
         (["--dtype", "float8"], "dtype='float8'; expected one of float32"),
         (["--seed", "-1"], "seed=-1; expected >= 0"),
     ],

@@ -424,3 +424,19 @@ def test_missing_targets_are_refused(tmp_path: Path) -> None:
         load_target(str(tmp_path), dtype="int3")
     with pytest.raises(ConfigError, match="expected 'embedded', a local folder or a Hub id"):
         load_target(str(tmp_path))
+
+
+def test_a_target_has_the_given_attention_implementation(tiny_target_folder: Path) -> None:
+    name = str(tiny_target_folder)
+    assert load_target(name).model.config._attn_implementation == "sdpa"
+    assert load_target(name, attn_implementation="eager").model.config._attn_implementation == "eager"
+    for wrong, message in {
+        "flex_attention": r"'flex_attention'; expected sdpa, eager, flash_attention_2",
+        "user/flash-attn": r"'user/flash-attn'; expected sdpa, eager, flash_attention_2",
+        "flash_attention_2": r"flash_attention_2 with dtype=float32; expected bfloat16 or float16",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"target\.attn_implementation=.?{message}"):
+            load_target(name, attn_implementation=wrong)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"attn_implementation=flash_attention_2; expected one that target="):
+            load_target(name, attn_implementation="flash_attention_2", dtype="bfloat16")

@@ -154,3 +154,21 @@ def test_memory_refuses_what_train_refuses(
     assert code == 2
     assert said in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["eval", "check", "forecast", "generate"])
+def test_the_attention_implementation_reaches_the_loader(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def load_target(name: str, *, attn_implementation: str, **_: object) -> None:
+        given.append(attn_implementation)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftsmith.eval.session.load_target", load_target)
+    call = [command, *(["a"] if command == "generate" else []), "--target", "embedded", "--drafter", "suffix"]
+    call += [] if command == "generate" else ["--out", str(tmp_path / "out"), "--count", "1"]
+    with pytest.raises(SystemExit):
+        main([*call, "--attn-implementation", "eager"])
+    assert given == ["eager"]

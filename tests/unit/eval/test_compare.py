@@ -59,6 +59,7 @@ def test_which_arms_meet() -> None:
     [
         ("settings", "max_new_tokens", 7, "max_new_tokens=96 in A, 7 in B"),
         ("settings", "dtype", "float16", "dtype='float32' in A, 'float16' in B"),
+        ("settings", "attn_implementation", "eager", "attn_implementation=None in A, 'eager' in B"),
         ("identity", "prompts", "p1", r"prompts='p.jsonl \(p0\)' in A, 'p.jsonl \(p1\)' in B"),
         ("identity", "target", "t1", r"target='t \(t0\)' in A"),
         ("environment", "torch_threads", 99, "torch_threads=.* in A, 99 in B"),

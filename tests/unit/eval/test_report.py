@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -194,3 +195,11 @@ def test_evaluations_of_another_shape_are_refused(keys: tuple, value: object, sa
     (tmp_path / "eval.json").write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=rf"eval\.json: {said} .*expected what `draftsmith eval` wrote"):
         read_evaluation(tmp_path)
+
+
+def test_the_targets_attention_is_named_where_it_was_chosen(tmp_path: Path) -> None:
+    found = evaluation([row()])
+    chosen = replace(found, settings=replace(found.settings, attn_implementation="eager"))
+    for number, (given, shown) in enumerate([(found, "(float32)"), (chosen, "(float32, eager)")]):
+        write_report(given, tmp_path / str(number), title="t")
+        assert shown in (tmp_path / str(number) / "report.md").read_text()

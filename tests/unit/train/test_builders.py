@@ -75,12 +75,13 @@ def test_trainer_and_prepare_load_the_target_to_the_same_place(
 
     def load_target(name: str, **options: Any) -> None:
         places.append(options["device"])
+        assert options["attn_implementation"] == "eager"
         raise KeyboardInterrupt
 
     monkeypatch.setattr(builders, "load_target", load_target)
     monkeypatch.setattr(Placement, "load_to", torch.device("meta"))
     with pytest.raises(KeyboardInterrupt):
-        start(load_recipe(str(recipe_file)))
+        start(load_recipe(str(recipe_file), ["target.attn_implementation=eager"]))
     assert places == [torch.device("meta")]
 
 
