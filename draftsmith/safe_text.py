@@ -4,6 +4,7 @@ Names, prompts, generated text and command lines may hold escape sequences, mark
 """
 
 import json
+import logging
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from draftsmith.errors import one_line
+
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that move the cursor, start an escape sequence or reverse text; line breaks and tabs are not matched."""
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+LONGEST_LOGGED = 400
+"""Characters of a line in a log message; the time and the place in the code may stand before it."""
 MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")
 SECRET = re.compile(
     r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abprs]-|glpat-)[\w-]{20,}|\bAKIA[0-9A-Z]{16}\b"
@@ -31,6 +37,17 @@ HIDDEN = "***"
 def printable(text: str) -> str:
     r"""Return the text with control characters escaped, as in \x1b; line breaks and tabs stay."""
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class LogLines(logging.LogRecord):
+    """A log record whose message is shown literally, in lines of bounded length.
+
+    Other libraries quote values of untrusted configs in their messages. Their colours are removed.
+    """
+
+    def getMessage(self) -> str:
+        lines = printable(COLOUR.sub("", super().getMessage())).split("\n")
+        return "\n".join(line if len(line) <= LONGEST_LOGGED else one_line(line, LONGEST_LOGGED) for line in lines)
 
 
 class Terminal(Console):

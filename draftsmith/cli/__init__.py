@@ -1,5 +1,6 @@
 """The command line. Commands import their packages when they run: help and errors do not wait for torch."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -25,7 +26,7 @@ from draftsmith.cli.options import (
 )
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
-from draftsmith.safe_text import printable
+from draftsmith.safe_text import LogLines, printable
 
 app = typer.Typer(
     help="Train drafters for speculative decoding on a frozen target, and measure acceptance and speedup.",
@@ -186,6 +187,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Recipe to print.")]
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    logging.setLogRecordFactory(LogLines)
     try:
         for argument in arguments:
             if not argument.isprintable() and argument != argument.encode(errors="replace").decode():

@@ -1,7 +1,10 @@
 """The command line: one clear line and exit code 2 before any work starts."""
 
+import contextlib
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ from draftsmith.cli import main
 from draftsmith.cli.options import named_drafters, template_options
 from draftsmith.errors import ConfigError
 from draftsmith.heads.validation import local_folder
+from draftsmith.safe_text import LogLines
+from draftsmith.train.__main__ import main as train
 from draftsmith.train.recipe import shipped_recipes
 
 
@@ -84,6 +89,14 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     assert [line.split()[0] for line in out.splitlines()] == list(shipped_recipes())
     _, out, _ = _run(capsys, "recipes", "quickstart/medusa")
     assert out == shipped_recipes()["quickstart/medusa"]
+
+
+@pytest.mark.parametrize("start", [main, train])
+def test_commands_bound_the_log_lines_of_libraries(start: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+    with contextlib.suppress(SystemExit):
+        start(["--no-such-recipe"])
+    assert logging.getLogRecordFactory() is LogLines
 
 
 def test_help_does_not_load_torch() -> None:

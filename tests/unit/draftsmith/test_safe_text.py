@@ -2,13 +2,14 @@
 
 import io
 import json
+import logging
 import re
 
 import pytest
 from rich.table import Table
 
 from draftsmith.provenance import environment
-from draftsmith.safe_text import HIDDEN, Terminal, command_line, markdown, markdown_environment, printable
+from draftsmith.safe_text import HIDDEN, LogLines, Terminal, command_line, markdown, markdown_environment, printable
 
 TITLE = "\x1b]0;owned\x07"
 CLEAR = "\x1b[2J\x9b2J"
@@ -34,6 +35,17 @@ def test_nothing_acts_on_a_terminal(terminal: bool) -> None:
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
     for part in ("[red]x[/blue] :smile: \\x1b]0;owned", "[/t]", "[/c]", "[/r]", r"\x1b[2J\x9b2J"):
         assert part in text
+
+
+def test_log_lines_of_libraries_are_bounded_and_literal() -> None:
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logging.Formatter("[library] %(message)s"))
+    for text in ("short", f"\x1b[1m{TITLE}\x1b[0m\n{'1' * 5000}", CLEAR * 200):
+        handler.emit(LogLines("library", logging.WARNING, __file__, 1, "got %s.", (text,), None))
+    assert max(map(len, out.getvalue().splitlines())) < 450
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out.getvalue())
+    assert out.getvalue().startswith("[library] got short.\n[library] got \\x1b]0;owned\\x07\n1111")
 
 
 def test_files_may_get_text_as_it_is() -> None:
