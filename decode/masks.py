@@ -52,6 +52,8 @@ class Attention:
             raise ConfigError(f"attn_implementation={own!r}; expected sdpa, eager or flash attention")
         kinds = getattr(config, "layer_types", None)
         window = getattr(config, "sliding_window", None)
+        if window is not None and type(window) is not int:  # transformers checks it only where the family has one
+            raise ConfigError.of("sliding_window", window, "a number of tokens in the model's config")
         slides = window is not None and ("sliding_attention" in kinds if kinds else _all_slide(config))
         mixed = slides and kinds is not None and "full_attention" in kinds
         configs = tuple(configs_of(model, own)) if {chains, masked} != {own} else ()

@@ -40,6 +40,7 @@ from draftsmith.heads.validation import (
     read_config,
     require_whole_model,
     shapes_in,
+    without_warnings,
 )
 from draftsmith.provenance import model_fingerprints, tokenizer_fingerprint
 from draftsmith.reading import parse_specification, specified_name
@@ -265,7 +266,8 @@ def _require_vocabulary(vocabulary: DraftVocabulary | None, stored: StoredDrafte
 def _language_model(folder: Path) -> PreTrainedModel:
     """Load the causal LM or encoder-decoder model of a folder, which must hold all of its weights."""
     require_whole_model("drafter", str(folder))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with without_warnings():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return load_all_weights("drafter", folder, auto, trust_remote_code=False)
 

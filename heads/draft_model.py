@@ -33,7 +33,7 @@ from draftsmith.heads.base import Context, DraftStates, TeacherSignals, Trainabl
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, logits_head
 from draftsmith.heads.lora import add_lora, check_lora
 from draftsmith.heads.model_config import context_limit, text_config
-from draftsmith.heads.validation import load_all_weights, require_whole_model
+from draftsmith.heads.validation import load_all_weights, require_countable, require_whole_model, without_warnings
 
 MOST_LAYERS = 1024
 """Maximum number of layers of a model that is built from a recipe's config."""
@@ -187,7 +187,11 @@ def _built(build: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
 def pretrained_config(name: str) -> dict[str, Any]:
     """Return the config of the checkpoint `name`; raise ConfigError where there is none."""
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
+        require_countable(f"drafter.model={name}: config.json", PreTrainedConfig.get_config_dict(name)[0])
+        with without_warnings():
+            return AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
+    except ConfigError:
+        raise
     except Exception as error:  # configs raise errors without a common base class
         raise _no_model(name, error) from error
 
@@ -202,6 +206,7 @@ def _from_scratch(values: dict[str, Any], target: PreTrainedModel) -> PreTrained
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ConfigError.of("drafter.config.model_type", kind, "a model type of transformers, such as llama or gpt2")
+    require_countable("drafter.config", values)
     theirs = text_config(target)
     special = {key: getattr(theirs, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     options = {key: value for key, value in values.items() if key != "model_type"}

@@ -7,7 +7,8 @@ the weights justify, before that memory is allocated. `local_folder` downloads r
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, cast
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -145,6 +146,31 @@ def local_folder(path_or_repo: str, revision: str | None = None) -> Path:
         ) from error
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Suppress transformers' warnings: about values of a config that is refused anyway or does not matter in drafts."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+MOST_LISTED = 2**20
+LISTED = re.compile(r"(layers?|labels|blocks|depth)$")
+"""Ends of keys that count what transformers lists, entry by entry, while it reads a config."""
+
+
+def require_countable(what: str, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with `what` as its first words, for a config that transformers reads in minutes or never."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            require_countable(what, value)
+        elif LISTED.search(str(key)) and isinstance(value, int) and value > MOST_LISTED:
+            raise ConfigError(f"{what} claims {key}={value}; expected at most {MOST_LISTED}")
+
+
 def require_whole_model(key: str, name: str, revision: str | None = None) -> None:
     """Raise ConfigError for a folder or repository with a peft adapter, with or without a model.
 
@@ -161,14 +187,11 @@ def load_all_weights(key: str, name: str | Path, auto: type[_BaseAutoModelClass]
 
     transformers would initialise such tensors randomly, or stop, after a report of many lines that is not shown here.
     """
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
     required = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
+    require_countable(f"{key}={name}: config.json", PreTrainedConfig.get_config_dict(name)[0])
+    with without_warnings():
         # With output_loading_info the result is a pair, unlike its annotation.
         model, info = cast(tuple[PreTrainedModel, dict[str, Any]], auto.from_pretrained(name, **required, **options))
-    finally:
-        logging.set_verbosity(level)
     for tensor in sorted(info["missing_keys"]):
         raise ConfigError(f"{key}={name} holds no tensor {tensor}; expected all of its weights")
     for tensor, stored, expected in sorted(info["mismatched_keys"]):
@@ -236,6 +259,7 @@ def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredD
         raise ConfigError(f"drafter={name}: {error}; expected a folder of files") from error
     config = _read_json(folder / "config.json", f"drafter={name}")
     _require_no_kernel(config, name)
+    require_countable(f"drafter={name}: config.json", config)
     if (folder / INDEX).is_file():
         _require_plain_names(_read_json(folder / INDEX, f"drafter={name}").get("weight_map"), name)
     section = config.get("draftsmith")

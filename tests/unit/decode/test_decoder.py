@@ -204,6 +204,15 @@ def test_draft_lengths_out_of_range_are_refused(tiny_target: LlamaForCausalLM) -
         SpeculativeDecoder(tiny_target, Medusa.from_target(tiny_target, num_heads=3), draft_length=4)
 
 
+@pytest.mark.parametrize("window", ["6", [6], True])
+def test_a_window_of_another_type_is_refused(window: object, tiny_target: LlamaForCausalLM) -> None:
+    """transformers validates the key only in configs of families with sliding layers."""
+    draft = make_llama(1)
+    draft.config.sliding_window = window
+    with pytest.raises(ConfigError, match=r"^sliding_window=.*; expected a number of tokens in the model's config"):
+        SpeculativeDecoder(tiny_target, DraftModel(draft)).generate([5, 6, 7], max_new_tokens=4)
+
+
 def test_targets_that_cannot_be_decoded_are_refused_by_name() -> None:
     wide = {"vocab_size": 64, "initializer_range": 0.3}
     refused = {

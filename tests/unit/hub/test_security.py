@@ -26,6 +26,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.draft_model import DraftModel as Fresh
+from draftsmith.heads.draft_model import pretrained_config
 
 ROOT = Path(__file__).parents[3]
 REPO = "someone/model"
@@ -192,15 +193,35 @@ def test_no_weight_of_a_draft_model_is_made_up(draft_folder: Path, tiny_target: 
 
 def test_weights_of_another_shape_are_one_line(draft_folder: Path, tiny_target: LlamaForCausalLM) -> None:
     changed(draft_folder / "config.json", _set("intermediate_size", to=24))
+    changed(draft_folder / "config.json", _set("eos_token_id", to=10**400))
+    changed(draft_folder / "config.json", _set("rope_scaling", to={"x": 1}))
     shown = io.StringIO()
     handler = logging.StreamHandler(shown)
     logging.getLogger("transformers").addHandler(handler)
     try:
         with pytest.raises(ConfigError, match=r"proj\.weight has shape \[.*\]; expected \[.*24.*\] by its config"):
             load_drafter(draft_folder, tiny_target)
+        changed(draft_folder / "config.json", _set("intermediate_size", to=tiny_target.config.intermediate_size))
+        load_drafter(draft_folder, tiny_target)
+        pretrained_config(str(draft_folder))
     finally:
         logging.getLogger("transformers").removeHandler(handler)
     assert shown.getvalue() == ""
+
+
+@pytest.mark.parametrize("key", ["num_labels", "num_hidden_layers", "part.n_layer"])
+def test_lists_that_a_config_asks_for_are_bounded(key: str, draft_folder: Path, tiny_target: LlamaForCausalLM) -> None:
+    """transformers builds an entry for each label, and in many families for each layer, while it reads a config."""
+    part, _, key = key.rpartition(".")
+    changed(draft_folder / "config.json", _set(part or key, to={key: 2**40} if part else 2**40))
+    for load in (
+        lambda: load_drafter(draft_folder, tiny_target),
+        lambda: Fresh.from_target(tiny_target, model=str(draft_folder)),
+        lambda: Fresh.from_target(tiny_target, config=json.loads((draft_folder / "config.json").read_text())),
+        lambda: pretrained_config(str(draft_folder)),
+    ):
+        with pytest.raises(ConfigError, match=rf"^drafter.* claims {key}=1099511627776; expected at most"):
+            load()
 
 
 @pytest.mark.parametrize(
