@@ -54,35 +54,36 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention's output [B, Q, K * G, D], like transformers' sdpa function, without expanded heads."""
-    B, heads, Q, _ = query.shape
-    K, S = key.shape[1:3]
-    is_chain = attention_mask is not None and attention_mask.shape[-1] == 0
+    """Return the attention's output [B, Q, K * G, D], like transformers' sdpa function, without expanded heads.
+
+    The mask may be a `chain_marker`, or that of the last slots only; no query sees the slots before them.
+    """
+    (B, heads, Q, _), (K, S) = query.shape, key.shape[1:3]
+    mask, is_chain = attention_mask, attention_mask is not None and attention_mask.shape[-1] == 0
     plain = all(kwargs.get(name) is None for name in _SPECIAL) and query.device.type in ("cpu", "cuda")
     if is_chain and plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         # FlashAttention aligns its causal mask with the last key and reads grouped heads.
         bias = causal_lower_right(Q, S)
         out = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling, enable_gqa=heads > K)
         return out.transpose(1, 2).contiguous(), None
-    if attention_mask is None or not plain or Q > MOST_GROUPED:
-        mask = _lower_right(1, Q, S, query.dtype, query.device) if is_chain else attention_mask
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     if is_chain:
-        mask = _lower_right(heads // K, Q, S, query.dtype, query.device)
-    else:
-        mask = attention_mask.repeat(1, 1, heads // K, 1) if heads > K else attention_mask
-    out = scaled_dot_product_attention(
-        query.reshape(B, K, -1, query.shape[-1]), key, value, mask, dropout, scale=scaling
-    )
+        mask = _lower_right(Q, S, query.dtype, query.device)
+    elif mask is not None:
+        key, value = (x[:, :, S - mask.shape[-1] :] for x in (key, value))
+    if mask is None or not plain or Q > MOST_GROUPED:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    if heads > K:
+        query, mask = query.reshape(B, K, -1, query.shape[-1]), mask.repeat(1, 1, heads // K, 1)
+    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
     return out.reshape(B, heads, Q, -1).transpose(1, 2).contiguous(), None
 
 
 @lru_cache(maxsize=1)  # all layers of a pass use the same
-def _lower_right(groups: int, width: int, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the additive mask [1, 1, G * Q, S] of a chain; only its last Q columns mask anything."""
-    mask_GQS = torch.zeros(groups, width, slots, dtype=dtype, device=device)
-    mask_GQS[:, :, slots - width :] = torch.full((width, width), -torch.inf, dtype=dtype, device=device).triu_(1)
-    return mask_GQS.view(1, 1, groups * width, slots)
+def _lower_right(width: int, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the additive mask [1, 1, Q, S] of a chain; only its last Q columns mask anything."""
+    mask_QS = torch.zeros(width, slots, dtype=dtype, device=device)
+    mask_QS[:, slots - width :] = torch.full((width, width), -torch.inf, dtype=dtype, device=device).triu_(1)
+    return mask_QS[None, None]
 
 
 AttentionInterface.register(GROUPED, attend)

@@ -69,13 +69,25 @@ class Attention:
         name = self.chains if chain else self.masked
         return nullcontext() if name == self.own else implementation(self.configs, name)
 
-    def chain(self, start: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    @property
+    def slides_alone(self) -> bool:
+        """`chain` needs no mask over all slots where a window is exceeded."""
+        return self.is_flash or self.chains == GROUPED
+
+    def chain(self, start: int, width: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Return the `attention_mask` argument of a chain of `width` tokens after `start` ones in each row."""
         if start == 0 or width == 1 or self.is_flash:
-            return None
-        if self.chains == GROUPED:
-            return chain_marker(width, device)
-        return self.plain(chain_mask(start, width, device), dtype)
+            full = None
+        elif self.chains == GROUPED:
+            full = chain_marker(width, device)
+        else:
+            full = self.plain(chain_mask(start, width, device), dtype)
+        if self.is_flash or self.window is None or start + width <= self.window:
+            return full
+        slots = min(start + width, self.window + width - 1)  # those before are seen by no query
+        near_QS = torch.ones(width, slots, dtype=torch.bool, device=device).tril_(slots - width)
+        sliding = near_QS.triu_(slots - width - self.window + 1)[None, None]
+        return {"full_attention": full, "sliding_attention": sliding} if self.mixed else sliding
 
     def prepared(self, visible_BQS: Tensor, positions_BQ: Tensor, positions_BS: Tensor, dtype: torch.dtype) -> Any:
         """Return the `attention_mask` argument: [B, 1, Q, S], or one mask for each kind of layer.

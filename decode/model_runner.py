@@ -217,7 +217,7 @@ class ModelRunner:
         end = self._cache.place.end
         mask, relative, attention = None, nullcontext(), self._attention
         is_chain = visible_BQS is None
-        slides = attention.window is not None and end > attention.window and not (is_chain and attention.is_flash)
+        slides = attention.window is not None and end > attention.window and not (is_chain and attention.slides_alone)
         biased = self._encoded.biased if self._encoded is not None else []
         if slides or biased:
             positions_BS = self._slot_positions(end, positions_BQ, starts)

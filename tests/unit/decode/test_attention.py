@@ -79,6 +79,14 @@ def test_a_mask_does_not_expand_key_heads(drafts: list[Draft], prompts: list[lis
     assert not [shape for shape in recorder.made if shape[-2:] == (slots, 4) and 8 in shape]
 
 
+def test_a_sliding_layer_reads_the_slots_of_its_window_only() -> None:
+    """Its mask covers them alone; the window of this model is 6."""
+    recorder = Recorder()
+    read(mistral("sdpa"), [CHAIN], [list(range(3, 33))], recorder)
+    assert recorder.keys == [(1, 2, 8, 8)] * 2
+    assert max(shape[-1] for shape in recorder.masks) == 8
+
+
 def test_long_chains_are_read_with_transformers_function() -> None:
     """Beyond `MOST_GROUPED` queries; the logits are those of a plain forward pass."""
     model = make_llama(**HEADS, max_position_embeddings=256).double()
