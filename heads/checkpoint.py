@@ -310,6 +310,9 @@ def shared_vocabulary(folder: Path | str, name: str | Path, tokenizer: PreTraine
         own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):
         return None
+    except Exception as error:  # tokenizers and configs raise errors without a common base
+        why = reason_of(error, whole=True)
+        raise ConfigError(f"drafter={name}: its tokenizer cannot be read ({why}); expected a whole one") from error
     if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
         raise ConfigError(f"drafter={name} has another tokenizer than the target; expected the same token for every id")
     return len(own)

@@ -163,12 +163,17 @@ LISTED = re.compile(r"(layers?|labels|blocks|depth)$")
 
 
 def require_countable(what: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with `what` as its first words, for a config that transformers reads in minutes or never."""
+    """Raise ConfigError, with `what` as its first words, for a number that makes transformers or torch fail.
+
+    Lists of that many layers would take minutes to build, or all memory, and torch converts no number above 64 bits.
+    """
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            require_countable(what, value)
-        elif LISTED.search(str(key)) and isinstance(value, int) and value > MOST_LISTED:
-            raise ConfigError(f"{what} claims {key}={value}; expected at most {MOST_LISTED}")
+        most = MOST_LISTED if LISTED.search(str(key)) else 2**63 - 1
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Mapping):
+                require_countable(what, part)
+            elif isinstance(part, int) and not -(2**63) <= part <= most:
+                raise ConfigError(f"{what} claims {key}={value}; expected at most {most}")
 
 
 def require_whole_model(key: str, name: str, revision: str | None = None) -> None:

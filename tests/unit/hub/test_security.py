@@ -24,7 +24,7 @@ from draftsmith.distill.load_target import load_target, load_tokenizer
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
-from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.checkpoint import describe_target, save_drafter, shared_vocabulary
 from draftsmith.heads.draft_model import DraftModel as Fresh
 from draftsmith.heads.draft_model import pretrained_config
 
@@ -193,7 +193,7 @@ def test_no_weight_of_a_draft_model_is_made_up(draft_folder: Path, tiny_target: 
 
 def test_weights_of_another_shape_are_one_line(draft_folder: Path, tiny_target: LlamaForCausalLM) -> None:
     changed(draft_folder / "config.json", _set("intermediate_size", to=24))
-    changed(draft_folder / "config.json", _set("eos_token_id", to=10**400))
+    changed(draft_folder / "config.json", _set("eos_token_id", to=10**18))
     changed(draft_folder / "config.json", _set("rope_scaling", to={"x": 1}))
     shown = io.StringIO()
     handler = logging.StreamHandler(shown)
@@ -209,18 +209,28 @@ def test_weights_of_another_shape_are_one_line(draft_folder: Path, tiny_target: 
     assert shown.getvalue() == ""
 
 
-@pytest.mark.parametrize("key", ["num_labels", "num_hidden_layers", "part.n_layer"])
-def test_lists_that_a_config_asks_for_are_bounded(key: str, draft_folder: Path, tiny_target: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize(
+    ("change", "claim"),
+    [
+        ({"num_labels": 2**40}, "num_labels=1099511627776; expected at most 1048576"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers=1099511627776; expected at most 1048576"),
+        ({"part": [{"n_layer": 2**40}]}, "n_layer=1099511627776; expected at most 1048576"),
+        ({"attention_dropout": 10**400}, "attention_dropout=1000.*000; expected at most 9223372036854775807"),
+        ({"eos_token_id": [10**400]}, r"eos_token_id=\[1000.*000\]; expected at most 9223372036854775807"),
+    ],
+)
+def test_numbers_of_a_config_are_bounded(
+    change: dict[str, Any], claim: str, draft_folder: Path, tiny_target: LlamaForCausalLM
+) -> None:
     """transformers builds an entry for each label, and in many families for each layer, while it reads a config."""
-    part, _, key = key.rpartition(".")
-    changed(draft_folder / "config.json", _set(part or key, to={key: 2**40} if part else 2**40))
+    changed(draft_folder / "config.json", lambda config: config.update(change))
     for load in (
         lambda: load_drafter(draft_folder, tiny_target),
         lambda: Fresh.from_target(tiny_target, model=str(draft_folder)),
         lambda: Fresh.from_target(tiny_target, config=json.loads((draft_folder / "config.json").read_text())),
         lambda: pretrained_config(str(draft_folder)),
     ):
-        with pytest.raises(ConfigError, match=rf"^drafter.* claims {key}=1099511627776; expected at most"):
+        with pytest.raises(ConfigError, match=rf"^drafter.* claims {claim}"):
             load()
 
 
@@ -241,6 +251,15 @@ def test_other_layouts_claim_no_more_either(config: dict[str, Any], tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"config\.json claims"):
         load_drafter(tmp_path, tiny_target)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_line(
+    draft_folder: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The tokenizer is read for the vocabulary that the models share, and reads config.json in its turn."""
+    changed(draft_folder / "config.json", _set("mlp_bias", to=-1))
+    with pytest.raises(ConfigError, match=r"its tokenizer cannot be read \(Validation error.*mlp_bias.*a whole one"):
+        shared_vocabulary(draft_folder, draft_folder, tiny_tokenizer)
 
 
 def test_files_are_bounded(folder: Path, tiny_target: LlamaForCausalLM) -> None:
