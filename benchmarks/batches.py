@@ -17,14 +17,13 @@ import argparse
 import itertools
 import os
 import statistics
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 
 import torch
 from datasets import Dataset
-from decoder import PAIRS, load, timed_forwards
+from decoder import PAIRS, clock_of, load, timed_forwards
 from torch import Tensor
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
@@ -54,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5, help="counted runs of every side in a cell")
-    parser.add_argument("--cpu-time", action="store_true", help="count processor seconds instead of wall-clock seconds")
+    parser.add_argument("--cpu-time", action="store_true", help="processor seconds instead of wall-clock seconds")
     return parser.parse_args()
 
 
@@ -140,10 +139,6 @@ def compare(options: argparse.Namespace, target: PreTrainedModel, drafter: Draft
             report(cell, sides)
 
 
-def clock_of(options: argparse.Namespace) -> Callable[[], float]:
-    return time.process_time if options.cpu_time else time.perf_counter
-
-
 def measure(
     side: Side,
     cell: Cell,
@@ -182,7 +177,7 @@ def sampling_beside_training(
     """Print tokens per second of on-policy sampling and of training steps on the sampled texts, interleaved."""
     rows, clock = prompts[: max(options.batches)], clock_of(options)
     decoder = SpeculativeDecoder(target)
-    trainee = DraftModel(deepcopy(drafter.model)).train()  # the copy shares no layers with the target
+    trainee = DraftModel(deepcopy(drafter.model)).train().requires_grad_(True)  # it shares no layers with the target
     step = AgreementStep(trainee, Objective(), OnlineTeacher(target))
     optimizer = torch.optim.AdamW(step.parameters(), lr=1e-4)
     sampled, trained = [], []

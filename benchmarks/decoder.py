@@ -6,8 +6,9 @@
     python benchmarks/decoder.py --pair 134m --contexts 128 512 2048  # milliseconds a token by context length
 
 All variants decode the same prompts, interleaved in one process; medians over prompts are printed with their ratios.
-The first prompt is a warm-up and is not counted. `overhead` is 1 - (seconds inside the models' forward passes) /
-(wall).
+The first prompt is a warm-up and is not counted. `overhead` is 1 - (seconds inside the models' forward passes) / (all
+seconds). With `--cpu-time`, seconds are those of the processor, which on one thread depend less on other processes of
+the machine.
 """
 
 import argparse
@@ -98,7 +99,13 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--contexts", type=int, nargs="*", help="measure milliseconds a token at these lengths instead")
+    parser.add_argument("--cpu-time", action="store_true", help="processor seconds instead of wall-clock seconds")
     return parser.parse_args()
+
+
+def clock_of(options: argparse.Namespace) -> Callable[[], float]:
+    """Return the clock that the options ask for."""
+    return time.process_time if options.cpu_time else time.perf_counter
 
 
 def load(options: argparse.Namespace) -> tuple[nn.Module, DraftModel, list[list[int]], list[list[int]]]:
@@ -196,19 +203,19 @@ def timed_forwards(*models: nn.Module, clock: Callable[[], float] = time.perf_co
 def compare(options: argparse.Namespace) -> None:
     target, drafter, prompts, learn = load(options)
     variants = make_variants(options, target, drafter, learn)
-    names = list(variants)
-    with timed_forwards(target, drafter.model) as forwards:
+    names, clock = list(variants), clock_of(options)
+    with timed_forwards(target, drafter.model, clock=clock) as forwards:
         for number, prompt in enumerate(prompts):
             first = number % len(names)
             for name in names[first:] + names[:first]:
                 forwards.clear()
                 torch.manual_seed(number)
-                started = time.perf_counter()
+                started = clock()
                 tokens = variants[name].run(prompt)
-                wall = time.perf_counter() - started
+                seconds = clock() - started
                 if number > 0:
-                    variants[name].speeds.append(tokens / wall)
-                    variants[name].overheads.append(1 - sum(forwards) / wall)
+                    variants[name].speeds.append(tokens / seconds)
+                    variants[name].overheads.append(1 - sum(forwards) / seconds)
     report(variants, options.gamma)
 
 

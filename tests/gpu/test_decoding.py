@@ -110,11 +110,12 @@ def test_half_precision_parts_from_the_target_at_near_ties_alone(
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        ("draft_model", "chain:draft_length=3"),
+        *((name, "chain:draft_length=3") for name in FAMILIES),
+        ("draft_model", "tree:widths=3x2"),
         ("draft_model", "sampled-tree:width=2,depth=2,siblings=without-replacement"),
+        ("draft_model", "sampled-tree:width=2,depth=2,siblings=iid"),
         ("medusa", "dynamic-tree:size=6,depth=2,top_k=3"),
-        ("eagle3", "chain:draft_length=3"),
-        ("dspark", "chain:draft_length=3"),
+        ("eagle3", "sampled-tree:width=2,depth=2,siblings=without-replacement"),
     ],
 )
 def test_sampled_texts_are_draws_from_the_target(name: str, policy: str, target: LlamaForCausalLM) -> None:

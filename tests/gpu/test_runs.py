@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
@@ -90,3 +91,14 @@ def test_sampling_goes_through_every_batch(recipe_file: Path, tmp_path: Path) ->
         loop.train(load_recipe(str(recipe_file), [f"output={tmp_path / output}", "train.steps=4", "data.batch_size=7"]))
     first, second = losses(tmp_path / "first"), losses(tmp_path / "second")
     assert first == pytest.approx(second, rel=1e-3)
+
+
+def test_the_benchmark_of_large_shapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[2] / "benchmarks"
+    sizes = "--shape tiny --batches 1 2 --contexts 8 --temperatures 1 --gamma 3 --max-new-tokens 24 --repeats 1"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *sizes.split()])
+    monkeypatch.syspath_prepend(str(folder))
+    run_path(str(folder / "gpu.py"), run_name="__main__")
+    sys.modules.pop("decoder", None)  # which the script imported from its folder
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.endswith("%")]) == 4 + 3
