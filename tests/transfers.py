@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import draftsmith
 
@@ -97,8 +96,8 @@ class _Tracker:
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = storage
 
-    def holds(self, tensor: object) -> bool:
-        return isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self._storages
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         """Return a copy on the host."""
@@ -121,7 +120,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         holds = self._tracker.holds
-        if not any(map(holds, tree_leaves((args, kwargs)))):
+        if not any(map(holds, _tensors(args, *kwargs.values()))):
             return func(*args, **kwargs)
         with self:  # under inference_mode, `item` and others arrive here before they are taken apart
             out = func.decompose(*args, **kwargs)
@@ -131,9 +130,8 @@ class _Operators(TorchDispatchMode):
         if to_host or self._reads(func, args, kwargs):
             self._tracker.read(func.overloadpacket.__name__)
         out = func(*args, **kwargs)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not to_host:
-                self._tracker.put(tensor)
+        for tensor in () if to_host else _tensors(out):
+            self._tracker.put(tensor)
         return out
 
     def _reads(self, func: Any, args: tuple, kwargs: dict) -> bool:
@@ -161,7 +159,7 @@ class _Calls(TorchFunctionMode):
         if func is Tensor.to:
             return self._move(args, kwargs)
         if func in FROM_LISTS and not isinstance(args[0], Tensor):
-            for _ in filter(tracker.holds, tree_leaves(args[0])):
+            for _ in filter(tracker.holds, _tensors(args[0])):
                 tracker.read("tensor of tensors")
         out = func(*args, **kwargs)
         if _is_device(kwargs.get("device")) and isinstance(out, Tensor):
@@ -187,6 +185,15 @@ class _Calls(TorchFunctionMode):
             out = self._tracker.host_copy(out)
             self._tracker.put(out)
         return out
+
+
+def _tensors(*values: object) -> Iterator[Tensor]:
+    """Yield the tensors among `values` and in lists and tuples inside them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(*value)
 
 
 def _is_mask(index: object) -> bool:
