@@ -2,6 +2,7 @@
 
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -10,11 +11,16 @@ from fuzz.damage import JUNK, TEXTS, as_json, broken, changed
 from fuzz.material import KINDS, Material
 from fuzz.running import Case, Content, Fifo, Link
 
+READ = ["num_labels", "id2label", "layer_types", "sliding_window", "rope_scaling", "rope_parameters", "attention_bias"]
+READ += ["is_encoder_decoder", "architectures", "auto_map", "quantization_config", "dtype", "transformers_version"]
+READ += ["tie_word_embeddings", "initializer_range", "attention_dropout", "use_cache", "num_local_experts", "head_dim"]
+"""Keys of a config that transformers reads, also where a file does not hold them."""
+
 
 def _damage_drafter(draw: st.DrawFn, files: dict[str, Content]) -> None:
     name = draw(st.sampled_from(["d/config.json"] * 4 + ["d/model.safetensors"] * 2 + sorted(files)))
     content = files.get(name)
-    kind = draw(st.sampled_from(["changed", "changed", "broken", "gone", "index", "fifo", "link"]))
+    kind = draw(st.sampled_from(["changed", "changed", "read", "broken", "gone", "index", "fifo", "link"]))
     if name.endswith(".json") and kind == "changed" and isinstance(content, bytes):
         try:
             files[name] = as_json(draw(changed(json.loads(content))))
@@ -22,6 +28,9 @@ def _damage_drafter(draw: st.DrawFn, files: dict[str, Content]) -> None:
             files[name] = draw(broken(content))
     elif name.endswith(".safetensors") and kind == "changed" and isinstance(content, bytes):
         files[name] = draw(other_header(content))
+    elif kind == "read" and isinstance(content := files.get("d/config.json"), bytes):
+        with suppress(ValueError, TypeError):  # what an earlier change left is no mapping
+            files["d/config.json"] = as_json(json.loads(content) | {draw(st.sampled_from(READ)): draw(JUNK)})
     elif kind == "gone":
         files.pop(name, None)
     elif kind == "index":
@@ -70,6 +79,7 @@ def drafter_cases(draw: st.DrawFn, material: Material) -> Case:
                 ["adapt", "d", str(material.root / "prompts.jsonl"), "train.steps=1", "--out", "out"],
                 ["train", str(material.root / f"{kind}.yaml"), "output=out", "start_from=d", "train.steps=1"],
                 ["memory", str(material.root / "draft_model.yaml"), "drafter.model=d"],
+                ["train", str(material.root / "draft_model.yaml"), "output=out", "drafter.model=d", "train.steps=1"],
             ]
         )
     )
