@@ -70,10 +70,11 @@ def attend(
         mask = _lower_right(Q, S, query.dtype, query.device)
     elif mask is not None:
         key, value = (x[:, :, S - mask.shape[-1] :] for x in (key, value))
-    if mask is None or not plain or Q > MOST_GROUPED:
+    if (mask is None and Q > 1) or not plain or Q > MOST_GROUPED:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     if heads > K:
-        query, mask = query.reshape(B, K, -1, query.shape[-1]), mask.repeat(1, 1, heads // K, 1)
+        query = query.reshape(B, K, -1, query.shape[-1])
+        mask = None if mask is None else mask.repeat(1, 1, heads // K, 1)
     out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
     return out.reshape(B, heads, Q, -1).transpose(1, 2).contiguous(), None
 

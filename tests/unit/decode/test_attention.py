@@ -30,12 +30,14 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.queries: list[tuple[int, ...]] = []
         self.keys: list[tuple[int, ...]] = []
         self.made: set[tuple[int, ...]] = set()
         self.masks: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "scaled_dot_product" in str(func):
+            self.queries.append(tuple(args[0].shape))
             self.keys.append(tuple(args[1].shape))
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
@@ -67,6 +69,18 @@ def test_a_chain_builds_no_mask_over_the_context_for_its_rows(rows: int) -> None
     assert not [shape for shape in recorder.masks if shape[-1:] == (slots,)]
     assert recorder.keys == [(rows, 2, slots, 4)] * 2
     assert not [shape for shape in recorder.made if shape[-2:] == (slots, 4) and shape[:2] != (rows, 2)]
+
+
+def test_a_pass_of_one_token_groups_its_query_heads() -> None:
+    model = make_llama(**HEADS).double()
+    runner, recorder = ModelRunner(model, 1), Recorder()
+    with torch.inference_mode():
+        runner.append([PROMPTS[0]])
+        with recorder:
+            logits_1V = runner.append([[3]])
+        expected_V = model(torch.tensor([[*PROMPTS[0], 3]])).logits[0, -1]
+    assert recorder.queries == [(1, 2, 4, 4)] * 2
+    torch.testing.assert_close(logits_1V[0], expected_V, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize(
