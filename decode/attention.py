@@ -67,7 +67,8 @@ def attend(
         out = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling, enable_gqa=heads > K)
         return out.transpose(1, 2).contiguous(), None
     if is_chain:
-        mask = _lower_right(Q, S, query.dtype, query.device)
+        build = _lower_right if torch.compiler.is_compiling() else _same_lower_right
+        mask = build(Q, S, query.dtype, query.device)
     elif mask is not None:
         key, value = (x[:, :, S - mask.shape[-1] :] for x in (key, value))
     if (mask is None and Q > 1) or not plain or Q > MOST_GROUPED:
@@ -79,12 +80,15 @@ def attend(
     return out.reshape(B, heads, Q, -1).transpose(1, 2).contiguous(), None
 
 
-@lru_cache(maxsize=1)  # all layers of a pass use the same
 def _lower_right(width: int, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the additive mask [1, 1, Q, S] of a chain; only its last Q columns mask anything."""
     mask_QS = torch.zeros(width, slots, dtype=dtype, device=device)
     mask_QS[:, slots - width :] = torch.full((width, width), -torch.inf, dtype=dtype, device=device).triu_(1)
     return mask_QS[None, None]
+
+
+_same_lower_right = lru_cache(maxsize=1)(_lower_right)
+"""All layers of a pass use the same; a compiled graph computes it once, and dynamo warns of a cache."""
 
 
 AttentionInterface.register(GROUPED, attend)
