@@ -32,6 +32,8 @@ MOST_GROUPED = 128
 _SPECIAL = ("position_bias", "softcap", "s_aux")
 """Arguments of layers whose attention is more than a masked softmax."""
 
+_NAME = "_attn_implementation_internal"
+"""The attribute of a config that transformers sets; `_attn_implementation` would set those of nested configs too."""
 _LOCK = RLock()
 _REFUSED: "WeakSet[PreTrainedModel]" = WeakSet()
 
@@ -69,7 +71,7 @@ def attend(
     if is_chain:
         build = _lower_right if torch.compiler.is_compiling() else _same_lower_right
         mask = build(Q, S, query.dtype, query.device)
-    elif mask is not None:
+    elif mask is not None and mask.shape[-1] < S:
         key, value = (x[:, :, S - mask.shape[-1] :] for x in (key, value))
     if (mask is None and Q > 1) or not plain or Q > MOST_GROUPED:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
@@ -119,12 +121,13 @@ def configs_of(model: PreTrainedModel, name: str) -> list[PreTrainedConfig]:
 @contextmanager
 def implementation(configs: Sequence[PreTrainedConfig], name: str) -> Iterator[None]:
     """Make the layers with these configs use the attention implementation `name`, inside the context."""
+    values = [vars(config) for config in configs]  # without the checks of `setattr`, which cost more than the rest
     with _LOCK:
-        before = [config._attn_implementation for config in configs]
+        before = [value[_NAME] for value in values]
         try:
-            for config in configs:
-                config._attn_implementation_internal = name
+            for value in values:
+                value[_NAME] = name
             yield
         finally:
-            for config, own in zip(configs, before, strict=True):
-                config._attn_implementation_internal = own
+            for value, own in zip(values, before, strict=True):
+                value[_NAME] = own
