@@ -5,6 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.decode.contexts import CommittedTokens, StoredContexts
+from draftsmith.decode.fixed_drafts import fitted
 from draftsmith.decode.sampling import Processors, Rng
 from draftsmith.heads.draft_tree import ROOT, Draft, Drawing
 
@@ -28,7 +30,12 @@ class DraftBuilder:
     """
 
     def __init__(
-        self, sequence: BuilderSequence, room: int, processors: Processors, shared: tuple[int, int] | None = None
+        self,
+        sequence: BuilderSequence,
+        room: int,
+        processors: Processors,
+        shared: tuple[int, int] | None = None,
+        committed: tuple[CommittedTokens, int] | None = None,
     ) -> None:
         self.room = room
         """Maximum depth of a node."""
@@ -39,6 +46,10 @@ class DraftBuilder:
         self._sequence, self._processors = sequence, processors
         self._shared = shared
         """(shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes."""
+        self._committed = committed
+        """The committed tokens of the batch and the row of this text, for processors that read them."""
+        self.slots: dict[int, int] = {}
+        """For each node that the drafter has read, its number in the order in which it was read, with padding."""
         self.kept: list[int] | None = None
         """Nodes of the draft, in its order; None where no node was pruned."""
         self.confidence: list[float] = []
@@ -85,7 +96,7 @@ class DraftBuilder:
 
     def follow_q(self, q_V: Tensor, parent: int) -> int | None:
         """Do the same as `follow`, for a policy that has computed `probabilities`."""
-        if not q_V.any():
+        if self._processors.may_empty and not q_V.any():
             return None
         return self.choose(parent, int(q_V.argmax())) if self.greedy else self.draw(parent, q_V)
 
@@ -99,7 +110,7 @@ class DraftBuilder:
         if self._drawing is None:
             assert not self.tokens, "drawn tokens cannot be added to a chosen draft"
             self._drawing = Drawing(self._sequence.rng.categorical, replacement=replacement)
-        if not q_V.any():
+        if self._processors.may_empty and not q_V.any():
             return None
         token = self._drawing.add(parent, q_V)
         return None if token is None else self._add(parent, token)
@@ -115,6 +126,10 @@ class DraftBuilder:
         self.kept = nodes
         return self.draft().keep(nodes)
 
+    def read_slots(self, path: tuple[int, ...]) -> list[int]:
+        """Return the slots of those nodes on a path of the draft that the drafter has read."""
+        return [self.slots[node] for node in self.origin(path) if node in self.slots]
+
     def origin(self, path: tuple[int, ...]) -> list[int]:
         """Return the nodes of this tree that nodes of the draft stand for."""
         return list(path) if self.kept is None else [self.kept[node] for node in path]
@@ -127,23 +142,24 @@ class DraftBuilder:
         return len(self.tokens) - 1
 
     def _scores(self, logits_nV: Tensor, nodes: list[int]) -> Tensor:
-        def contexts() -> list[list[int]]:
-            return [self._before(node) for node in nodes]
+        def contexts() -> StoredContexts:
+            if self._committed is None:
+                before = self._sequence.padding + self._sequence.tokens
+                self._committed = CommittedTokens([before], logits_nV.device), 0
+            committed, row = self._committed
+            paths = [self._path(node) for node in nodes]
+            longest = max(map(len, paths))
+            wide = [path + [0] * (longest - len(path)) for path in paths]
+            paths_nD = torch.tensor(wide, device=logits_nV.device) if longest else None
+            texts = [self._sequence.number] * len(nodes)
+            return committed.with_paths([row] * len(nodes), paths_nD, list(map(len, paths)), texts)
 
-        return self._processors.scores(self._fitted(logits_nV), contexts, self._sequence.number)
+        return self._processors.scores(fitted(logits_nV, self._shared), contexts)
 
-    def _before(self, node: int) -> list[int]:
+    def _path(self, node: int) -> list[int]:
+        """Return the tokens on the path to `node`."""
         path = []
         while node != ROOT:
             path.append(self.tokens[node])
             node = self.parents[node]
-        return self._sequence.padding + self._sequence.tokens + path[::-1]
-
-    def _fitted(self, logits_nV: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary: -inf for tokens that the drafter does not share."""
-        if self._shared is None:
-            return logits_nV
-        shared, vocabulary = self._shared
-        fitted_nV = logits_nV.new_full((logits_nV.shape[0], vocabulary), -torch.inf)
-        fitted_nV[:, :shared] = logits_nV[:, :shared]
-        return fitted_nV
+        return path[::-1]

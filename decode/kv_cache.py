@@ -85,11 +85,10 @@ class RollbackLayer(CacheLayerMixin):
             more = max(needed, 2 * slots) - slots
             self.keys, self.values = _padded(keys, more), _padded(values, more)
 
-    def gather(self, row: int, start: int, slots_n: Tensor) -> None:
-        """Move slots `slots_n` [n] of `row` to `start` and the slots after it, in order."""
-        end = start + slots_n.shape[0]
+    def move(self, rows_n1: Tensor, to_nk: Tensor, from_nk: Tensor) -> None:
+        """Copy slots `from_nk` of n rows to slots `to_nk`."""
         for storage in self._storage:
-            storage[row, :, start:end] = storage[row].index_select(1, slots_n)
+            storage[rows_n1, :, to_nk] = storage[rows_n1, :, from_nk]
 
     def keep_rows(self, rows: list[int]) -> None:
         if self.is_initialized:
@@ -139,14 +138,21 @@ class RollbackCache(Cache):
             self.place.start = None
             self.place.slots_BQ = torch.tensor(starts, device=device)[:, None] + steps_Q
 
-    def keep(self, row: int, slots: list[int]) -> None:
-        """Commit the tokens in `slots` of `row`, in order, after the committed tokens."""
-        start = self.lengths[row]
-        if slots != list(range(start, start + len(slots))):
-            slots_n = torch.tensor(slots, device=self._layers[0].device)
+    def keep(self, slots: list[list[int]]) -> None:
+        """Commit for each row the tokens in these slots, in order; slots are counted from the end of its tokens."""
+        rows = [row for row, kept in enumerate(slots) if kept != list(range(len(kept)))]
+        if rows:
+            width = max(len(slots[row]) for row in rows)
+            # Shorter rows are padded with slots that stay where they are.
+            wide = [slots[row] + list(range(len(slots[row]), width)) for row in rows]
+            starts = [self.lengths[row] for row in rows]
+            device = self._layers[0].device
+            start_n1 = torch.tensor(starts, device=device)[:, None]
+            to_nk, from_nk = start_n1 + torch.arange(width, device=device), start_n1 + torch.tensor(wide, device=device)
+            rows_n1 = torch.tensor(rows, device=device)[:, None]
             for layer in self._layers:
-                layer.gather(row, start, slots_n)
-        self.lengths[row] = start + len(slots)
+                layer.move(rows_n1, to_nk, from_nk)
+        self.lengths = [length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)]
 
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows."""

@@ -4,47 +4,45 @@ Drafts are retrieved where the drafter can, else built by the policy, for all te
 """
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import accumulate
-from typing import TypeVar, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.contexts import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.draws import draws_of
+from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.model_runner import ModelRunner
-from draftsmith.decode.policies.base import Growing, Policy
-from draftsmith.decode.sampling import Contexts, Processors, Sampling, SeededRng
+from draftsmith.decode.policies.base import FixedPolicy, Growing, Policy
+from draftsmith.decode.proposal import Proposal, read_outcomes
+from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
-from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_greedy
-from draftsmith.heads.base import Drafter
-from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_batch, verify_greedy
+from draftsmith.heads.base import Drafter, Level
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft
 
-Rows = TypeVar("Rows", Tensor, list[int])
-"""Processed logits of several nodes: distributions [N, V], or tokens [N]."""
+Retrieved = Sequence[Draft | None] | None
 
 EXAMPLE = 8
 """Maximum depth of an example draft."""
 
 
-def propose(drafter: Drafter, policies: list[Policy | None], builders: list[DraftBuilder]) -> list[Draft]:
+def propose(
+    drafter: Drafter, policies: Sequence[Policy | None], builders: Sequence[DraftBuilder], retrieved: Retrieved = None
+) -> list[Draft]:
     """Return a draft for each text. Each pass of the drafter covers all texts whose drafts are unfinished.
 
-    The `DraftBuilder` of a retrieved draft remains empty.
+    The `DraftBuilder` of a retrieved draft remains empty. `retrieved`: what `Drafter.retrieve` returned for each text;
+    None: it is called here.
     """
-    drafts = [Draft() for _ in builders]
+    retrieved = _retrieved(drafter, [builder.room for builder in builders]) if retrieved is None else retrieved
+    drafts = [draft or Draft() for draft in retrieved]
     growing: dict[int, Growing] = {}
     wanted: dict[int, list[int]] = {}
-
-    def note_confidences(asked: list[list[int]]) -> None:
-        """Store the drafter's own confidences in the builders, where policies read them."""
-        for builder, nodes, confidences in zip(
-            builders, asked, drafter.confidences(builders, asked) or (), strict=False
-        ):
-            builder.estimates.update(zip(nodes, confidences, strict=True))
 
     def advance(row: int, logits_nV: Tensor | None) -> None:
         """Send logits to the policy of one text (None starts it); store the nodes that it requests, or its draft."""
@@ -55,33 +53,68 @@ def propose(drafter: Drafter, policies: list[Policy | None], builders: list[Draf
             del growing[row]
             wanted.pop(row, None)
 
-    for row, builder in enumerate(builders):
-        if builder.room < 1:
+    for row, (builder, policy) in enumerate(zip(builders, policies, strict=True)):
+        if retrieved[row] is not None or builder.room < 1:
             continue
-        retrieved = drafter.retrieve(row, builder.room)
-        if retrieved is not None:
-            drafts[row] = retrieved
-            continue
-        if drafter.max_draft_length is not None:  # a limit of its logits, not of retrieval
-            builder.room = min(builder.room, drafter.max_draft_length)
-        policy = policies[row]
         assert policy is not None, "a drafter that computes logits has a policy"
         growing[row] = policy.grow(builder)
         advance(row, None)
     if not growing:
         return drafts
     assert all(nodes == [ROOT] for nodes in wanted.values()), "the first request of a policy is the root"
-    logits_BV = drafter.begin(list(growing))
-    note_confidences([wanted.get(row, []) for row in range(len(builders))])
-    for row in list(growing):
-        advance(row, logits_BV[row][None])
-    while growing:
-        asked = [wanted.get(row, []) for row in range(len(builders))]
-        logits = drafter.extend(builders, asked)
-        note_confidences(asked)
+    logits_BnV = drafter.begin(list(growing))[:, None]
+    levels = _Levels(builders, logits_BnV.device)
+    while True:
+        _note_confidences(drafter, builders, wanted)
         for row in list(growing):
-            advance(row, logits[row])
-    return drafts
+            advance(row, logits_BnV[row, : len(wanted[row])])
+        if not growing:
+            return drafts
+        logits_BnV = drafter.extend(levels.next(wanted))
+
+
+class _Levels:
+    """Translates the nodes that policies request into levels of a batch."""
+
+    def __init__(self, builders: Sequence[DraftBuilder], device: torch.device) -> None:
+        self._builders, self._device = builders, device
+        self._columns: list[dict[int, int]] = [{ROOT: 0} for _ in builders]
+        """For each text the index of every node of the previous level."""
+        self._slots = self._depth = 0
+        self._is_chain = True
+
+    def next(self, wanted: dict[int, list[int]]) -> Level:
+        """Return these nodes as a level; texts that request none are padded."""
+        width = max(map(len, wanted.values()))
+        self._depth += 1
+        tokens, parents = [], []
+        for row, builder in enumerate(self._builders):
+            nodes, columns = wanted.get(row, []), self._columns[row]
+            tokens.append([builder.tokens[node] for node in nodes] + [0] * (width - len(nodes)))
+            parents.append([columns[builder.parents[node]] for node in nodes] + [0] * (width - len(nodes)))
+            self._columns[row] = {node: column for column, node in enumerate(nodes)}
+            builder.slots.update({node: self._slots + column for column, node in enumerate(nodes)})
+        self._slots += width
+        self._is_chain = self._is_chain and width == 1
+        parents_Bn = None if self._is_chain else torch.tensor(parents, device=self._device)
+        return Level(torch.tensor(tokens, device=self._device), parents_Bn, self._depth)
+
+
+def _note_confidences(drafter: Drafter, builders: Sequence[DraftBuilder], wanted: dict[int, list[int]]) -> None:
+    """Store the drafter's own confidences in the builders, where policies read them."""
+    confidences_Bn = drafter.confidences()
+    if confidences_Bn is None:
+        return
+    rows = confidences_Bn.tolist()
+    for row, nodes in wanted.items():
+        builders[row].estimates.update(zip(nodes, rows[row], strict=False))
+
+
+def _retrieved(drafter: Drafter, rooms: Sequence[int]) -> list[Draft | None]:
+    """Return the retrieved draft of each text, None where the drafter retrieves none."""
+    if type(drafter).retrieve is Drafter.retrieve:
+        return [None for _ in rooms]
+    return [drafter.retrieve(row, room) if room > 0 else None for row, room in enumerate(rooms)]
 
 
 def example_draft(policy: Policy, sharpness: float) -> Draft:
@@ -123,6 +156,9 @@ class DecodeLoop:
         self._target, self._drafter = target, drafter
         self._processors, self._rule, self._widths = processors, rule, widths
         self._shared: tuple[int, int] | None = None
+        self._committed: CommittedTokens | None = None
+        """The committed tokens, with padding, where a processor reads them."""
+        self._device = torch.device("cpu")
         for text in self.texts:
             text.policy = None if policy is None else policy.fresh()
 
@@ -135,15 +171,21 @@ class DecodeLoop:
         """Read the prompts and commit the first token of each; return every text with its new tokens."""
         layers = () if self._drafter is None else self._drafter.needs.layers
         logits_BV = self._target.prefill(self.texts, layers)
+        self._device = logits_BV.device
+        if self._processors.read_text:
+            self._committed = CommittedTokens([text.padding + text.tokens for text in self.texts], self._device)
         if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):
             assert self._drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
             self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
         new = []
-        results = self._verify([logits_V[None] for logits_V in logits_BV], [Draft() for _ in self.texts])
+        results = self._decided(logits_BV[:, None], Proposal([Draft() for _ in self.texts]))
+        hidden_BH = self._target.hidden([ROOT] * len(self.texts))
         for row, (text, result) in enumerate(zip(self.texts, results, strict=True)):
-            text.hidden = self._target.hidden(row, ROOT)
+            text.hidden = None if hidden_BH is None else hidden_BH[row]
             text.add_features(self._target.features(row))
             new.append((text, text.commit([result.next_token])))
+        if self._committed is not None:
+            self._committed.append([tokens for _, tokens in new])
         self._finish(started=False)
         if self._drafter is not None and self.texts:
             self._drafter.start(self)
@@ -151,32 +193,24 @@ class DecodeLoop:
 
     def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
         """Propose, verify and commit once; return every unfinished text with its new tokens and the round's record."""
-        hidden = self.texts[0].hidden
-        device = None if hidden is None else hidden.device
+        device = self._device
         started = now(device)
-        drafts = [Draft() for _ in self.texts]
-        builders: list[DraftBuilder] = []
-        if self._drafter is not None:
-            limit = self._drafter.context_limit
-            builders = [DraftBuilder(text, _room(text, limit), self._processors, self._shared) for text in self.texts]
-            drafts = propose(self._drafter, [text.policy for text in self.texts], builders)
+        proposal = self._propose()
         drafted = now(device)
-        logits = self._target.verify([text.tokens[-1] for text in self.texts], drafts)
-        results = self._verify(logits, drafts)
+        results = self._verified(proposal)
         verified = now(device)
+        drafts = proposal.drafts
         new = []
-        for row, (text, draft, result) in enumerate(zip(self.texts, drafts, results, strict=True)):
-            text.hidden = self._target.hidden(row, result.path[-1] if result.path else ROOT)
-            text.add_features(self._target.features(row, list(result.path)))
+        for text, draft, result in zip(self.texts, drafts, results, strict=True):
             new.append(text.commit([*(draft.tokens[node] for node in result.path), result.next_token]))
-        self._target.commit([list(result.path) for result in results])
+        self._take_over([list(result.path) for result in results], new)
         if self._drafter is not None:
-            self._drafter.rollback(self._observe(builders, drafts, results))
+            self._drafter.rollback(self._observe(proposal, results))
         ended = now(device)
         out = []
         for text, draft, result, tokens in zip(self.texts, drafts, results, new, strict=True):
             record = Round(
-                drafted=len(draft),
+                drafted=len(draft) - draft.tokens.count(NO_NODE),
                 depth=draft.depth,
                 accepted=result.accepted,
                 committed=len(tokens),
@@ -190,41 +224,113 @@ class DecodeLoop:
         self._finish()
         return out
 
-    def _observe(
-        self, builders: list[DraftBuilder], drafts: list[Draft], results: list[VerifyResult]
-    ) -> list[list[int]]:
-        """Pass results to the policies; return the accepted nodes of each builder's tree, none for retrieved drafts."""
-        paths: list[list[int]] = []
-        for text, builder, draft, result in zip(self.texts, builders, drafts, results, strict=True):
-            retrieved = len(draft) > 0 and not builder.tokens
-            paths.append([] if retrieved else builder.origin(result.path))
-            if text.policy is not None and not retrieved:
-                text.policy.observe(builder, draft, result)
-        return paths
+    def _propose(self) -> Proposal:
+        """Return drafts for all texts, on the device where all of them have one shape that is known before."""
+        texts, drafter = self.texts, self._drafter
+        if drafter is None:
+            return Proposal([Draft() for _ in texts])
+        rooms = [_room(text, drafter.context_limit) for text in texts]
+        retrieved = _retrieved(drafter, rooms)
+        if drafter.max_draft_length is not None:  # a limit of its logits, not of retrieval
+            rooms = [min(room, drafter.max_draft_length) for room in rooms]
+        shape = self._shape() if all(draft is None for draft in retrieved) and max(rooms) > 0 else None
+        if shape is not None:
+            draws = draws_of(self._rngs, 2 * shape.nodes + 2, self._device)
+            numbers = [text.number for text in texts]
+            fixed = FixedDrafts(shape, rooms, self._processors, draws, self._committed, numbers, self._shared)
+            return Proposal(batch=fixed.build(drafter), draws=draws, slots=fixed.slots)
+        builders = []
+        for row, (text, room) in enumerate(zip(texts, rooms, strict=True)):
+            committed = None if self._committed is None else (self._committed, row)
+            builders.append(DraftBuilder(text, room, self._processors, self._shared, committed))
+        return Proposal(propose(drafter, [text.policy for text in texts], builders, retrieved), builders)
 
-    def _verify(self, logits: list[Tensor], drafts: list[Draft]) -> list[VerifyResult]:
-        """Return the result of the verification rule for each text. `logits`: [N + 1, V] for each."""
+    def _shape(self) -> Shape | None:
+        """Return the shape of all drafts of the next round; None where they differ or depend on q."""
+        greedy, shape = self._processors.greedy, None
+        for policy in {id(text.policy): text.policy for text in self.texts}.values():
+            if not isinstance(policy, FixedPolicy):
+                return None
+            other = policy.fixed(greedy=greedy)
+            if shape is not None and other != shape:
+                return None
+            shape = other
+        return shape
+
+    @property
+    def _rngs(self) -> list[Rng]:
+        return [text.rng for text in self.texts]
+
+    def _verified(self, proposal: Proposal) -> list[VerifyResult]:
+        """Verify the drafts in one pass of the target and return the result of each text."""
+        roots = [text.tokens[-1] for text in self.texts]
+        tokens_BQ = proposal.tokens(roots, self._device)
+        logits_BQV = self._target.verify(tokens_BQ, proposal.shapes)
+        return self._decided(logits_BQV, proposal)
+
+    def _decided(self, logits_BQV: Tensor, proposal: Proposal) -> list[VerifyResult]:
+        """Apply the verification rule to all texts, and read the outcome in one transfer."""
+        scores_BQV = self._scores(logits_BQV, proposal)
+        # Texts in which the processors forbid every token somewhere.
+        empty_B1 = scores_BQV.isneginf().all(-1).any(1, keepdim=True) if self._processors.may_empty else None
         if self._processors.greedy:
-            tokens = self._processed(self._processors.tokens, logits, drafts)
-            return [verify_greedy(row, draft) for row, draft in zip(tokens, drafts, strict=True)]
-        p = self._processed(self._processors.probabilities, logits, drafts)
+            tokens_BQ = scores_BQV.argmax(-1)
+            parts = [tokens_BQ, *proposal.packed(), *([] if empty_B1 is None else [empty_B1.long()])]
+            rows = torch.cat(parts, 1).tolist()
+            empty = empty_B1 is not None and any(row[-1] for row in rows)
+            drafts = proposal.read([row[tokens_BQ.shape[1] :] for row in rows])
+            results = [] if empty else [verify_greedy(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+        elif self._rule is not None and self._rule.single is not None:
+            empty = empty_B1 is not None and bool(empty_B1.any())
+            results = [] if empty else self._one_by_one(self._rule, scores_BQV.softmax(-1), proposal)
+        else:
+            outcomes, p_BQV = [], scores_BQV.softmax(-1)
+            for group in proposal.groups(self._rngs, self._device):
+                rows, batch, draws = group
+                p_BPV = p_BQV if len(rows) == len(self.texts) else p_BQV[rows, : len(batch) + 1]
+                outcomes.append((group, verify_batch(self._rule, p_BPV, batch, draws)))
+            results, empty = read_outcomes(outcomes, proposal, self._rngs, empty_B1)
+        if empty:
+            self._processors.raise_empty(logits_BQV.flatten(0, 1), self._contexts(proposal))
+        return results
+
+    def _one_by_one(self, rule: Rule, p_BQV: Tensor, proposal: Proposal) -> list[VerifyResult]:
+        """Apply a rule that verifies one text after the other."""
+        drafts = proposal.drawn(self._rngs)
         return [
-            verify(self._rule, p_PV, draft, text.rng) for text, p_PV, draft in zip(self.texts, p, drafts, strict=True)
+            verify(rule, p_BQV[row, : len(draft) + 1], draft, text.rng)
+            for row, (text, draft) in enumerate(zip(self.texts, drafts, strict=True))
         ]
 
-    def _processed(
-        self, process: Callable[[Tensor, Contexts, int], Rows], logits: list[Tensor], drafts: list[Draft]
-    ) -> list[Rows]:
-        """Return the logits of each text after `process`."""
-        if len(logits) > 1 and not self._processors.read_text:
-            # One call for all texts: no processor reads the tokens before a position.
-            processed = process(torch.cat(logits), list, 0)
-            ends = list(accumulate(len(rows) for rows in logits))
-            return [processed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        return [
-            process(rows, partial(_contexts, text, draft), text.number)
-            for text, rows, draft in zip(self.texts, logits, drafts, strict=True)
-        ]
+    def _scores(self, logits_BQV: Tensor, proposal: Proposal) -> Tensor:
+        """Return the processed logits after every place of every text."""
+        scores_nV = self._processors.scores(logits_BQV.flatten(0, 1), self._contexts(proposal))
+        return scores_nV.unflatten(0, logits_BQV.shape[:2])
+
+    def _contexts(self, proposal: Proposal) -> MakeContexts:
+        return lambda: proposal.contexts(self._committed, [text.number for text in self.texts])
+
+    def _take_over(self, paths: list[list[int]], new: list[list[int]]) -> None:
+        """Hand the target's states over to the texts and keep the accepted tokens in its cache."""
+        hidden_BH = self._target.hidden([path[-1] if path else ROOT for path in paths])
+        for row, (text, path) in enumerate(zip(self.texts, paths, strict=True)):
+            if hidden_BH is not None:
+                text.hidden = hidden_BH[row]
+            text.add_features(self._target.features(row, path))
+        self._target.commit(paths)
+        if self._committed is not None:
+            self._committed.append(new)
+
+    def _observe(self, proposal: Proposal, results: list[VerifyResult]) -> list[list[int]]:
+        """Pass results to the policies; return the slots of accepted nodes that the drafter has read."""
+        slots: list[list[int]] = []
+        for row, (text, draft, result) in enumerate(zip(self.texts, proposal.drafts, results, strict=True)):
+            builder = proposal.builders[row] if proposal.builders else None
+            retrieved = builder is not None and len(draft) > 0 and not builder.tokens
+            slots.append([] if retrieved else proposal.read_slots(row, result.path))
+            if text.policy is not None and text.policy.learns and not retrieved:
+                text.policy.observe(builder, draft, result)
+        return slots
 
     def _finish(self, *, started: bool = True) -> None:
         """Drop the rows of texts that have ended, in the target and, once it has `started`, in the drafter."""
@@ -235,6 +341,8 @@ class DecodeLoop:
         if not running:
             return
         self._target.drop(running)
+        if self._committed is not None:
+            self._committed.keep(running)
         if started and self._drafter is not None:
             self._drafter.drop(running)
 
@@ -242,12 +350,6 @@ class DecodeLoop:
 def _room(text: DecodeSequence, context_limit: int | None) -> int:
     """Return the maximum draft depth that the text's length and the drafter's context allow."""
     return text.room if context_limit is None else min(text.room, context_limit - len(text.tokens))
-
-
-def _contexts(text: DecodeSequence, draft: Draft) -> list[list[int]]:
-    """Return the tokens up to the root and up to each node, with padding, as processors read them."""
-    shown = text.padding + text.tokens
-    return [shown, *(shown + [draft.tokens[i] for i in draft.path(node)] for node in range(len(draft)))]
 
 
 def now(device: torch.device | None) -> float:

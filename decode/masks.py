@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.attention import GROUPED, chain_marker, configs_of, implementation, takes_grouped
 from draftsmith.errors import ConfigError
+from draftsmith.heads.draft_tree import Parents
 
 # Shapes: B rows, Q tokens fed, S slots of the cache.
 
@@ -123,3 +125,12 @@ def _all_slide(config: PreTrainedConfig) -> bool:
 def chain_mask(start: int, count: int, device: torch.device) -> Tensor:
     """Return the causal mask of `count` tokens after `start` visible ones: bool [1, count, start + count]."""
     return torch.ones(count, start + count, dtype=torch.bool, device=device).tril_(start)[None]
+
+
+@lru_cache(maxsize=1024)
+def tree_mask(parents: Parents, device: torch.device) -> Tensor:
+    """Return the mask [N + 1, N + 1] of a root and draft nodes, each of which attends to its own path: bool."""
+    mask = torch.eye(len(parents) + 1, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        mask[node + 1] |= mask[parent + 1]
+    return mask.to(device)

@@ -1,9 +1,11 @@
 """Runs an unmodified transformers LM on texts and draft trees, one row each, with a `RollbackCache`."""
 
 import inspect
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,33 +13,13 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.encoder_decoder import Encoded, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
-from draftsmith.decode.masks import Attention
-from draftsmith.heads.base import Tree
-from draftsmith.heads.draft_tree import ROOT
+from draftsmith.decode.masks import Attention, tree_mask
+from draftsmith.heads.base import Level
+from draftsmith.heads.draft_tree import Parents, depths_of
 from draftsmith.heads.hidden_states import Features
+from draftsmith.heads.model_config import context_limit
 
 # Shapes: B rows, Q tokens fed to each, S slots of the cache, H hidden size, V vocabulary.
-
-
-class Branches:
-    """Draft nodes of one row that the cache holds after its committed tokens."""
-
-    def __init__(self) -> None:
-        self.slot: dict[int, int] = {}
-        """The slot of each node, counted from the end of the committed tokens."""
-        self.seen: dict[int, list[int]] = {}
-        """The slots of each node's path, including its own."""
-        self.depths: list[int] = []
-        """The depth of the node in each slot."""
-        self.is_chain = True
-        """Whether every node is a child of the node read before it."""
-
-    def add(self, node: int, parent: int, depth: int) -> None:
-        slot = len(self.depths)
-        self.slot[node] = slot
-        self.seen[node] = [*(self.seen[parent] if parent != ROOT else ()), slot]
-        self.depths.append(depth)
-        self.is_chain = self.is_chain and depth == slot + 1
 
 
 class ModelRunner:
@@ -67,7 +49,7 @@ class ModelRunner:
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
         self._cache = RollbackCache(model.config, rows)
-        self._branches = [Branches() for _ in range(rows)]
+        self._drafted = _Drafted()
         self._attention = Attention.of(model)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
         self._widths = widths if widths and rows == 1 and not self._attention.is_flash else {}
@@ -77,11 +59,12 @@ class ModelRunner:
             assert head is not None, "`TransformersTarget` refuses models without an lm_head"
             self._read = _watch(self, head)
         self._watched = Features(model, layers) if layers else None
-        self.states: list[Tensor] = []
-        """For each row, [n, H] that belong to the last logits: the lm_head's input (`remember`) or `output.states`."""
-        self.features: list[Tensor] = []
-        """With `layers`, the features [n, F] of the tokens last read, for each row."""
+        self.states = torch.empty(0)
+        """[B, H] or [B, Q, H] that belong to the last logits: the lm_head's input (`remember`) or `output.states`."""
+        self.features_BQF: Tensor | None = None
+        """With `layers`, the features of the tokens last read."""
         self._encoded = Encoded(model, sources or [], encoded) if model.config.is_encoder_decoder else None
+        self._last_position = (context_limit(model.config) or sys.maxsize) - 1
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_keep = "logits_to_keep" in accepted
@@ -105,58 +88,116 @@ class ModelRunner:
         # Padding follows the tokens, which do not attend to it.
         visible = None if len(set(starts)) == 1 else self._ragged_chain(starts, width)
         lasts = [max(count, 1) - 1 for count in counts]
-        logits, states = self._forward(tokens, positions, visible, keep=sorted(set(lasts)), features=features)
-        column = {last: place for place, last in enumerate(sorted(set(lasts)))}
+        columns = sorted(set(lasts))
+        read_BQF = None if features is None else nn.utils.rnn.pad_sequence(list(features), batch_first=True)
+        if read_BQF is not None and width > read_BQF.shape[1]:
+            read_BQF = nn.functional.pad(read_BQF, (0, 0, 0, width - read_BQF.shape[1]))
+        ids = self._ids(tokens, width)
+        logits, states = self._forward(ids, self._ids(positions, width), visible, starts, columns, read_BQF)
         for row, count in enumerate(counts):
             self._cache.lengths[row] += count
-        rows = [logits[row, column[last]] for row, last in enumerate(lasts)]
-        if states is not None:
-            self.states = [states[row, column[last]][None] for row, last in enumerate(lasts)]
-        self._store_features(counts)
-        return torch.stack(rows) if len(rows) > 1 else rows[0][None]
+        self._keep_features()
+        if len(columns) == 1:
+            self.states = states[:, 0] if states is not None else self.states
+            return logits[:, 0]
+        place_B = torch.tensor([columns.index(last) for last in lasts], device=self._device)
+        rows_B = torch.arange(len(lasts), device=self._device)
+        self.states = states[rows_B, place_B] if states is not None else self.states
+        return logits[rows_B, place_B]
 
-    def branch(
-        self, trees: Sequence[Tree], nodes: list[list[int]], features: list[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Read draft nodes, parents before children, and return for each row the logits [n, V] after its nodes."""
-        starts, tokens, positions = [], [], []
-        for tree, wanted, branches, length in zip(trees, nodes, self._branches, self.lengths, strict=True):
-            starts.append(length + len(branches.depths))
-            for node in wanted:
-                branches.add(node, tree.parents[node], tree.depths[node])
-            tokens.append([tree.tokens[node] for node in wanted])
-            positions.append([length + tree.depths[node] - 1 for node in wanted])
-        width = max(map(len, tokens))
-        width = self._widths.get(width, width)
-        for row, wanted in enumerate(positions):
-            wanted += [self.lengths[row]] * (width - len(wanted))
-        mask = self._tree_mask(nodes, starts, width)
-        logits, states = self._forward(tokens, positions, mask, starts=starts, features=features)
-        if states is not None:
-            self.states = [states[row, : len(wanted)] for row, wanted in enumerate(nodes)]
-        self._store_features([len(wanted) for wanted in nodes])
-        return [logits[row, : len(wanted)] for row, wanted in enumerate(nodes)]
+    def extend(self, level: Level, features_BnF: Tensor | None = None) -> Tensor:
+        """Read the next level of draft nodes and return the logits [B, n, V] after them."""
+        drafted, n = self._drafted, level.tokens_Bn.shape[1]
+        chain = level.parents_Bn is None
+        if chain:
+            drafted.visible = None
+        else:
+            # Each node sees the path of its parent and itself.
+            own = torch.eye(n, dtype=torch.bool, device=self._device).expand(level.tokens_Bn.shape[0], n, n)
+            before = drafted.visible
+            if before is None:  # a chain of one node per level so far
+                before = own.new_ones(own.shape[0], 1, drafted.slots)
+            drafted.visible = torch.cat([level.of_parents(before), own], 2)
+        return self._branch(level.tokens_Bn, [level.depth] * n, drafted.visible, features_BnF)
 
-    def commit(self, paths: list[list[int]]) -> None:
-        """Keep the cache entries of each row's accepted path and discard all other draft nodes."""
-        for row, path in enumerate(paths):
-            branches, base = self._branches[row], self.lengths[row]
-            kept = [base + branches.slot[node] for node in path if node in branches.slot]
-            self._cache.keep(row, kept)
-            if branches.depths:
-                self._branches[row] = Branches()
+    def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
+        """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
+        return self._branch(tokens_BQ, range(1, tokens_BQ.shape[1] + 1), None, features_BQF)
+
+    def tree(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
+        """Read roots and the drafts after them and return the logits [B, Q, V]; `shapes`: one for each row, or one.
+
+        Rows with fewer nodes are padded.
+        """
+        Q = tokens_BQ.shape[1]
+        if all(shape == tuple(range(-1, len(shape) - 1)) for shape in shapes):
+            return self._branch(tokens_BQ, range(1, Q + 1), None, None)
+        depths = [[1, *(depth + 1 for depth in depths_of(shape))] for shape in shapes]
+        masks = [tree_mask(shape, self._device) for shape in shapes]
+        if len(masks) == 1:
+            return self._branch(tokens_BQ, depths[0], masks[0][None], None)
+        wide = [nn.functional.pad(mask, (0, Q - len(mask), 0, Q - len(mask))) for mask in masks]
+        padded = [row + [1] * (Q - len(row)) for row in depths]
+        return self._branch(tokens_BQ, padded, torch.stack(wide), None)
+
+    def _branch(
+        self,
+        tokens_BQ: Tensor,
+        depths: Sequence[int] | Sequence[list[int]],
+        visible_BQR: Tensor | None,
+        features_BQF: Tensor | None,
+    ) -> Tensor:
+        """Read draft tokens and return the logits [B, Q, V] after them.
+
+        Args:
+            depths: number of draft tokens on the path to each token, [Q] or [B, Q].
+            visible_BQR: the draft slots that each token sees, R - Q earlier ones and its own Q; None: all up to itself.
+        """
+        B, Q = tokens_BQ.shape
+        drafted, before = self._drafted, self._drafted.slots
+        starts = [length + before for length in self.lengths]
+        width = self._widths.get(Q, Q)
+        by_row = bool(depths) and isinstance(depths[0], list)
+        rows = cast(Sequence[list[int]], depths) if by_row else [list(cast(Sequence[int], depths))] * B
+        # Rows that have fewer draft tokens are padded, maybe beyond the model's context.
+        positions = [
+            [min(length - 1 + depth, self._last_position) for depth in row] + [length] * (width - Q)
+            for length, row in zip(self.lengths, rows, strict=True)
+        ]
+        if width > Q:  # padding that no token attends to
+            tokens_BQ = nn.functional.pad(tokens_BQ, (0, width - Q))
+            if features_BQF is not None:
+                features_BQF = nn.functional.pad(features_BQF, (0, 0, 0, width - Q))
+            if visible_BQR is not None:
+                visible_BQR = nn.functional.pad(visible_BQR, (0, width - Q, 0, width - Q))
+        mask = self._draft_mask(visible_BQR, starts, width)
+        positions_BQ = torch.tensor(positions, device=self._device)
+        logits, states = self._forward(tokens_BQ, positions_BQ, mask, starts, None, features_BQF)
+        drafted.read(Q, [row[:Q] for row in rows])
+        self._keep_features()
+        if states is not None:
+            self.states = states[:, :Q] if width > Q else states
+        return logits[:, :Q] if width > Q else logits
+
+    def commit(self, slots: list[list[int]]) -> None:
+        """Keep these draft slots of each row, in order, and discard all other draft tokens."""
+        self._cache.keep(slots)
+        self._drafted = _Drafted()
 
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows."""
         self._cache.drop(rows)
-        self._branches = [self._branches[row] for row in rows]
         if self._encoded is not None:
             self._encoded.drop(rows)
 
-    def _store_features(self, counts: list[int]) -> None:
+    def _keep_features(self) -> None:
         if self._watched is not None:
-            features_BQF = self._watched.take()
-            self.features = [features_BQF[row, :count] for row, count in enumerate(counts)]
+            self.features_BQF = self._watched.take()
+
+    def _ids(self, rows: list[list[int]], width: int) -> Tensor:
+        """Return rows of at most `width` numbers as [B, width], padded with 0."""
+        wide = [row if len(row) == width else row + [0] * (width - len(row)) for row in rows]
+        return torch.tensor(wide, device=self._device)
 
     # Masks.
 
@@ -166,27 +207,33 @@ class ModelRunner:
         query_Q1 = torch.arange(width, device=self._device)[:, None]
         return torch.arange(max(starts) + width, device=self._device) <= start_B11 + query_Q1
 
-    def _tree_mask(self, nodes: list[list[int]], starts: list[int], width: int) -> Tensor | None:
-        """Return the tree mask [B, Q, S], or None for chains that start at the same slot.
+    def _draft_mask(self, visible_BQR: Tensor | None, starts: list[int], width: int) -> Tensor | None:
+        """Return the mask [B, Q, S] of draft tokens, or None for chains that start at the same slot.
 
-        Each node attends to the committed tokens and to its own path.
+        Each token attends to the committed tokens and to the draft slots in `visible_BQR`.
         """
-        if len(set(starts)) == 1 and all(branches.is_chain for branches in self._branches):
+        equal = min(starts) == max(starts)
+        if visible_BQR is None:
+            if not equal:
+                return self._ragged_chain(starts, width)
             return None
-        mask = torch.zeros(len(starts), width, max(starts) + width, dtype=torch.bool)
-        for row, wanted in enumerate(nodes):
-            base, branches = self.lengths[row], self._branches[row]
-            mask[row, :, :base] = True
-            for query, node in enumerate(wanted):
-                mask[row, query, [base + slot for slot in branches.seen[node]]] = True
-        return mask.to(self._device)
+        length = starts[0] - self._drafted.slots
+        if equal:
+            committed = visible_BQR.new_ones(1, 1, length).expand(*visible_BQR.shape[:2], -1)
+            return torch.cat([committed, visible_BQR], 2)
+        length_B1 = torch.tensor(self.lengths, device=self._device)[:, None]
+        slot_BS = torch.arange(max(starts) + width, device=self._device) - length_B1
+        R = visible_BQR.shape[2]
+        index_BQS = slot_BS.clamp(0, R - 1)[:, None].expand(-1, visible_BQR.shape[1], -1)
+        drafted_BQS = visible_BQR.expand(len(starts), -1, -1).gather(2, index_BQS) & (slot_BS < R)[:, None]
+        return drafted_BQS | (slot_BS < 0)[:, None]
 
     def _slot_positions(self, end: int, positions_BQ: Tensor, starts: list[int]) -> Tensor:
         """Return the position in its text of the token in each slot, including the tokens being read: [B, S]."""
         slots_BS = torch.arange(end).expand(len(starts), end).clone()
-        for row, branches in enumerate(self._branches):
+        for row, depths in enumerate(self._drafted.depths):
             base = self.lengths[row]
-            for slot, depth in enumerate(branches.depths):
+            for slot, depth in enumerate(depths):
                 slots_BS[row, base + slot] = base + depth - 1
         slots_BS = slots_BS.to(self._device)
         for row, start in enumerate(starts):
@@ -198,21 +245,15 @@ class ModelRunner:
 
     def _forward(
         self,
-        tokens: list[list[int]],
-        positions: list[list[int]],
+        ids_BQ: Tensor,
+        positions_BQ: Tensor,
         visible_BQS: Tensor | None,
-        *,
-        starts: list[int] | None = None,
-        keep: list[int] | None = None,
-        features: list[Tensor] | None = None,
+        starts: list[int],
+        keep: list[int] | None,
+        features_BQF: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits and, if the model has any, the states of the columns in `keep` (None: all)."""
-        starts = self.lengths if starts is None else starts
-        width = len(positions[0])
-        if len(tokens) > 1 or len(tokens[0]) < width:
-            tokens = [row + [0] * (width - len(row)) for row in tokens]
-        ids = torch.tensor(tokens, device=self._device)
-        positions_BQ = torch.tensor(positions, device=self._device)
+        width = ids_BQ.shape[1]
         self._cache.aim(starts, width, self._device)
         end = self._cache.place.end
         mask, relative, attention = None, nullcontext(), self._attention
@@ -236,12 +277,11 @@ class ModelRunner:
         if self._takes_keep and keep is not None:
             inputs["logits_to_keep"] = 1 if keep == [width - 1] else torch.tensor(keep, device=self._device)
         if self._encoded is not None:
-            inputs |= self._encoded.inputs(ids, mask, self._cache)
+            inputs |= self._encoded.inputs(ids_BQ, mask, self._cache)
         else:
-            inputs |= {"input_ids": ids, "attention_mask": mask, "past_key_values": self._cache}
-        if features is not None:
-            rows = [nn.functional.pad(row_nF, (0, 0, 0, width - row_nF.shape[0])) for row_nF in features]
-            inputs["features"] = torch.stack(rows) if len(rows) > 1 else rows[0][None]
+            inputs |= {"input_ids": ids_BQ, "attention_mask": mask, "past_key_values": self._cache}
+        if features_BQF is not None:
+            inputs["features"] = features_BQF
         with relative, attention.running(chain=is_chain):
             output = self.model(**inputs)
         logits = output.logits
@@ -250,6 +290,22 @@ class ModelRunner:
             logits = logits[:, keep]
             states = states[:, keep] if states is not None and states.shape[1] != len(keep) else states
         return logits, states
+
+
+class _Drafted:
+    """The draft tokens that the cache holds after the committed ones, in the same slots for every row."""
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self.depths: list[list[int]] = []
+        """For each row the depth of the token in each slot."""
+        self.visible: Tensor | None = None
+        """[B, n, slots]: the slots that the nodes of the last level see; None while every level has one node."""
+
+    def read(self, count: int, depths: Sequence[list[int]]) -> None:
+        """Add `count` tokens of every row."""
+        self.slots += count
+        self.depths = [old + new for old, new in zip(self.depths or [[] for _ in depths], depths, strict=True)]
 
 
 def _watch(runner: ModelRunner, head: nn.Module) -> list[Tensor]:

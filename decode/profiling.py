@@ -15,9 +15,8 @@ from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence
-from draftsmith.decode.target import RootedTree, TransformersTarget
+from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import context_limit
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -81,8 +80,10 @@ def _reading(model: PreTrainedModel) -> Callable[[int], object]:
     runner = ModelRunner(model, 1, [[1] * 8])
     runner.append([[1] * max(1, min(CONTEXT, limit - WIDTHS[-1] - 1))])
 
+    ids = torch.ones(1, WIDTHS[-1], dtype=torch.int64, device=next(model.parameters()).device)
+
     def read(width: int) -> None:
-        runner.branch([RootedTree.of(1, Draft.chain([1] * (width - 1)))], [list(range(width))])
+        runner.line(ids[:, :width])
         runner.commit([[]])
 
     return read

@@ -6,7 +6,7 @@ processors turn logits into the target's p and the drafter's q, at every node.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
+from draftsmith.decode.contexts import Contexts, ListContexts
 from draftsmith.errors import ConfigError, DraftsmithError
 
 LARGEST_SEED = 2**32 - 1
@@ -24,6 +25,10 @@ def require_seed(key: str, seed: int, largest: int = LARGEST_SEED) -> None:
     """Raise ConfigError for a seed out of range."""
     if not 0 <= seed <= largest:
         raise ConfigError.of(key, seed, f">= 0 and at most {largest}")
+
+
+BLOCK = 256
+"""Uniform numbers that a source draws at once."""
 
 
 class Rng(Protocol):
@@ -43,27 +48,45 @@ class SeededRng:
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
+        self._block = torch.empty(0, dtype=torch.float64)
+        self._place = 0
+
+    def block(self, count: int) -> Tensor:
+        """Return the next `count` uniform numbers in fp64; `skip` takes them from the source."""
+        if self._place + count > len(self._block):
+            more = torch.rand(max(count, BLOCK), dtype=torch.float64, generator=self._generator)
+            self._block, self._place = torch.cat([self._block[self._place :], more]), 0
+        return self._block[self._place : self._place + count]
+
+    def skip(self, count: int) -> None:
+        """Take the next `count` numbers, which the last `block` returned."""
+        self._place += count
 
     def _uniform(self) -> float:
-        return torch.rand((), dtype=torch.float64, generator=self._generator).item()
+        value = self.block(1).item()
+        self.skip(1)
+        return value
 
     def bernoulli(self, probability: float) -> bool:
         return self._uniform() < probability
 
     def categorical(self, weights_V: Tensor) -> int:
-        # Inverse of the cumulative sum in fp64: an index of weight zero has an empty interval and is never drawn.
-        cumulative_V = weights_V.double().cumsum(-1)
-        threshold = cumulative_V[-1] * self._uniform()
-        index = int(torch.searchsorted(cumulative_V, threshold, right=True))
-        # Rounding can make the product equal to the total; then the last index of positive weight is drawn.
-        return min(index, int(torch.searchsorted(cumulative_V, cumulative_V[-1])))
+        return int(index_at(weights_V, torch.tensor([self._uniform()], dtype=torch.float64, device=weights_V.device)))
+
+
+def index_at(weights_xV: Tensor, uniform_x1: Tensor) -> Tensor:
+    """Return the index [..., 1] at which the cumulative sum of the weights exceeds this share of their total."""
+    # In fp64, an index of weight zero has an empty interval and is never drawn. The product is below the total: the
+    # largest uniform number is 1 - 2^-53, and total * (1 - 2^-53) is never rounded up to the total.
+    cumulative_xV = weights_xV.double().cumsum(-1)
+    return torch.searchsorted(cumulative_xV, cumulative_xV[..., -1:] * uniform_x1, right=True)
 
 
 # Shapes: N rows of logits, V vocabulary.
 
 HOTTEST, COLDEST = 1e30, 1e-6
 """The largest temperature, and the one below which logits divided by it may leave float32."""
-Contexts = Callable[[], Sequence[list[int]]]
+MakeContexts = Callable[[], Contexts | Sequence[list[int]]]
 """Returns the tokens before each row of logits; called only when a processor reads them."""
 
 # transformers' processors that read the scores only.
@@ -182,72 +205,80 @@ class Processors:
         """Whether any processor reads the tokens before a node."""
         self._texts = texts
 
-    def tokens(self, logits_NV: Tensor, contexts: Contexts, text: int = 0) -> list[int]:
-        """Return the argmax of every row; DraftsmithError where processors forbid every token."""
-        scores_NV = self.scores(logits_NV, contexts, text)
-        if self.may_empty and bool(scores_NV.isneginf().all(-1).any()):
-            self._raise_empty(logits_NV, contexts, text)
-        return scores_NV.argmax(-1).tolist()
+    def tokens(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> Tensor:
+        """Return the argmax [N] of every row; DraftsmithError where processors forbid every token."""
+        return self._allowed(logits_NV, contexts, text).argmax(-1)
 
-    def probabilities(self, logits_NV: Tensor, contexts: Contexts, text: int = 0) -> Tensor:
+    def probabilities(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> Tensor:
         """Return the distribution of every row, [N, V]; DraftsmithError where processors forbid every token."""
+        return self._allowed(logits_NV, contexts, text).softmax(-1)
+
+    def _allowed(self, logits_NV: Tensor, contexts: MakeContexts, text: int) -> Tensor:
+        """Return the processed logits; DraftsmithError where processors forbid every token."""
         scores_NV = self.scores(logits_NV, contexts, text)
         if self.may_empty and bool(scores_NV.isneginf().all(-1).any()):
-            self._raise_empty(logits_NV, contexts, text)
-        return scores_NV.softmax(-1)
+            self.raise_empty(logits_NV, contexts, text)
+        return scores_NV
 
-    def scores(self, logits_NV: Tensor, contexts: Contexts, text: int = 0) -> Tensor:
+    def scores(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> Tensor:
         """Return the processed logits [N, V] of nodes of one text, whose index in its batch is `text`.
 
         A row is -inf where the processors forbid every token.
         """
         # float16 and bfloat16 are too coarse for the ratio p/q; fp64 stays fp64 for the exact tests.
         scores_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-        before: Sequence[list[int]] | None = None
+        before: Contexts | None = None
         for processor in self._all:
             if type(processor).__name__ in _CONTEXT_FREE:
-                scores_NV = processor(None, scores_NV)
+                scores_NV = processor(cast(torch.LongTensor, None), cast(torch.FloatTensor, scores_NV))
                 continue
-            before = contexts() if before is None else before
-            scores_NV = self._by_node(processor, scores_NV, before, text)
+            before = _as_contexts(contexts(), text, logits_NV.device) if before is None else before
+            scores_NV = self._by_node(processor, scores_NV, before)
         return scores_NV
 
-    def _raise_empty(self, logits_NV: Tensor, contexts: Contexts, text: int) -> None:
+    def raise_empty(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> NoReturn:
         """Raise DraftsmithError with the name of the first processor that forbids every token of a row."""
-        before, scores_NV = contexts(), logits_NV.float()
+        before, scores_NV = _as_contexts(contexts(), text, logits_NV.device), logits_NV.float()
         for processor in self._all:
-            scores_NV = self._by_node(processor, scores_NV, before, text)
+            scores_NV = self._by_node(processor, scores_NV, before)
             empty_N = scores_NV.isneginf().all(-1).tolist()
             if any(empty_N):
-                length = len(before[empty_N.index(True)])
+                length = before.lengths[empty_N.index(True)]
                 raise DraftsmithError(
                     f"logits_processor={type(processor).__name__} forbids every token after {length} tokens; "
                     "expected at least one allowed token"
                 )
         raise DraftsmithError("the target's logits forbid every token; expected at least one finite logit")
 
-    def _by_node(self, processor: LogitsProcessor, scores_NV: Tensor, before: Sequence[list[int]], text: int) -> Tensor:
+    def _by_node(self, processor: LogitsProcessor, scores_NV: Tensor, before: Contexts) -> Tensor:
         """Call `processor` with the tokens before each node and return its scores [N, V].
 
-        Nodes of equal depth share a call if the processor treats rows independently. Any other processor is called for
-        one node at a time, with the node in the row that its text has in the batch: some use the index of a row.
+        Nodes of equal depth share a call if the processor treats rows independently, and all nodes if it reads only
+        which tokens occur. Any other processor is called for one node at a time, with the node in the row that its
+        text has in the batch: some use the index of a row.
         """
         together = _treats_rows_independently(processor)
+        if _reads_occurrence(processor):
+            return processor(before.repeated(), cast(torch.FloatTensor, scores_NV.clone()))
         groups: dict[int, list[int]] = {}
-        for row, tokens in enumerate(before):
-            groups.setdefault(len(tokens) if together else row, []).append(row)
+        for row, length in enumerate(before.lengths):
+            groups.setdefault(length if together else row, []).append(row)
+        if together and len(groups) == 1:
+            return processor(before.ids(range(len(before.lengths))), cast(torch.FloatTensor, scores_NV.clone()))
         out_NV = torch.empty_like(scores_NV)
         for rows in groups.values():
-            copies = 1 if together else self._texts
-            ids = token_ids([before[row] for row in rows] * copies, scores_NV.device)
-            processed = processor(ids, scores_NV[rows].repeat(copies, 1))  # a copy, for in-place processors
-            out_NV[rows] = processed if copies == 1 else processed[text : text + 1]
+            copies, text = (1, 0) if together else (self._texts, before.texts[rows[0]])
+            ids = cast(torch.LongTensor, before.ids(rows).repeat(copies, 1))
+            scores = scores_NV[rows].repeat(copies, 1)  # a copy, for in-place processors
+            processed = processor(ids, cast(torch.FloatTensor, scores))
+            out_NV[rows] = processed if together else processed[text : text + 1]
         return out_NV
 
 
-def token_ids(rows: Sequence[list[int]], device: torch.device | None = None) -> torch.LongTensor:
-    """Return rows of equal length as [B, T], with the type that transformers' processors and criteria declare."""
-    return cast(torch.LongTensor, torch.tensor(rows, device=device))  # int64, which no annotation of torch's says
+def _as_contexts(contexts: Contexts | Sequence[list[int]], text: int, device: torch.device) -> Contexts:
+    if isinstance(contexts, Sequence):
+        return ListContexts(contexts, text, device)
+    return contexts
 
 
 def _treats_rows_independently(processor: LogitsProcessor) -> bool:
@@ -256,3 +287,10 @@ def _treats_rows_independently(processor: LogitsProcessor) -> bool:
     # For a padded batch, the repetition penalty holds one number per row.
     numbered = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
     return (name in _BY_ROW or name in _CONTEXT_FREE) and not numbered
+
+
+def _reads_occurrence(processor: LogitsProcessor) -> bool:
+    """Return whether the processor reads only which tokens occur in the text."""
+    return type(processor).__name__ == "RepetitionPenaltyLogitsProcessor" and (
+        getattr(processor, "prompt_ignore_length", None) is None
+    )

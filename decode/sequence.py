@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
 from draftsmith.decode.policies.base import Policy
-from draftsmith.decode.sampling import Rng, token_ids
+from draftsmith.decode.sampling import Rng
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,8 @@ class DecodeSequence:
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        self._shown: Tensor | None = None
+        """The text as stopping criteria read it."""
 
     @property
     def room(self) -> int:
@@ -173,7 +175,17 @@ class DecodeSequence:
         if token in self.stops.eos:
             return "eos"
         if self.stops.criteria:
-            ids = token_ids([self.padding + self.tokens])
-            if any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.stops.criteria):
+            ids_1T = self._ids()
+            if any(bool(torch.as_tensor(criterion(ids_1T, None)).any()) for criterion in self.stops.criteria):
                 return "criteria"
         return "length" if len(self.tokens) >= self.max_length else None
+
+    def _ids(self) -> torch.LongTensor:
+        """Return padding and tokens [1, T], a view of storage to which new tokens are written."""
+        length = len(self.padding) + len(self.tokens)
+        if self._shown is None:
+            self._shown = torch.zeros(1, len(self.padding) + max(self.max_length, len(self.tokens)), dtype=torch.int64)
+            self._shown[0, :length] = torch.tensor(self.padding + self.tokens)
+        else:
+            self._shown[0, length - 1] = self.tokens[-1]
+        return cast(torch.LongTensor, self._shown[:, :length])

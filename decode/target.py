@@ -7,7 +7,6 @@ would give wrong texts without an error, so they are refused.
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,7 @@ from draftsmith.decode.attention import refuse_grouped
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.heads.draft_tree import Draft, Parents
 from draftsmith.heads.model_config import context_limit
 
 # Shapes: B texts, N draft nodes of one text, H hidden size, V vocabulary.
@@ -34,16 +33,24 @@ class Target(Protocol):
         """Read all texts and return the logits [B, V] after their last tokens; keep the features of `layers`."""
         ...
 
-    def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
-        """Read the last committed token (root) and the draft of each text; return logits [N + 1, V], root first."""
+    def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
+        """Read the last committed token (root) and the draft of each text; return logits [B, Q, V], root first.
+
+        Args:
+            tokens_BQ: roots and draft tokens; texts with fewer tokens are padded.
+            shapes: the parents of each text's draft nodes, or one entry for all texts.
+        """
         ...
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep the roots and the accepted nodes and discard the other nodes."""
         ...
 
-    def hidden(self, row: int, node: int) -> Tensor | None:
-        """Return the input of the lm_head [H] for the last logits of `node` (or `ROOT`); None if not available."""
+    def hidden(self, nodes: list[int]) -> Tensor | None:
+        """Return the inputs of the lm_head [B, H] for the last logits of these nodes (or `ROOT`), one for each text.
+
+        None if not available.
+        """
         ...
 
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
@@ -53,19 +60,6 @@ class Target(Protocol):
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows; the other texts are finished."""
         ...
-
-
-@dataclass
-class RootedTree:
-    """A draft with its root, which is node 0 here because the target has not read it yet."""
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-
-    @classmethod
-    def of(cls, root: int, draft: Draft) -> "RootedTree":
-        return cls([root, *draft.tokens], [ROOT, *(p + 1 for p in draft.parents)], [1, *(d + 1 for d in draft.depths)])
 
 
 class TransformersTarget:
@@ -85,23 +79,34 @@ class TransformersTarget:
         self._runner = ModelRunner(
             self.model, len(texts), sources, remember=True, layers=layers, widths=self.widths, encoded=encoded
         )
+        self._counts = [len(text.tokens) for text in texts]
         return self._runner.append([text.tokens for text in texts])
 
-    def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
-        trees = [RootedTree.of(root, draft) for root, draft in zip(roots, drafts, strict=True)]
-        return self._runner.branch(trees, [list(range(len(tree.tokens))) for tree in trees])
+    def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
+        return self._runner.tree(tokens_BQ, shapes)
 
     def commit(self, paths: list[list[int]]) -> None:
         self._runner.commit([[0, *(node + 1 for node in path)] for path in paths])
 
-    def hidden(self, row: int, node: int) -> Tensor | None:
-        return self._runner.states[row][node + 1]
+    def hidden(self, nodes: list[int]) -> Tensor | None:
+        states = self._runner.states
+        if states.dim() == 2:  # after the prefill
+            return states
+        if len(nodes) == 1:
+            return states[:, nodes[0] + 1]
+        rows_B = torch.arange(len(nodes), device=states.device)
+        return states[rows_B, torch.tensor(nodes, device=states.device) + 1]
 
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
-        if not self._runner.features:
+        features_BQF = self._runner.features_BQF
+        if features_BQF is None:
             return None
-        features_nF = self._runner.features[row]
-        return features_nF if nodes is None else features_nF[[0, *(node + 1 for node in nodes)]]
+        if nodes is None:
+            return features_BQF[row, : self._counts[row]]
+        places = [0, *(node + 1 for node in nodes)]
+        if places == list(range(len(places))):
+            return features_BQF[row, : len(places)]
+        return features_BQF[row, places]
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)
@@ -178,7 +183,8 @@ def _as_tree(model: PreTrainedModel, context: list[int], draft: Draft) -> Tensor
     """Return the logits [N + 1, V] of the root and the draft's nodes, read as a tree."""
     runner = ModelRunner(model, 1, [context])
     runner.append([context[:-1]])
-    return runner.branch([RootedTree.of(context[-1], draft)], [list(range(len(draft) + 1))])[0]
+    tokens_1Q = torch.tensor([[context[-1], *draft.tokens]], device=next(model.parameters()).device)
+    return runner.tree(tokens_1Q, [draft.parents])[0]
 
 
 def _as_path(model: PreTrainedModel, tokens: list[int]) -> Tensor:

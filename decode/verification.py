@@ -1,12 +1,16 @@
-"""Verification rules by name. Each is a pure function of (p, draft, rng); `RULES` states the drafts that it accepts."""
+"""Verification rules by name. Each is a function of (p, drafts, draws); `RULES` states the drafts that it accepts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from draftsmith.decode.draws import Draws, RowDraws
 from draftsmith.decode.sampling import Rng
 from draftsmith.decode.verification_rules import (
+    Decided,
+    Outcome,
+    TargetTokens,
     VerifyResult,
     block_rule,
     point_mass_rule,
@@ -18,46 +22,54 @@ from draftsmith.decode.verification_rules import (
     verify_greedy,
 )
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_tree import Draft, DrawnDraft
+from draftsmith.heads.draft_tree import Draft, DraftBatch, DrawnBatch, DrawnDraft
 
+# Shapes: B texts, N draft nodes, P = N + 1 places, V vocabulary.
+
+VerifyBatch = Callable[[Tensor, DraftBatch, Draws], Outcome]
+"""A rule: the target's distributions [B, P, V], the drafts and the random draws to the outcome, on the device."""
 Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
-"""A rule: the target's distributions [N + 1, V], the draft and the source of random draws to the result."""
+"""A rule for one text: the target's distributions [P, V], the draft and the source of random draws to the result."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A verification rule for sampled decoding; greedy decoding has one rule, the argmax."""
+    """A verification rule for sampled decoding; greedy decoding has one rule, the argmax.
+
+    It has `batched`, or else `single`, which is called for one text after the other and may read values.
+    """
 
     name: str
-    verify: Verify
-    fits: Callable[[Draft], bool]
+    fits: Callable[[Draft | DraftBatch], bool]
     takes: str
     """The drafts that `fits` accepts, in words."""
     lossless: bool = True
+    batched: VerifyBatch | None = None
+    single: Verify | None = None
 
-    def require(self, draft: Draft) -> None:
+    def require(self, draft: Draft | DraftBatch) -> None:
         """Raise ConfigError for a kind of draft for which the rule is wrong."""
         if not self.fits(draft):
-            kind = "drawn from q" if isinstance(draft, DrawnDraft) else "chosen, not drawn"
+            kind = "drawn from q" if draft.drawn else "chosen, not drawn"
             shape = "chain" if draft.is_chain else "tree"
             raise ConfigError(f"rule={self.name!r} needs {self.takes}; this draft is a {shape} {kind}")
 
 
-def _drawn_chain(draft: Draft) -> bool:
-    return isinstance(draft, DrawnDraft) and draft.is_chain
+def _drawn_chain(draft: Draft | DraftBatch) -> bool:
+    return draft.drawn and draft.is_chain
 
 
-def _drawn(draft: Draft, *, replacement: bool) -> bool:
+def _drawn(draft: Draft | DraftBatch, *, replacement: bool) -> bool:
     # Without siblings, both ways of drawing are the same.
-    return isinstance(draft, DrawnDraft) and (draft.is_chain or draft.replacement == replacement)
+    return isinstance(draft, (DrawnDraft, DrawnBatch)) and (draft.is_chain or draft.replacement == replacement)
 
 
-def _ratio_rule(rule: Callable[[Tensor, DrawnDraft, Rng], VerifyResult]) -> Verify:
+def _ratio_rule(rule: Callable[[Tensor, DrawnBatch, Draws], Outcome]) -> VerifyBatch:
     """Return `rule`, which compares p with q, as a rule for any draft; `Rule.require` refuses drafts without q."""
 
-    def verify(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
-        assert isinstance(draft, DrawnDraft), "the draft has no q"
-        return rule(p_PV, draft, rng)
+    def verify(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+        assert isinstance(draft, DrawnBatch), "the draft has no q"
+        return rule(p_BPV, draft, draws)
 
     return verify
 
@@ -65,28 +77,28 @@ def _ratio_rule(rule: Callable[[Tensor, DrawnDraft, Rng], VerifyResult]) -> Veri
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("token", _ratio_rule(token_rule), _drawn_chain, "a chain drawn from q"),
-        Rule("block", _ratio_rule(block_rule), _drawn_chain, "a chain drawn from q"),
-        Rule("point-mass", point_mass_rule, lambda draft: True, "any draft"),
+        Rule("token", _drawn_chain, "a chain drawn from q", batched=_ratio_rule(token_rule)),
+        Rule("block", _drawn_chain, "a chain drawn from q", batched=_ratio_rule(block_rule)),
+        Rule("point-mass", lambda draft: True, "any draft", batched=point_mass_rule),
         Rule(
             "siblings-iid",
-            _ratio_rule(siblings_iid_rule),
             lambda draft: _drawn(draft, replacement=True),
             "a tree whose siblings were drawn independently from q",
+            batched=_ratio_rule(siblings_iid_rule),
         ),
         Rule(
             "siblings-without-replacement",
-            _ratio_rule(siblings_without_replacement_rule),
             lambda draft: _drawn(draft, replacement=False),
             "a tree whose siblings were drawn from q without replacement",
+            batched=_ratio_rule(siblings_without_replacement_rule),
         ),
         Rule(
             "traversal",
-            _ratio_rule(traversal_rule),
             lambda draft: _drawn(draft, replacement=False),
             "a tree whose siblings were drawn from q without replacement",
+            batched=_ratio_rule(traversal_rule),
         ),
-        Rule("typical", typical_rule, lambda draft: True, "any draft", lossless=False),
+        Rule("typical", lambda draft: True, "any draft", lossless=False, batched=typical_rule),
     )
 }
 
@@ -98,22 +110,51 @@ def rule_named(name: str) -> Rule:
     return RULES[name]
 
 
-def best_rule(draft: Draft) -> Rule:
+def best_rule(draft: Draft | DraftBatch) -> Rule:
     """Return the lossless rule that accepts most for this kind of draft."""
-    if not isinstance(draft, DrawnDraft):
+    if not isinstance(draft, (DrawnDraft, DrawnBatch)):
         return RULES["point-mass"]
     if draft.is_chain:
         return RULES["block"]
     return RULES["siblings-iid" if draft.replacement else "traversal"]
 
 
-def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
-    """Apply `rule` (None: `best_rule`) to a draft; ConfigError for a draft for which the rule is wrong."""
+def verify_batch(rule: Rule | None, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+    """Apply a batched rule (None: `best_rule`) to drafts; ConfigError for drafts for which the rule is wrong."""
     if len(draft) == 0:
-        return VerifyResult((), rng.categorical(p_PV[0]), ())
+        empty_B0 = p_BPV[:, 0, :0]
+        return Decided(empty_B0, draws.categorical(p_BPV[:, 0]), empty_B0)
     rule = rule or best_rule(draft)
     rule.require(draft)
-    return rule.verify(p_PV, draft, rng)
+    assert rule.batched is not None, "other rules are called for one text after the other"
+    return rule.batched(p_BPV, draft, draws)
 
 
-__all__ = ["RULES", "Rule", "VerifyResult", "best_rule", "rule_named", "verify", "verify_greedy"]
+def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
+    """Apply `rule` (None: `best_rule`) to the draft of one text; ConfigError for a draft for which it is wrong."""
+    if len(draft) == 0:
+        return VerifyResult((), rng.categorical(p_PV[0]), ())
+    if rule is not None and rule.single is not None:
+        rule.require(draft)
+        return rule.single(p_PV, draft, rng)
+    draws = RowDraws([rng])
+    outcome = verify_batch(rule, p_PV[None], DraftBatch.of([draft], p_PV.device), draws)
+    result = outcome.result(outcome.packed()[0].tolist(), draft)
+    # The token after the path is the last draw, which an enumeration of all outcomes may leave open.
+    return result if draws.last[0] is None else VerifyResult(result.path, draws.last[0], result.overlap)
+
+
+__all__ = [
+    "RULES",
+    "Outcome",
+    "Rule",
+    "TargetTokens",
+    "Verify",
+    "VerifyBatch",
+    "VerifyResult",
+    "best_rule",
+    "rule_named",
+    "verify",
+    "verify_batch",
+    "verify_greedy",
+]

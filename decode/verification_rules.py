@@ -1,4 +1,4 @@
-"""Verification rules: functions of the target's distributions, the draft and `rng` that return a `VerifyResult`.
+"""Verification rules: functions of the target's distributions, the drafts and `draws` that return an `Outcome`.
 
     token, block                                  chains drawn from q
     siblings-iid, siblings-without-replacement    trees whose siblings were drawn from q, tested one after the other
@@ -7,17 +7,22 @@
     typical                                       any draft; LOSSY: texts are not distributed as the target's
     greedy                                        any draft under greedy decoding: the target's argmax
 
-`p_PV` is always [N + 1, V]: row 0 is the target's distribution after the last committed token, row i + 1 the one
-after draft node i.
+A rule verifies the drafts of B texts that have one shape, on the device: it reads no value, so a round needs one
+transfer to the host, that of the packed outcome. `p_BPV` is always [B, N + 1, V]: place 0 holds the target's
+distribution after the last committed token, place i + 1 the one after draft node i.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.sampling import Rng
-from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
+from draftsmith.decode.draws import Draws
+from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch, children_of, depths_of, path_to
+
+# Shapes: B texts, N draft nodes, P = N + 1 places, D levels of the draft, V vocabulary.
 
 
 @dataclass(frozen=True)
@@ -38,35 +43,94 @@ class VerifyResult:
         return len(self.path)
 
 
-def residual(p_V: Tensor, q_V: Tensor, scale: float = 1.0) -> Tensor:
-    """Return the unnormalised distribution after a rejection, max(scale * p - q, 0): [V].
+class Outcome(Protocol):
+    """The result of a rule on the device."""
 
-    After a rejection it is not zero, except through rounding where p and q differ in the last bit only. Then p, the
+    @property
+    def columns(self) -> int:
+        """Number of packed values of each text."""
+        ...
+
+    def packed(self) -> Tensor:
+        """Return the values [B, columns] in fp64 from which `result` is made."""
+        ...
+
+    def result(self, values: Sequence[float], draft: Draft) -> VerifyResult:
+        """Return the result for one text, from its packed values; -1 is the token of a node that is not valid."""
+        ...
+
+
+@dataclass(frozen=True)
+class Decided(Outcome):
+    """Accepted paths and the tokens after them."""
+
+    path_BD: Tensor
+    """Accepted nodes, then -1."""
+    next_B: Tensor
+    overlap_BD: Tensor
+    """For each tested position, then NaN."""
+
+    @property
+    def columns(self) -> int:
+        return 1 + 2 * self.path_BD.shape[1]
+
+    def packed(self) -> Tensor:
+        return torch.cat([self.next_B[:, None].double(), self.path_BD.double(), self.overlap_BD.double()], 1)
+
+    def result(self, values: Sequence[float], draft: Draft) -> VerifyResult:
+        depth = self.path_BD.shape[1]
+        path = tuple(int(node) for node in values[1 : 1 + depth] if node >= 0)
+        overlap = values[1 + depth : self.columns]
+        return VerifyResult(path, int(values[0]), tuple(value for value in overlap if value == value))
+
+
+@dataclass(frozen=True)
+class TargetTokens(Outcome):
+    """The target's own token after every place: its argmax, or a draw from p. A draft is accepted while it agrees."""
+
+    tokens_BP: Tensor
+    overlap_BP: Tensor | None
+    """The target's probability of the candidates after each place; None: 1.0 where one is accepted, else 0.0."""
+
+    @property
+    def columns(self) -> int:
+        return self.tokens_BP.shape[1] * (1 if self.overlap_BP is None else 2)
+
+    def packed(self) -> Tensor:
+        tokens_BP = self.tokens_BP.double()
+        return tokens_BP if self.overlap_BP is None else torch.cat([tokens_BP, self.overlap_BP.double()], 1)
+
+    def result(self, values: Sequence[float], draft: Draft) -> VerifyResult:
+        places = self.tokens_BP.shape[1]
+        found = verify_greedy([int(token) for token in values[:places]], draft)
+        if self.overlap_BP is None:
+            return found
+        tested = [ROOT, *found.path][: len(found.overlap)]
+        return VerifyResult(found.path, found.next_token, tuple(values[places + 1 + node] for node in tested))
+
+
+def residual(p_BV: Tensor, q_BV: Tensor, scale_B: Tensor | None = None) -> Tensor:
+    """Return the unnormalised distributions after a rejection, max(scale * p - q, 0): [B, V].
+
+    After a rejection a row is not zero, except through rounding where p and q differ in the last bit only. Then p, the
     limit of the residual, is returned.
     """
-    rest_V = (scale * p_V - q_V).clamp_min(0)
-    return rest_V if rest_V.any() else p_V
+    scaled_BV = p_BV if scale_B is None else scale_B[:, None].to(p_BV.dtype) * p_BV
+    rest_BV = (scaled_BV - q_BV).clamp_min_(0)
+    return torch.where(rest_BV.any(-1, keepdim=True), rest_BV, p_BV)
 
 
-def token_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def token_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     """Accept x ~ q with probability min(1, p/q); after the first rejection draw from norm(max(p - q, 0)).
 
     Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1. Lossless whatever q is.
     """
-    N = len(draft)
-    if N == 0:
-        return VerifyResult((), rng.categorical(p_PV[0]), ())
-    q_NV = draft.q_NV
-    overlap, ratios = _overlap_and_ratios(p_PV[:N], q_NV, draft)
-    for i in range(N):
-        # Drawn even where acceptance is certain, so rounding does not shift the draws that follow.
-        if rng.bernoulli(min(1.0, ratios[i])):
-            continue
-        return VerifyResult(tuple(range(i)), rng.categorical(residual(p_PV[i], q_NV[i])), overlap[: i + 1])
-    return VerifyResult(tuple(range(N)), rng.categorical(p_PV[N]), overlap)
+    q_BNV, overlap_BN, ratio_BN = _overlap_and_ratios(p_BPV, draft)
+    accepted_B = draws.first(ratio_BN, False, draft.valid_BN)
+    return _chain_outcome(p_BPV, q_BNV, draft, draws, accepted_B, overlap_BN, None)
 
 
-def block_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def block_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     """Accept the longest prefix that a joint test of the block allows; in expectation at least the token rule's.
 
     With p_0 = 1 and p_i = min(1, p_(i-1) p(x_i)/q(x_i)), prefix i is accepted with probability
@@ -74,230 +138,301 @@ def block_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
     scaled by the accepted prefix's p_i. Sun et al. 2024, arXiv:2403.10444, Algorithm 2.
     """
     N = len(draft)
-    if N == 0:
-        return VerifyResult((), rng.categorical(p_PV[0]), ())
-    q_NV = draft.q_NV
-    overlap, ratios = _overlap_and_ratios(p_PV[:N], q_NV, draft)
-    weights = [1.0]
-    for ratio in ratios:
-        weights.append(min(1.0, weights[-1] * ratio))
-    scale_N1 = torch.tensor(weights[:N], dtype=p_PV.dtype, device=p_PV.device)[:, None]
-    surplus = (scale_N1 * p_PV[:N] - q_NV).clamp_min(0).sum(-1).tolist()
-    accepted = 0
-    for i in range(N, 0, -1):  # the largest i that passes; smaller ones need no draw
-        if rng.bernoulli(weights[N] if i == N else _ratio(surplus[i], surplus[i] + 1 - weights[i])):
-            accepted = i
-            break
-    path = tuple(range(accepted))
-    if accepted == N:
-        return VerifyResult(path, rng.categorical(p_PV[N]), overlap)
-    rest_V = residual(p_PV[accepted], q_NV[accepted], weights[accepted])
-    return VerifyResult(path, rng.categorical(rest_V), overlap[: accepted + 1])
+    q_BNV, overlap_BN, ratio_BN = _overlap_and_ratios(p_BPV, draft)
+    weights = [torch.ones_like(ratio_BN[:, 0])]
+    for i in range(N):
+        weights.append((weights[-1] * ratio_BN[:, i]).clamp_max_(1.0))
+    weight_BP = torch.stack(weights, 1)
+    if N > 1:
+        scaled_BNV = weight_BP[:, 1:N, None].to(p_BPV.dtype) * p_BPV[:, 1:N]
+        surplus_BN = (scaled_BNV - q_BNV[:, 1:]).clamp_min_(0).sum(-1).double()
+        part_BN = _ratio(surplus_BN, surplus_BN + 1 - weight_BP[:, 1:N])
+        accept_BN = torch.cat([part_BN, weight_BP[:, N:]], 1)
+        if draft.valid_BN is not None:  # the last valid token ends the block
+            ends_BN = torch.cat([~draft.valid_BN[:, 1:], torch.ones_like(draft.valid_BN[:, :1])], 1)
+            accept_BN = torch.where(ends_BN, weight_BP[:, 1:], accept_BN)
+    else:
+        accept_BN = weight_BP[:, 1:]
+    # The largest prefix that passes; smaller ones need no draw.
+    valid_BN = None if draft.valid_BN is None else draft.valid_BN.flip(1)
+    accepted_B = N - draws.first(accept_BN.flip(1), True, valid_BN)
+    return _chain_outcome(p_BPV, q_BNV, draft, draws, accepted_B, overlap_BN, weight_BP)
 
 
-def _overlap_and_ratios(p_NV: Tensor, q_NV: Tensor, draft: DrawnDraft) -> tuple[tuple[float, ...], list[float]]:
-    """Return for each position the sum of min(p, q), and p/q at the draft token."""
-    tokens_N1 = torch.tensor(draft.tokens, device=p_NV.device)[:, None]
-    overlap = torch.minimum(p_NV, q_NV).sum(-1)
-    ratios = (p_NV.gather(1, tokens_N1) / q_NV.gather(1, tokens_N1))[:, 0]
-    return tuple(overlap.tolist()), ratios.tolist()
+def _overlap_and_ratios(p_BPV: Tensor, draft: DrawnBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [B, N, V], for each position the sum of min(p, q), and p/q at the draft token in fp64."""
+    N = len(draft)
+    q_BNV = torch.stack(draft.q, 1)
+    p_BNV, tokens_BN1 = p_BPV[:, :N], draft.tokens_BN[..., None]
+    ratio_BN = (p_BNV.gather(2, tokens_BN1) / q_BNV.gather(2, tokens_BN1))[..., 0].double()
+    return q_BNV, torch.minimum(p_BNV, q_BNV).sum(-1), ratio_BN
 
 
-def _ratio(part: float, whole: float) -> float:
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:
     """Return part / whole, with 0/0 = 1: a prefix of weight one without a residual is accepted."""
-    return part / whole if whole > 0 else 1.0
+    return torch.where(whole > 0, part / whole, 1.0)
 
 
-def verify_greedy(target_tokens: list[int], draft: Draft) -> VerifyResult:
-    """Descend while a child equals the target's argmax, then return the argmax as the next token.
+def _chain_outcome(
+    p_BPV: Tensor,
+    q_BNV: Tensor,
+    draft: DrawnBatch,
+    draws: Draws,
+    accepted_B: Tensor,
+    overlap_BN: Tensor,
+    weight_BP: Tensor | None,
+) -> Decided:
+    """Draw the token after the accepted prefixes: from the residual, or from p after a whole draft.
 
-    `target_tokens`: [N + 1], the argmax after the root and after each node.
+    `weight_BP`: the scale of p in the residual after each prefix; None for a scale of 1.
+    """
+    B, N = overlap_BN.shape
+    rows_B, steps_N = torch.arange(B, device=p_BPV.device), torch.arange(N, device=p_BPV.device)
+    if draft.valid_BN is None:
+        whole_B = accepted_B == N
+    else:
+        count_B = draft.valid_BN.sum(1)
+        accepted_B = torch.minimum(accepted_B, count_B)
+        whole_B = accepted_B == count_B
+    p_BV = p_BPV[rows_B, accepted_B]
+    q_BV = q_BNV[rows_B, accepted_B.clamp_max(N - 1)].masked_fill_(whole_B[:, None], 0.0)
+    scale_B = None if weight_BP is None else weight_BP[rows_B, accepted_B].masked_fill_(whole_B, 1.0)
+    next_B = draws.categorical(residual(p_BV, q_BV, scale_B))
+    tested_BN = steps_N <= accepted_B[:, None]
+    if draft.valid_BN is not None:
+        tested_BN = tested_BN & draft.valid_BN
+    path_BN = torch.where(steps_N < accepted_B[:, None], steps_N, -1)
+    return Decided(path_BN, next_B, overlap_BN.masked_fill_(~tested_BN, torch.nan))
+
+
+def verify_greedy(target_tokens: Sequence[int], draft: Draft) -> VerifyResult:
+    """Descend while a child equals the target's token, then return the target's token as the next one.
+
+    `target_tokens`: [N + 1], the target's token after the root and after each node.
     """
     if draft.is_chain:
         tokens, accepted = draft.tokens, 0
         while accepted < len(tokens) and tokens[accepted] == target_tokens[accepted]:
             accepted += 1
-        overlap = (1.0,) * accepted + ((0.0,) if accepted < len(tokens) else ())
+        overlap = (1.0,) * accepted + ((0.0,) if accepted < len(tokens) and tokens[accepted] >= 0 else ())
         return VerifyResult(tuple(range(accepted)), target_tokens[accepted], overlap)
     children = draft.children
     node, path = ROOT, []
     while True:
-        target_argmax = target_tokens[node + 1]
+        token = target_tokens[node + 1]
         below = children[node + 1]
-        match = next((child for child in below if draft.tokens[child] == target_argmax), None)
+        match = next((child for child in below if draft.tokens[child] == token), None)
         if match is None:
-            overlap = (1.0,) * len(path) + ((0.0,) if below else ())
-            return VerifyResult(tuple(path), target_argmax, overlap)
+            tested = any(draft.tokens[child] >= 0 for child in below)
+            return VerifyResult(tuple(path), token, (1.0,) * len(path) + ((0.0,) if tested else ()))
         path.append(match)
         node = match
 
 
-def point_mass_rule(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
+def point_mass_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     """Draw y ~ p; descend if y is among the children, otherwise y is the next token.
 
     Every emitted token is a draw from p, so the rule is exact for any choice of candidates. It accepts with probability
     sum_{x in children} p(x), the maximum of any rule for candidates that are not random.
     """
-    children = draft.children
-    node, path, overlap = ROOT, [], []
-    while True:
-        p_V, below = p_PV[node + 1], children[node + 1]
-        token = rng.categorical(p_V)
-        if not below:
-            return VerifyResult(tuple(path), token, tuple(overlap))
-        candidates = torch.tensor(sorted({draft.tokens[child] for child in below}), device=p_V.device)
-        overlap.append(float(p_V[candidates].sum() / p_V.sum()))
-        match = next((child for child in below if draft.tokens[child] == token), None)
-        if match is None:
-            return VerifyResult(tuple(path), token, tuple(overlap))
-        path.append(match)
-        node = match
+    return TargetTokens(draws.along(p_BPV, draft), _candidates(p_BPV, draft))
 
 
-def siblings_iid_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def _candidates(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
+    """Return the probability [B, P] of the children of each place, each token counted once."""
+    p_BN, place_N = _of_tokens(p_BPV, draft), _places(draft, p_BPV.device)
+    if isinstance(draft, DrawnBatch) and draft.replacement:  # siblings may hold the same token
+        same_BNN = draft.tokens_BN[:, :, None] == draft.tokens_BN[:, None]
+        before_NN = torch.ones_like(same_BNN[0]).tril(-1) & (place_N[:, None] == place_N)
+        p_BN = p_BN.masked_fill((same_BNN & before_NN).any(-1), 0.0)
+    if draft.valid_BN is not None:
+        p_BN = p_BN * draft.valid_BN
+    return torch.zeros_like(p_BPV[:, :, 0]).index_add_(1, place_N, p_BN)
+
+
+def _places(draft: DraftBatch, device: torch.device) -> Tensor:
+    """Return the place [N] of the parent of each node."""
+    return torch.tensor(draft.parents, device=device) + 1
+
+
+def _of_tokens(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
+    """Return the target's probability [B, N] of each draft token."""
+    rows_B1 = torch.arange(p_BPV.shape[0], device=p_BPV.device)[:, None]
+    return p_BPV[rows_B1, _places(draft, p_BPV.device), draft.tokens_BN]
+
+
+def siblings_iid_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     """Test independently drawn siblings: accept with min(1, p/q); a rejection sets p to norm(max(p - q, 0)).
 
     q does not change. SpecInfer, Miao et al. 2023, arXiv:2305.09781, Algorithm 2.
     """
-    return _descend(p_PV, draft, rng, shrink=False)
+    return _descend(p_BPV, draft, draws, shrink=False)
 
 
-def siblings_without_replacement_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def siblings_without_replacement_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     """Test siblings that were drawn without replacement, in the order in which they were drawn.
 
     As for independent siblings, but each rejection also removes the token from q, which is renormalised.
     Sequoia, Chen et al. 2024, arXiv:2402.12374, Algorithm 1; recursive rejection sampling, Jeon et al. 2024,
     arXiv:2402.14160.
     """
-    return _descend(p_PV, draft, rng, shrink=True)
+    return _descend(p_BPV, draft, draws, shrink=True)
 
 
-def _descend(p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, shrink: bool) -> VerifyResult:
+def _descend(p_BPV: Tensor, draft: DrawnBatch, draws: Draws, *, shrink: bool) -> Outcome:
     """Test the children of each accepted node in order; `shrink`: a rejection removes the token from q."""
-    children = draft.children
-    node, path, overlap = ROOT, [], []
-    while below := children[node + 1]:
-        p_V, q_V = p_PV[node + 1], draft.q[below[0]]
-        overlap.append(float(torch.minimum(p_V, q_V).sum()))
-        accepted = None
-        for child in below:
-            token = draft.tokens[child]
-            ratio = float(p_V[token] / q_V[token])
-            if rng.bernoulli(min(1.0, ratio)):
-                accepted = child
-                break
-            rest_V = residual(p_V, q_V)
-            p_V = rest_V / rest_V.sum()
-            if shrink:
-                q_V = without(q_V, token)
-        if accepted is None:
-            return VerifyResult(tuple(path), rng.categorical(p_V), tuple(overlap))
-        path.append(accepted)
-        node = accepted
-    return VerifyResult(tuple(path), rng.categorical(p_PV[node + 1]), tuple(overlap))
+    B, depth = p_BPV.shape[0], max(depths_of(draft.parents))
+    children = children_of(draft.parents)
+    rows_B = torch.arange(B, device=p_BPV.device)
+    node_B = torch.full_like(rows_B, ROOT)
+    end_BV, path, overlap = p_BPV[:, 0], [], []
+    for level in range(depth):
+        places = [place for place, below in enumerate(children) if below and _depth(draft, place) == level]
+        next_B = torch.full_like(rows_B, ROOT)
+        tested_B = torch.full_like(end_BV[:, 0], torch.nan)
+        for place in places:
+            here_B = node_B == place - 1
+            p_BV, q_BV = p_BPV[:, place], draft.q[children[place][0]]
+            open_B = here_B
+            for order, child in enumerate(children[place]):
+                exists_B = open_B if draft.valid_BN is None else open_B & draft.valid_BN[:, child]
+                if order == 0:
+                    tested_B = torch.where(exists_B, torch.minimum(p_BV, q_BV).sum(-1), tested_B)
+                token_B1 = draft.tokens_BN[:, child, None]
+                ratio_B = (p_BV.gather(1, token_B1) / q_BV.gather(1, token_B1))[:, 0].double()
+                accepted_B = draws.bernoulli(ratio_B, exists_B) & exists_B
+                next_B = torch.where(accepted_B, child, next_B)
+                rejected_B1 = (exists_B & ~accepted_B)[:, None]
+                open_B = open_B & ~accepted_B
+                rest_BV = residual(p_BV, q_BV)
+                p_BV = torch.where(rejected_B1, rest_BV / rest_BV.sum(-1, keepdim=True), p_BV)
+                if shrink:
+                    q_BV = without(q_BV, token_B1)
+            end_BV = torch.where(open_B[:, None], p_BV, end_BV)
+        node_B = next_B
+        path.append(next_B)
+        overlap.append(tested_B)
+    path_BD = torch.stack(path, 1)
+    last_B = path_BD.amax(1)  # parents come before their children
+    leaf_P = torch.tensor([not below for below in children], device=p_BPV.device)
+    end_BV = torch.where(leaf_P[last_B + 1][:, None], p_BPV[rows_B, last_B + 1], end_BV)
+    return Decided(path_BD, draws.categorical(end_BV), torch.stack(overlap, 1))
 
 
-def without(q_V: Tensor, token: int) -> Tensor:
-    """Return q conditioned on any token except `token`: [V]; all zero when no other token has probability."""
-    rest_V = q_V.clone()
-    rest_V[token] = 0
-    total = rest_V.sum()
-    return rest_V / total if total > 0 else rest_V
+def _depth(draft: DraftBatch, place: int) -> int:
+    return 0 if place == 0 else depths_of(draft.parents)[place - 1]
 
 
-class _Node:
-    """The root or a draft token during the traversal: its weight, and p and q after it without rejected children."""
-
-    def __init__(self, p_V: Tensor, q_V: Tensor | None, children: list[int]) -> None:
-        self.p_V, self.q_V = p_V, q_V
-        self.children = list(children)
-        self.weight = 1.0
-
-    def reject(self, token: int) -> None:
-        """Reject a child: p becomes norm(max(w p - q, 0)), the weight S/(S + 1 - w), and q loses the token."""
-        assert self.q_V is not None, "a node with children has a q"
-        rest_V = (self.weight * self.p_V - self.q_V).clamp_min(0)
-        left = float(rest_V.sum())
-        whole = left + 1 - self.weight
-        rest_V = residual(self.p_V, self.q_V, self.weight)
-        self.p_V = rest_V / rest_V.sum()
-        self.weight = left / whole if whole > 0 else 1.0
-        self.q_V = without(self.q_V, token)
+def without(q_BV: Tensor, token_B1: Tensor) -> Tensor:
+    """Return q conditioned on any token except this one: [B, V]; all zero when no other token has probability."""
+    rest_BV = q_BV.scatter(1, token_B1, 0.0)
+    return rest_BV / rest_BV.sum(-1, keepdim=True).clamp_min(torch.finfo(rest_BV.dtype).tiny)
 
 
-def traversal_rule(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+class _Traversal:
+    """The state of every place: p and q without the rejected children, and the weight, which scales p."""
+
+    def __init__(self, p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> None:
+        self.draft, self.draws = draft, draws
+        self.children = children_of(draft.parents)
+        self.p = list(p_BPV.unbind(1))
+        self.q = [draft.q[below[0]] if below else None for below in self.children]
+        self.weight = [torch.ones_like(p_BPV[:, 0, 0], dtype=torch.float64) for _ in self.children]
+        self.open_B = torch.ones_like(p_BPV[:, 0, 0], dtype=torch.bool)
+        """Rows that have accepted no path yet."""
+        self.leaf_B = torch.full_like(self.open_B, ROOT, dtype=torch.int64)
+        self.end_BV = self.p[0]
+
+    def visit(self, place: int) -> None:
+        """Test the paths through each child of `place`, and remove the child where none of them is accepted."""
+        for child in self.children[place]:
+            token_B1, q_BV = self.draft.tokens_BN[:, child, None], self.q[place]
+            assert q_BV is not None, "a node with children has a q"
+            ratio_B = (self.p[place].gather(1, token_B1) / q_BV.gather(1, token_B1))[:, 0].double()
+            self.weight[child + 1] = (self.weight[place] * ratio_B).clamp_max_(1.0)
+            self.visit(child + 1)
+            self._test(place, child, token_B1)
+
+    def _test(self, place: int, child: int, token_B1: Tensor) -> None:
+        """Accept the path to `child`, all of whose children were removed, with its weight, or remove the child."""
+        exists_B = self.open_B if self.draft.valid_BN is None else self.open_B & self.draft.valid_BN[:, child]
+        accepted_B = self.draws.bernoulli(self.weight[child + 1], exists_B) & exists_B
+        self.leaf_B = torch.where(accepted_B, child, self.leaf_B)
+        self.end_BV = torch.where(accepted_B[:, None], self.p[child + 1], self.end_BV)
+        self.open_B = self.open_B & ~accepted_B
+        p_BV, q_BV, weight_B = self.p[place], self.q[place], self.weight[place]
+        assert q_BV is not None
+        # p becomes norm(max(w p - q, 0)), the weight S / (S + 1 - w), and q loses the token.
+        left_B = (weight_B[:, None].to(p_BV.dtype) * p_BV - q_BV).clamp_min_(0).sum(-1).double()
+        rest_BV = residual(p_BV, q_BV, weight_B)
+        rejected_B = exists_B & ~accepted_B
+        self.p[place] = torch.where(rejected_B[:, None], rest_BV / rest_BV.sum(-1, keepdim=True), p_BV)
+        self.weight[place] = torch.where(rejected_B, _ratio(left_B, left_B + 1 - weight_B), weight_B)
+        self.q[place] = without(q_BV, token_B1)
+
+
+def traversal_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     """Test whole paths: accept the path of the first remaining leaf with its weight, else remove the leaf and repeat.
 
     The weight of a node is min(1, w_parent p(x)/q(x)), with p and q at its parent after all rejections. Siblings are
     drawn without replacement. On a chain this is the block rule. Weng et al. 2025, arXiv:2505.12398.
+
+    Leaves are removed in the order of a traversal that visits children before their parent, whatever the draws are.
     """
-    overlap = {}
-    nodes = []
-    for place, below in enumerate(draft.children):
-        q_V = None
-        if below:
-            q_V = draft.q[below[0]]
-            overlap[place - 1] = float(torch.minimum(p_PV[place], q_V).sum())
-        nodes.append(_Node(p_PV[place], q_V, below))
-    _weigh(ROOT, nodes, draft)
-    while nodes[0].children:
-        leaf = ROOT
-        while nodes[leaf + 1].children:
-            leaf = nodes[leaf + 1].children[0]
-        if rng.bernoulli(nodes[leaf + 1].weight):
-            return _result(leaf, nodes, draft, rng, overlap)
-        parent = nodes[draft.parents[leaf] + 1]
-        parent.children.remove(leaf)
-        parent.reject(draft.tokens[leaf])
-        # The parent's weight and p have changed, and with them the weights of its remaining descendants.
-        _weigh(draft.parents[leaf], nodes, draft)
-    return _result(ROOT, nodes, draft, rng, overlap)
+    state = _Traversal(p_BPV, draft, draws)
+    state.visit(0)
+    end_BV = torch.where(state.open_B[:, None], state.p[0], state.end_BV)
+    path_BD = _paths(draft, state.leaf_B)
+    overlap = [
+        torch.minimum(p_BPV[:, place], draft.q[below[0]]).sum(-1) if below else None
+        for place, below in enumerate(children_of(draft.parents))
+    ]
+    nothing_B = torch.zeros_like(p_BPV[:, 0, 0])
+    overlap_BP = torch.stack([nothing_B if value_B is None else value_B for value_B in overlap], 1)
+    return Decided(path_BD, draws.categorical(end_BV), _along(overlap_BP, path_BD, draft))
 
 
-def _weigh(start: int, nodes: list[_Node], draft: DrawnDraft) -> None:
-    """Set the weights of the remaining descendants of `start`."""
-    below = [start]
-    while below:
-        parent = below.pop()
-        node = nodes[parent + 1]
-        for child in node.children:
-            assert node.q_V is not None, "a node with children has a q"
-            token = draft.tokens[child]
-            nodes[child + 1].weight = min(1.0, node.weight * float(node.p_V[token] / node.q_V[token]))
-        below += node.children
+def _paths(draft: DraftBatch, leaf_B: Tensor) -> Tensor:
+    """Return the nodes [B, D] on the path to each leaf, which may be `ROOT`, then -1."""
+    depth = max(depths_of(draft.parents))
+    paths = [path_to(draft.parents, node) for node in range(ROOT, len(draft))]
+    table = torch.tensor([path + [ROOT] * (depth - len(path)) for path in paths], device=leaf_B.device)
+    return table[leaf_B + 1]
 
 
-def _result(leaf: int, nodes: list[_Node], draft: DrawnDraft, rng: Rng, overlap: dict[int, float]) -> VerifyResult:
-    """Accept the path to `leaf` and draw the next token from what is left of p after it."""
-    path = draft.path(leaf)
-    tested = [overlap[node] for node in [ROOT, *path] if node in overlap]
-    return VerifyResult(tuple(path), rng.categorical(nodes[leaf + 1].p_V), tuple(tested))
+def _along(values_BP: Tensor, path_BD: Tensor, draft: DraftBatch) -> Tensor:
+    """Return the values [B, D] at the root and at the nodes of each path that have a valid child, and NaN elsewhere."""
+    place_BD = torch.cat([torch.zeros_like(path_BD[:, :1]), path_BD[:, :-1] + 1], 1)
+    parents_N = _places(draft, path_BD.device)
+    child_BN = torch.ones_like(draft.tokens_BN) if draft.valid_BN is None else draft.valid_BN.long()
+    tested_BP = torch.zeros_like(values_BP, dtype=torch.int64).index_add_(1, parents_N, child_BN) > 0
+    tested_BD = tested_BP.gather(1, place_BD)
+    tested_BD[:, 1:] &= path_BD[:, :-1] >= 0
+    return values_BP.gather(1, place_BD).masked_fill_(~tested_BD, torch.nan)
 
 
 EPSILON, DELTA = 0.09, 0.3
 """The paper's constants of typical acceptance."""
 
 
-def typical_rule(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
+def typical_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     """Accept the longest path on which every token has p(x) > min(epsilon, delta exp(-H(p))); then draw from p.
 
     Cai et al. 2024, arXiv:2401.10774, section 3.3, with epsilon = 0.09 and delta = 0.3. Lossy for all values of
     the two constants.
     """
-    entropy_P = -(p_PV * p_PV.clamp_min(1e-30).log()).sum(-1)
-    threshold_P = (DELTA * (-entropy_P).exp()).clamp_max(EPSILON).tolist()
-    reached, best = {ROOT}, ROOT
-    depths = {ROOT: 0}
-    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-        if parent in reached and float(p_PV[parent + 1, token]) > threshold_P[parent + 1]:
-            reached.add(node)
-            depths[node] = depths[parent] + 1
-            if depths[node] > depths[best]:
-                best = node
-    path, children = draft.path(best), draft.children
-    overlap = [
-        float(sum(p_PV[node + 1, token] for token in {draft.tokens[child] for child in children[node + 1]}))
-        for node in [ROOT, *path]
-        if children[node + 1]
-    ]
-    return VerifyResult(tuple(path), rng.categorical(p_PV[best + 1]), tuple(overlap))
+    B, N, device = p_BPV.shape[0], len(draft), p_BPV.device
+    entropy_BP = -(p_BPV * p_BPV.clamp_min(1e-30).log()).sum(-1)
+    threshold_BP = (DELTA * (-entropy_BP).exp()).clamp_max_(EPSILON)
+    passes_BN = _of_tokens(p_BPV, draft) > threshold_BP[:, _places(draft, device)]
+    if draft.valid_BN is not None:
+        passes_BN = passes_BN & draft.valid_BN
+    on_path_NN = torch.zeros(N, N, dtype=torch.bool)
+    for node in range(N):
+        on_path_NN[node, path_to(draft.parents, node)] = True
+    reached_BN = (passes_BN[:, None] | ~on_path_NN.to(device)).all(-1)
+    depth_BN = torch.tensor(depths_of(draft.parents), device=device) * reached_BN
+    leaf_B = torch.where(reached_BN.any(1), depth_BN.argmax(1), ROOT)
+    path_BD = _paths(draft, leaf_B)
+    next_B = draws.categorical(p_BPV[torch.arange(B, device=device), leaf_B + 1])
+    return Decided(path_BD, next_B, _along(_candidates(p_BPV, draft), path_BD, draft))

@@ -12,7 +12,6 @@ Committed tokens are read again with the target's features, so errors of the sta
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Context, DraftStates, Needs, TeacherSignals, TrainableDrafter, Tree
-from draftsmith.heads.draft_tree import ROOT
+from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import positions_like, weight_of
 from draftsmith.heads.layers import Attend, CachedAttention, Rope, UnrolledAttention, ready, rotary
@@ -164,7 +162,6 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
     def start(self, context: Context) -> None:
         super().start(context)
         self._runner = context.runner(self.body)
-        self._states: list[dict[int, Tensor]] = [{} for _ in context.texts]
         # All of the prompt except its last token, whose logits `begin` returns.
         unread = [text.tokens[1:-1] for text in context.texts]
         if any(unread):
@@ -175,7 +172,7 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
         for row in rows:
             unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] + 1 :]
         logits_BV = self._read(unread)
-        self._states = [{ROOT: state_1H[0]} for state_1H in self._runner.states]
+        self._states_BnH = self._runner.states[:, None]
         return logits_BV
 
     def _read(self, tokens: list[list[int]]) -> Tensor:
@@ -184,19 +181,13 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
         states = [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features]
         return self._runner.append(tokens, states)
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        width = self.body.config.hidden_size
-        parents = []
-        for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True)):
-            states = [self._states[row][tree.parents[node]] for node in wanted]
-            parents.append(torch.stack(states) if states else self._runner.states[row].new_empty(0, width))
-        logits = self._runner.branch(trees, nodes, parents)
-        for row, wanted in enumerate(nodes):
-            self._states[row].update(zip(wanted, self._runner.states[row], strict=True))
-        return logits
+    def extend(self, level: Level) -> Tensor:
+        logits_BnV = self._runner.extend(level, level.of_parents(self._states_BnH))
+        self._states_BnH = self._runner.states
+        return logits_BnV
 
-    def rollback(self, paths: list[list[int]]) -> None:
-        self._runner.commit([[] for _ in paths])
+    def rollback(self, slots: list[list[int]]) -> None:
+        self._runner.commit([[] for _ in slots])
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)

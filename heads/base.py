@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -38,18 +39,33 @@ class SequenceState(Protocol):
         ...
 
 
-class Tree(Protocol):
-    """The draft of one text while it is built. The parent `ROOT` is the last committed token."""
+@dataclass(frozen=True)
+class Level:
+    """The next draft tokens of all texts: n nodes of one depth for each.
 
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
+    A text with fewer nodes is padded with the token 0.
+    """
+
+    tokens_Bn: Tensor
+    parents_Bn: Tensor | None
+    """For each node the index of its parent in the previous level, in which the root has index 0. None where every text
+    has one node in each level so far."""
+    depth: int
+    """Number of draft tokens on the path to each node."""
+
+    def of_parents(self, values_BmX: Tensor) -> Tensor:
+        """Return the values [B, n, X] of each node's parent, from those of the previous level [B, m, X]."""
+        if self.parents_Bn is None:
+            return values_BmX
+        rows_B1 = torch.arange(values_BmX.shape[0], device=values_BmX.device)[:, None]
+        return values_BmX[rows_B1, self.parents_Bn]
 
 
 class ModelRunner(Protocol):
     """Runs a model of the drafter on the texts, one row each, with a cache of its own. Implemented by the decoder.
 
     The model is a transformers LM or a `DraftNetwork`, which has the same interface and also reads target features.
+    Draft tokens take slots of the cache in the order in which they are read, the same for every row.
     """
 
     @property
@@ -57,21 +73,25 @@ class ModelRunner(Protocol):
         """Number of committed tokens that the model has read, for each row."""
         ...
 
-    states: list[Tensor]
-    """The model output's `states` that belong to the logits last returned: [n, D] for each row."""
+    @property
+    def states(self) -> Tensor:
+        """The model output's `states` that belong to the logits last returned: [B, D] or [B, n, D]."""
+        ...
 
     def append(self, tokens: list[list[int]], features: list[Tensor] | None = None) -> Tensor:
         """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped."""
         ...
 
-    def branch(
-        self, trees: Sequence[Tree], nodes: list[list[int]], features: list[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Read draft nodes, parents before children, and return for each row the logits [n, V] after its nodes."""
+    def extend(self, level: Level, features_BnF: Tensor | None = None) -> Tensor:
+        """Read the next level of draft tokens and return the logits [B, n, V] after them."""
         ...
 
-    def commit(self, paths: list[list[int]]) -> None:
-        """End the round: keep the cache entries of each row's accepted path and discard all other draft nodes."""
+    def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
+        """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
+        ...
+
+    def commit(self, slots: list[list[int]]) -> None:
+        """End the round: keep these draft slots of each row, in order, and discard all other draft tokens."""
         ...
 
     def drop(self, rows: list[int]) -> None:
@@ -185,19 +205,22 @@ class Drafter(nn.Module):
         """Return logits [B, V] for the first draft token of each text in `rows`; other rows are undefined."""
         raise NotImplementedError(f"{self.type} drafters only retrieve")
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        """Return for each text the logits [n, V] after its `nodes`, whose parents were extended before."""
+    def extend(self, level: Level) -> Tensor:
+        """Return the logits [B, n, V] after the nodes of the next level, whose parents were in the one before it."""
         raise NotImplementedError(f"{self.type} drafters only retrieve")
 
-    def confidences(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[list[float]] | None:
-        """Return for each text and node the predicted probability that the draft token after it is accepted.
+    def confidences(self) -> Tensor | None:
+        """Return [B, n]: for each node of the last level the predicted probability that the next token is accepted.
 
-        None from drafters without such a prediction. Called after the logits of the node were computed.
+        None from drafters without such a prediction. After `begin`, the root is the only node.
         """
         return None
 
-    def rollback(self, paths: list[list[int]]) -> None:
-        """End the round: keep the accepted nodes (`paths`, one list per text) and discard all other draft nodes."""
+    def rollback(self, slots: list[list[int]]) -> None:
+        """End the round. `slots`: for each text the accepted nodes that `extend` was given, in order.
+
+        Nodes are numbered in the order of the levels, padding included; all others are discarded.
+        """
 
     def drop(self, rows: list[int]) -> None:
         """Keep only the state of these rows; the other texts are finished."""

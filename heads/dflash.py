@@ -12,7 +12,6 @@ Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, W2·W1[token be
 depends on the path; `confidence_head` predicts the probability that each token is accepted, which can end a draft.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -23,12 +22,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkDrafter, NetworkOutput
-from draftsmith.heads.base import Context, DraftStates, TeacherSignals, Tree
-from draftsmith.heads.draft_tree import ROOT
+from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
 from draftsmith.heads.hidden_states import positions_like, weight_of
 from draftsmith.heads.layers import Attend, Attention, Rope, attention, last_gain, layer_config, norm
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.peagle import Line, default_mask_token
+from draftsmith.heads.peagle import default_mask_token
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K = b - 1 draft positions, S keys,
 # H hidden size, h heads, d head size.
@@ -257,32 +255,23 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             unread[row] = texts[row].tokens[self._runner.lengths[row] : -1]
         if any(unread):
             self._read(unread)
-        lines = [Line([text.tokens[-1]] + [0] * (self.block_size - 1)) for text in texts]
-        logits = self._runner.branch(lines, [list(range(self.block_size))] * len(lines))
-        self._logits_BKV, self._states_BKH = torch.stack(logits), torch.stack(self._runner.states)
+        self._before_Bn = torch.tensor([[text.tokens[-1]] for text in texts], device=self.body.mask_embedding.device)
+        self._depth = 0
+        # The network reads the anchor, the first token of the block; masks take the other slots.
+        logits_BKV = self._runner.line(nn.functional.pad(self._before_Bn, (0, self.block_size - 1)))
+        self._logits_BKV, self._states_BKH = logits_BKV, self._runner.states
         self._runner.commit([[] for _ in texts])
-        roots_B = torch.tensor([text.tokens[-1] for text in texts], device=self._logits_BKV.device)
-        return self._biased(self._logits_BKV[:, 0], roots_B)
+        return self._biased(logits_BKV[:, :1], self._before_Bn)[:, 0]
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        logits = []
-        for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True)):
-            depths = [tree.depths[node] for node in wanted]
-            tokens_n = torch.tensor([tree.tokens[node] for node in wanted], device=self._logits_BKV.device).long()
-            logits.append(self._biased(self._logits_BKV[row, depths], tokens_n))
-        return logits
+    def extend(self, level: Level) -> Tensor:
+        self._before_Bn, self._depth = level.tokens_Bn, level.depth
+        return self._biased(self._logits_BKV[:, level.depth, None], level.tokens_Bn)
 
-    def confidences(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[list[float]] | None:
+    def confidences(self) -> Tensor | None:
         if self.confidence is None:
             return None
-        confidences = []
-        for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True)):
-            depths = [0 if node == ROOT else tree.depths[node] for node in wanted]
-            last = self.context.texts[row].tokens[-1]
-            before = [last if node == ROOT else tree.tokens[node] for node in wanted]
-            states_nD = self._with_token(self._states_BKH[row, depths], torch.tensor(before, dtype=torch.long))
-            confidences.append(self._confidence_logits(states_nD).sigmoid().tolist())
-        return confidences
+        states_BnH = self._states_BKH[:, self._depth, None].expand(-1, self._before_Bn.shape[1], -1)
+        return self._confidence_logits(self._with_token(states_BnH, self._before_Bn)).sigmoid()
 
     def _with_token(self, states_nH: Tensor, before_n: Tensor) -> Tensor:
         """Return states and the Markov embeddings of the tokens before them, [..., H + rank]."""
@@ -292,7 +281,9 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
 
     def _biased(self, logits_nV: Tensor, before_n: Tensor) -> Tensor:
         """Return logits with the Markov bias of the tokens before them."""
-        return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(self.markov.markov_w1(before_n))
+        if self.markov is None:
+            return logits_nV.expand(*before_n.shape, -1)
+        return logits_nV + self.markov.markov_w2(self.markov.markov_w1(before_n))
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)

@@ -13,8 +13,9 @@ Acceptance depends on the target; it is much higher for models trained for early
 arXiv:2404.16710).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy, deepcopy
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -29,7 +30,7 @@ from transformers import (
 )
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.base import Context, DraftStates, TeacherSignals, TrainableDrafter, Tree
+from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals, TrainableDrafter
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, logits_head
 from draftsmith.heads.lora import add_lora, check_lora
 from draftsmith.heads.model_config import context_limit, text_config
@@ -120,11 +121,13 @@ class DraftModel(TrainableDrafter):
             return tokens
         return [token if token < self.vocab_size else 0 for token in tokens]
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        return self._runner.branch(trees, nodes)
+    def extend(self, level: Level) -> Tensor:
+        if self.shared_vocabulary is not None:  # tokens of a larger padded target
+            level = replace(level, tokens_Bn=level.tokens_Bn.masked_fill(level.tokens_Bn >= self.vocab_size, 0))
+        return self._runner.extend(level)
 
-    def rollback(self, paths: list[list[int]]) -> None:
-        self._runner.commit(paths)
+    def rollback(self, slots: list[list[int]]) -> None:
+        self._runner.commit(slots)
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)

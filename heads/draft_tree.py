@@ -6,17 +6,50 @@ A `Draft` holds tokens that were chosen in any way: the best k, pruned, re-sorte
 that were selected after their values were known.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-# Shapes: N draft tokens, V vocabulary.
+# Shapes: N draft tokens, V vocabulary, B texts.
 
 ROOT = -1
 """The parent of the first draft tokens: the last committed token."""
+NO_NODE = -1
+"""The token of a node that a text does not have, in a draft whose shape it shares with other texts."""
+Parents = tuple[int, ...]
+"""The shape of a draft: the parent of each node."""
+
+
+@lru_cache(maxsize=4096)
+def depths_of(parents: Parents) -> list[int]:
+    """Return the number of nodes on the path to each node, including itself."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    return depths
+
+
+@lru_cache(maxsize=4096)
+def children_of(parents: Parents) -> list[list[int]]:
+    """Return the children of the root (entry 0) and of each node i (entry i + 1), in order."""
+    below: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        below[parent + 1].append(node)
+    return below
+
+
+@lru_cache(maxsize=4096)
+def path_to(parents: Parents, node: int) -> list[int]:
+    """Return the nodes from a child of the root to `node`; none for `ROOT`."""
+    path = []
+    while node != ROOT:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
 @dataclass(frozen=True)
@@ -29,6 +62,9 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+
+    drawn: ClassVar[bool] = False
+    """Whether its tokens were drawn from q, which makes it a `DrawnDraft`."""
 
     @classmethod
     def chain(cls, tokens: list[int]) -> "Draft":
@@ -43,20 +79,12 @@ class Draft:
     @cached_property
     def children(self) -> list[list[int]]:
         """The children of the root (entry 0) and of each node i (entry i + 1), in order."""
-        below: list[list[int]] = [[] for _ in range(len(self) + 1)]
-        for node, parent in enumerate(self.parents):
-            below[parent + 1].append(node)
-        return below
+        return children_of(self.parents)
 
     @cached_property
     def depths(self) -> list[int]:
         """Number of nodes on the path to each node, including itself."""
-        if self.is_chain:
-            return list(range(1, len(self) + 1))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return depths
+        return depths_of(self.parents)
 
     @property
     def depth(self) -> int:
@@ -65,13 +93,7 @@ class Draft:
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from a child of the root to `node`."""
-        if self.is_chain:
-            return list(range(node + 1))
-        path = []
-        while node != ROOT:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]
+        return list(range(node + 1)) if self.is_chain else path_to(self.parents, node)
 
     def keep(self, nodes: list[int]) -> "Draft":
         """Return a draft of these nodes in this order, each after its parent. It is never a `DrawnDraft`."""
@@ -87,6 +109,7 @@ class Draft:
 class DrawnDraft(Draft):
     """A tree whose tokens were drawn from the drafter's q; only `Drawing` creates it."""
 
+    drawn: ClassVar[bool] = True
     q: tuple[Tensor, ...]
     """For each node the distribution [V] after its parent, with all logits processors applied; siblings share it."""
     replacement: bool
@@ -139,9 +162,127 @@ class Drawing:
 
     def draft(self) -> DrawnDraft:
         """Return the draft of all tokens that were drawn."""
-        draft = object.__new__(DrawnDraft)
-        object.__setattr__(draft, "tokens", tuple(self.tokens))
-        object.__setattr__(draft, "parents", tuple(self.parents))
-        object.__setattr__(draft, "q", tuple(self._q))
-        object.__setattr__(draft, "replacement", self._replacement)
-        return draft
+        return _drawn(tuple(self.tokens), tuple(self.parents), tuple(self._q), self._replacement)
+
+
+def _drawn(tokens: tuple[int, ...], parents: Parents, q: tuple[Tensor, ...], replacement: bool) -> DrawnDraft:
+    draft = object.__new__(DrawnDraft)
+    for name, value in {"tokens": tokens, "parents": parents, "q": q, "replacement": replacement}.items():
+        object.__setattr__(draft, name, value)
+    return draft
+
+
+class DraftBatch:
+    """Drafts of one shape for B texts, whose tokens are on the device.
+
+    `tokens_BN`: [B, N]. `valid_BN`: bool, False where a text has no such node; no node of it is below one. None: all
+    texts have all nodes.
+    """
+
+    drawn: ClassVar[bool] = False
+
+    def __init__(self, tokens_BN: Tensor, parents: Parents, valid_BN: Tensor | None = None) -> None:
+        self.tokens_BN, self.parents, self.valid_BN = tokens_BN, parents, valid_BN
+
+    @staticmethod
+    def of(drafts: Sequence[Draft], device: torch.device | None = None) -> "DraftBatch":
+        """Return drafts of equal shape, all of which were drawn in the same way or none of which was, as a batch."""
+        first = drafts[0]
+        assert all(draft.parents == first.parents and draft.drawn == first.drawn for draft in drafts)
+        tokens_BN = torch.tensor([draft.tokens for draft in drafts], dtype=torch.int64, device=device)
+        if not isinstance(first, DrawnDraft):
+            return DraftBatch(tokens_BN, first.parents)
+        q = [draft.q for draft in drafts if isinstance(draft, DrawnDraft) and draft.replacement == first.replacement]
+        return _drawn_batch(
+            tokens_BN, first.parents, None, tuple(torch.stack(rows) for rows in zip(*q, strict=True)), first.replacement
+        )
+
+    @property
+    def is_chain(self) -> bool:
+        """True if every token is the child of the one before it."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    def of_text(self, row: int) -> tuple[Draft, list[int]]:
+        """Return the draft of one text, whose tokens are read from the device, and those nodes that it has."""
+        nodes, place = [], {ROOT: ROOT}
+        for node in range(len(self)):
+            if self.valid_BN is None or bool(self.valid_BN[row, node]):
+                place[node] = len(nodes)
+                nodes.append(node)
+        tokens = self.tokens_BN[row].tolist()
+        tokens, parents = [tokens[node] for node in nodes], [place[self.parents[node]] for node in nodes]
+        return self._draft(row, nodes, tuple(tokens), tuple(parents)), nodes
+
+    def _draft(self, row: int, nodes: list[int], tokens: tuple[int, ...], parents: Parents) -> Draft:
+        return Draft(tokens, parents)
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+
+class DrawnBatch(DraftBatch):
+    """Drafts of one shape that were drawn from the drafter's q; only `BatchDrawing` and `DraftBatch.of` create it."""
+
+    drawn: ClassVar[bool] = True
+    q: tuple[Tensor, ...]
+    """For each node the distributions [B, V] after its parent, as in a `DrawnDraft`."""
+    replacement: bool
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise TypeError("a DrawnBatch is created by BatchDrawing only; use DraftBatch for tokens that were not drawn")
+
+    def _draft(self, row: int, nodes: list[int], tokens: tuple[int, ...], parents: Parents) -> DrawnDraft:
+        return _drawn(tokens, parents, tuple(self.q[node][row] for node in nodes), self.replacement)
+
+
+def _drawn_batch(
+    tokens_BN: Tensor, parents: Parents, valid_BN: Tensor | None, q: tuple[Tensor, ...], replacement: bool
+) -> DrawnBatch:
+    batch = object.__new__(DrawnBatch)
+    DraftBatch.__init__(batch, tokens_BN, parents, valid_BN)
+    batch.q, batch.replacement = q, replacement
+    return batch
+
+
+class BatchDrawing:
+    """Draws trees of one shape for B texts and keeps all tokens; see `Drawing` for the condition.
+
+    Args:
+        draw: weights [B, V] and the rows that draw [B] (None: all) to indices [B], i.e. `Draws.categorical`.
+    """
+
+    def __init__(self, draw: Callable[[Tensor, Tensor | None], Tensor], *, replacement: bool = False) -> None:
+        self._draw, self._replacement = draw, replacement
+        self.parents: list[int] = []
+        self.tokens: list[Tensor] = []
+        """The tokens [B] of each node."""
+        self.valid: list[Tensor | None] = []
+        self._q: list[Tensor] = []
+
+    def add(self, parent: int, q_BV: Tensor, count: int, valid_B: Tensor | None) -> None:
+        """Draw `count` children of `parent` for the rows that are valid, fewer where the support of q is smaller."""
+        weights_BV = q_BV
+        for order in range(count):
+            if order > 0 and not self._replacement:
+                weights_BV = weights_BV.scatter(1, self.tokens[-1][:, None], 0)
+                left_B = weights_BV.any(-1)
+                valid_B = left_B if valid_B is None else valid_B & left_B
+            self.tokens.append(self._draw(weights_BV, valid_B))
+            self.parents.append(parent)
+            self.valid.append(valid_B)
+            self._q.append(q_BV)
+
+    def batch(self) -> DrawnBatch:
+        """Return the drafts of all tokens that were drawn."""
+        tokens_BN = torch.stack(self.tokens, 1)
+        return _drawn_batch(
+            tokens_BN, tuple(self.parents), stacked(self.valid, tokens_BN), tuple(self._q), self._replacement
+        )
+
+
+def stacked(valid: Sequence[Tensor | None], tokens_BN: Tensor) -> Tensor | None:
+    """Return the validity [B] of every node (None: of all rows) as one tensor; None where all are valid."""
+    if all(valid_B is None for valid_B in valid):
+        return None
+    all_B = torch.ones_like(tokens_BN[:, 0], dtype=torch.bool)
+    return torch.stack([all_B if valid_B is None else valid_B for valid_B in valid], 1)

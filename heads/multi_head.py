@@ -5,7 +5,6 @@ the whole tree. `TokenHeads`: head k also reads the draft tokens before its own.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -14,8 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import shifted
-from draftsmith.heads.base import Context, DraftStates, Needs, TeacherSignals, TrainableDrafter, Tree
-from draftsmith.heads.draft_tree import ROOT
+from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import weight_of
 
@@ -27,14 +25,8 @@ class PathIndependentDrafter(TrainableDrafter):
     def logits_at(self, depth: int) -> Tensor:
         """Return logits [B, V] for the token after a node at `depth`; depth 0 is the last committed token."""
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        depths = {tree.depths[node] for tree, wanted in zip(trees, nodes, strict=True) for node in wanted}
-        by_depth = {depth: self.logits_at(depth) for depth in depths}
-        first_BV = next(iter(by_depth.values()))
-        return [
-            torch.stack([by_depth[tree.depths[node]][row] for node in wanted]) if wanted else first_BV[:0]
-            for row, (tree, wanted) in enumerate(zip(trees, nodes, strict=True))
-        ]
+    def extend(self, level: Level) -> Tensor:
+        return self.logits_at(level.depth)[:, None].expand(-1, level.tokens_Bn.shape[1], -1)
 
 
 # Shapes: B rows, H hidden size, V vocabulary, D draft vocabulary.
@@ -144,26 +136,13 @@ class TokenHeads(TrainableDrafter):
         tokens_B = [text.tokens[-1] for text in self.context.texts]
         hidden_BH = last_states(self.context, self.dtype)
         state_BH, carried_BS = self.advance(0, self.first(hidden_BH), torch.tensor(tokens_B, device=hidden_BH.device))
-        self._carried = [{ROOT: carried_S} for carried_S in carried_BS]
+        self._carried_BnS = carried_BS[:, None]
         return self.lm_heads.full(0, state_BH)
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        """Nodes of one depth in all rows pass through their head in one batch."""
-        places = [(row, node) for row, wanted in enumerate(nodes) for node in wanted]
-        logits: dict[tuple[int, int], Tensor] = {}
-        for depth in sorted({trees[row].depths[node] for row, node in places}):
-            level = [(row, node) for row, node in places if trees[row].depths[node] == depth]
-            carried_nS = torch.stack([self._carried[row][trees[row].parents[node]] for row, node in level])
-            tokens_n = torch.tensor([trees[row].tokens[node] for row, node in level], device=carried_nS.device)
-            state_nH, carried_nS = self.advance(depth, carried_nS, tokens_n)
-            for (row, node), carried_S in zip(level, carried_nS, strict=True):
-                self._carried[row][node] = carried_S
-            logits |= dict(zip(level, self.lm_heads.full(depth, state_nH), strict=True))
-        empty_0V = next(iter(logits.values()))[None][:0]
-        return [
-            torch.stack([logits[row, node] for node in wanted]) if wanted else empty_0V
-            for row, wanted in enumerate(nodes)
-        ]
+    def extend(self, level: Level) -> Tensor:
+        carried_BnS = level.of_parents(self._carried_BnS)
+        state_BnH, self._carried_BnS = self.advance(level.depth, carried_BnS, level.tokens_Bn)
+        return self.lm_heads.full(level.depth, state_BnH)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         carried_BTS = self.first(signals.hidden_BTH.to(self.dtype))

@@ -9,14 +9,13 @@ automata for drafting: Hu et al. 2024 (SAM decoding), arXiv:2411.10666; a datast
 arXiv:2311.08252.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Context, Drafter, Tree
+from draftsmith.heads.base import Context, Drafter, Level
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.suffix import Datastore, SuffixAutomaton
 
@@ -206,14 +205,14 @@ class Hybrid(Drafter):
     def begin(self, rows: list[int]) -> Tensor:
         return self.drafter.begin(rows)
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        return self.drafter.extend(trees, nodes)
+    def extend(self, level: Level) -> Tensor:
+        return self.drafter.extend(level)
 
-    def confidences(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[list[float]] | None:
-        return self.drafter.confidences(trees, nodes)
+    def confidences(self) -> Tensor | None:
+        return self.drafter.confidences()
 
-    def rollback(self, paths: list[list[int]]) -> None:
-        self.drafter.rollback(paths)
+    def rollback(self, slots: list[list[int]]) -> None:
+        self.drafter.rollback(slots)
 
     def drop(self, rows: list[int]) -> None:
         self.retrieval.drop(rows)

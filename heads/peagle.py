@@ -10,7 +10,6 @@ The probabilities at a depth do not depend on the draft tokens before it. P-EAGL
 vLLM's speculators; mask tokens as in PARD, arXiv:2504.18583.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -26,17 +25,6 @@ from draftsmith.heads.layers import UnrolledAttention, layer_config
 from draftsmith.heads.multi_head import PathIndependentDrafter
 
 # Shapes: B rows, T positions, H hidden size, K draft tokens.
-
-
-@dataclass
-class Line:
-    """A sequence of tokens as a tree with one path."""
-
-    tokens: list[int]
-
-    def __post_init__(self) -> None:
-        self.parents = list(range(-1, len(self.tokens) - 1))
-        self.depths = list(range(1, len(self.tokens) + 1))
 
 
 class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
@@ -109,21 +97,24 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         for row in rows:
             unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] + 1 :]
         counts = [len(row) for row in unread]
-        masks = self.num_tokens - 1
-        lines = [Line([*row, *[self.mask_token] * masks] if row else []) for row in unread]
+        # Rows are padded with masks on the right, which the tokens and masks before them do not see.
+        width = max(counts) + self.num_tokens - 1
+        tokens = [row + [self.mask_token] * (width - len(row)) for row in unread]
         states = [
-            torch.cat([known_nH, self.mask_hidden.expand(masks, -1)]) if count else known_nH
+            torch.cat([known_nH, self.mask_hidden.expand(width - count, -1)])
             for known_nH, count in zip(self._states(counts), counts, strict=True)
         ]
-        logits = self._runner.branch(lines, [list(range(len(line.tokens))) for line in lines], states)
+        tokens_BQ = torch.tensor(tokens, device=self.mask_hidden.device)
+        logits_BQV = self._runner.line(tokens_BQ, torch.stack(states))
         self._runner.commit([list(range(count)) for count in counts])
-        unasked_KV = logits[rows[0]].new_zeros(self.num_tokens, logits[rows[0]].shape[-1])
-        asked = [rows_nV[count - 1 :] if count else unasked_KV for rows_nV, count in zip(logits, counts, strict=True)]
-        self._logits_KBV = torch.stack(asked, 1)
-        return self._logits_KBV[0]
+        first_B1 = torch.tensor([[max(count, 1) - 1] for count in counts], device=tokens_BQ.device)
+        asked_BK = first_B1 + torch.arange(self.num_tokens, device=tokens_BQ.device)
+        rows_B1 = torch.arange(len(counts), device=tokens_BQ.device)[:, None]
+        self._logits_BKV = logits_BQV[rows_B1, asked_BK]
+        return self._logits_BKV[:, 0]
 
     def logits_at(self, depth: int) -> Tensor:
-        return self._logits_KBV[depth]
+        return self._logits_BKV[:, depth]
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)

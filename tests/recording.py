@@ -12,7 +12,7 @@ from draftsmith.decode.policies.base import Growing
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.base import Level, TrainableDrafter
 from draftsmith.heads.draft_tree import ROOT
 
 Said = tuple[list[int], list[int], Tensor]
@@ -101,3 +101,13 @@ def decoded_logits(drafter: TrainableDrafter, target: LlamaForCausalLM, prompt: 
         text.tokens[-1] = behind[0]
     decoding.round()
     return torch.stack(policy.logits)
+
+
+def decoded_confidences(drafter: TrainableDrafter, tokens: list[int]) -> list[Tensor]:
+    """Return the drafter's own confidence after each of these draft tokens, after `decoded_logits`."""
+    confidences = []
+    for depth, token in enumerate(tokens, 1):
+        drafter.extend(Level(torch.tensor([[token]]), None, depth))
+        confidence_11 = drafter.confidences()
+        confidences += [] if confidence_11 is None else [confidence_11[0, 0]]
+    return confidences

@@ -199,7 +199,8 @@ class AdaptiveChain:
             node = child
         return builder.draft()
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
+        assert builder is not None, "its drafts have no fixed shape"
         experience = self.experience[builder.greedy]
         for confidence, overlap in zip(builder.confidence, result.overlap, strict=False):
             experience.first.observe(confidence, overlap)
@@ -317,7 +318,8 @@ class OptimalTree:
         """Return the seconds that one more node adds to a verification, averaged over four nodes to smooth steps."""
         return (self.costs.verify_seconds(nodes + 5) - self.costs.verify_seconds(nodes + 1)) / 4
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
+        assert builder is not None, "its drafts have no fixed shape"
         experience = self.experience[builder.greedy]
         accepted, reached = set(result.path), {ROOT, *result.path}
         for node, parent in enumerate(draft.parents):

@@ -2,11 +2,12 @@
 
 from collections.abc import Generator
 from dataclasses import is_dataclass, replace
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
 from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.fixed_drafts import Shape
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft
@@ -39,12 +40,24 @@ class Policy(Protocol):
         """Build the draft of one text, at most `builder.room` >= 1 levels deep."""
         ...
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
-        """Learn from the verification of a draft that `grow` built in `builder`."""
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
+        """Learn from the verification of a draft that `grow` built in `builder`; None for a draft of a fixed shape.
+
+        Called for policies that learn.
+        """
         ...
 
     def __str__(self) -> str:
         """Return the name and settings in the form that `policy_named` reads."""
+        ...
+
+
+@runtime_checkable
+class FixedPolicy(Policy, Protocol):
+    """A policy whose drafts have the same shape whatever q is, so they are built without reading a value."""
+
+    def fixed(self, *, greedy: bool) -> Shape:
+        """Return the shape of this text's drafts."""
         ...
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.fixed_drafts import Shape, chain_shape
 from draftsmith.decode.policies.base import Growing, require_counts
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
@@ -24,6 +25,10 @@ class Chain:
         """Return the policy itself, which has no state."""
         return self
 
+    def fixed(self, *, greedy: bool) -> Shape:
+        """Return the shape of all drafts."""
+        return chain_shape(self.draft_length, "best" if greedy else "without-replacement")
+
     def grow(self, builder: DraftBuilder) -> Growing:
         node: int | None = ROOT
         while builder.depth(node) < min(self.draft_length, builder.room):
@@ -33,7 +38,7 @@ class Chain:
                 break
         return builder.draft()
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         """Do nothing: the length is fixed."""
 
     def __str__(self) -> str:
@@ -73,7 +78,7 @@ class ConfidenceChain:
                 break
         return builder.draft()
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         """Do nothing: the threshold is fixed."""
 
     def __str__(self) -> str:

@@ -121,7 +121,7 @@ class DynamicTree:
                 break
         return candidates.draft(candidates.best(self.size))
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         """Do nothing: the tree depends on q only."""
 
     def __str__(self) -> str:
@@ -160,7 +160,7 @@ class BestFirst:
                 break
         return candidates.draft(candidates.best(self.size))
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         """Do nothing: the tree depends on q only."""
 
     def __str__(self) -> str:

@@ -9,17 +9,17 @@ Chosen trees are verified by the point-mass rule, which is exact for any choice.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
 from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.fixed_drafts import Shape, Siblings
 from draftsmith.decode.policies.base import MOST, Growing, require_counts
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import ROOT, Draft
 
-Siblings = Literal["best", "without-replacement", "iid"]
 Path = tuple[int, ...]
 
 # Shapes: n nodes, V vocabulary.
@@ -82,6 +82,15 @@ class StaticTree:
         """Return the policy itself, which has no state."""
         return self
 
+    def fixed(self, *, greedy: bool) -> Shape:
+        """Return the shape of all drafts."""
+        levels: list[tuple[tuple[int, int], ...]] = []
+        above: list[Path] = [()]
+        while nodes := _below(above, self._children):
+            levels.append(tuple((above.index(path[:-1]), path[-1]) for path in nodes))
+            above = nodes
+        return Shape(tuple(levels), "best" if greedy else self.siblings)
+
     def grow(self, builder: DraftBuilder) -> Growing:
         level: list[tuple[int, Path]] = [(ROOT, ())]
         for _ in range(builder.room):
@@ -101,7 +110,7 @@ class StaticTree:
             level = below
         return builder.draft()
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         """Do nothing: the shape is fixed."""
 
     def __str__(self) -> str:
@@ -111,6 +120,11 @@ class StaticTree:
         full = set(self.shape) == set(widths_shape(widths))
         siblings = "" if self.siblings == "best" else f",siblings={self.siblings}"
         return f"tree:widths={shape}{siblings}" if full else f"tree:size={len(self.shape)}{siblings}"
+
+
+def _below(paths: Sequence[Path], ranks: dict[Path, list[int]]) -> list[Path]:
+    """Return the children of `paths`, in their order."""
+    return [(*path, rank) for path in paths for rank in ranks.get(path, ())]
 
 
 PROBE_WIDTHS = (8, 3, 2, 1, 1, 1)
@@ -155,11 +169,16 @@ class MeasuredTree:
         rows = zip(self.accepted, self.reached, strict=True)
         return [[count / max(reached, 1) for count in counts] for counts, reached in rows]
 
+    def fixed(self, *, greedy: bool) -> Shape:
+        """Return the shape of the drafts of this text."""
+        assert self._tree is not None, "`fresh` comes before `fixed`"
+        return self._tree.fixed(greedy=greedy)
+
     def grow(self, builder: DraftBuilder) -> Growing:
         assert self._tree is not None, "`fresh` comes before `grow`"
         return (yield from self._tree.grow(builder))
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         below = draft.children
         for depth, node in enumerate([ROOT, *result.path][: len(PROBE_WIDTHS)]):
             if below[node + 1]:
@@ -212,7 +231,7 @@ class SampledTree:
             level = below
         return builder.draft()
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         """Do nothing: the shape depends on q only."""
 
     def __str__(self) -> str:

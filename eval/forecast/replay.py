@@ -17,7 +17,7 @@ from draftsmith.decode.sequence import DecodeSequence, Round, Stops
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.teacher_forced import TargetText, vocabulary_size
 from draftsmith.heads.base import Drafter, SequenceState
-from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.heads.draft_tree import ROOT, Parents, depths_of, path_to
 
 # Shapes: B texts, T positions, N draft nodes, H hidden size, F features, V vocabulary.
 
@@ -34,34 +34,39 @@ class KnownTarget:
 
     def prefill(self, texts: Sequence[SequenceState], layers: tuple[int, ...] = ()) -> Tensor:
         self._read = [text.prompt_length - 1 for text in self._texts]
-        self._drafts = [Draft() for _ in self._texts]
-        return torch.stack([self._next(row, ROOT)[0] for row in range(len(self._texts))])
+        return torch.stack([self._next(row, []) for row in range(len(self._texts))])
 
-    def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
+    def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
         self._read = [read + 1 for read in self._read]
-        self._drafts = drafts
-        return [torch.cat([self._next(row, node) for node in range(ROOT, len(d))]) for row, d in enumerate(drafts)]
+        shapes = list(shapes) if len(shapes) == len(self._texts) else [shapes[0]] * len(self._texts)
+        self._depths = [depths_of(shape) for shape in shapes]
+        logits_BQV = torch.zeros(*tokens_BQ.shape, self._vocab_size)
+        for row, (tokens, shape) in enumerate(zip(tokens_BQ.tolist(), shapes, strict=True)):
+            for node in range(ROOT, len(shape)):
+                logits_BQV[row, node + 1] = self._next(row, [tokens[step + 1] for step in path_to(shape, node)])
+        return logits_BQV
 
-    def _next(self, row: int, node: int) -> Tensor:
-        """Return logits [1, V] after the path to `node`; uniform where the path leaves the text or its end."""
-        logits_1V = torch.zeros(1, self._vocab_size)
-        tokens, read, draft = self._texts[row].tokens, self._read[row], self._drafts[row]
-        path = [draft.tokens[i] for i in draft.path(node)] if node != ROOT else []
+    def _next(self, row: int, path: list[int]) -> Tensor:
+        """Return logits [V] after a path of draft tokens; uniform where it leaves the text or its end."""
+        logits_V = torch.zeros(self._vocab_size)
+        tokens, read = self._texts[row].tokens, self._read[row]
         following = read + 1 + len(path)
         if tokens[read + 1 : following] == path and following < len(tokens):
-            logits_1V.fill_(-torch.inf)
-            logits_1V[0, tokens[following]] = 0.0
-        return logits_1V
+            logits_V.fill_(-torch.inf)
+            logits_V[tokens[following]] = 0.0
+        return logits_V
 
     def commit(self, paths: list[list[int]]) -> None:
         self._read = [read + len(path) for read, path in zip(self._read, paths, strict=True)]
 
-    def hidden(self, row: int, node: int) -> Tensor | None:
-        depth = 0 if node == ROOT else self._drafts[row].depths[node]
-        hidden_TH = self._states[row][0]
-        return hidden_TH[
-            min(self._read[row] + depth, len(hidden_TH) - 1)
-        ]  # states after the end of the text are never used
+    def hidden(self, nodes: list[int]) -> Tensor:
+        rows = []
+        for row, node in enumerate(nodes):
+            depth = 0 if node == ROOT else self._depths[row][node]
+            hidden_TH = self._states[row][0]
+            # States after the end of the text are never used.
+            rows.append(hidden_TH[min(self._read[row] + depth, len(hidden_TH) - 1)])
+        return torch.stack(rows)
 
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
         features_TF = self._states[row][1]

@@ -10,16 +10,17 @@ probability move u towards 0. In order of falling q/p, tokens do that occur too 
 high probability: the error of most wrong rules is a function of q/p, which would average out in vocabulary order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from draftsmith.decode.draws import Draws
 from draftsmith.decode.sampling import Rng
 from draftsmith.decode.sequence import DecodeOutput
-from draftsmith.decode.verification import Rule, VerifyResult, verify
-from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
+from draftsmith.decode.verification import Outcome, Rule, Verify, VerifyResult, verify_batch
+from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch, DrawnDraft
 
 # Shapes: N tokens, V vocabulary, P positions of a draft.
 
@@ -27,7 +28,6 @@ PLACES = 5
 """Positions of a round that are tested separately; the last one includes all later positions."""
 AT_ONCE = 2**20
 """Numbers of a table over the vocabulary that are transformed at once."""
-Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
 
 
 def transform(p_NV: Tensor, tokens_N: Tensor, v_N: Tensor, score_NV: Tensor | None = None) -> Tensor:
@@ -92,20 +92,33 @@ class Watch:
         self._v = torch.Generator().manual_seed(self.seed)
 
     def watched(self, change: Verify | None = None) -> Rule:
-        """Return the rule to use in a decoder; `change` replaces the verification."""
-        inner = change or (lambda p_PV, draft, rng: verify(self.rule, p_PV, draft, rng))
+        """Return the rule to use in a decoder; `change` replaces the verification, one text after the other."""
+        if change is None:
+            return Rule("watched", lambda draft: True, "any draft", batched=self._watch)
 
         def watch(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
-            result = inner(p_PV, draft, rng)
-            tokens = [*(draft.tokens[node] for node in result.path), result.next_token]
-            for place, (node, token) in enumerate(zip([ROOT, *result.path], tokens, strict=True)):
-                p_V = p_PV[node + 1]
-                self._waiting.append((p_V, _q(p_V, draft, node), token, min(place, PLACES - 1)))
-            if len(self._waiting) * p_PV.shape[1] >= AT_ONCE:
-                self._transform()
+            result = change(p_PV, draft, rng)
+            self._add(p_PV, draft, draft.q if isinstance(draft, DrawnDraft) else None, result)
             return result
 
-        return Rule("watched", watch, lambda draft: True, "any draft")
+        return Rule("watched", lambda draft: True, "any draft", single=watch)
+
+    def _watch(self, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+        outcome = verify_batch(self.rule, p_BPV, draft, draws)
+        for row, values in enumerate(outcome.packed().tolist()):
+            whole = Draft(tuple(draft.tokens_BN[row].tolist()), draft.parents)  # none of the paths has invalid nodes
+            q = tuple(q_BV[row] for q_BV in draft.q) if isinstance(draft, DrawnBatch) else None
+            self._add(p_BPV[row], whole, q, outcome.result(values, whole))
+        return outcome
+
+    def _add(self, p_PV: Tensor, draft: Draft, q: tuple[Tensor, ...] | None, result: VerifyResult) -> None:
+        """Keep the emitted tokens with their p and q; `q`: that of each drawn node."""
+        tokens = [*(draft.tokens[node] for node in result.path), result.next_token]
+        for place, (node, token) in enumerate(zip([ROOT, *result.path], tokens, strict=True)):
+            p_V = p_PV[node + 1]
+            self._waiting.append((p_V, _q(p_V, draft, q, node), token, min(place, PLACES - 1)))
+        if len(self._waiting) * p_PV.shape[1] >= AT_ONCE:
+            self._transform()
 
     def by_place(self) -> list[Tensor]:
         """Return u by place, in fp64; the last place includes all later ones."""
@@ -125,7 +138,7 @@ class Watch:
             self._u[place].append(u)
 
 
-def _q(p_V: Tensor, draft: Draft, node: int) -> Tensor:
+def _q(p_V: Tensor, draft: Draft, q: tuple[Tensor, ...] | None, node: int) -> Tensor:
     """Return the numerator [V] of the score q/p after `node`.
 
     For chosen draft tokens, candidates come before all other tokens; without draft tokens, the order is that of p.
@@ -133,8 +146,8 @@ def _q(p_V: Tensor, draft: Draft, node: int) -> Tensor:
     below = draft.children[node + 1]
     if not below:
         return p_V * p_V
-    if isinstance(draft, DrawnDraft):
-        return draft.q[below[0]]
+    if q is not None:
+        return q[below[0]]
     q_V = torch.zeros_like(p_V)
     candidates = [draft.tokens[child] for child in below]
     q_V[candidates] = p_V[candidates]

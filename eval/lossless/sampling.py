@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Rng
-from draftsmith.decode.verification import Rule, VerifyResult, verify
-from draftsmith.decode.verification_rules import typical_rule
+from draftsmith.decode.verification import RULES, Rule, Verify, VerifyResult, verify
 from draftsmith.eval.lossless.draws import (
     Continuations,
     Done,
@@ -24,7 +23,7 @@ from draftsmith.eval.lossless.draws import (
     draw_continuations,
     draw_texts,
 )
-from draftsmith.eval.lossless.pit import PLACES, Verify, Watch
+from draftsmith.eval.lossless.pit import PLACES, Watch
 from draftsmith.eval.lossless.statistics import (
     chi_square_detects,
     chi_square_tail,
@@ -45,7 +44,7 @@ def lossy(rule: Rule | None) -> Verify:
 
     def verify_wrongly(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
         if rng.bernoulli(SHARE):
-            return typical_rule(p_PV, draft, rng)
+            return verify(RULES["typical"], p_PV, draft, rng)
         return verify(rule, p_PV, draft, rng)
 
     return verify_wrongly

@@ -1,14 +1,18 @@
 """Exact output distributions: every outcome of every random draw is enumerated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from draftsmith.decode.draws import RowDraws
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.sequence import DecodeSequence
+from draftsmith.decode.verification import Rule, VerifyResult, verify_batch
+from draftsmith.heads.draft_tree import Draft, DraftBatch
 
 Tokens = tuple[int, ...]
 
@@ -72,6 +76,37 @@ class BranchingRng:
             self.open = Open(weights)
             return self.open
         return self._branch(weights)
+
+
+class BranchingDraws:
+    """`Draws` in which every row follows outcomes of its own, as a `BranchingRng` does."""
+
+    def __init__(self, paths: Sequence[tuple[int, ...]]) -> None:
+        self.rngs = [BranchingRng(path) for path in paths]
+        self._draws = RowDraws(self.rngs)
+        self.categorical, self.bernoulli = self._draws.categorical, self._draws.bernoulli
+        self.first, self.along = self._draws.first, self._draws.along
+
+
+AT_ONCE = 2048
+"""Rows that a rule verifies in one call."""
+
+
+def verified(rule: Rule, cases: Sequence[tuple[Tensor, Draft]]) -> Iterator[tuple[float, int, VerifyResult]]:
+    """Yield (probability, index of the case, result) for every outcome of a batched rule on (p, draft)."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, (_, draft) in enumerate(cases):
+        groups.setdefault(draft.parents, []).append(number)
+    for numbers in groups.values():
+        pending: list[tuple[int, tuple[int, ...]]] = [(number, ()) for number in numbers]
+        while pending:
+            rows, pending = pending[:AT_ONCE], pending[AT_ONCE:]
+            draws = BranchingDraws([path for _, path in rows])
+            batch = DraftBatch.of([cases[number][1] for number, _ in rows])
+            outcome = verify_batch(rule, torch.stack([cases[number][0] for number, _ in rows]), batch, draws)
+            for (number, _), rng, values in zip(rows, draws.rngs, outcome.packed().tolist(), strict=True):
+                pending += [(number, path) for path in rng.alternatives]
+                yield rng.weight, number, outcome.result(values, cases[number][1])
 
 
 def outcomes(

@@ -5,13 +5,22 @@ strings. Any number of exact rounds is then exact by induction: replace the last
 before it. Testing one round after one text is therefore sufficient for a rule; models and settings vary.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 
 import torch
-from exact.enumeration import BranchingRng, Tokens, add, outcomes, spread, string_distribution, total_variation
+from exact.enumeration import (
+    BranchingRng,
+    Tokens,
+    add,
+    outcomes,
+    spread,
+    string_distribution,
+    total_variation,
+    verified,
+)
 from exact.toys import ToyDrafter, ToyModel, below
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -21,7 +30,7 @@ from draftsmith.decode.loop import propose
 from draftsmith.decode.policies import Policy
 from draftsmith.decode.sampling import Processors, Rng, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
-from draftsmith.decode.verification import RULES, VerifyResult, verify, verify_greedy
+from draftsmith.decode.verification import RULES, Rule, Verify, VerifyResult, verify_greedy
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 PROMPT = (0, 3, 0, 3)
@@ -33,7 +42,6 @@ PLAIN = Sampling(1.0)
 DRAFTER_SEEDS = 1000
 """Drafter i has seed 1000 + i, so that no drafter equals a target."""
 
-Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
 Drafts = list[tuple[float, Draft]]
 
 
@@ -78,7 +86,7 @@ class Round:
             return [[*PROMPT, *new]]
 
         if self.processors.greedy:
-            best = torch.tensor(self.processors.tokens(logits_1V, contexts))
+            best = self.processors.tokens(logits_1V, contexts)
             return torch.nn.functional.one_hot(best, logits_1V.shape[1])[0].double()
         return self.processors.probabilities(logits_1V, contexts)[0]
 
@@ -108,18 +116,28 @@ class Round:
         """Return the tokens of `new` that a `DecodeSequence` commits: none after an EOS."""
         return tuple(self._text().commit(list(new)))
 
-    def committed(self, rule: Verify, drafts: Drafts) -> dict[Tokens, float]:
+    def committed(self, rule: Verify | Rule, drafts: Drafts) -> dict[Tokens, float]:
         """Return the distribution of the tokens that the round commits."""
         distribution: dict[Tokens, float] = {}
+        for weight, draft, result in self.verified(rule, drafts):
+            kept = tuple(draft.tokens[node] for node in result.path)
+            for token, share in spread(result.next_token):
+                add(distribution, self.cut((*kept, token)), weight * share)
+        return distribution
+
+    def verified(self, rule: Verify | Rule, drafts: Drafts) -> Iterator[tuple[float, Draft, VerifyResult]]:
+        """Yield every outcome of a rule, which verifies many drafts in one call or one after the other."""
+        if isinstance(rule, Rule):
+            cases = [(self.p_PV(draft), draft) for _, draft in drafts]
+            for weight, number, result in verified(rule, cases):
+                yield drafts[number][0] * weight, drafts[number][1], result
+            return
         for drawn, draft in drafts:
             p_PV = self.p_PV(draft)
             for decided, result in outcomes(lambda rng, p=p_PV, d=draft: rule(p, d, rng), leave_open=True):
-                kept = tuple(draft.tokens[node] for node in result.path)
-                for token, weight in spread(result.next_token):
-                    add(distribution, self.cut((*kept, token)), drawn * decided * weight)
-        return distribution
+                yield drawn * decided, draft, result
 
-    def gap(self, rule: Verify, drafts: Drafts) -> float:
+    def gap(self, rule: Verify | Rule, drafts: Drafts) -> float:
         """Return the total variation between the round, continued by the target, and the target alone."""
         actual: dict[Tokens, float] = {}
         for new, weight in self.committed(rule, drafts).items():
@@ -129,17 +147,13 @@ class Round:
         assert abs(mass - 1) < EXACT, f"the probabilities of all outcomes add up to {mass}"
         return total_variation(actual, self.expected)
 
-    def expected_accepted(self, rule: Verify, drafts: Drafts) -> float:
+    def expected_accepted(self, rule: Verify | Rule, drafts: Drafts) -> float:
         """Return the expected number of accepted draft tokens."""
-        return sum(
-            drawn * decided * result.accepted
-            for drawn, draft in drafts
-            for decided, result in outcomes(lambda rng, d=draft: rule(self.p_PV(d), d, rng), leave_open=True)
-        )
+        return sum(weight * result.accepted for weight, _, result in self.verified(rule, drafts))
 
 
-def the_rule(name: str) -> Verify:
-    """Return the decoder's rule of that name with its check of the draft; "greedy": the rule of greedy decoding."""
+def the_rule(name: str) -> Verify | Rule:
+    """Return the decoder's rule of that name; "greedy": the rule of greedy decoding."""
     if name == "greedy":
         return lambda p_PV, draft, rng: verify_greedy(p_PV.argmax(-1).tolist(), draft)
-    return lambda p_PV, draft, rng: verify(RULES[name], p_PV, draft, rng)
+    return RULES[name]

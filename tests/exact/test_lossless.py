@@ -63,7 +63,7 @@ def target_alone(
     def p(new: Tokens) -> list[float]:
         logits_1V, before = logits(prompt + new)[None], [[*prompt, *new]]
         if processors.greedy:
-            (best,) = processors.tokens(logits_1V, lambda: before)
+            best = int(processors.tokens(logits_1V, lambda: before))
             return [float(token == best) for token in range(VOCAB)]
         return processors.probabilities(logits_1V, lambda: before)[0].tolist()
 
@@ -290,6 +290,6 @@ def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy) ->
 @pytest.mark.parametrize("kind", ["draft_model", "medusa"])
 def test_a_cache_that_loses_the_accepted_path_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a control of the merging above: accepted nodes of a tree stay in the slots where they were read."""
-    monkeypatch.setattr(RollbackLayer, "gather", lambda self, row, start, slots_n: None)
+    monkeypatch.setattr(RollbackLayer, "move", lambda self, rows_n1, to_nk, from_nk: None)
     with pytest.raises(AssertionError, match="depends on more than the tokens"):
         _llama_gap(kind, DRAWN_TREES[0])

@@ -15,7 +15,6 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.decode.policies import Chain, ConfidenceChain, Policy, StaticTree, widths_shape
 from draftsmith.decode.sampling import Sampling
-from draftsmith.decode.verification import RULES
 from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
 
 SEED = 7
@@ -63,15 +62,27 @@ MUTANTS = [
         TREE,
         1e-2,
     ),
-    Mutant("iid rule without replacement", RULES["siblings-iid"].verify, "siblings-without-replacement", TREE, 1e-2),
-    Mutant("replacement ignored", RULES["siblings-without-replacement"].verify, "siblings-iid", IID_TREE, 1e-1),
-    Mutant("traversal of iid siblings", RULES["traversal"].verify, "siblings-iid", IID_TREE, 1e-1),
+    Mutant(
+        "iid rule without replacement",
+        partial(wrong_rules.unchecked, "siblings-iid"),
+        "siblings-without-replacement",
+        TREE,
+        1e-2,
+    ),
+    Mutant(
+        "replacement ignored",
+        partial(wrong_rules.unchecked, "siblings-without-replacement"),
+        "siblings-iid",
+        IID_TREE,
+        1e-1,
+    ),
+    Mutant("traversal of iid siblings", partial(wrong_rules.unchecked, "traversal"), "siblings-iid", IID_TREE, 1e-1),
     Mutant("traversal, weight kept", partial(wrong_rules.traversal, update_weight=False), "traversal", TREE, 1e-2),
     Mutant(
         "traversal, q not renormalised", partial(wrong_rules.traversal, renormalise_q=False), "traversal", TREE, 1e-2
     ),
     Mutant("point mass drawn again", wrong_rules.point_mass_drawn_again, "point-mass", CHOSEN_TREE, 1e-1),
-    Mutant("typical acceptance", RULES["typical"].verify, "point-mass", CHOSEN_TREE, 5e-1),
+    Mutant("typical acceptance", partial(wrong_rules.unchecked, "typical"), "point-mass", CHOSEN_TREE, 5e-1),
 ]
 
 

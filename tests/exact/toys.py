@@ -8,8 +8,8 @@ import torch
 from exact.enumeration import Tokens
 from torch import Tensor
 
-from draftsmith.heads.base import Drafter, SequenceState, Tree
-from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.heads.base import Drafter, Level, SequenceState
+from draftsmith.heads.draft_tree import ROOT, Draft, Parents
 
 VOCAB = 5
 """With three tokens or fewer, wrong rules can agree with correct ones by coincidence."""
@@ -45,19 +45,22 @@ class ToyTarget:
         self.read = [tuple(text.tokens) for text in texts]
         return torch.stack([self.model.logits(read) for read in self.read])
 
-    def verify(self, roots: list[int], drafts: list[Draft]) -> list[Tensor]:
-        self.read = [(*read, root) for read, root in zip(self.read, roots, strict=True)]
-        self._drafts = drafts
-        return [
-            torch.stack([self.model.logits(read + below(draft, node)) for node in range(ROOT, len(draft))])
-            for read, draft in zip(self.read, drafts, strict=True)
-        ]
+    def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
+        rows = tokens_BQ.tolist()
+        shapes = list(shapes) if len(shapes) == len(rows) else [shapes[0]] * len(rows)
+        self.read = [(*read, row[0]) for read, row in zip(self.read, rows, strict=True)]
+        self._drafts = [Draft(tuple(row[1 : len(shape) + 1]), shape) for row, shape in zip(rows, shapes, strict=True)]
+        logits_BQV = torch.zeros(*tokens_BQ.shape, VOCAB, dtype=torch.float64)
+        for row, (read, draft) in enumerate(zip(self.read, self._drafts, strict=True)):
+            for node in range(ROOT, len(draft)):
+                logits_BQV[row, node + 1] = self.model.logits(read + below(draft, node))
+        return logits_BQV
 
     def commit(self, paths: list[list[int]]) -> None:
         for row, (draft, path) in enumerate(zip(self._drafts, paths, strict=True)):
             self.read[row] += tuple(draft.tokens[node] for node in path)
 
-    def hidden(self, row: int, node: int) -> None:
+    def hidden(self, nodes: list[int]) -> None:
         return None
 
     def features(self, row: int, nodes: list[int] | None = None) -> None:
@@ -77,21 +80,33 @@ class ToyDrafter(Drafter):
         self.model, self.independent = model, independent
 
     def begin(self, rows: list[int]) -> Tensor:
-        return torch.stack([self.model.logits(tuple(text.tokens)) for text in self.context.texts])
+        self._paths: list[list[Tokens]] = [[()] for _ in self.context.texts]
+        return self._logits()[:, 0]
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        logits = []
-        for text, tree, wanted in zip(self.context.texts, trees, nodes, strict=True):
-            rows = [self.model.logits((*text.tokens, *self._seen(tree, node))) for node in wanted]
-            logits.append(torch.stack(rows) if rows else torch.empty(0, VOCAB))
-        return logits
+    def extend(self, level: Level) -> Tensor:
+        tokens, parents = level.tokens_Bn.tolist(), level.parents_Bn
+        above = [[0]] * len(tokens) if parents is None else parents.tolist()
+        self._paths = [
+            [(*paths[parent], token) for token, parent in zip(*of_row, strict=True)]
+            for paths, *of_row in zip(self._paths, tokens, above, strict=True)
+        ]
+        return self._logits()
 
-    def _seen(self, tree: Tree, node: int) -> Tokens:
+    def _logits(self) -> Tensor:
+        rows = zip(self.context.texts, self._paths, strict=True)
+        return torch.stack(
+            [
+                torch.stack([self.model.logits((*text.tokens, *self._seen(path))) for path in paths])
+                for text, paths in rows
+            ]
+        )
+
+    def _seen(self, path: Tokens) -> Tokens:
         # VOCAB + depth is not a token, so each depth gets a table of its own.
-        return (VOCAB + tree.depths[node],) if self.independent else below(tree, node)
+        return (VOCAB + len(path),) if self.independent and path else path
 
 
-def below(tree: Tree | Draft, node: int) -> Tokens:
+def below(tree: Draft, node: int) -> Tokens:
     """Return the tokens from a child of the root down to `node`."""
     path: Tokens = ()
     while node != ROOT:

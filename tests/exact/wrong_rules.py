@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from draftsmith.decode.draws import RowDraws
 from draftsmith.decode.sampling import Rng
-from draftsmith.decode.verification import VerifyResult
-from draftsmith.decode.verification_rules import residual, token_rule
-from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
+from draftsmith.decode.verification import RULES, VerifyResult, verify
+from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnDraft
 
 FIFTH = 0.2
 """Any threshold on p is wrong; at this one both outcomes are common."""
@@ -20,6 +20,25 @@ FIFTH = 0.2
 
 def _ratio(p: float, q: float) -> float:
     return p / q
+
+
+def residual(p_V: Tensor, q_V: Tensor, scale: float = 1.0) -> Tensor:
+    """Return max(scale * p - q, 0), or p where nothing is left."""
+    rest_V = (scale * p_V - q_V).clamp_min(0)
+    return rest_V if rest_V.any() else p_V
+
+
+def token_rule(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
+    return verify(RULES["token"], p_PV, draft, rng)
+
+
+def unchecked(name: str, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
+    """Apply a correct rule, also to a kind of draft for which it is wrong."""
+    rule, draws = RULES[name].batched, RowDraws([_Certain(rng)])
+    assert rule is not None
+    outcome = rule(p_PV[None], DraftBatch.of([draft]), draws)
+    result = outcome.result(outcome.packed()[0].tolist(), draft)
+    return VerifyResult(result.path, draws.last[0], result.overlap)
 
 
 def token(
@@ -86,6 +105,16 @@ class _Comparing:
 
     def bernoulli(self, probability: float) -> bool:
         return self._uniform < probability
+
+
+class _Certain:
+    """Draws as `rng` does, and takes 0/0, which a rule may compute for a draft that is wrong for it, for certain."""
+
+    def __init__(self, rng: Rng) -> None:
+        self._rng, self.categorical = rng, rng.categorical
+
+    def bernoulli(self, probability: float) -> bool:
+        return self._rng.bernoulli(1.0 if probability != probability else probability)
 
 
 def block(

@@ -27,6 +27,7 @@ from draftsmith.cli import app
 from draftsmith.config import Section
 from draftsmith.decode.policies import Chain
 from draftsmith.decode.sampling import Processors, Sampling
+from draftsmith.decode.verification import Rule
 from draftsmith.distill.losses import DIVERGENCES, overlap
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
@@ -89,7 +90,7 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
         assert out.tokens == alone
     signals = SimpleNamespace(input_ids_BT=ids_BT)
     (unrolled,) = again.unroll(signals)
-    assert torch.equal(unrolled.head(unrolled.hidden_BTD[0]), again.logits_after(ids_BT[0].tolist())), (
+    assert torch.equal(unrolled.head(unrolled.hidden_BTD[0]), again.lm_head(again.table(ids_BT[0]))), (
         "training = decoding"
     )
     _require_forecast(tiny_target, again)
@@ -132,7 +133,7 @@ def _require_forecast(target: LlamaForCausalLM, bigram: TrainableDrafter) -> Non
     plain, greedy = Processors(Sampling(1.0)), Sampling(0.0)
     (text,) = sample_texts(target, [[5, 6, 7]], greedy, max_new_tokens=12)
     (table,) = agreement(target, bigram, [text], 3, [acceptance_measure(plain)])
-    log_q = bigram.logits_after(text.tokens[:-1]).detach().log_softmax(-1)
+    log_q = bigram.lm_head(bigram.table(torch.tensor(text.tokens[:-1]))).detach().log_softmax(-1)
     for position in range(text.prompt_length, len(text.tokens) - 1):
         expected = float(log_q[position, text.tokens[position + 1]])
         for k in range(min(3, position - text.prompt_length + 1)):
@@ -160,8 +161,12 @@ def test_the_policy_of_the_page_is_exact(extending: SimpleNamespace, seed: int) 
 def test_of_the_two_rules_of_the_page_one_is_exact(extending: SimpleNamespace, seed: int) -> None:
     one_round = Round(Setting(), seed)
     drafts = one_round.drafts(Chain(2))
-    assert one_round.gap(partial(extending.rule, from_residual=True), drafts) < EXACT
-    assert one_round.gap(partial(extending.rule, from_residual=False), drafts) > 1e-3
+    right, wrong = (
+        Rule("page", lambda draft: True, "any draft", batched=partial(extending.rule, from_residual=from_residual))
+        for from_residual in (True, False)
+    )
+    assert one_round.gap(right, drafts) < EXACT
+    assert one_round.gap(wrong, drafts) > 1e-3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -34,6 +34,7 @@ from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Level
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
 
@@ -147,8 +148,10 @@ def test_a_tree_is_read_as_its_paths_are(family: str) -> None:
         for text in texts:
             text.tokens, root = text.tokens[:-1], text.tokens[-1]
         target.prefill(texts)
-        out = target.verify([root] * 3, [draft, draft, draft.keep([0, 2, 6])])
-        for text, logits_PV, shown in zip(texts, out, [draft, draft, draft.keep([0, 2, 6])], strict=True):
+        drafts = [draft, draft, draft.keep([0, 2, 6])]
+        rows = [[root, *shown.tokens, *[0] * (len(draft) - len(shown))] for shown in drafts]
+        out = target.verify(torch.tensor(rows), [shown.parents for shown in drafts])
+        for text, logits_PV, shown in zip(texts, out, drafts, strict=True):
             for node in range(-1, len(shown)):
                 path = [*text.tokens, root, *(shown.tokens[step] for step in shown.path(node))]
                 ids = torch.tensor([path])
@@ -173,15 +176,44 @@ def test_every_kind_of_pass_equals_plain_forward_passes_in_float64(family: str) 
             runner = ModelRunner(model, len(rows))
             with torch.inference_mode():
                 runner.append(rows)
-                runner.append([[17, 18, 19]] * len(rows))
-                first = runner.branch(drafts, [[0, 1] for _ in rows])  # the level after it in a pass of its own
-                rest = runner.branch(drafts, [list(range(2, len(draft))) for draft in drafts])
-                for prompt, draft, *read in zip(rows, drafts, first, rest, strict=True):
-                    logits_NV = torch.cat(read)
+                runner.append([[17, 18]] * len(rows))
+                wide = [torch.tensor([19, *draft.tokens]) for draft in drafts]
+                tokens_BQ = torch.nn.utils.rnn.pad_sequence(wide, batch_first=True)
+                at_once_BQV = runner.tree(tokens_BQ, [draft.parents for draft in drafts])[:, 1:]
+                runner.commit([[0] for _ in rows])
+                by_level = read_by_level(runner, drafts)
+                for row, (prompt, draft) in enumerate(zip(rows, drafts, strict=True)):
                     for node in range(len(draft)):
                         path = [*prompt, 17, 18, 19, *(draft.tokens[step] for step in draft.path(node))]
                         expected_V = model(input_ids=torch.tensor([path])).logits[0, -1]
-                        torch.testing.assert_close(logits_NV[node], expected_V, atol=tolerance, rtol=tolerance)
+                        for logits_V in (at_once_BQV[row, node], by_level[row, node]):
+                            torch.testing.assert_close(logits_V, expected_V, atol=tolerance, rtol=tolerance)
+
+
+def read_by_level(runner: ModelRunner, drafts: list[Draft]) -> dict[tuple[int, int], torch.Tensor]:
+    """Return the logits [V] after each (row, node), read level by level as drafters do."""
+    logits: dict[tuple[int, int], torch.Tensor] = {}
+    above: list[list[int]] = [[-1] for _ in drafts]
+    for depth in range(1, max(draft.depth for draft in drafts) + 1):
+        nodes = [[node for node in range(len(draft)) if draft.depths[node] == depth] for draft in drafts]
+        tokens = [
+            torch.tensor([draft.tokens[i] for i in of_row]).long() for draft, of_row in zip(drafts, nodes, strict=True)
+        ]
+        parents = [
+            torch.tensor([before.index(draft.parents[i]) for i in of_row]).long()
+            for draft, of_row, before in zip(drafts, nodes, above, strict=True)
+        ]
+        tokens_Bn, parents_Bn = (
+            torch.nn.utils.rnn.pad_sequence([row.long() for row in rows], batch_first=True)
+            for rows in (tokens, parents)
+        )
+        is_chain = all(draft.is_chain for draft in drafts)
+        read_BnV = runner.extend(Level(tokens_Bn, None if is_chain else parents_Bn, depth))
+        logits |= {
+            (row, node): read_BnV[row, column] for row, of_row in enumerate(nodes) for column, node in enumerate(of_row)
+        }
+        above = nodes
+    return logits
 
 
 def test_other_layers_are_refused_by_name() -> None:

@@ -35,14 +35,13 @@ from parity.published_files import (
     stepwise,
     written,
 )
-from recording import decoded_logits
+from recording import decoded_confidences, decoded_logits
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith import load_drafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.heads.peagle import Line
 
 
 @pytest.fixture
@@ -222,12 +221,8 @@ def test_dflash(rank: int, sees: bool, tmp_path: Path, target: LlamaForCausalLM)
         sure = read @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]
     with torch.no_grad():
         assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
-        confidences = drafter.confidences([Line(DRAFTED[1:])], [[0, 1]])
-    assert (
-        confidences is None
-        if not rank
-        else torch.allclose(torch.tensor(confidences[0]), sure[1:].sigmoid(), atol=CLOSE)
-    )
+        confidences = decoded_confidences(drafter, DRAFTED[1:3])
+    assert not confidences if not rank else torch.allclose(torch.stack(confidences), sure[1:].sigmoid(), atol=CLOSE)
 
 
 def test_mtp(tmp_path: Path, target: LlamaForCausalLM) -> None:

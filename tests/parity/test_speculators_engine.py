@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 from parity.published_files import DRAFTED, KEPT, PROMPT, six_layers
-from recording import decoded_logits
+from recording import decoded_confidences, decoded_logits
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL, TrainableDrafter
-from draftsmith.heads.peagle import Line
 from draftsmith.hub.export import export_drafter
 
 pytestmark = pytest.mark.slow
@@ -100,8 +99,8 @@ def test_their_loader_says_what_ours_says(name: str, their_python: str, tmp_path
     print(f"{name}: {len(ours)} positions, logits up to {largest:.1f}, largest difference {worst:.1e}")
     assert worst < CLOSE
     if kind == "dflash" and drafter.confidence is not None:
-        confidences = drafter.confidences([Line(DRAFTED[1:])], [[0, 1]])[0]
-        assert torch.allclose(torch.tensor(confidences), theirs["sure"][1:].sigmoid(), atol=CLOSE)
+        confidences = decoded_confidences(drafter, DRAFTED[1:3])
+        assert torch.allclose(torch.stack(confidences), theirs["sure"][1:].sigmoid(), atol=CLOSE)
 
 
 def _text(target: LlamaForCausalLM, drafter: TrainableDrafter) -> dict[str, torch.Tensor]:

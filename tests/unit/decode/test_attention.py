@@ -53,9 +53,12 @@ def read(
 ) -> list[Tensor]:
     """The logits [N, V] of the nodes of drafts after prompts; the second pass is recorded."""
     runner = ModelRunner(model, len(prompts))
-    runner.append([list(prompt) for prompt in prompts])
+    runner.append([list(prompt[:-1]) for prompt in prompts])
+    rows = [torch.tensor([prompt[-1], *draft.tokens]) for prompt, draft in zip(prompts, drafts, strict=True)]
+    tokens_BQ = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     with mode or torch.no_grad():
-        return runner.branch(drafts, [list(range(len(draft))) for draft in drafts])
+        logits_BQV = runner.tree(tokens_BQ, [draft.parents for draft in drafts])
+    return [logits_QV[1 : len(draft) + 1] for logits_QV, draft in zip(logits_BQV, drafts, strict=True)]
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -97,8 +100,9 @@ def test_a_sliding_layer_reads_the_slots_of_its_window_only() -> None:
     """Its mask covers them alone; the window of this model is 6."""
     recorder = Recorder()
     read(mistral("sdpa"), [CHAIN], [list(range(3, 33))], recorder)
-    assert recorder.keys == [(1, 2, 8, 8)] * 2
-    assert max(shape[-1] for shape in recorder.masks) == 8
+    slots = 6 + len(CHAIN)  # the window of the root, and the chain after it
+    assert recorder.keys == [(1, 2, slots, 8)] * 2
+    assert max(shape[-1] for shape in recorder.masks) == slots
 
 
 def test_long_chains_are_read_with_transformers_function() -> None:
@@ -234,7 +238,7 @@ def test_padded_widths_are_not_used_with_flash_attention(flash: Flash) -> None:
     runner = ModelRunner(model, 1, widths={3: 4})
     with torch.inference_mode():
         runner.append([PROMPTS[0]])
-        runner.branch([CHAIN], [[0, 1, 2]])
+        runner.line(torch.tensor([[3, 4, 5]]))
     assert flash.widths[-1] == 3
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from draftsmith.decode.model_runner import ModelRunner
-from draftsmith.decode.target import RootedTree
+from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Draft
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
@@ -16,8 +16,8 @@ def read_afresh(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0, -1]
 
 
-def branch(runner: ModelRunner, root: int, draft: Draft, rows: int = 1) -> list[torch.Tensor]:
-    return runner.branch([RootedTree.of(root, draft)] * rows, [list(range(len(draft) + 1))] * rows)
+def branch(runner: ModelRunner, root: int, draft: Draft, rows: int = 1) -> torch.Tensor:
+    return runner.tree(torch.tensor([[root, *draft.tokens]] * rows), [draft.parents])
 
 
 @torch.inference_mode()
@@ -46,23 +46,27 @@ def test_only_the_accepted_path_is_kept(tiny_target: LlamaForCausalLM, path: lis
 @torch.inference_mode()
 def test_a_tree_read_level_by_level_is_the_tree_read_at_once(tiny_target: LlamaForCausalLM) -> None:
     draft = Draft((10, 11, 12, 13, 14), (-1, -1, 0, 1, 1))
-    tree = RootedTree.of(8, draft)
     at_once, by_level = ModelRunner(tiny_target, 1), ModelRunner(tiny_target, 1)
     for runner in (at_once, by_level):
         runner.append([[5, 6, 7]])
-    whole = at_once.branch([tree], [list(range(6))])[0]
-    levels = [by_level.branch([tree], [nodes])[0] for nodes in ([0], [1, 2], [3, 4, 5])]
-    torch.testing.assert_close(torch.cat(levels), whole, **CLOSE)
+    whole = branch(at_once, 8, draft)
+    levels = [
+        Level(torch.tensor([[8]]), None, 1),
+        Level(torch.tensor([[10, 11]]), torch.tensor([[0, 0]]), 2),
+        Level(torch.tensor([[12, 13, 14]]), torch.tensor([[0, 1, 1]]), 3),
+    ]
+    by_level_1QV = torch.cat([by_level.extend(level) for level in levels], 1)
+    torch.testing.assert_close(by_level_1QV, whole, **CLOSE)
 
 
 @torch.inference_mode()
 def test_storage_grows_in_steps_and_keeps_what_it_holds(tiny_target: LlamaForCausalLM) -> None:
+    tiny_target.config.max_position_embeddings = 2048
     runner = ModelRunner(tiny_target, 1)
     runner.append([[5, 6, 7]])
     layer = runner._cache.layers[0]
     first, moves, last = layer.keys.data_ptr(), 0, layer.keys.data_ptr()
     text = [5, 6, 7]
-    tiny_target.config.max_position_embeddings = 2048
     for token in range(700):
         logits = branch(runner, token % 60 + 2, Draft())[0][0]
         runner.commit([[0]])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Drafter, Tree
+from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft, DrawnDraft
 from draftsmith.heads.medusa import Medusa
@@ -62,8 +61,8 @@ class Table(Drafter):
     def begin(self, rows: list[int]) -> Tensor:
         return self.logits[:1]
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        return [self.logits[[tree.tokens[node] for node in wanted]] for tree, wanted in zip(trees, nodes, strict=True)]
+    def extend(self, level: Level) -> Tensor:
+        return self.logits[level.tokens_Bn]
 
 
 def draft(policy: Policy, *, greedy: bool = True, room: int = 8, seed: int = 0, table: Table | None = None) -> Draft:

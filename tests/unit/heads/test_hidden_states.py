@@ -1,15 +1,13 @@
 """Drafters receive the target's features of each committed token, in order, for any accepted path."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from conftest import VOCAB, make_llama
+from conftest import make_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.heads.base import FINAL, Context, Drafter, Needs, Tree
+from draftsmith.heads.base import FINAL, Context, Drafter, Level, Needs
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 3]]
 
@@ -33,25 +31,22 @@ class Knowing(Drafter):
         for text in self.context.texts:
             kept = self.seen.setdefault(id(text), [])
             kept.append(text.take_features(len(text.tokens) - 1 - sum(len(part) for part in kept)))
+        self.paths: list[list[list[int]]] = [[[]] for _ in self.context.texts]
         return torch.stack([self._logits(text.tokens) for text in self.context.texts])
 
-    def extend(self, trees: Sequence[Tree], nodes: list[list[int]]) -> list[Tensor]:
-        return [
-            torch.cat([torch.empty(0, VOCAB), *(self._logits(text.tokens + path(tree, node))[None] for node in wanted)])
-            for text, tree, wanted in zip(self.context.texts, trees, nodes, strict=True)
+    def extend(self, level: Level) -> Tensor:
+        tokens, parents = level.tokens_Bn.tolist(), level.parents_Bn
+        above = [[0]] * len(tokens) if parents is None else parents.tolist()
+        self.paths = [
+            [[*paths[parent], token] for token, parent in zip(*of_row, strict=True)]
+            for paths, *of_row in zip(self.paths, tokens, above, strict=True)
         ]
+        rows = zip(self.context.texts, self.paths, strict=True)
+        return torch.stack([torch.stack([self._logits(text.tokens + path) for path in paths]) for text, paths in rows])
 
     def _logits(self, tokens: list[int]) -> Tensor:
         logits_V = self.target[0](torch.tensor([tokens])).logits[0, -1]
         return logits_V.roll(1) if len(tokens) % 5 == 0 else logits_V
-
-
-def path(tree: Tree, node: int) -> list[int]:
-    tokens: list[int] = []
-    while node >= 0:
-        tokens.insert(0, tree.tokens[node])
-        node = tree.parents[node]
-    return tokens
 
 
 @pytest.mark.parametrize("policy", ["chain:draft_length=4", "dynamic-tree:size=8,depth=4,top_k=2"])

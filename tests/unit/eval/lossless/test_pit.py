@@ -5,12 +5,12 @@ from collections import defaultdict
 
 import pytest
 import torch
-from exact.enumeration import outcomes, spread
-from exact.one_round import Round, Setting, the_rule
+from exact.one_round import Round, Setting
 
 from draftsmith.decode.policies import Chain, Policy, StaticTree
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.decode.sequence import Round as RoundRecord
+from draftsmith.decode.verification import RULES
 from draftsmith.eval.lossless.draws import DEPTH, LEAST, chi_square, partition
 from draftsmith.eval.lossless.pit import pairs, round_starts, transform
 
@@ -61,14 +61,11 @@ def second_and_first(rule: str, policy: Policy) -> tuple[dict[int, torch.Tensor]
     pair = Round(Setting(), seed=7)
     second: dict[int, torch.Tensor] = defaultdict(lambda: torch.zeros(5, dtype=torch.float64))
     first = torch.zeros(5, dtype=torch.float64)
-    for drawn, draft in pair.drafts(policy):
-        p_PV = pair.p_PV(draft)
-        for decided, verdict in outcomes(lambda c, p=p_PV, d=draft: the_rule(rule)(p, d, c), leave_open=True):
-            kept = [draft.tokens[node] for node in verdict.path]
-            for token, weight in spread(verdict.next_token):
-                if kept:
-                    second[kept[0]][[*kept, token][1]] += drawn * decided * weight
-                    first[kept[0]] += drawn * decided * weight
+    for weight, draft, verdict in pair.verified(RULES[rule], pair.drafts(policy)):
+        kept = [draft.tokens[node] for node in verdict.path]
+        if kept:
+            second[kept[0]][[*kept, verdict.next_token][1]] += weight
+            first[kept[0]] += weight
     return second, first
 
 

@@ -13,10 +13,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
-from draftsmith.decode.verification import RULES
+from draftsmith.decode.verification import RULES, Verify, verify
 from draftsmith.eval.lossless.draws import Plan
 from draftsmith.eval.lossless.greedy import read
-from draftsmith.eval.lossless.pit import Verify
 from draftsmith.eval.lossless.sampling import ALL_TOKENS, Sample, check_sampling, sample
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.draft_model import DraftModel
@@ -63,8 +62,7 @@ TREE = "tree:widths=2x2,siblings=without-replacement"
 )
 def test_right_rules_pass(rule: str | None, policy: str) -> None:
     """Each fails here with probability 0.1 %, if the seed were not fixed."""
-    change = None if rule is None else RULES[rule].verify
-    result = drawn(change, policy=policy)
+    result = drawn(None if rule is None else partial(verify, RULES[rule]), policy=policy)
     assert result.accepted > 100
     assert not result.rejects(LEVEL)
     assert max(test.adjusted for test in result.tests) == 1.0

@@ -1,0 +1,221 @@
+"""Drafts of a fixed shape for all texts of a batch, built on the device without reading a value.
+
+A chain of a given length and a tree of given ranks have the same shape whatever the drafter's probabilities are, so the
+host needs no token of the draft before the draft is verified.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.contexts import CommittedTokens, StoredContexts
+from draftsmith.decode.draws import Draws
+from draftsmith.decode.sampling import Processors
+from draftsmith.heads.base import Drafter, Level
+from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, stacked
+
+Siblings = Literal["best", "without-replacement", "iid"]
+
+# Shapes: B texts, n nodes of a level, D tokens on a path, V vocabulary.
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree: for each level, its nodes as (index of the parent in the level before, rank among all tokens).
+
+    Nodes of one parent stand together, in order. `siblings`: "best" chooses the tokens of these ranks; otherwise the
+    children are drawn from q, and their ranks are 0, 1, ….
+    """
+
+    levels: tuple[tuple[tuple[int, int], ...], ...]
+    siblings: Siblings
+
+    @cached_property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return sum(map(len, self.levels))
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return all(len(level) == 1 for level in self.levels)
+
+    def extended(self, level: int) -> list[int]:
+        """Return the nodes of a level that have children."""
+        if level + 1 >= len(self.levels):
+            return []
+        return sorted({parent for parent, _ in self.levels[level + 1]})
+
+
+def chain_shape(length: int, siblings: Siblings) -> Shape:
+    """Return the shape of a chain."""
+    return Shape(tuple(((0, 0),) for _ in range(length)), siblings)
+
+
+class FixedDrafts:
+    """Builds the drafts of one shape after the last committed tokens of B texts.
+
+    Args:
+        rooms: maximum depth of a node, for each text.
+        numbers: index of each text in the whole batch.
+        shared: (shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        rooms: Sequence[int],
+        processors: Processors,
+        draws: Draws,
+        committed: CommittedTokens | None,
+        numbers: Sequence[int],
+        shared: tuple[int, int] | None,
+    ) -> None:
+        self._shape, self._rooms, self._processors, self._draws = shape, rooms, processors, draws
+        self._committed, self._numbers, self._shared = committed, numbers, shared
+        self._drawing = (
+            None if shape.siblings == "best" else BatchDrawing(draws.categorical, replacement=shape.siblings == "iid")
+        )
+        self._tokens: list[Tensor] = []
+        self._valid: list[Tensor | None] = []
+        self._parents: list[int] = []
+        self.slots: list[int | None] = []
+        """For each node its number among those that the drafter reads; None for leaves, which it does not read."""
+
+    def build(self, drafter: Drafter) -> DraftBatch:
+        """Return the drafts; the drafter reads the nodes that have children."""
+        depth = min(len(self._shape.levels), max(self._rooms))
+        logits_BnV = drafter.begin([row for row, room in enumerate(self._rooms) if room > 0])[:, None]
+        nodes = [ROOT]
+        read = 0
+        for level in range(depth):
+            added = self._add(level, nodes, logits_BnV)
+            if level + 1 == depth:
+                self.slots += [None] * len(added)
+                break
+            places = self._shape.extended(level)
+            self.slots += [read + places.index(i) if i in places else None for i in range(len(added))]
+            read += len(places)
+            logits_BnV = drafter.extend(self._level(level, [added[i] for i in places], nodes))
+            nodes = [added[i] for i in places]
+        return self._batch()
+
+    def _add(self, level: int, nodes: list[int], logits_BnV: Tensor) -> list[int]:
+        """Add the nodes of a level after `nodes`, which the drafter has read, and return them."""
+        scores_BnV = self._scores(logits_BnV, nodes)
+        below = self._children(level)
+        for place, node in enumerate(nodes):
+            ranks, valid_B = below[place], self._valid_below(level, node, scores_BnV[:, place])
+            if self._drawing is None:
+                self._choose(node, ranks, scores_BnV[:, place], valid_B)
+            else:
+                q_BV = scores_BnV[:, place].softmax(-1)
+                if self._processors.may_empty:
+                    q_BV = q_BV.nan_to_num(0.0)
+                self._drawing.add(node, q_BV, len(ranks), valid_B)
+                self._tokens, self._valid = self._drawing.tokens, self._drawing.valid
+                self._parents = self._drawing.parents
+        count = sum(map(len, below))
+        return list(range(len(self._tokens) - count, len(self._tokens)))
+
+    def _children(self, level: int) -> list[list[int]]:
+        """Return the ranks of the children of each node that was read before `level`."""
+        places = [0] if level == 0 else self._shape.extended(level - 1)
+        return [[rank for parent, rank in self._shape.levels[level] if parent == place] for place in places]
+
+    def _choose(self, node: int, ranks: list[int], scores_BV: Tensor, valid_B: Tensor | None) -> None:
+        """Add the tokens of these ranks as children of `node`."""
+        if ranks == [0]:
+            tokens_Bk = scores_BV.argmax(-1, keepdim=True)
+        else:
+            tokens_Bk = scores_BV.topk(min(ranks[-1] + 1, scores_BV.shape[1])).indices
+        for rank in ranks:
+            exists = rank < tokens_Bk.shape[1]
+            self._tokens.append(tokens_Bk[:, rank if exists else 0])
+            self._valid.append(valid_B if exists else torch.zeros_like(self._tokens[-1], dtype=torch.bool))
+            self._parents.append(node)
+
+    def _valid_below(self, level: int, node: int, scores_BV: Tensor) -> Tensor | None:
+        """Return for which texts [B] `node` may have children; None for all of them."""
+        valid_B = None if node == ROOT else self._valid[node]
+        if min(self._rooms) <= level:
+            fits_B = torch.tensor([room > level for room in self._rooms], device=scores_BV.device)
+            valid_B = fits_B if valid_B is None else valid_B & fits_B
+        if self._processors.may_empty:
+            allowed_B = ~scores_BV.isneginf().all(-1)
+            valid_B = allowed_B if valid_B is None else valid_B & allowed_B
+        return valid_B
+
+    def _level(self, level: int, nodes: list[int], before: list[int]) -> Level:
+        """Return the nodes that the drafter reads next, whose parents are among `before`."""
+        tokens_Bn = (
+            torch.stack([self._tokens[node] for node in nodes], 1)
+            if len(nodes) > 1
+            else (self._tokens[nodes[0]][:, None])
+        )
+        if self._shape.is_chain:
+            return Level(tokens_Bn, None, level + 1)
+        parents = torch.tensor([before.index(self._parents[node]) for node in nodes], device=tokens_Bn.device)
+        return Level(tokens_Bn, parents.expand_as(tokens_Bn), level + 1)
+
+    def _scores(self, logits_BnV: Tensor, nodes: list[int]) -> Tensor:
+        """Return the processed logits over the target's vocabulary."""
+        B, n = logits_BnV.shape[:2]
+        fitted_nV = fitted(logits_BnV.flatten(0, 1), self._shared)
+
+        def contexts() -> StoredContexts:
+            paths = [self._path(node) for node in nodes]
+            return contexts_of(self._committed, self._tokens, [paths] * B, self._numbers)
+
+        return self._processors.scores(fitted_nV, contexts).unflatten(0, (B, n))
+
+    def _path(self, node: int) -> list[int]:
+        path = []
+        while node != ROOT:
+            path.append(node)
+            node = self._parents[node]
+        return path[::-1]
+
+    def _batch(self) -> DraftBatch:
+        if self._drawing is not None:
+            return self._drawing.batch()
+        tokens_BN = torch.stack(self._tokens, 1)
+        return DraftBatch(tokens_BN, tuple(self._parents), stacked(self._valid, tokens_BN))
+
+
+def contexts_of(
+    committed: CommittedTokens | None,
+    tokens: Sequence[Tensor],
+    paths: Sequence[Sequence[Sequence[int]]],
+    numbers: Sequence[int],
+) -> StoredContexts:
+    """Return the contexts of nodes, text by text: committed tokens, then the tokens on the path to each node.
+
+    Args:
+        tokens: the tokens [B] of each node.
+        paths: for each text and each of its nodes, the nodes on the path to it.
+        numbers: index of each text in the whole batch.
+    """
+    assert committed is not None, "kept where a processor reads the text"
+    depths = [len(path) for of_text in paths for path in of_text]
+    rows = [row for row, of_text in enumerate(paths) for _ in of_text]
+    paths_nD = None
+    if max(depths) > 0:
+        wide = [list(path) + [0] * (max(depths) - len(path)) for of_text in paths for path in of_text]
+        tokens_BN = torch.stack(list(tokens), 1)
+        index_nD = torch.tensor(wide, device=tokens_BN.device)
+        paths_nD = tokens_BN[torch.tensor(rows, device=tokens_BN.device)[:, None], index_nD]
+    return committed.with_paths(rows, paths_nD, depths, [numbers[row] for row in rows])
+
+
+def fitted(logits_nV: Tensor, shared: tuple[int, int] | None) -> Tensor:
+    """Return logits over the target's vocabulary: -inf for tokens that the drafter does not share."""
+    if shared is None:
+        return logits_nV
+    tokens, vocabulary = shared
+    fitted_nV = logits_nV.new_full((logits_nV.shape[0], vocabulary), -torch.inf)
+    fitted_nV[:, :tokens] = logits_nV[:, :tokens]
+    return fitted_nV

@@ -1,0 +1,173 @@
+"""The drafts of one round for all texts, known to the host or still on the device, and the transfer that reads them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.contexts import CommittedTokens, StoredContexts
+from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.draws import Draws, SeededDraws, draws_of
+from draftsmith.decode.fixed_drafts import contexts_of
+from draftsmith.decode.sampling import Rng, SeededRng
+from draftsmith.decode.verification import Outcome, TargetTokens, VerifyResult
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Parents, path_to
+
+# Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
+
+Group = tuple[list[int], DraftBatch, Draws]
+"""Rows whose drafts have one shape, the drafts and the random draws of these rows."""
+
+
+class Proposal:
+    """The drafts of all texts.
+
+    Args:
+        drafts: None while the tokens of a `batch` are on the device, until `read`.
+        batch: drafts of one shape on the device, which were drawn with `draws`.
+        slots: for each node of the batch its number among those that the drafter has read; None for the others.
+        builders: of drafts that the host built.
+    """
+
+    def __init__(
+        self,
+        drafts: list[Draft] | None = None,
+        builders: Sequence[DraftBuilder] = (),
+        batch: DraftBatch | None = None,
+        draws: Draws | None = None,
+        slots: Sequence[int | None] = (),
+    ) -> None:
+        self._drafts, self.builders, self.batch = drafts, builders, batch
+        self._draws, self._slots = draws, slots
+        self._slots_of_text: list[list[int | None]] | None = None
+        """The slots of each text's nodes, after `drawn`."""
+
+    @property
+    def drafts(self) -> list[Draft]:
+        """The draft of each text; -1 is the token of a node that the text does not have."""
+        assert self._drafts is not None, "read with the outcome"
+        return self._drafts
+
+    @property
+    def shapes(self) -> list[Parents]:
+        """The parents of each text's nodes, or one entry for all texts."""
+        return [draft.parents for draft in self.drafts] if self.batch is None else [self.batch.parents]
+
+    def tokens(self, roots: list[int], device: torch.device) -> Tensor:
+        """Return the tokens that the target reads, [B, Q]: the last committed ones and the drafts, padded with 0."""
+        if self.batch is not None:
+            return torch.cat([torch.tensor(roots, device=device)[:, None], self.batch.tokens_BN], 1)
+        rows = [[root, *draft.tokens] for root, draft in zip(roots, self.drafts, strict=True)]
+        width = max(map(len, rows))
+        return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+
+    def contexts(self, committed: CommittedTokens | None, numbers: Sequence[int]) -> StoredContexts:
+        """Return the tokens before each place of each text, padding included."""
+        if self.batch is not None:
+            paths = [path_to(self.batch.parents, node) for node in range(ROOT, len(self.batch))]
+            return contexts_of(committed, self.batch.tokens_BN.unbind(1), [paths] * len(numbers), numbers)
+        assert committed is not None, "kept where a processor reads the text"
+        most = max(map(len, self.drafts))
+        paths = []
+        for draft in self.drafts:
+            own = [[draft.tokens[step] for step in draft.path(node)] for node in range(len(draft))]
+            paths += [[], *own, *([[]] * (most - len(own)))]
+        rows = [row for row in range(len(numbers)) for _ in range(most + 1)]
+        longest = max(map(len, paths))
+        paths_nD = None
+        if longest:
+            wide = [path + [0] * (longest - len(path)) for path in paths]
+            paths_nD = torch.tensor(wide, device=committed.device)
+        return committed.with_paths(rows, paths_nD, list(map(len, paths)), [numbers[row] for row in rows])
+
+    def packed(self) -> list[Tensor]:
+        """Return what `read` needs: the tokens [B, N] of a batch, nothing for drafts of the host."""
+        if self.batch is None:
+            return []
+        tokens_BN, valid_BN = self.batch.tokens_BN, self.batch.valid_BN
+        return [tokens_BN if valid_BN is None else tokens_BN.masked_fill(~valid_BN, NO_NODE)]
+
+    def read(self, values: Sequence[Sequence[float]]) -> list[Draft]:
+        """Return the drafts, from the packed values of a batch."""
+        if self.batch is not None:
+            parents = self.batch.parents
+            self._drafts = [Draft(tuple(map(int, row)), parents) for row in values]
+        return self.drafts
+
+    def drawn(self, rngs: Sequence[Rng]) -> list[Draft]:
+        """Return the drafts with their q, for rules that verify one text after the other and draw from `rngs`."""
+        if self.batch is None:
+            return self.drafts
+        if isinstance(self._draws, SeededDraws):
+            made_B = self._draws.made_B
+            made = [self._draws.made] * len(rngs) if made_B is None else made_B.tolist()
+            for rng, count in zip(rngs, made, strict=True):
+                assert isinstance(rng, SeededRng)
+                rng.skip(count)
+        drafts = [self.batch.of_text(row) for row in range(len(rngs))]
+        self._drafts = [draft for draft, _ in drafts]
+        self._slots_of_text = [[self._slots[node] for node in nodes] for _, nodes in drafts]
+        return self._drafts
+
+    def groups(self, rngs: Sequence[Rng], device: torch.device) -> list[Group]:
+        """Return drafts of one shape together, with their rows."""
+        if self.batch is not None:
+            assert self._draws is not None
+            return [(list(range(len(rngs))), self.batch, self._draws)]
+        by_kind: dict[tuple, list[int]] = {}
+        for row, draft in enumerate(self.drafts):
+            by_kind.setdefault((draft.parents, draft.drawn, getattr(draft, "replacement", None)), []).append(row)
+        groups = []
+        for rows in by_kind.values():
+            batch = DraftBatch.of([self.drafts[row] for row in rows], device)
+            groups.append((rows, batch, draws_of([rngs[row] for row in rows], 2 * len(batch) + 2, device)))
+        return groups
+
+    def read_slots(self, row: int, path: Sequence[int]) -> list[int]:
+        """Return the slots of those nodes on a path of a text that the drafter has read."""
+        if self.builders:
+            return self.builders[row].read_slots(tuple(path))
+        of_text = self._slots if self._slots_of_text is None else self._slots_of_text[row]
+        slots = [of_text[node] for node in path]
+        return [slot for slot in slots if slot is not None]
+
+
+def read_outcomes(
+    outcomes: Sequence[tuple[Group, Outcome]], proposal: Proposal, rngs: Sequence[Rng], empty_B1: Tensor | None
+) -> tuple[list[VerifyResult], bool]:
+    """Return the result of each text and whether any text is `empty_B1`, from one transfer.
+
+    The numbers that were drawn are taken from their sources.
+    """
+    tables = []
+    for (rows, _, draws), outcome in outcomes:
+        made_B = draws.made_B if isinstance(draws, SeededDraws) else None
+        parts = [outcome.packed(), *([] if made_B is None else [made_B[:, None].double()])]
+        parts += [] if empty_B1 is None else [(empty_B1 if len(rows) == len(rngs) else empty_B1[rows]).double()]
+        parts += proposal.packed()
+        tables.append(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
+    widest = max(table.shape[1] for table in tables)
+    padded = [torch.nn.functional.pad(table, (0, widest - table.shape[1])) for table in tables]
+    values = (torch.cat(padded) if len(padded) > 1 else padded[0]).tolist()
+    if proposal.batch is not None:
+        proposal.read([row[widest - len(proposal.batch) :] for row in values])
+    results: dict[int, VerifyResult] = {}
+    empty, place = False, iter(values)
+    for (rows, _, draws), outcome in outcomes:
+        made = isinstance(draws, SeededDraws) and draws.made_B is not None
+        for row in rows:
+            of_row = next(place)
+            empty = empty or (empty_B1 is not None and of_row[outcome.columns + made] > 0)
+            if not empty:
+                results[row] = outcome.result(of_row, proposal.drafts[row])
+                _spend(rngs[row], draws, outcome, of_row, results[row])
+    return [] if empty else [results[row] for row in range(len(rngs))], empty
+
+
+def _spend(rng: Rng, draws: Draws, outcome: Outcome, values: Sequence[float], result: VerifyResult) -> None:
+    """Take the numbers that were drawn for a text from its source."""
+    if not isinstance(draws, SeededDraws) or not isinstance(rng, SeededRng):
+        return
+    made = draws.made if draws.made_B is None else int(values[outcome.columns])
+    # Of the draws along a path, those up to the token after it count.
+    rng.skip(made + result.accepted + 1 if isinstance(outcome, TargetTokens) else made)
