@@ -91,9 +91,10 @@ class RollbackLayer(CacheLayerMixin):
             storage[rows_n1, :, to_nk] = storage[rows_n1, :, from_nk]
 
     def keep_rows(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order; rows that stay in their place are not copied."""
         if self.is_initialized:
             keys, values = self._storage
-            self.keys, self.values = keys[rows], values[rows]
+            self.keys, self.values = kept_rows(keys, rows), kept_rows(values, rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._place.end, 0
@@ -106,6 +107,16 @@ class RollbackLayer(CacheLayerMixin):
 
     def crop(self, max_length: int) -> None:
         raise NotImplementedError("`RollbackCache.lengths` is changed instead")
+
+
+def kept_rows(storage: Tensor, rows: list[int]) -> Tensor:
+    """Return these rows of `storage`, whose memory is used again where rows only move to the front."""
+    moved = [(to, row) for to, row in enumerate(rows) if to != row]
+    if any(row < len(rows) for _, row in moved):
+        return storage[rows]
+    for to, row in moved:
+        storage[to] = storage[row]
+    return storage[: len(rows)]
 
 
 def _padded(x: Tensor, slots: int) -> Tensor:
@@ -140,7 +151,8 @@ class RollbackCache(Cache):
 
     def keep(self, slots: list[list[int]]) -> None:
         """Commit for each row the tokens in these slots, in order; slots are counted from the end of its tokens."""
-        rows = [row for row, kept in enumerate(slots) if kept != list(range(len(kept)))]
+        # Slots rise along a path, so the first ones are kept where the last of them is in its place.
+        rows = [row for row, kept in enumerate(slots) if kept and kept[-1] != len(kept) - 1]
         if rows:
             width = max(len(slots[row]) for row in rows)
             # Shorter rows are padded with slots that stay where they are.

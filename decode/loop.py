@@ -159,8 +159,11 @@ class DecodeLoop:
         self._committed: CommittedTokens | None = None
         """The committed tokens, with padding, where a processor reads them."""
         self._device = torch.device("cpu")
+        self._shapes: dict[int, Shape | None] = {}
+        """By text, the shape of its drafts; None where it depends on q."""
         for text in self.texts:
-            text.policy = None if policy is None else policy.fresh()
+            own = text.policy = None if policy is None else policy.fresh()
+            self._shapes[id(text)] = own.fixed(greedy=processors.greedy) if isinstance(own, FixedPolicy) else None
 
     def runner(self, model: nn.Module, *, padded: bool = True) -> ModelRunner:
         sources = [text.source for text in self.texts]
@@ -247,15 +250,8 @@ class DecodeLoop:
 
     def _shape(self) -> Shape | None:
         """Return the shape of all drafts of the next round; None where they differ or depend on q."""
-        greedy, shape = self._processors.greedy, None
-        for policy in {id(text.policy): text.policy for text in self.texts}.values():
-            if not isinstance(policy, FixedPolicy):
-                return None
-            other = policy.fixed(greedy=greedy)
-            if shape is not None and other != shape:
-                return None
-            shape = other
-        return shape
+        shapes = [self._shapes[id(text)] for text in self.texts]
+        return shapes[0] if all(shape is shapes[0] or shape == shapes[0] for shape in shapes) else None
 
     @property
     def _rngs(self) -> list[Rng]:
@@ -337,6 +333,7 @@ class DecodeLoop:
         running = [row for row, text in enumerate(self.texts) if text.stopped_by is None]
         if len(running) == len(self.texts):
             return
+        running = _moved_up(running)
         self.texts = [self.texts[row] for row in running]
         if not running:
             return
@@ -345,6 +342,12 @@ class DecodeLoop:
             self._committed.keep(running)
         if started and self._drafter is not None:
             self._drafter.drop(running)
+
+
+def _moved_up(rows: list[int]) -> list[int]:
+    """Return these rows in an order in which few of them move: the last ones take the places of those that are gone."""
+    kept, last = set(rows), [row for row in rows if row >= len(rows)]
+    return [row if row in kept else last.pop() for row in range(len(rows))]
 
 
 def _room(text: DecodeSequence, context_limit: int | None) -> int:
