@@ -206,7 +206,7 @@ def test_texts_are_those_of_draws_one_by_one(
     noisy = make_llama()
     torch.manual_seed(3)
     for parameter in noisy.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
+        parameter.data += 0.02 * torch.randn_like(parameter)
     texts = []
     for source in (SeededRng, OneByOne):
         prompts = [[5, 9, 33], [7, 8, 9, 10], [40]]
@@ -227,7 +227,7 @@ def test_texts_are_those_of_draws_one_by_one(
                 decoding.round()
         texts.append([(row.tokens, [(r.drafted, r.accepted, r.overlap) for r in row.rounds]) for row in rows])
         records = [record for row in rows for record in row.rounds]
-        assert policy is None or sum(record.accepted for record in records) > 5
+        assert policy is None or sum(record.accepted for record in records) > 2
         if policy is not None and policy.startswith("chain"):
             assert all(record.tested == min(record.accepted + 1, record.drafted) for record in records)
     assert texts[0] == texts[1]
