@@ -40,14 +40,14 @@ class RollbackLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, place: WritePosition) -> None:
+    def __init__(self, place: WritePosition, longest: int | None) -> None:
         super().__init__()
-        self._place = place
+        self._place, self._longest = place, longest
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, heads, Q, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
-        slots = Q + FIRST_SLOTS
+        slots = Q + FIRST_SLOTS if self._longest is None else min(Q + FIRST_SLOTS, max(Q, self._longest))
         self.keys = key_states.new_zeros(B, heads, slots, head_dim)
         self.values = value_states.new_zeros(B, value_states.shape[1], slots, value_states.shape[-1])
         self.is_initialized = True
@@ -128,15 +128,18 @@ class RollbackCache(Cache):
     """A cache that appends in place and rolls back without copying.
 
     transformers' `DynamicCache` copies all keys and values at every step; this cache copies new ones only.
+
+    Args:
+        longest: number of tokens of the longest text at its end, where it is known: more slots are not allocated first.
     """
 
-    def __init__(self, config: PreTrainedConfig, rows: int) -> None:
+    def __init__(self, config: PreTrainedConfig, rows: int, longest: int | None = None) -> None:
         text_config = config.get_text_config(decoder=True)
         refuse_other_layers(text_config)
         depth = getattr(text_config, "num_decoder_layers", None) or text_config.num_hidden_layers
         self.place = WritePosition()
         self.lengths = [0] * rows
-        self._layers = [RollbackLayer(self.place) for _ in range(depth)]
+        self._layers = [RollbackLayer(self.place, longest) for _ in range(depth)]
         super().__init__(layers=[*self._layers])
 
     def aim(self, starts: list[int], count: int, device: torch.device) -> None:

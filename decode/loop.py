@@ -27,6 +27,7 @@ from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft
 
 Retrieved = Sequence[Draft | None] | None
 
+NO_DRAFT = Draft()
 EXAMPLE = 8
 """Maximum depth of an example draft."""
 
@@ -168,7 +169,8 @@ class DecodeLoop:
     def runner(self, model: nn.Module, *, padded: bool = True) -> ModelRunner:
         sources = [text.source for text in self.texts]
         model = cast(PreTrainedModel, model)  # or a `DraftNetwork`, which has the same interface
-        return ModelRunner(model, len(self.texts), sources, widths=self._widths if padded else None)
+        longest = max(text.max_length for text in self.texts)
+        return ModelRunner(model, len(self.texts), sources, widths=self._widths if padded else None, longest=longest)
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
         """Read the prompts and commit the first token of each; return every text with its new tokens."""
@@ -181,11 +183,10 @@ class DecodeLoop:
             assert self._drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
             self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
         new = []
-        results = self._decided(logits_BV[:, None], Proposal([Draft() for _ in self.texts]))
-        hidden_BH = self._target.hidden([ROOT] * len(self.texts))
-        for row, (text, result) in enumerate(zip(self.texts, results, strict=True)):
-            text.hidden = None if hidden_BH is None else hidden_BH[row]
-            text.add_features(self._target.features(row))
+        results = self._decided(logits_BV[:, None], Proposal([NO_DRAFT] * len(self.texts)))
+        if self._drafter is not None:
+            self._hand_over(None)
+        for text, result in zip(self.texts, results, strict=True):
             new.append((text, text.commit([result.next_token])))
         if self._committed is not None:
             self._committed.append([tokens for _, tokens in new])
@@ -231,7 +232,7 @@ class DecodeLoop:
         """Return drafts for all texts, on the device where all of them have one shape that is known before."""
         texts, drafter = self.texts, self._drafter
         if drafter is None:
-            return Proposal([Draft() for _ in texts])
+            return Proposal([NO_DRAFT] * len(texts))
         rooms = [_room(text, drafter.context_limit) for text in texts]
         retrieved = _retrieved(drafter, rooms)
         if drafter.max_draft_length is not None:  # a limit of its logits, not of retrieval
@@ -307,15 +308,21 @@ class DecodeLoop:
         return lambda: proposal.contexts(self._committed, [text.number for text in self.texts])
 
     def _take_over(self, paths: list[list[int]], new: list[list[int]]) -> None:
-        """Hand the target's states over to the texts and keep the accepted tokens in its cache."""
-        hidden_BH = self._target.hidden([path[-1] if path else ROOT for path in paths])
-        for row, (text, path) in enumerate(zip(self.texts, paths, strict=True)):
-            if hidden_BH is not None:
-                text.hidden = hidden_BH[row]
-            text.add_features(self._target.features(row, path))
+        """Hand the target's states over to the texts, and keep the accepted tokens."""
+        if self._drafter is not None:
+            self._hand_over(paths)
         self._target.commit(paths)
         if self._committed is not None:
             self._committed.append(new)
+
+    def _hand_over(self, paths: list[list[int]] | None) -> None:
+        """Give the texts the target's states after these paths, after the prompts with None, for the drafter."""
+        ends = [path[-1] if path else ROOT for path in paths or [[]] * len(self.texts)]
+        needed = self._drafter is not None and self._drafter.needs.hidden
+        hidden_BH = self._target.hidden(ends) if needed else None
+        for row, text in enumerate(self.texts):
+            text.hidden = None if hidden_BH is None else hidden_BH[row]
+            text.add_features(self._target.features(row, None if paths is None else paths[row]))
 
     def _observe(self, proposal: Proposal, results: list[VerifyResult]) -> list[list[int]]:
         """Pass results to the policies; return the slots of accepted nodes that the drafter has read."""

@@ -32,6 +32,7 @@ class ModelRunner:
         layers: store the outputs of these layers in `features`; see `Needs.layers`.
         widths: padded width of a pass by its number of tokens, see `Costs.verify_widths`; used for one row only.
         encoded: the encoder's states [T, H] of each source; the encoder is not called then.
+        longest: number of tokens of the longest text at its end, see `RollbackCache`.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class ModelRunner:
         layers: tuple[int, ...] = (),
         widths: dict[int, int] | None = None,
         encoded: Sequence[Tensor] | None = None,
+        longest: int | None = None,
     ) -> None:
         self.model = model
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
-        self._cache = RollbackCache(model.config, rows)
+        self._cache = RollbackCache(model.config, rows, longest)
         self._drafted = _Drafted()
         self._attention = Attention.of(model)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.

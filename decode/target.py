@@ -77,7 +77,14 @@ class TransformersTarget:
         sources = [text.source for text in texts]
         encoded = [text.encoded for text in texts if text.encoded is not None] or None
         self._runner = ModelRunner(
-            self.model, len(texts), sources, remember=True, layers=layers, widths=self.widths, encoded=encoded
+            self.model,
+            len(texts),
+            sources,
+            remember=True,
+            layers=layers,
+            widths=self.widths,
+            encoded=encoded,
+            longest=max(text.max_length for text in texts),
         )
         self._counts = [len(text.tokens) for text in texts]
         return self._runner.append([text.tokens for text in texts])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from draftsmith.decode.draws import Draws, RowDraws
 from draftsmith.decode.sampling import Rng
+from draftsmith.decode.tree_rules import siblings_iid_rule, siblings_without_replacement_rule, traversal_rule
 from draftsmith.decode.verification_rules import (
     Decided,
     Outcome,
@@ -14,10 +15,7 @@ from draftsmith.decode.verification_rules import (
     VerifyResult,
     block_rule,
     point_mass_rule,
-    siblings_iid_rule,
-    siblings_without_replacement_rule,
     token_rule,
-    traversal_rule,
     typical_rule,
     verify_greedy,
 )

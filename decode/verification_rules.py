@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.draws import Draws
-from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch, children_of, depths_of, path_to
+from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch, depths_of, path_to
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, D levels of the draft, V vocabulary.
 
@@ -146,7 +146,7 @@ def block_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     if N > 1:
         scaled_BNV = weight_BP[:, 1:N, None].to(p_BPV.dtype) * p_BPV[:, 1:N]
         surplus_BN = (scaled_BNV - q_BNV[:, 1:]).clamp_min_(0).sum(-1).double()
-        part_BN = _ratio(surplus_BN, surplus_BN + 1 - weight_BP[:, 1:N])
+        part_BN = ratio(surplus_BN, surplus_BN + 1 - weight_BP[:, 1:N])
         accept_BN = torch.cat([part_BN, weight_BP[:, N:]], 1)
         if draft.valid_BN is not None:  # the last valid token ends the block
             ends_BN = torch.cat([~draft.valid_BN[:, 1:], torch.ones_like(draft.valid_BN[:, :1])], 1)
@@ -168,7 +168,7 @@ def _overlap_and_ratios(p_BPV: Tensor, draft: DrawnBatch) -> tuple[Tensor, Tenso
     return q_BNV, torch.minimum(p_BNV, q_BNV).sum(-1), ratio_BN
 
 
-def _ratio(part: Tensor, whole: Tensor) -> Tensor:
+def ratio(part: Tensor, whole: Tensor) -> Tensor:
     """Return part / whole, with 0/0 = 1: a prefix of weight one without a residual is accepted."""
     return torch.where(whole > 0, part / whole, 1.0)
 
@@ -261,138 +261,7 @@ def _of_tokens(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
     return p_BPV[rows_B1, _places(draft, p_BPV.device), draft.tokens_BN]
 
 
-def siblings_iid_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
-    """Test independently drawn siblings: accept with min(1, p/q); a rejection sets p to norm(max(p - q, 0)).
-
-    q does not change. SpecInfer, Miao et al. 2023, arXiv:2305.09781, Algorithm 2.
-    """
-    return _descend(p_BPV, draft, draws, shrink=False)
-
-
-def siblings_without_replacement_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
-    """Test siblings that were drawn without replacement, in the order in which they were drawn.
-
-    As for independent siblings, but each rejection also removes the token from q, which is renormalised.
-    Sequoia, Chen et al. 2024, arXiv:2402.12374, Algorithm 1; recursive rejection sampling, Jeon et al. 2024,
-    arXiv:2402.14160.
-    """
-    return _descend(p_BPV, draft, draws, shrink=True)
-
-
-def _descend(p_BPV: Tensor, draft: DrawnBatch, draws: Draws, *, shrink: bool) -> Outcome:
-    """Test the children of each accepted node in order; `shrink`: a rejection removes the token from q."""
-    B, depth = p_BPV.shape[0], max(depths_of(draft.parents))
-    children = children_of(draft.parents)
-    rows_B = torch.arange(B, device=p_BPV.device)
-    node_B = torch.full_like(rows_B, ROOT)
-    end_BV, path, overlap = p_BPV[:, 0], [], []
-    for level in range(depth):
-        places = [place for place, below in enumerate(children) if below and _depth(draft, place) == level]
-        next_B = torch.full_like(rows_B, ROOT)
-        tested_B = torch.full_like(end_BV[:, 0], torch.nan)
-        for place in places:
-            here_B = node_B == place - 1
-            p_BV, q_BV = p_BPV[:, place], draft.q[children[place][0]]
-            open_B = here_B
-            for order, child in enumerate(children[place]):
-                exists_B = open_B if draft.valid_BN is None else open_B & draft.valid_BN[:, child]
-                if order == 0:
-                    tested_B = torch.where(exists_B, torch.minimum(p_BV, q_BV).sum(-1), tested_B)
-                token_B1 = draft.tokens_BN[:, child, None]
-                ratio_B = (p_BV.gather(1, token_B1) / q_BV.gather(1, token_B1))[:, 0].double()
-                accepted_B = draws.bernoulli(ratio_B, exists_B) & exists_B
-                next_B = torch.where(accepted_B, child, next_B)
-                rejected_B1 = (exists_B & ~accepted_B)[:, None]
-                open_B = open_B & ~accepted_B
-                rest_BV = residual(p_BV, q_BV)
-                p_BV = torch.where(rejected_B1, rest_BV / rest_BV.sum(-1, keepdim=True), p_BV)
-                if shrink:
-                    q_BV = without(q_BV, token_B1)
-            end_BV = torch.where(open_B[:, None], p_BV, end_BV)
-        node_B = next_B
-        path.append(next_B)
-        overlap.append(tested_B)
-    path_BD = torch.stack(path, 1)
-    last_B = path_BD.amax(1)  # parents come before their children
-    leaf_P = torch.tensor([not below for below in children], device=p_BPV.device)
-    end_BV = torch.where(leaf_P[last_B + 1][:, None], p_BPV[rows_B, last_B + 1], end_BV)
-    return Decided(path_BD, draws.categorical(end_BV), torch.stack(overlap, 1))
-
-
-def _depth(draft: DraftBatch, place: int) -> int:
-    return 0 if place == 0 else depths_of(draft.parents)[place - 1]
-
-
-def without(q_BV: Tensor, token_B1: Tensor) -> Tensor:
-    """Return q conditioned on any token except this one: [B, V]; all zero when no other token has probability."""
-    rest_BV = q_BV.scatter(1, token_B1, 0.0)
-    return rest_BV / rest_BV.sum(-1, keepdim=True).clamp_min(torch.finfo(rest_BV.dtype).tiny)
-
-
-class _Traversal:
-    """The state of every place: p and q without the rejected children, and the weight, which scales p."""
-
-    def __init__(self, p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> None:
-        self.draft, self.draws = draft, draws
-        self.children = children_of(draft.parents)
-        self.p = list(p_BPV.unbind(1))
-        self.q = [draft.q[below[0]] if below else None for below in self.children]
-        self.weight = [torch.ones_like(p_BPV[:, 0, 0], dtype=torch.float64) for _ in self.children]
-        self.open_B = torch.ones_like(p_BPV[:, 0, 0], dtype=torch.bool)
-        """Rows that have accepted no path yet."""
-        self.leaf_B = torch.full_like(self.open_B, ROOT, dtype=torch.int64)
-        self.end_BV = self.p[0]
-
-    def visit(self, place: int) -> None:
-        """Test the paths through each child of `place`, and remove the child where none of them is accepted."""
-        for child in self.children[place]:
-            token_B1, q_BV = self.draft.tokens_BN[:, child, None], self.q[place]
-            assert q_BV is not None, "a node with children has a q"
-            ratio_B = (self.p[place].gather(1, token_B1) / q_BV.gather(1, token_B1))[:, 0].double()
-            self.weight[child + 1] = (self.weight[place] * ratio_B).clamp_max_(1.0)
-            self.visit(child + 1)
-            self._test(place, child, token_B1)
-
-    def _test(self, place: int, child: int, token_B1: Tensor) -> None:
-        """Accept the path to `child`, all of whose children were removed, with its weight, or remove the child."""
-        exists_B = self.open_B if self.draft.valid_BN is None else self.open_B & self.draft.valid_BN[:, child]
-        accepted_B = self.draws.bernoulli(self.weight[child + 1], exists_B) & exists_B
-        self.leaf_B = torch.where(accepted_B, child, self.leaf_B)
-        self.end_BV = torch.where(accepted_B[:, None], self.p[child + 1], self.end_BV)
-        self.open_B = self.open_B & ~accepted_B
-        p_BV, q_BV, weight_B = self.p[place], self.q[place], self.weight[place]
-        assert q_BV is not None
-        # p becomes norm(max(w p - q, 0)), the weight S / (S + 1 - w), and q loses the token.
-        left_B = (weight_B[:, None].to(p_BV.dtype) * p_BV - q_BV).clamp_min_(0).sum(-1).double()
-        rest_BV = residual(p_BV, q_BV, weight_B)
-        rejected_B = exists_B & ~accepted_B
-        self.p[place] = torch.where(rejected_B[:, None], rest_BV / rest_BV.sum(-1, keepdim=True), p_BV)
-        self.weight[place] = torch.where(rejected_B, _ratio(left_B, left_B + 1 - weight_B), weight_B)
-        self.q[place] = without(q_BV, token_B1)
-
-
-def traversal_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
-    """Test whole paths: accept the path of the first remaining leaf with its weight, else remove the leaf and repeat.
-
-    The weight of a node is min(1, w_parent p(x)/q(x)), with p and q at its parent after all rejections. Siblings are
-    drawn without replacement. On a chain this is the block rule. Weng et al. 2025, arXiv:2505.12398.
-
-    Leaves are removed in the order of a traversal that visits children before their parent, whatever the draws are.
-    """
-    state = _Traversal(p_BPV, draft, draws)
-    state.visit(0)
-    end_BV = torch.where(state.open_B[:, None], state.p[0], state.end_BV)
-    path_BD = _paths(draft, state.leaf_B)
-    overlap = [
-        torch.minimum(p_BPV[:, place], draft.q[below[0]]).sum(-1) if below else None
-        for place, below in enumerate(children_of(draft.parents))
-    ]
-    nothing_B = torch.zeros_like(p_BPV[:, 0, 0])
-    overlap_BP = torch.stack([nothing_B if value_B is None else value_B for value_B in overlap], 1)
-    return Decided(path_BD, draws.categorical(end_BV), _along(overlap_BP, path_BD, draft))
-
-
-def _paths(draft: DraftBatch, leaf_B: Tensor) -> Tensor:
+def paths(draft: DraftBatch, leaf_B: Tensor) -> Tensor:
     """Return the nodes [B, D] on the path to each leaf, which may be `ROOT`, then -1."""
     depth = max(depths_of(draft.parents))
     paths = [path_to(draft.parents, node) for node in range(ROOT, len(draft))]
@@ -400,7 +269,7 @@ def _paths(draft: DraftBatch, leaf_B: Tensor) -> Tensor:
     return table[leaf_B + 1]
 
 
-def _along(values_BP: Tensor, path_BD: Tensor, draft: DraftBatch) -> Tensor:
+def along(values_BP: Tensor, path_BD: Tensor, draft: DraftBatch) -> Tensor:
     """Return the values [B, D] at the root and at the nodes of each path that have a valid child, and NaN elsewhere."""
     place_BD = torch.cat([torch.zeros_like(path_BD[:, :1]), path_BD[:, :-1] + 1], 1)
     parents_N = _places(draft, path_BD.device)
@@ -433,6 +302,6 @@ def typical_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     reached_BN = (passes_BN[:, None] | ~on_path_NN.to(device)).all(-1)
     depth_BN = torch.tensor(depths_of(draft.parents), device=device) * reached_BN
     leaf_B = torch.where(reached_BN.any(1), depth_BN.argmax(1), ROOT)
-    path_BD = _paths(draft, leaf_B)
+    path_BD = paths(draft, leaf_B)
     next_B = draws.categorical(p_BPV[torch.arange(B, device=device), leaf_B + 1])
-    return Decided(path_BD, next_B, _along(_candidates(p_BPV, draft), path_BD, draft))
+    return Decided(path_BD, next_B, along(_candidates(p_BPV, draft), path_BD, draft))

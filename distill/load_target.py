@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -130,26 +131,37 @@ def load_target(
     try:
         _require_regular(folder)
         require_whole_model("target", source, revision)
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        config = AutoConfig.from_pretrained(source, **options)
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-        model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **attention, **options)
+        model, tokenizer = _read(source, dtype, attn_implementation, options)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers, configs and weights raise errors without a common base
-        if attn_implementation is not None and isinstance(error, (ImportError, ValueError)):
-            raise ConfigError(
-                f"target.attn_implementation={attn_implementation}; expected one that target={name} can use here, such "
-                f"as eager ({reason_of(error)})"
-            ) from error
-        raise ConfigError(
-            f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})"
-        ) from error
+        raise _unreadable(name, attn_implementation, error) from error
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _freeze(model, device)
     return LoadedTarget(model, tokenizer, name, revision)
+
+
+def _read(
+    source: str, dtype: str, attn_implementation: str | None, options: dict[str, Any]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer of `source`."""
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    config = AutoConfig.from_pretrained(source, **options)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **attention, **options)
+    return model, tokenizer
+
+
+def _unreadable(name: str, attn_implementation: str | None, error: Exception) -> ConfigError:
+    """Return the error for a target that cannot be loaded."""
+    if attn_implementation is not None and isinstance(error, (ImportError, ValueError)):
+        return ConfigError(
+            f"target.attn_implementation={attn_implementation}; expected one that target={name} can use here, such "
+            f"as eager ({reason_of(error)})"
+        )
+    return ConfigError(f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})")
 
 
 def _freeze(model: nn.Module, device: torch.device | str) -> None:
