@@ -205,20 +205,12 @@ class Processors:
         """Whether any processor reads the tokens before a node."""
         self._texts = texts
 
-    def tokens(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> Tensor:
-        """Return the argmax [N] of every row; DraftsmithError where processors forbid every token."""
-        return self._allowed(logits_NV, contexts, text).argmax(-1)
-
     def probabilities(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> Tensor:
         """Return the distribution of every row, [N, V]; DraftsmithError where processors forbid every token."""
-        return self._allowed(logits_NV, contexts, text).softmax(-1)
-
-    def _allowed(self, logits_NV: Tensor, contexts: MakeContexts, text: int) -> Tensor:
-        """Return the processed logits; DraftsmithError where processors forbid every token."""
         scores_NV = self.scores(logits_NV, contexts, text)
         if self.may_empty and bool(scores_NV.isneginf().all(-1).any()):
             self.raise_empty(logits_NV, contexts, text)
-        return scores_NV
+        return scores_NV.softmax(-1)
 
     def scores(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> Tensor:
         """Return the processed logits [N, V] of nodes of one text, whose index in its batch is `text`.

@@ -86,7 +86,7 @@ class Round:
             return [[*PROMPT, *new]]
 
         if self.processors.greedy:
-            best = self.processors.tokens(logits_1V, contexts)
+            best = self.processors.scores(logits_1V, contexts).argmax(-1)
             return torch.nn.functional.one_hot(best, logits_1V.shape[1])[0].double()
         return self.processors.probabilities(logits_1V, contexts)[0]
 

@@ -63,7 +63,7 @@ def target_alone(
     def p(new: Tokens) -> list[float]:
         logits_1V, before = logits(prompt + new)[None], [[*prompt, *new]]
         if processors.greedy:
-            best = int(processors.tokens(logits_1V, lambda: before))
+            best = int(processors.scores(logits_1V, lambda: before).argmax())
             return [float(token == best) for token in range(VOCAB)]
         return processors.probabilities(logits_1V, lambda: before)[0].tolist()
 
