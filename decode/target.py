@@ -58,7 +58,7 @@ class Target(Protocol):
         ...
 
     def drop(self, rows: list[int]) -> None:
-        """Keep only these rows; the other texts are finished."""
+        """Keep only these rows, in this order; the other texts are finished."""
         ...
 
 

@@ -95,7 +95,7 @@ class ModelRunner(Protocol):
         ...
 
     def drop(self, rows: list[int]) -> None:
-        """Keep only these rows."""
+        """Keep only these rows, in this order."""
         ...
 
 
@@ -223,7 +223,7 @@ class Drafter(nn.Module):
         """
 
     def drop(self, rows: list[int]) -> None:
-        """Keep only the state of these rows; the other texts are finished."""
+        """Keep only the state of these rows, in this order; the other texts are finished."""
 
 
 class TrainableDrafter(Drafter, ABC):

@@ -218,7 +218,7 @@ def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:
         getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
     )
     prompt = 1 if config.is_encoder_decoder else data.prompt_tokens
-    slots = prompt + FIRST_SLOTS
+    slots = prompt + min(FIRST_SLOTS, data.response_tokens)
     while slots < prompt + data.response_tokens:
         slots *= 2
     if config.is_encoder_decoder:
