@@ -60,7 +60,7 @@ def test_sampling_reads_the_weights_once_a_token() -> None:
     work = estimate_work(recipe_of(), model.config)
     assert work.passes == 7 * 20  # a hundred texts in batches of sixteen
     assert work.pass_operations == 2 * weights * 16
-    slots = 10 + 256
+    slots = 10 + 20
     assert work.pass_bytes == 4 * weights + 2 * 2 * 16 * 1 * 8 * slots * 4 / 2
     assert work.prompt_operations == 2 * weights * 100 * 10
     assert estimate_work(recipe_of(), model.config, processes=2).passes == 4 * 20
