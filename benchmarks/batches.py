@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Cell:
-    """What both sides decode."""
+    """One comparison: a batch and its settings."""
 
     batch: int
     temperature: float

@@ -152,7 +152,7 @@ class Blend:
 
 @dataclass(frozen=True)
 class Cell:
-    """What every side decodes."""
+    """One comparison: a batch and its settings."""
 
     temperature: float
     batch: int

@@ -79,12 +79,8 @@ class CommittedTokens:
         self._ids_BS[place[0], place[1]] = place[2]
         self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, new, strict=True)]
 
-    @property
-    def device(self) -> torch.device:
-        return self._ids_BS.device
-
     def keep(self, rows: list[int]) -> None:
-        """Keep only these texts."""
+        """Keep only these texts, in this order."""
         self._ids_BS, self.lengths = self._ids_BS[rows], [self.lengths[row] for row in rows]
 
     def with_paths(
@@ -98,6 +94,15 @@ class CommittedTokens:
         if paths_nD is not None:
             self._reserve(max(self.lengths) + paths_nD.shape[1])
         return StoredContexts(self, rows, paths_nD, lengths, texts)
+
+    def with_tokens(
+        self, rows: Sequence[int], paths: Sequence[Sequence[int]], texts: Sequence[int]
+    ) -> "StoredContexts":
+        """Return contexts of texts `rows`, each followed by the tokens of its path; `texts` as in `with_paths`."""
+        longest = max(map(len, paths))
+        wide = [[*path, *[0] * (longest - len(path))] for path in paths]
+        paths_nD = torch.tensor(wide, device=self._ids_BS.device) if longest else None
+        return self.with_paths(rows, paths_nD, list(map(len, paths)), texts)
 
     def tokens(self, rows: Sequence[int], paths_nD: Tensor | None, width: int) -> Tensor:
         """Return [n, width]: the tokens of texts `rows`, then those of `paths_nD`."""

@@ -147,12 +147,8 @@ class DraftBuilder:
                 before = self._sequence.padding + self._sequence.tokens
                 self._committed = CommittedTokens([before], logits_nV.device), 0
             committed, row = self._committed
-            paths = [self._path(node) for node in nodes]
-            longest = max(map(len, paths))
-            wide = [path + [0] * (longest - len(path)) for path in paths]
-            paths_nD = torch.tensor(wide, device=logits_nV.device) if longest else None
-            texts = [self._sequence.number] * len(nodes)
-            return committed.with_paths([row] * len(nodes), paths_nD, list(map(len, paths)), texts)
+            count, paths = len(nodes), [self._path(node) for node in nodes]
+            return committed.with_tokens([row] * count, paths, [self._sequence.number] * count)
 
         return self._processors.scores(fitted(logits_nV, self._shared), contexts)
 

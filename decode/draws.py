@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.sampling import Rng, SeededRng, index_at
-from draftsmith.heads.draft_tree import NO_NODE, DraftBatch, children_of, depths_of
+from draftsmith.heads.draft_tree import DraftBatch, children_of, depths_of
+
+NOT_DRAWN = -2
+"""In place of a token that nothing has drawn; no node of a draft holds it."""
 
 # Shapes: B texts, N tests or nodes, P nodes and the root, V vocabulary.
 
@@ -152,7 +155,7 @@ class RowDraws:
         return torch.tensor(indices, device=probability_BN.device)
 
     def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
-        tokens_BP = torch.full(weights_BPV.shape[:2], NO_NODE)
+        tokens_BP = torch.full(weights_BPV.shape[:2], NOT_DRAWN)
         children = children_of(draft.parents)
         for row, rng in enumerate(self._rngs):
             place: int | None = 0

@@ -16,7 +16,7 @@ from draftsmith.decode.contexts import CommittedTokens, StoredContexts
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.sampling import Processors
 from draftsmith.heads.base import Drafter, Level
-from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, stacked
+from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, path_to, stacked
 
 Siblings = Literal["best", "without-replacement", "iid"]
 
@@ -79,9 +79,10 @@ class FixedDrafts:
         self._drawing = (
             None if shape.siblings == "best" else BatchDrawing(draws.categorical, replacement=shape.siblings == "iid")
         )
-        self._tokens: list[Tensor] = []
-        self._valid: list[Tensor | None] = []
-        self._parents: list[int] = []
+        own: tuple[list[Tensor], list[Tensor | None], list[int]] = ([], [], [])
+        if self._drawing is not None:
+            own = self._drawing.tokens, self._drawing.valid, self._drawing.parents
+        self._tokens, self._valid, self._parents = own
         self.slots: list[int | None] = []
         """For each node its number among those that the drafter reads; None for leaves, which it does not read."""
 
@@ -116,8 +117,6 @@ class FixedDrafts:
                 if self._processors.may_empty:
                     q_BV = q_BV.nan_to_num(0.0)
                 self._drawing.add(node, q_BV, len(ranks), valid_B)
-                self._tokens, self._valid = self._drawing.tokens, self._drawing.valid
-                self._parents = self._drawing.parents
         count = sum(map(len, below))
         return list(range(len(self._tokens) - count, len(self._tokens)))
 
@@ -151,11 +150,7 @@ class FixedDrafts:
 
     def _level(self, level: int, nodes: list[int], before: list[int]) -> Level:
         """Return the nodes that the drafter reads next, whose parents are among `before`."""
-        tokens_Bn = (
-            torch.stack([self._tokens[node] for node in nodes], 1)
-            if len(nodes) > 1
-            else (self._tokens[nodes[0]][:, None])
-        )
+        tokens_Bn = torch.stack([self._tokens[node] for node in nodes], 1)
         if self._shape.is_chain:
             return Level(tokens_Bn, None, level + 1)
         parents = torch.tensor([before.index(self._parents[node]) for node in nodes], device=tokens_Bn.device)
@@ -167,17 +162,10 @@ class FixedDrafts:
         fitted_nV = fitted(logits_BnV.flatten(0, 1), self._shared)
 
         def contexts() -> StoredContexts:
-            paths = [self._path(node) for node in nodes]
+            paths = [path_to(tuple(self._parents), node) for node in nodes]
             return contexts_of(self._committed, self._tokens, [paths] * B, self._numbers)
 
         return self._processors.scores(fitted_nV, contexts).unflatten(0, (B, n))
-
-    def _path(self, node: int) -> list[int]:
-        path = []
-        while node != ROOT:
-            path.append(node)
-            node = self._parents[node]
-        return path[::-1]
 
     def _batch(self) -> DraftBatch:
         if self._drawing is not None:

@@ -23,9 +23,7 @@ from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
 from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_batch, verify_greedy
 from draftsmith.heads.base import Drafter, Level
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft
-
-Retrieved = Sequence[Draft | None] | None
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 NO_DRAFT = Draft()
 EXAMPLE = 8
@@ -33,15 +31,16 @@ EXAMPLE = 8
 
 
 def propose(
-    drafter: Drafter, policies: Sequence[Policy | None], builders: Sequence[DraftBuilder], retrieved: Retrieved = None
+    drafter: Drafter,
+    policies: Sequence[Policy | None],
+    builders: Sequence[DraftBuilder],
+    retrieved: Sequence[Draft | None],
 ) -> list[Draft]:
     """Return a draft for each text. Each pass of the drafter covers all texts whose drafts are unfinished.
 
-    The `DraftBuilder` of a retrieved draft remains empty. `retrieved`: what `Drafter.retrieve` returned for each text;
-    None: it is called here.
+    `retrieved`: what `Drafter.retrieve` returned for each text; the `DraftBuilder` of a retrieved draft remains empty.
     """
-    retrieved = _retrieved(drafter, [builder.room for builder in builders]) if retrieved is None else retrieved
-    drafts = [draft or Draft() for draft in retrieved]
+    drafts = [draft or NO_DRAFT for draft in retrieved]
     growing: dict[int, Growing] = {}
     wanted: dict[int, list[int]] = {}
 
@@ -214,7 +213,7 @@ class DecodeLoop:
         out = []
         for text, draft, result, tokens in zip(self.texts, drafts, results, new, strict=True):
             record = Round(
-                drafted=len(draft) - draft.tokens.count(NO_NODE),
+                drafted=draft.drafted,
                 depth=draft.depth,
                 accepted=result.accepted,
                 committed=len(tokens),

@@ -15,7 +15,7 @@ from draftsmith.decode.encoder_decoder import Encoded, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention, tree_mask
 from draftsmith.heads.base import Level
-from draftsmith.heads.draft_tree import Parents, depths_of
+from draftsmith.heads.draft_tree import Parents, chain_parents, depths_of
 from draftsmith.heads.hidden_states import Features
 from draftsmith.heads.model_config import context_limit
 
@@ -110,10 +110,7 @@ class ModelRunner:
     def extend(self, level: Level, features_BnF: Tensor | None = None) -> Tensor:
         """Read the next level of draft nodes and return the logits [B, n, V] after them."""
         drafted, n = self._drafted, level.tokens_Bn.shape[1]
-        chain = level.parents_Bn is None
-        if chain:
-            drafted.visible = None
-        else:
+        if level.parents_Bn is not None:
             # Each node sees the path of its parent and itself.
             own = torch.eye(n, dtype=torch.bool, device=self._device).expand(level.tokens_Bn.shape[0], n, n)
             before = drafted.visible
@@ -132,7 +129,7 @@ class ModelRunner:
         Rows with fewer nodes are padded.
         """
         Q = tokens_BQ.shape[1]
-        if all(shape == tuple(range(-1, len(shape) - 1)) for shape in shapes):
+        if all(shape == chain_parents(len(shape)) for shape in shapes):
             return self._branch(tokens_BQ, range(1, Q + 1), None, None)
         depths = [[1, *(depth + 1 for depth in depths_of(shape))] for shape in shapes]
         masks = [tree_mask(shape, self._device) for shape in shapes]
@@ -187,7 +184,7 @@ class ModelRunner:
         self._drafted = _Drafted()
 
     def drop(self, rows: list[int]) -> None:
-        """Keep only these rows."""
+        """Keep only these rows, in this order."""
         self._cache.drop(rows)
         if self._encoded is not None:
             self._encoded.drop(rows)
@@ -216,12 +213,9 @@ class ModelRunner:
         """
         equal = min(starts) == max(starts)
         if visible_BQR is None:
-            if not equal:
-                return self._ragged_chain(starts, width)
-            return None
-        length = starts[0] - self._drafted.slots
+            return None if equal else self._ragged_chain(starts, width)
         if equal:
-            committed = visible_BQR.new_ones(1, 1, length).expand(*visible_BQR.shape[:2], -1)
+            committed = visible_BQR.new_ones(1, 1, self.lengths[0]).expand(*visible_BQR.shape[:2], -1)
             return torch.cat([committed, visible_BQR], 2)
         length_B1 = torch.tensor(self.lengths, device=self._device)[:, None]
         slot_BS = torch.arange(max(starts) + width, device=self._device) - length_B1

@@ -73,12 +73,7 @@ class Proposal:
             own = [[draft.tokens[step] for step in draft.path(node)] for node in range(len(draft))]
             paths += [[], *own, *([[]] * (most - len(own)))]
         rows = [row for row in range(len(numbers)) for _ in range(most + 1)]
-        longest = max(map(len, paths))
-        paths_nD = None
-        if longest:
-            wide = [path + [0] * (longest - len(path)) for path in paths]
-            paths_nD = torch.tensor(wide, device=committed.device)
-        return committed.with_paths(rows, paths_nD, list(map(len, paths)), [numbers[row] for row in rows])
+        return committed.with_tokens(rows, paths, [numbers[row] for row in rows])
 
     def packed(self) -> list[Tensor]:
         """Return what `read` needs: the tokens [B, N] of a batch, nothing for drafts of the host."""

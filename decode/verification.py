@@ -45,6 +45,9 @@ class Rule:
     batched: VerifyBatch | None = None
     single: Verify | None = None
 
+    def __post_init__(self) -> None:
+        assert (self.batched is None) != (self.single is None), f"rule {self.name!r} is batched or single"
+
     def require(self, draft: Draft | DraftBatch) -> None:
         """Raise ConfigError for a kind of draft for which the rule is wrong."""
         if not self.fits(draft):
@@ -124,7 +127,7 @@ def verify_batch(rule: Rule | None, p_BPV: Tensor, draft: DraftBatch, draws: Dra
         return Decided(empty_B0, draws.categorical(p_BPV[:, 0]), empty_B0)
     rule = rule or best_rule(draft)
     rule.require(draft)
-    assert rule.batched is not None, "other rules are called for one text after the other"
+    assert rule.batched is not None, "rules that are single verify one text after the other"
     return rule.batched(p_BPV, draft, draws)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.draws import Draws
-from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch, depths_of, path_to
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnBatch, depths_of, path_to
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, D levels of the draft, V vocabulary.
 
@@ -86,25 +86,22 @@ class Decided(Outcome):
 
 @dataclass(frozen=True)
 class TargetTokens(Outcome):
-    """The target's own token after every place: its argmax, or a draw from p. A draft is accepted while it agrees."""
+    """A draw from the target's p after every place. A draft is accepted while its tokens agree with these."""
 
     tokens_BP: Tensor
-    overlap_BP: Tensor | None
-    """The target's probability of the candidates after each place; None: 1.0 where one is accepted, else 0.0."""
+    overlap_BP: Tensor
+    """The target's probability of the candidates after each place."""
 
     @property
     def columns(self) -> int:
-        return self.tokens_BP.shape[1] * (1 if self.overlap_BP is None else 2)
+        return 2 * self.tokens_BP.shape[1]
 
     def packed(self) -> Tensor:
-        tokens_BP = self.tokens_BP.double()
-        return tokens_BP if self.overlap_BP is None else torch.cat([tokens_BP, self.overlap_BP.double()], 1)
+        return torch.cat([self.tokens_BP.double(), self.overlap_BP.double()], 1)
 
     def result(self, values: Sequence[float], draft: Draft) -> VerifyResult:
         places = self.tokens_BP.shape[1]
         found = verify_greedy([int(token) for token in values[:places]], draft)
-        if self.overlap_BP is None:
-            return found
         tested = [ROOT, *found.path][: len(found.overlap)]
         return VerifyResult(found.path, found.next_token, tuple(values[places + 1 + node] for node in tested))
 
@@ -214,7 +211,7 @@ def verify_greedy(target_tokens: Sequence[int], draft: Draft) -> VerifyResult:
         tokens, accepted = draft.tokens, 0
         while accepted < len(tokens) and tokens[accepted] == target_tokens[accepted]:
             accepted += 1
-        overlap = (1.0,) * accepted + ((0.0,) if accepted < len(tokens) and tokens[accepted] >= 0 else ())
+        overlap = (1.0,) * accepted + ((0.0,) if accepted < len(tokens) and tokens[accepted] != NO_NODE else ())
         return VerifyResult(tuple(range(accepted)), target_tokens[accepted], overlap)
     children = draft.children
     node, path = ROOT, []
@@ -223,7 +220,7 @@ def verify_greedy(target_tokens: Sequence[int], draft: Draft) -> VerifyResult:
         below = children[node + 1]
         match = next((child for child in below if draft.tokens[child] == token), None)
         if match is None:
-            tested = any(draft.tokens[child] >= 0 for child in below)
+            tested = any(draft.tokens[child] != NO_NODE for child in below)
             return VerifyResult(tuple(path), token, (1.0,) * len(path) + ((0.0,) if tested else ()))
         path.append(match)
         node = match

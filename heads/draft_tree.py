@@ -24,6 +24,11 @@ Parents = tuple[int, ...]
 """The shape of a draft: the parent of each node."""
 
 
+def chain_parents(length: int) -> Parents:
+    """Return the shape of a chain."""
+    return tuple(range(-1, length - 1))
+
+
 @lru_cache(maxsize=4096)
 def depths_of(parents: Parents) -> list[int]:
     """Return the number of nodes on the path to each node, including itself."""
@@ -69,12 +74,12 @@ class Draft:
     @classmethod
     def chain(cls, tokens: list[int]) -> "Draft":
         """Return a draft with one path of these tokens."""
-        return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+        return Draft(tuple(tokens), chain_parents(len(tokens)))
 
     @cached_property
     def is_chain(self) -> bool:
         """True if every token is the child of the one before it."""
-        return self.parents == tuple(range(-1, len(self.tokens) - 1))
+        return self.parents == chain_parents(len(self.parents))
 
     @cached_property
     def children(self) -> list[list[int]]:
@@ -89,7 +94,15 @@ class Draft:
     @property
     def depth(self) -> int:
         """Number of tokens on the longest path."""
-        return len(self) if self.is_chain else max(self.depths, default=0)
+        if self.is_chain:
+            return self.drafted
+        pairs = zip(self.tokens, self.depths, strict=True)
+        return max((depth for token, depth in pairs if token != NO_NODE), default=0)
+
+    @property
+    def drafted(self) -> int:
+        """Number of tokens, without the nodes that the text does not have."""
+        return len(self.tokens) - self.tokens.count(NO_NODE)
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from a child of the root to `node`."""
@@ -200,7 +213,7 @@ class DraftBatch:
     @property
     def is_chain(self) -> bool:
         """True if every token is the child of the one before it."""
-        return self.parents == tuple(range(-1, len(self.parents) - 1))
+        return self.parents == chain_parents(len(self.parents))
 
     def of_text(self, row: int) -> tuple[Draft, list[int]]:
         """Return the draft of one text, whose tokens are read from the device, and those nodes that it has."""

@@ -1,4 +1,4 @@
-"""What a drafter says when the decoder asks it, along tokens that a test chooses."""
+"""Logits of a drafter in decoding, along tokens that a test chooses."""
 
 from copy import copy
 
@@ -15,12 +15,12 @@ from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Level, TrainableDrafter
 from draftsmith.heads.draft_tree import ROOT
 
-Said = tuple[list[int], list[int], Tensor]
-"""Committed tokens, draft tokens behind them, and the logits [V] that the drafter gave there."""
+Recorded = tuple[list[int], list[int], Tensor]
+"""Committed tokens, the draft tokens after them, and the drafter's logits [V] there."""
 
 
 class Recorder:
-    """A policy that drafts given tokens and keeps the logits that it was shown."""
+    """A policy that drafts given tokens and keeps the logits that it receives."""
 
     learns = False
 
@@ -45,14 +45,14 @@ class Recorder:
 class Planned:
     """A policy whose drafts are a text's own greedy tokens for a planned number of levels a round, then wrong ones.
 
-    With `siblings` each right token stands behind a wrong one, so that accepted nodes are not the first ones.
+    With `siblings` each right token comes after a wrong one, so that accepted nodes are not the first ones.
     """
 
     learns = False
 
     def __init__(self, wholes: list[list[int]], plans: list[list[int]], depth: int, *, siblings: bool) -> None:
         self.wholes, self.plans, self.depth, self.siblings = wholes, plans, depth, siblings
-        self.said: list[Said] = []
+        self.recorded: list[Recorded] = []
         self._rounds = 0
 
     def fresh(self) -> "Planned":
@@ -65,7 +65,7 @@ class Planned:
         nodes, paths = [ROOT], [[]]
         for level in range(self.depth):
             logits_nV = yield nodes
-            self.said += [(committed, path, logits_V) for path, logits_V in zip(paths, logits_nV.clone(), strict=True)]
+            self.recorded += [(committed, path, logits_V) for path, logits_V in zip(paths, logits_nV.clone(), strict=True)]
             token = self.wholes[text.number][len(committed) + level]
             wrong = (token + 7) % logits_nV.shape[-1]
             tokens = [wrong] if level >= right else [wrong, token] if self.siblings else [token]
@@ -80,7 +80,7 @@ class Planned:
 
 def planned_rounds(
     drafter: TrainableDrafter, target: LlamaForCausalLM, prompts: list[list[int]], policy: Planned
-) -> list[Said]:
+) -> list[Recorded]:
     """Decode the texts together for as many rounds as are planned, and check that drafts were accepted as planned."""
     texts = [DecodeSequence(list(prompt), len(prompt) + 40, SeededRng(0), number=n) for n, prompt in enumerate(prompts)]
     decoding = DecodeLoop(TransformersTarget(target), drafter, policy, texts, Processors(Sampling(0.0)))
@@ -88,17 +88,17 @@ def planned_rounds(
     for _ in policy.plans[0]:
         decoding.round()
     assert [[record.accepted for record in text.rounds] for text in texts] == policy.plans[: len(texts)]
-    return policy.said
+    return policy.recorded
 
 
-def decoded_logits(drafter: TrainableDrafter, target: LlamaForCausalLM, prompt: list[int], behind: list[int]) -> Tensor:
-    """[K, V]: what the drafter says behind `prompt` and along the tokens `behind`, by the decoder's own path."""
-    policy = Recorder(behind[1:])
+def decoded_logits(drafter: TrainableDrafter, target: LlamaForCausalLM, prompt: list[int], after: list[int]) -> Tensor:
+    """Return [K, V]: the drafter's logits after `prompt` and along the tokens `after`, from the decoder."""
+    policy = Recorder(after[1:])
     text = DecodeSequence(list(prompt), len(prompt) + 40, SeededRng(0))
     decoding = DecodeLoop(TransformersTarget(target), drafter, policy, [text], Processors(Sampling(0.0)))
     decoding.prefill()
-    if text.tokens[-1] != behind[0]:  # the target wrote another token: the test's text goes on as it was told
-        text.tokens[-1] = behind[0]
+    if text.tokens[-1] != after[0]:  # the target generated another token
+        text.tokens[-1] = after[0]
     decoding.round()
     return torch.stack(policy.logits)
 

@@ -108,7 +108,7 @@ class Round:
         def grow(rng: Rng) -> Draft:
             text = self._text(rng)
             self.drafter.start(SimpleNamespace(texts=[text]))
-            return propose(self.drafter, [policy], [DraftBuilder(text, text.room, self.processors)])[0]
+            return propose(self.drafter, [policy], [DraftBuilder(text, text.room, self.processors)], [None])[0]
 
         return list(outcomes(grow))
 

@@ -161,7 +161,7 @@ def test_drafts_of_fixed_shape_are_those_that_the_policy_grows(policy: FixedPoli
     shape = policy.fixed(greedy=processors.greedy)
     batch = FixedDrafts(shape, rooms, processors, draws, committed, range(len(texts)), None).build(drafter)
     builders = [DraftBuilder(text, room, processors) for text, room in zip(texts, rooms, strict=True)]
-    grown = propose(drafter, [policy] * len(texts), builders)
+    grown = propose(drafter, [policy] * len(texts), builders, [None] * len(texts))
     for row, expected in enumerate(grown):
         draft, _ = batch.of_text(row)
         if not batch.drawn and setting != "sampled":  # candidates without probability are not left out
@@ -230,4 +230,6 @@ def test_texts_are_those_of_draws_one_by_one(
         assert policy is None or sum(record.accepted for record in records) > 2
         if policy is not None and policy.startswith("chain"):
             assert all(record.tested == min(record.accepted + 1, record.drafted) for record in records)
+            assert all(record.depth == record.drafted for record in records), "also where the end of a text cuts it"
+            assert len({record.drafted for record in records}) > 1
     assert texts[0] == texts[1]

@@ -68,7 +68,7 @@ class Table(Drafter):
 def draft(policy: Policy, *, greedy: bool = True, room: int = 8, seed: int = 0, table: Table | None = None) -> Draft:
     text = DecodeSequence([1, 0], 50, SeededRng(seed))
     builder = DraftBuilder(text, room, Processors(Sampling(0.0 if greedy else 1.0)))
-    return propose(table or Table(), [policy], [builder])[0]
+    return propose(table or Table(), [policy], [builder], [None])[0]
 
 
 def path_weights(shown: Draft, table: Table) -> list[float]:

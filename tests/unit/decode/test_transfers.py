@@ -187,6 +187,7 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
     "tree, greedy": ("draft_model", TREE, None, {}),
     "tree, best": ("draft_model", TREE, None, SAMPLED),
     "tree, without replacement": ("draft_model", f"{TREE},siblings=without-replacement", None, SAMPLED),
+    "measured tree, greedy": ("draft_model", "measured-tree", None, {}),
     "tree, iid": ("draft_model", f"{TREE},siblings=iid", None, SAMPLED),
 }
 """By name: drafter, policy, rule, settings of `generate_batch`."""
