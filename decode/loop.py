@@ -17,7 +17,7 @@ from draftsmith.decode.draws import draws_of
 from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies.base import FixedPolicy, Growing, Policy
-from draftsmith.decode.proposal import Proposal, read_outcomes
+from draftsmith.decode.proposal import NO_DRAFT, Proposal, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
@@ -25,7 +25,6 @@ from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_ba
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_tree import ROOT, Draft
 
-NO_DRAFT = Draft()
 EXAMPLE = 8
 """Maximum depth of an example draft."""
 
@@ -182,7 +181,7 @@ class DecodeLoop:
             assert self._drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
             self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
         new = []
-        results = self._decided(logits_BV[:, None], Proposal([NO_DRAFT] * len(self.texts)))
+        results = self._decided(logits_BV[:, None], Proposal.empty(len(self.texts), self._device))
         if self._drafter is not None:
             self._hand_over(None)
         for text, result in zip(self.texts, results, strict=True):
@@ -211,17 +210,12 @@ class DecodeLoop:
             self._drafter.rollback(self._observe(proposal, results))
         ended = now(device)
         out = []
+        seconds = (drafted - started, verified - drafted, ended - started)
+        same: dict[tuple, Round] = {}
+        """The record of texts with equal outcomes, which share it."""
         for text, draft, result, tokens in zip(self.texts, drafts, results, new, strict=True):
-            record = Round(
-                drafted=draft.drafted,
-                depth=draft.depth,
-                accepted=result.accepted,
-                committed=len(tokens),
-                overlap=result.overlap,
-                draft_seconds=drafted - started,
-                verify_seconds=verified - drafted,
-                seconds=ended - started,
-            )
+            outcome = (draft.drafted, draft.depth, result.accepted, len(tokens), result.overlap)
+            record = same.get(outcome) or same.setdefault(outcome, Round(*outcome, *seconds))
             text.rounds.append(record)
             out.append((text, tokens, record))
         self._finish()
@@ -231,7 +225,7 @@ class DecodeLoop:
         """Return drafts for all texts, on the device where all of them have one shape that is known before."""
         texts, drafter = self.texts, self._drafter
         if drafter is None:
-            return Proposal([NO_DRAFT] * len(texts))
+            return Proposal.empty(len(texts), self._device)
         rooms = [_room(text, drafter.context_limit) for text in texts]
         retrieved = _retrieved(drafter, rooms)
         if drafter.max_draft_length is not None:  # a limit of its logits, not of retrieval
@@ -271,10 +265,10 @@ class DecodeLoop:
         empty_B1 = scores_BQV.isneginf().all(-1).any(1, keepdim=True) if self._processors.may_empty else None
         if self._processors.greedy:
             tokens_BQ = scores_BQV.argmax(-1)
-            parts = [tokens_BQ, *proposal.packed(), *([] if empty_B1 is None else [empty_B1.long()])]
-            rows = torch.cat(parts, 1).tolist()
-            empty = empty_B1 is not None and any(row[-1] for row in rows)
-            drafts = proposal.read([row[tokens_BQ.shape[1] :] for row in rows])
+            parts = [tokens_BQ, *([] if empty_B1 is None else [empty_B1.long()]), *proposal.packed()]
+            rows, Q = torch.cat(parts, 1).tolist(), tokens_BQ.shape[1]
+            empty = empty_B1 is not None and any(row[Q] for row in rows)
+            drafts = proposal.read([row[Q if empty_B1 is None else Q + 1 :] for row in rows])
             results = [] if empty else [verify_greedy(row, draft) for row, draft in zip(rows, drafts, strict=True)]
         elif self._rule is not None and self._rule.single is not None:
             empty = empty_B1 is not None and bool(empty_B1.any())

@@ -1,6 +1,7 @@
 """The drafts of one round for all texts, known to the host or still on the device, and the transfer that reads them."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Parent
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
 
+NO_DRAFT = Draft()
 Group = tuple[list[int], DraftBatch, Draws]
 """Rows whose drafts have one shape, the drafts and the random draws of these rows."""
 
@@ -41,6 +43,11 @@ class Proposal:
         self._draws, self._slots = draws, slots
         self._slots_of_text: list[list[int | None]] | None = None
         """The slots of each text's nodes, after `drawn`."""
+
+    @staticmethod
+    def empty(count: int, device: torch.device) -> "Proposal":
+        """Return drafts without tokens for this number of texts."""
+        return Proposal(batch=DraftBatch(torch.empty(count, 0, dtype=torch.int64, device=device), ()))
 
     @property
     def drafts(self) -> list[Draft]:
@@ -77,7 +84,7 @@ class Proposal:
 
     def packed(self) -> list[Tensor]:
         """Return what `read` needs: the tokens [B, N] of a batch, nothing for drafts of the host."""
-        if self.batch is None:
+        if self.batch is None or len(self.batch) == 0:
             return []
         tokens_BN, valid_BN = self.batch.tokens_BN, self.batch.valid_BN
         return [tokens_BN if valid_BN is None else tokens_BN.masked_fill(~valid_BN, NO_NODE)]
@@ -86,7 +93,7 @@ class Proposal:
         """Return the drafts, from the packed values of a batch."""
         if self.batch is not None:
             parents = self.batch.parents
-            self._drafts = [Draft(tuple(map(int, row)), parents) for row in values]
+            self._drafts = [Draft(tuple(map(int, row)), parents) if parents else NO_DRAFT for row in values]
         return self.drafts
 
     def drawn(self, rngs: Sequence[Rng]) -> list[Draft]:
@@ -107,8 +114,8 @@ class Proposal:
     def groups(self, rngs: Sequence[Rng], device: torch.device) -> list[Group]:
         """Return drafts of one shape together, with their rows."""
         if self.batch is not None:
-            assert self._draws is not None
-            return [(list(range(len(rngs))), self.batch, self._draws)]
+            draws = self._draws or draws_of(rngs, 2 * len(self.batch) + 2, device)
+            return [(list(range(len(rngs))), self.batch, draws)]
         by_kind: dict[tuple, list[int]] = {}
         for row, draft in enumerate(self.drafts):
             by_kind.setdefault((draft.parents, draft.drawn, getattr(draft, "replacement", None)), []).append(row)
@@ -149,20 +156,18 @@ def read_outcomes(
     results: dict[int, VerifyResult] = {}
     empty, place = False, iter(values)
     for (rows, _, draws), outcome in outcomes:
-        made = isinstance(draws, SeededDraws) and draws.made_B is not None
+        columns, seeded = outcome.columns, isinstance(draws, SeededDraws)
+        counted = isinstance(draws, SeededDraws) and draws.made_B is not None
+        made = draws.made if isinstance(draws, SeededDraws) else 0
+        along = isinstance(outcome, TargetTokens)
         for row in rows:
             of_row = next(place)
-            empty = empty or (empty_B1 is not None and of_row[outcome.columns + made] > 0)
-            if not empty:
-                results[row] = outcome.result(of_row, proposal.drafts[row])
-                _spend(rngs[row], draws, outcome, of_row, results[row])
+            empty = empty or (empty_B1 is not None and of_row[columns + counted] > 0)
+            if empty:
+                continue
+            result = results[row] = outcome.result(of_row, proposal.drafts[row])
+            if seeded:
+                made = int(of_row[columns]) if counted else made
+                # Of the draws along a path, those up to the token after it count.
+                cast(SeededRng, rngs[row]).skip(made + result.accepted + 1 if along else made)
     return [] if empty else [results[row] for row in range(len(rngs))], empty
-
-
-def _spend(rng: Rng, draws: Draws, outcome: Outcome, values: Sequence[float], result: VerifyResult) -> None:
-    """Take the numbers that were drawn for a text from its source."""
-    if not isinstance(draws, SeededDraws) or not isinstance(rng, SeededRng):
-        return
-    made = draws.made if draws.made_B is None else int(values[outcome.columns])
-    # Of the draws along a path, those up to the token after it count.
-    rng.skip(made + result.accepted + 1 if isinstance(outcome, TargetTokens) else made)

@@ -49,13 +49,14 @@ class SeededRng:
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._block = torch.empty(0, dtype=torch.float64)
-        self._place = 0
+        self._place = self._held = 0
 
     def block(self, count: int) -> Tensor:
         """Return the next `count` uniform numbers in fp64; `skip` takes them from the source."""
-        if self._place + count > len(self._block):
+        if self._place + count > self._held:
             more = torch.rand(max(count, BLOCK), dtype=torch.float64, generator=self._generator)
             self._block, self._place = torch.cat([self._block[self._place :], more]), 0
+            self._held = len(self._block)
         return self._block[self._place : self._place + count]
 
     def skip(self, count: int) -> None:

@@ -61,7 +61,7 @@ class Outcome(Protocol):
 
 
 @dataclass(frozen=True)
-class Decided(Outcome):
+class Decided:
     """Accepted paths and the tokens after them."""
 
     path_BD: Tensor
@@ -85,7 +85,7 @@ class Decided(Outcome):
 
 
 @dataclass(frozen=True)
-class TargetTokens(Outcome):
+class TargetTokens:
     """A draw from the target's p after every place. A draft is accepted while its tokens agree with these."""
 
     tokens_BP: Tensor
@@ -207,6 +207,8 @@ def verify_greedy(target_tokens: Sequence[int], draft: Draft) -> VerifyResult:
 
     `target_tokens`: [N + 1], the target's token after the root and after each node.
     """
+    if not draft.tokens:
+        return VerifyResult((), target_tokens[0], ())
     if draft.is_chain:
         tokens, accepted = draft.tokens, 0
         while accepted < len(tokens) and tokens[accepted] == target_tokens[accepted]:

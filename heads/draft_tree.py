@@ -91,7 +91,7 @@ class Draft:
         """Number of nodes on the path to each node, including itself."""
         return depths_of(self.parents)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Number of tokens on the longest path."""
         if self.is_chain:
@@ -99,7 +99,7 @@ class Draft:
         pairs = zip(self.tokens, self.depths, strict=True)
         return max((depth for token, depth in pairs if token != NO_NODE), default=0)
 
-    @property
+    @cached_property
     def drafted(self) -> int:
         """Number of tokens, without the nodes that the text does not have."""
         return len(self.tokens) - self.tokens.count(NO_NODE)

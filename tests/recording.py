@@ -65,7 +65,9 @@ class Planned:
         nodes, paths = [ROOT], [[]]
         for level in range(self.depth):
             logits_nV = yield nodes
-            self.recorded += [(committed, path, logits_V) for path, logits_V in zip(paths, logits_nV.clone(), strict=True)]
+            self.recorded += [
+                (committed, path, logits_V) for path, logits_V in zip(paths, logits_nV.clone(), strict=True)
+            ]
             token = self.wholes[text.number][len(committed) + level]
             wrong = (token + 7) % logits_nV.shape[-1]
             tokens = [wrong] if level >= right else [wrong, token] if self.siblings else [token]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import make_llama
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput, Round
@@ -49,6 +49,23 @@ def test_the_target_alone_in_a_batch(tiny_target: LlamaForCausalLM) -> None:
     for seed, (prompt, out) in enumerate(zip(PROMPTS, together, strict=True), 5):
         settings = {"max_new_tokens": 30, "temperature": 0.8, "top_k": 9}
         assert decoder.generate(prompt, seed=seed, **settings).tokens == out.tokens
+
+
+@pytest.mark.parametrize("policy", ["chain:draft_length=3", "tree:widths=2x1x1", "adaptive", None])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_records_count_what_was_drafted_beside_processors(
+    tiny_target: LlamaForCausalLM, policy: str | None, temperature: float
+) -> None:
+    """The flag of rows in which processors forbid every token is no draft token."""
+    model = None if policy is None else drafter("draft_model", tiny_target)
+    decoder = SpeculativeDecoder(tiny_target, model, policy=policy)
+    settings = {"max_new_tokens": 12, "temperature": temperature, "eos_token_id": None}
+    plain = decoder.generate_batch(PROMPTS, **settings)
+    same = decoder.generate_batch(PROMPTS, logits_processor=[RepetitionPenaltyLogitsProcessor(1.0)], **settings)
+    for out, other in zip(plain, same, strict=True):
+        assert out.tokens == other.tokens
+        counts = [[(r.drafted, r.depth, r.accepted, r.committed) for r in text.rounds] for text in (out, other)]
+        assert counts[0] == counts[1]
 
 
 def test_padding_on_either_side_is_left_out(tiny_target: LlamaForCausalLM) -> None:
