@@ -46,7 +46,7 @@ class DraftModelSection(DrafterSection):
 
 
 class VocabularyOption(DrafterSection):
-    """The option of drafters with their own lm_head."""
+    """The option of drafters whose lm_head may have fewer rows than the target's."""
 
     draft_vocab_size: Count | None = None
     """Size of the draft vocabulary, the most frequent tokens of the responses; by default the whole vocabulary."""
@@ -144,10 +144,12 @@ class ParallelEagleSection(VocabularyOption):
     """A token that is rare in texts; by default the last."""
 
 
-class DFlashSection(DrafterSection):
+class DFlashSection(VocabularyOption):
     type: Literal["dflash"]
     block_size: Depth = 8
-    """Block size: the anchor and the draft tokens of one pass."""
+    """Block size: the anchor and the masks of one pass."""
+    sample_from_anchor: bool = False
+    """The anchor's position predicts too, each position its successor: as many draft tokens as the block is long."""
     num_hidden_layers: Depth = 2
     """Number of layers."""
     layers: Annotated[list[Whole], Field(min_length=1)] | None = None

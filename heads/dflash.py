@@ -8,6 +8,8 @@
               │     └──────────────▶ d1
               └ anchor: the last committed token
 
+With `sample_from_anchor`, every position predicts the token after it: the anchor's d1, the last mask's d4.
+
 Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, W2·W1[token before] is added to the logits, so that q
 depends on the path; `confidence_head` predicts the probability that each token is accepted, which can end a draft.
 """
@@ -23,13 +25,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkDrafter, NetworkOutput
 from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
+from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import positions_like, weight_of
 from draftsmith.heads.layers import Attend, Attention, Rope, attention, last_gain, layer_config, norm
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.peagle import default_mask_token
 
-# Shapes: B rows, T positions, F size of the features, A anchors, b block size, K = b - 1 draft positions, S keys,
-# H hidden size, h heads, d head size.
+# Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
+# anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.
 
 
 class BlockLayer(nn.Module):
@@ -90,16 +93,34 @@ class _AnchoredBlocks:
 
 
 class DFlashNetwork(DraftNetwork):
-    """Layers on a block of an anchor and masks; the features enter as keys and values."""
+    """Layers on a block of an anchor and masks; the features enter as keys and values.
 
-    def __init__(self, config: LlamaConfig, features: int) -> None:
+    Args:
+        first: index in the block of the first position that predicts.
+        draft_vocab_size: number of rows of an own lm_head; None: the target's lm_head is used.
+    """
+
+    def __init__(self, config: LlamaConfig, features: int, first: int, draft_vocab_size: int | None) -> None:
         super().__init__(config)
         hidden = config.hidden_size
+        self.first = first
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
         self.hidden_norm = norm(config)
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = norm(config)
         self.mask_embedding = nn.Parameter(torch.zeros(hidden))
+        self.lm_head = None if draft_vocab_size is None else nn.Linear(hidden, draft_vocab_size, bias=False)
+        if draft_vocab_size is not None and draft_vocab_size < config.vocab_size:
+            self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
+
+    def start_lm_head(self, target: PreTrainedModel, draft_vocabulary: list[int]) -> None:
+        """Copy the rows of these tokens from the target's lm_head."""
+        assert self.lm_head is not None
+        weight_DH = weight_of(target.get_output_embeddings())
+        if self.vocabulary is not None:
+            self.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_DH.shape[0])
+            weight_DH = weight_DH[self.vocabulary.tokens_D]
+        self.lm_head.weight.copy_(weight_DH)
 
     def project(self, features_nF: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features_nF))
@@ -124,7 +145,10 @@ class DFlashNetwork(DraftNetwork):
         return self.norm(x_BTH)
 
     def head(self, states_nH: Tensor) -> Tensor:
-        return self.target_head(states_nH)
+        return self.target_head(states_nH) if self.lm_head is None else self.lm_head(states_nH)
+
+    def head_parameters(self) -> tuple[nn.Parameter, ...]:
+        return () if self.lm_head is None else tuple(self.lm_head.parameters())
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # ModelRunner looks for logits_to_keep
         self,
@@ -145,30 +169,31 @@ class DFlashNetwork(DraftNetwork):
         embeds_BTH = self.block(input_ids[:, 0], input_ids.shape[1])
         attend = _CachedBlock(past_key_values, attention_mask)
         states_BTH = self.step(embeds_BTH, None, self.rotary(embeds_BTH, position_ids), attend)
-        return NetworkOutput(self.target_head(states_BTH[:, 1:]), states_BTH[:, 1:])
+        states_BKH = states_BTH[:, self.first :]
+        return NetworkOutput(self.head(states_BKH), states_BKH)
 
 
 class MarkovBias(nn.Module):
-    """W2·W1[token before], a low-rank bigram bias of the logits (DSpark)."""
+    """W2·W1[token before], a low-rank bigram bias of the `outputs` logits (DSpark)."""
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    def __init__(self, vocab_size: int, rank: int, outputs: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, outputs, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
 
 
 @dataclass(frozen=True)
 class _Head:
-    """Map states [n, H + rank] of an unrolled position to logits [n, V], with the bias of the token before."""
+    """Map states [n, H + rank] of an unrolled position to logits [n, D], with the bias of the token before."""
 
     body: DFlashNetwork
     markov: MarkovBias | None
 
     def __call__(self, states_nD: Tensor) -> Tensor:
         hidden = self.body.config.hidden_size
-        logits_nV = self.body.head(states_nD[..., :hidden])
-        return logits_nV if self.markov is None else logits_nV + self.markov.markov_w2(states_nD[..., hidden:])
+        logits_nD = self.body.head(states_nD[..., :hidden])
+        return logits_nD if self.markov is None else logits_nD + self.markov.markov_w2(states_nD[..., hidden:])
 
 
 class DFlash(NetworkDrafter[DFlashNetwork]):
@@ -183,14 +208,18 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         layers: tuple[int, ...],
         block_size: int,
         anchors: int,
+        sample_from_anchor: bool = False,
+        draft_vocab_size: int | None = None,
         markov_rank: int = 0,
         confidence_head: bool = False,
     ) -> None:
-        super().__init__(DFlashNetwork(body, len(layers)), layers)
+        first = 0 if sample_from_anchor else 1
+        super().__init__(DFlashNetwork(body, len(layers), first, draft_vocab_size), layers)
         self.block_size, self.anchors = block_size, anchors
-        self.markov = MarkovBias(body.vocab_size, markov_rank) if markov_rank else None
+        outputs = draft_vocab_size or body.vocab_size
+        self.markov = MarkovBias(body.vocab_size, markov_rank, outputs) if markov_rank else None
         self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
-        self.max_draft_length = block_size - 1
+        self.max_draft_length = block_size - first
 
     @classmethod
     def from_target(
@@ -202,6 +231,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         layers: list[int] | None = None,
         anchors: int = 64,
         mask_token: int | None = None,
+        sample_from_anchor: bool = False,
+        draft_vocabulary: list[int] | None = None,
         markov_rank: int = 0,
         confidence_head: bool = False,
     ) -> Self:
@@ -209,6 +240,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
 
         Args:
             layers: layers of the target that are read; by default five, evenly spaced.
+            draft_vocabulary: tokens of an own lm_head, which starts as the target's; None: the target's is used.
             mask_token: the token whose embedding initialises that of masks; by default the last.
         """
         if block_size < 2:
@@ -220,11 +252,15 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             layers=five_depths(target) if layers is None else tuple(layers),
             block_size=block_size,
             anchors=anchors,
+            sample_from_anchor=sample_from_anchor,
+            draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
             markov_rank=markov_rank,
             confidence_head=confidence_head,
         )
         drafter.attach(target)
         with torch.no_grad():
+            if draft_vocabulary is not None:
+                drafter.body.start_lm_head(target, draft_vocabulary)
             token = default_mask_token(target, mask_token)
             drafter.body.mask_embedding.copy_(weight_of(target.get_input_embeddings())[token])
             drafter.body.norm.weight.copy_(last_gain(target, drafter.body.norm.weight))
@@ -234,6 +270,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         return {
             "block_size": self.block_size,
             "anchors": self.anchors,
+            "sample_from_anchor": self.body.first == 0,
+            "draft_vocab_size": None if self.body.lm_head is None else self.body.lm_head.out_features,
             "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
             "confidence_head": self.confidence is not None,
         }
@@ -258,14 +296,14 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         self._before_Bn = torch.tensor([[text.tokens[-1]] for text in texts], device=self.body.mask_embedding.device)
         self._depth = 0
         # The network reads the anchor, the first token of the block; masks take the other slots.
-        logits_BKV = self._runner.line(nn.functional.pad(self._before_Bn, (0, self.block_size - 1)))
-        self._logits_BKV, self._states_BKH = logits_BKV, self._runner.states
+        logits_BKD = self._runner.line(nn.functional.pad(self._before_Bn, (0, self.block_size - 1)))
+        self._logits_BKD, self._states_BKH = logits_BKD, self._runner.states
         self._runner.commit([[] for _ in texts])
-        return self._biased(logits_BKV[:, :1], self._before_Bn)[:, 0]
+        return self._biased(logits_BKD[:, :1], self._before_Bn)[:, 0]
 
     def extend(self, level: Level) -> Tensor:
         self._before_Bn, self._depth = level.tokens_Bn, level.depth
-        return self._biased(self._logits_BKV[:, level.depth, None], level.tokens_Bn)
+        return self._biased(self._logits_BKD[:, level.depth, None], level.tokens_Bn)
 
     def confidences(self) -> Tensor | None:
         if self.confidence is None:
@@ -279,17 +317,19 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             return states_nH
         return torch.cat([states_nH, self.markov.markov_w1(before_n.to(states_nH.device))], -1)
 
-    def _biased(self, logits_nV: Tensor, before_n: Tensor) -> Tensor:
-        """Return logits with the Markov bias of the tokens before them."""
+    def _biased(self, logits_nD: Tensor, before_n: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary, with the Markov bias of the tokens before them."""
         if self.markov is None:
-            return logits_nV.expand(*before_n.shape, -1)
-        return logits_nV + self.markov.markov_w2(self.markov.markov_w1(before_n))
+            logits_nD = logits_nD.expand(*before_n.shape, -1)
+        else:
+            logits_nD = logits_nD + self.markov.markov_w2(self.markov.markov_w1(before_n))
+        return logits_nD if self.body.vocabulary is None else self.body.vocabulary.expand(logits_nD)
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        """Return states of blocks at random anchors; position k learns the target's distribution at anchor + k - 1."""
+        """Return states of blocks at random anchors; draft position k learns the target's p at anchor + k."""
         body, ids_BT, size = self.body, signals.input_ids_BT, self.block_size
         B, T = ids_BT.shape
         documents_BT = signals.documents_BT
@@ -306,18 +346,19 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         attend = _AnchoredBlocks(context, chosen_BA, size, documents_BT)
         states_BXH = body.step(embeds_BXH, None, body.rotary(embeds_BXH, positions_BAb.flatten(1)), attend)
         states_BAbH = states_BXH.unflatten(1, (-1, size))
-        unrolled = []
-        for k in range(1, size):
-            places_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k < T), anchors_BA + k - 1, -1)
+        tokens, unrolled = None if body.vocabulary is None else body.vocabulary.tokens_D, []
+        for k in range(size - body.first):
+            places_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
             if documents_BT is not None:
                 left_BA = documents_BT.gather(1, places_BA.clamp_min(0)) != documents_BT.gather(1, chosen_BA)
                 places_BA = places_BA.masked_fill(left_BA, -1)
-            states_BAD = self._with_token(states_BAbH[:, :, k], ids_BT.gather(1, places_BA.clamp_min(0)))
+            states_BAD = self._with_token(states_BAbH[:, :, k + body.first], ids_BT.gather(1, places_BA.clamp_min(0)))
             unrolled.append(
                 DraftStates(
                     states_BAD,
                     _Head(body, self.markov),
                     places_BT=places_BA,
+                    vocabulary_D=tokens,
                     confidence=None if self.confidence is None else self._confidence_logits,
                     head_parameters=self._head_parameters(),
                 )
@@ -331,7 +372,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
 
     def _head_parameters(self) -> tuple[nn.Parameter, ...]:
         parts = [self.confidence, None if self.markov is None else self.markov.markov_w2]
-        return tuple(parameter for part in parts if part is not None for parameter in part.parameters())
+        own = (parameter for part in parts if part is not None for parameter in part.parameters())
+        return (*self.body.head_parameters(), *own)
 
     def _anchors(self, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """Return random positions [B, A] whose next token is trained (`mask_BT`), -1 where a text has fewer."""

@@ -104,11 +104,19 @@ class Published:
         values = {key: getattr(theirs, key) for key in KEPT if hasattr(theirs, key)}
         return LlamaConfig(**{**values, "bos_token_id": None, "eos_token_id": None, **changes})
 
+    def dropped(self, name: str, part: nn.Module | None) -> bool:
+        """Skip a tensor that equals the weight of the target's `part` in any dtype, and return whether it does."""
+        own = weight_of(part).detach().cpu()
+        theirs = self.tensors.get(name, own)
+        same = any(torch.equal(theirs.to(dtype), own.to(dtype)) for dtype in (own.dtype, theirs.dtype))
+        if same:
+            self.tensors.pop(name, None)
+        return same
+
     def drop_shared(self, name: str, part: nn.Module | None) -> None:
         """Skip a tensor that equals the weight of the target's `part` in any dtype; raise ConfigError if it differs."""
-        own = weight_of(part).detach().cpu()
-        theirs = self.tensors.pop(name, own)
-        if not any(torch.equal(theirs.to(dtype), own.to(dtype)) for dtype in (own.dtype, theirs.dtype)):
+        if not self.dropped(name, part):
+            own, theirs = weight_of(part), self.tensors[name]
             what = "embeddings" if name.startswith("embed") else "an lm_head"
             problem = f"tensor {name} {list(theirs.shape)} is not the target's {list(own.shape)}"
             raise self.refusal(problem, f"the same: drafters of this kind with {what} of their own are not supported")

@@ -45,13 +45,13 @@ def read_mtp(published: Published) -> Mtp:
 def read_dflash(published: Published) -> DFlash:
     """Read DFlash and DSpark; the mask's embedding is that of `mask_token_id`, in the target or in the drafter."""
     published.drop_zero_biases()
-    published.drop_shared("lm_head.weight", published.target.get_output_embeddings())
     config, tensors = published.config, published.tensors
     body = published.body(published.part("transformer_layer_config"))
-    # True (DSpark's default): the anchor's position predicts too, and each position predicts its successor.
     anchored = config.get("sample_from_anchor", config["speculators_model_type"] == "dspark")
-    published.allow("sample_from_anchor", anchored, (False,))
-    published.allow("draft_vocab_size", config.get("draft_vocab_size") or body.vocab_size, (body.vocab_size,))
+    published.allow("sample_from_anchor", anchored, (True, False))
+    V = body.vocab_size
+    D = published.allow("draft_vocab_size", config.get("draft_vocab_size") or V, range(1, V + 1))
+    shared = D == V and published.dropped("lm_head.weight", published.target.get_output_embeddings())
     published.allow("markov_head_type", config.get("markov_head_type", "vanilla"), ("vanilla",))
     for name in list(tensors):
         tensors[re.sub(r"^(markov_head|confidence_head)\.", "", name)] = tensors.pop(name)
@@ -63,11 +63,23 @@ def read_dflash(published: Published) -> DFlash:
     layers = published.layers("aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids"))
     size = published.allow("block_size", config.get("block_size"), POSITIVE[1:])
     confident = config.get("enable_confidence_head", confidence_1H is not None)
-    # Anchors are used in training only.
-    drafter = DFlash(body, layers=layers, block_size=size, anchors=64, markov_rank=rank, confidence_head=confident)
+    drafter = DFlash(
+        body,
+        layers=layers,
+        block_size=size,
+        anchors=64,  # used in training only
+        sample_from_anchor=anchored,
+        draft_vocab_size=None if shared else D,
+        markov_rank=rank,
+        confidence_head=confident,
+    )
     mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(body.vocab_size))
     tensors["mask_embedding"] = _mask_embedding(published, mask_token)
-    published.fill(drafter, lambda name: re.sub(r"^(body|markov)\.", "", name).replace("confidence.", "proj."))
+    published.fill(
+        drafter, lambda name: re.sub(r"^(body\.vocabulary|body|markov)\.", "", name).replace("confidence.", "proj.")
+    )
+    heads = [drafter.body.lm_head, None if drafter.markov is None else drafter.markov.markov_w2]
+    published.sort_rows(drafter.draft_vocabulary, [head for head in heads if head is not None])
     return drafter
 
 
@@ -136,18 +148,20 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
         "aux_hidden_state_layer_ids": _layer_ids(source),
         "block_size": drafter.block_size,
         "mask_token_id": mask_token,
-        "sample_from_anchor": False,
+        "sample_from_anchor": drafter.body.first == 0,
         "sliding_window_non_causal": True,
-        "draft_vocab_size": drafter.vocab_size,
+        "draft_vocab_size": drafter.vocab_size if drafter.draft_vocabulary is None else len(drafter.draft_vocabulary),
     }
     if kind == "dspark":
         config |= {"markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": confident}
         config["confidence_head_with_markov"] = bool(confident and rank)
     renamed = {"body.": "", "markov.": "markov_head.", "confidence.": "confidence_head.proj."}
-    tensors = source.weights(drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name))
+    tensors = source.weights(
+        drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name).removeprefix("vocabulary.")
+    )
     del tensors["mask_embedding"]
     _write(source, kind, architecture, config, tensors | embeddings, model_type="qwen3")
-    notes = [_ids_note(source), "The anchor is a committed token: `sample_from_anchor` is false, for DSpark too."]
+    notes = [_ids_note(source), _anchor_note(drafter)]
     if embeddings:
         notes.append(
             f"The mask's embedding was trained. It is row {mask_token} of `embed_tokens`, whose other rows are the "
@@ -155,6 +169,16 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
             "vLLM keeps the file's), and this token is read as a mask where a text contains it."
         )
     return Serving("vLLM", _command(source, kind), notes=notes)
+
+
+def _anchor_note(drafter: DFlash) -> str:
+    """Return the note on the position that predicts the first draft token."""
+    if drafter.body.first == 0:
+        return (
+            "The anchor's position predicts the first draft token: `sample_from_anchor` is true. vLLM reads it for "
+            "DSpark and refuses it for DFlash (source of November 2026)."
+        )
+    return "The anchor's position predicts nothing: `sample_from_anchor` is false, for DSpark too."
 
 
 def _mask(source: Source[DFlash]) -> tuple[int, dict[str, Tensor]]:

@@ -148,11 +148,21 @@ def eagle3_tensors(draft_vocabulary: list[int] | None = None, features: int = 3)
     shapes = layer_shapes(2 * HIDDEN) | {"layers.0.hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     shapes |= {"fc.weight": (HIDDEN, features * HIDDEN), "lm_head.weight": (rows, HIDDEN)}
     tensors = random_tensors(shapes)
-    if draft_vocabulary is not None:
-        mask = torch.zeros(VOCAB, dtype=torch.bool)
-        mask[draft_vocabulary] = True
-        tensors |= {"d2t": torch.tensor(draft_vocabulary) - torch.arange(rows), "t2d": mask}
-    return tensors
+    return tensors if draft_vocabulary is None else tensors | vocabulary_maps(draft_vocabulary)
+
+
+def dflash_tensors() -> Tensors:
+    """Return one layer that reads features of two layers."""
+    shapes = layer_shapes() | {"layers.0.self_attn.q_norm.weight": (HEAD,), "layers.0.self_attn.k_norm.weight": (HEAD,)}
+    shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    return random_tensors(shapes)
+
+
+def vocabulary_maps(draft_vocabulary: list[int]) -> Tensors:
+    """Return the offset of each row, and the mask of the tokens that have one."""
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[draft_vocabulary] = True
+    return {"d2t": torch.tensor(draft_vocabulary) - torch.arange(len(draft_vocabulary)), "t2d": mask}
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:

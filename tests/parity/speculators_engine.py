@@ -84,15 +84,16 @@ def peagle(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) ->
 
 
 def dflash(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) -> dict[str, Tensor]:
-    """The anchor is the token after `at`; position k of its block predicts the k-th token after it."""
+    """The anchor is the token after `at`; position k of its block predicts token k after it, or k + 1."""
     seen = recording(dspark_core if model.config.speculators_model_type == "dspark" else dflash_core)
     mask = torch.zeros_like(ids_T)[None]
     mask[0, at + 1] = 1
     final = torch.zeros(1, len(ids_T), model.hidden_size)
     model(hidden_TF[None], ids_T[None], mask, final, torch.zeros_like(mask), max_anchors=1)
-    found = {"logits": seen["logits"][0, 1 : steps + 1]}
+    first = 0 if model.config.sample_from_anchor else 1
+    found = {"logits": seen["logits"][0, first : first + steps]}
     sure = seen.get("confidence_logits") if model.config.speculators_model_type == "dspark" else None
-    return found if sure is None else {**found, "sure": sure[0, 1 : steps + 1]}
+    return found if sure is None else {**found, "sure": sure[0, first : first + steps]}
 
 
 def mtp_steps(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) -> dict[str, Tensor]:

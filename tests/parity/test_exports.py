@@ -212,6 +212,32 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], str, Shapes, dict[str, Any]]] = {
             transformer_layer_config=LAYER | {"model_type": "qwen3"},
         ),
     ),
+    "dspark of 8 tokens from the anchor, vllm": (
+        "dflash",
+        {
+            "block_size": 3,
+            "sample_from_anchor": True,
+            "draft_vocabulary": KEPT,
+            "layers": [2, 8],
+            "num_hidden_layers": 1,
+            "markov_rank": 5,
+        },
+        "vllm",
+        DFLASH
+        | EMBEDDINGS
+        | {"lm_head.weight": (D, H), "d2t": (D,), "t2d": (V,)}
+        | {"markov_head.markov_w1.weight": (V, 5), "markov_head.markov_w2.weight": (D, 5)},
+        speculators(
+            "dspark",
+            "DSparkDraftModel",
+            3,
+            block_size=3,
+            draft_vocab_size=D,
+            enable_confidence_head=False,
+            sample_from_anchor=True,
+            transformer_layer_config=LAYER | {"model_type": "qwen3"},
+        ),
+    ),
     "mtp, vllm": (
         "mtp",
         {},
@@ -308,7 +334,16 @@ def test_every_layout_is_tested() -> None:
 # In other dtypes.
 
 
-@pytest.mark.parametrize("name", ["eagle3 of 8 tokens, vllm", "peagle, vllm", "dspark, vllm", "medusa, vllm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eagle3 of 8 tokens, vllm",
+        "peagle, vllm",
+        "dspark, vllm",
+        "dspark of 8 tokens from the anchor, vllm",
+        "medusa, vllm",
+    ],
+)
 def test_in_half_precision(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
     """Floats are rounded to the dtype, and d2t stays an integer."""
     kind, options, format, shapes, _ = WRITTEN[name]

@@ -19,6 +19,7 @@ from parity.published_files import (
     attended,
     causal_attention,
     close,
+    dflash_tensors,
     eagle3_step,
     eagle3_tensors,
     embedded,
@@ -33,6 +34,7 @@ from parity.published_files import (
     six_layers,
     speculators,
     stepwise,
+    vocabulary_maps,
     written,
 )
 from recording import decoded_confidences, decoded_logits
@@ -186,17 +188,27 @@ def test_peagle(residual_normed: bool | None, tmp_path: Path, target: LlamaForCa
 
 @pytest.mark.parametrize("sees", [True, False], ids=["sure of the token before", "sure of the state alone"])
 @pytest.mark.parametrize("rank", [0, 5], ids=["dflash", "dspark"])
-def test_dflash(rank: int, sees: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """Keys and values of projected features, a bidirectional block of the anchor and masks, the target's lm_head."""
-    shapes = layer_shapes() | {"layers.0.self_attn.q_norm.weight": (HEAD,), "layers.0.self_attn.k_norm.weight": (HEAD,)}
-    shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
-    w = random_tensors(shapes)
+@pytest.mark.parametrize("first", [1, 0], ids=["from the mask", "from the anchor"])
+@pytest.mark.parametrize("kept", [None, KEPT[::-1]], ids=["whole", "draft vocabulary in any order"])
+def test_dflash(
+    kept: list[int] | None, first: int, rank: int, sees: bool, tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    """Keys and values of projected features, a bidirectional block of the anchor and masks.
+
+    The lm_head is the target's or, for a draft vocabulary, the drafter's own.
+    """
+    w, after = dflash_tensors(), [*DRAFTED, 9]
     config = speculators("dspark" if rank else "dflash", block_size=4, mask_token_id=17, markov_rank=rank)
     config |= {"aux_hidden_state_layer_ids": [2, 4], "enable_confidence_head": bool(rank)}
-    config["sample_from_anchor"] = False
+    if (first == 0 and not rank) or (first == 1 and rank):  # otherwise the default
+        config["sample_from_anchor"] = first == 0
+    outputs = VOCAB if kept is None else len(kept)
+    if kept is not None:
+        config["draft_vocab_size"] = outputs
+        w |= random_tensors({"lm_head.weight": (outputs, HIDDEN)}, 5) | vocabulary_maps(kept)
     if rank:
         w |= random_tensors(
-            {"markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (VOCAB, rank)}, 3
+            {"markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (outputs, rank)}, 3
         )
         w |= random_tensors(
             {"confidence_head.proj.weight": (1, HIDDEN + rank * sees), "confidence_head.proj.bias": (1,)}, 4
@@ -212,16 +224,20 @@ def test_dflash(rank: int, sees: bool, tmp_path: Path, target: LlamaForCausalLM)
     v = heads_of(both @ w[f"{name}.v_proj.weight"].T)
     h = block + attended(q, k, v, torch.ones(4, n + 4, dtype=torch.bool)) @ w[f"{name}.o_proj.weight"].T
     h = h + mlp(w, rms(h, w["layers.0.post_attention_layernorm.weight"]))
-    states = rms(h, w["norm.weight"])[1:]
-    reference = states @ target.lm_head.weight.T
+    states = rms(h, w["norm.weight"])[first:]
+    logits = states @ w.get("lm_head.weight", target.lm_head.weight).T
     if rank:
-        before = w["markov_head.markov_w1.weight"][torch.tensor(DRAFTED[:3])]
-        reference = reference + before @ w["markov_head.markov_w2.weight"].T
+        before = w["markov_head.markov_w1.weight"][torch.tensor(after[: 4 - first])]
+        logits = logits + before @ w["markov_head.markov_w2.weight"].T
         read = torch.cat([states, before], -1) if sees else states
         sure = read @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]
+    reference = logits
+    if kept is not None:
+        reference = logits.new_full((len(logits), VOCAB), -torch.inf)
+        reference[:, kept] = logits
     with torch.no_grad():
-        assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
-        confidences = decoded_confidences(drafter, DRAFTED[1:3])
+        assert close(decoded_logits(drafter, target, PROMPT, after[: 5 - first]), reference)
+        confidences = decoded_confidences(drafter, after[1 : 4 - first])
     assert not confidences if not rank else torch.allclose(torch.stack(confidences), sure[1:].sigmoid(), atol=CLOSE)
 
 

@@ -43,6 +43,17 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "peagle, 8 tokens": ("peagle", {"num_tokens": STEPS, "draft_vocabulary": KEPT}),
     "dflash": ("dflash", {"block_size": STEPS + 1, "mask_token": 17}),
     "dspark": ("dflash", {"block_size": STEPS + 1, "markov_rank": 5, "confidence_head": True}),
+    "dflash from the anchor": ("dflash", {"block_size": STEPS, "mask_token": 17, "sample_from_anchor": True}),
+    "dspark from the anchor, 8 tokens": (
+        "dflash",
+        {
+            "block_size": STEPS,
+            "sample_from_anchor": True,
+            "draft_vocabulary": KEPT,
+            "markov_rank": 5,
+            "confidence_head": True,
+        },
+    ),
     "sure without a bias": ("dflash", {"block_size": STEPS + 1, "confidence_head": True}),
     "mtp": ("mtp", {}),
 }

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from conftest import make_llama
 
 from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
 from draftsmith.heads.draft_vocab import DraftVocabulary, checked_size, most_frequent
 
 
@@ -25,6 +27,13 @@ def test_the_most_frequent_tokens_are_chosen() -> None:
     assert most_frequent(counts, 3) == [0, 2, 3]
     assert most_frequent(counts, 2) == [0, 2], "ties go to the lower id"
     assert most_frequent(counts, 3, always=(5,)) == [0, 2, 5]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
+def test_own_lm_heads_start_as_the_targets_rows(kind: str) -> None:
+    target = make_llama(num_hidden_layers=4)
+    drafter = HEADS[kind].from_target(target, draft_vocabulary=[7, 2, 30])
+    assert torch.equal(drafter.body.lm_head.weight, target.lm_head.weight[[2, 7, 30]])
 
 
 def test_sizes_and_maps_out_of_range_are_refused() -> None:

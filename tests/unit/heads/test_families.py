@@ -44,7 +44,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "peagle": ("peagle", {"num_tokens": 3}),
     "peagle, 32 tokens": ("peagle", {"draft_vocabulary": EVEN}),
     "dflash": ("dflash", {"block_size": 4}),
+    "dflash from the anchor": ("dflash", {"block_size": 3, "sample_from_anchor": True}),
+    "dflash, 32 tokens": ("dflash", {"block_size": 4, "draft_vocabulary": EVEN}),
     "dspark": ("dflash", {"block_size": 4, "markov_rank": 3, "confidence_head": True}),
+    "dspark from the anchor, 32 tokens": (
+        "dflash",
+        {
+            "block_size": 3,
+            "sample_from_anchor": True,
+            "draft_vocabulary": EVEN,
+            "markov_rank": 3,
+            "confidence_head": True,
+        },
+    ),
 }
 PROMPTS = [[5, 9, 33, 2, 5, 9], [7], [40, 3]]
 
