@@ -14,10 +14,19 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftsmith.decode.recurrent_state import RECURRENT_TYPES
 from draftsmith.errors import ConfigError
 
 FIRST_SLOTS = 256
 """Slots that are allocated in addition to the first text; storage doubles when they are full."""
+
+OWN_STATES = {
+    "minimax": "accepts no cache but its own class",
+    "recurrent_gemma": "stores recurrent states in its modules",
+    "rwkv": "stores its states in a list of its own",
+    "xlstm": "stores its states in a cache class of its own",
+}
+"""Recurrent models outside transformers' common cache of states, with the reason why they are refused."""
 
 # Shapes: B rows, Q tokens fed, S slots.
 
@@ -177,11 +186,16 @@ class RollbackCache(Cache):
 
 
 def refuse_other_layers(config: PreTrainedConfig) -> None:
-    """Raise ConfigError for a model with layers that keep state other than keys and values."""
+    """Raise ConfigError for a model with layers whose states are not rolled back."""
+    if config.model_type in OWN_STATES:
+        raise ConfigError(
+            f"model_type={config.model_type!r} {OWN_STATES[config.model_type]}, so rejected draft tokens cannot be "
+            "discarded; expected another model"
+        )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    others = layer_types - {"full_attention", "sliding_attention"}
+    others = layer_types - {"full_attention", "sliding_attention", "moe", "mlp"} - RECURRENT_TYPES
     if others:
         raise ConfigError(
-            f"model_type={config.model_type!r} has layers of type {sorted(others)}; expected full or sliding "
-            "attention: other layers cannot discard rejected draft tokens"
+            f"model_type={config.model_type!r} has layers of type {sorted(others)}; expected full or sliding attention "
+            "or recurrent layers: others cannot discard rejected draft tokens"
         )

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from draftsmith.decode.encoder_decoder import Encoded, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention, tree_mask
+from draftsmith.decode.recurrent_state import Mixers
+from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Parents, chain_parents, depths_of
 from draftsmith.heads.hidden_states import Features
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, text_config
 
 # Shapes: B rows, Q tokens fed to each, S slots of the cache, H hidden size, V vocabulary.
 
@@ -51,6 +53,7 @@ class ModelRunner:
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
         self._cache = RollbackCache(model.config, rows, longest)
+        self._mixers = Mixers(model, text_config(model), self._cache, rows)
         self._drafted = _Drafted()
         self._attention = Attention.of(model)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
@@ -69,6 +72,7 @@ class ModelRunner:
         self._last_position = (context_limit(model.config) or sys.maxsize) - 1
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
+        self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
         self._takes_keep = "logits_to_keep" in accepted
 
     @property
@@ -95,7 +99,8 @@ class ModelRunner:
         if read_BQF is not None and width > read_BQF.shape[1]:
             read_BQF = nn.functional.pad(read_BQF, (0, 0, 0, width - read_BQF.shape[1]))
         ids = self._ids(tokens, width)
-        logits, states = self._forward(ids, self._ids(positions, width), visible, starts, columns, read_BQF)
+        with self._mixers.reading(width, counts):
+            logits, states = self._forward(ids, self._ids(positions, width), visible, starts, columns, read_BQF)
         for row, count in enumerate(counts):
             self._cache.lengths[row] += count
         self._keep_features()
@@ -131,6 +136,11 @@ class ModelRunner:
         Q = tokens_BQ.shape[1]
         if all(shape == chain_parents(len(shape)) for shape in shapes):
             return self._branch(tokens_BQ, range(1, Q + 1), None, None)
+        if self._mixers:
+            raise ConfigError(
+                f"model_type={self.model.config.model_type!r} has recurrent layers, which read chains only; "
+                "expected a draft without branches"
+            )
         depths = [[1, *(depth + 1 for depth in depths_of(shape))] for shape in shapes]
         masks = [tree_mask(shape, self._device) for shape in shapes]
         if len(masks) == 1:
@@ -171,7 +181,8 @@ class ModelRunner:
                 visible_BQR = nn.functional.pad(visible_BQR, (0, width - Q, 0, width - Q))
         mask = self._draft_mask(visible_BQR, starts, width)
         positions_BQ = torch.tensor(positions, device=self._device)
-        logits, states = self._forward(tokens_BQ, positions_BQ, mask, starts, None, features_BQF)
+        with self._mixers.reading(width, None):
+            logits, states = self._forward(tokens_BQ, positions_BQ, mask, starts, None, features_BQF)
         drafted.read(Q, [row[:Q] for row in rows])
         self._keep_features()
         if states is not None:
@@ -180,12 +191,14 @@ class ModelRunner:
 
     def commit(self, slots: list[list[int]]) -> None:
         """Keep these draft slots of each row, in order, and discard all other draft tokens."""
+        self._mixers.keep(slots)
         self._cache.keep(slots)
         self._drafted = _Drafted()
 
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
         self._cache.drop(rows)
+        self._mixers.drop(rows)
         if self._encoded is not None:
             self._encoded.drop(rows)
 
@@ -275,7 +288,7 @@ class ModelRunner:
         if self._encoded is not None:
             inputs |= self._encoded.inputs(ids_BQ, mask, self._cache)
         else:
-            inputs |= {"input_ids": ids_BQ, "attention_mask": mask, "past_key_values": self._cache}
+            inputs |= {"input_ids": ids_BQ, "attention_mask": mask, self._cache_name: self._cache}
         if features_BQF is not None:
             inputs["features"] = features_BQF
         with relative, attention.running(chain=is_chain):

@@ -15,11 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.attention import refuse_grouped
+from draftsmith.decode.kv_cache import refuse_other_layers
 from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.recurrent_state import is_recurrent
+from draftsmith.decode.rollback_check import check_rollback
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft, Parents
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, text_config
 
 # Shapes: B texts, N draft nodes of one text, H hidden size, V vocabulary.
 
@@ -146,6 +149,10 @@ def require_tree_reading(model: PreTrainedModel) -> None:
 def _check_tree_reading(model: PreTrainedModel) -> None:
     """Raise ConfigError for a model that reads a tree or a chain of draft tokens otherwise than its paths."""
     kind = getattr(model.config, "model_type", type(model).__name__)
+    refuse_other_layers(text_config(model))
+    if is_recurrent(model):
+        check_rollback(model, TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE))
+        return
     if not model.config.is_encoder_decoder and "position_ids" not in inspect.signature(model.forward).parameters:
         # ALiBi for example: the difference is so small that the check below could miss it in half precision.
         raise ConfigError(

@@ -11,8 +11,6 @@ from transformers import (
     GPTNeoConfig,
     GPTNeoForCausalLM,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MptConfig,
     MptForCausalLM,
 )
@@ -221,7 +219,6 @@ def test_targets_that_cannot_be_decoded_are_refused_by_name() -> None:
         "gpt_neo": GPTNeoForCausalLM(
             GPTNeoConfig(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
                          max_position_embeddings=64, window_size=4, **wide)),
-        "mamba": MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64)),
         "bart": BartForConditionalGeneration(
             BartConfig(vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
                        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, init_std=0.3)),

@@ -1,0 +1,343 @@
+"""Rollback for recurrent layers: states are saved at committed tokens, and what was committed since is read again.
+
+A recurrent or convolution layer holds its state after the last token that it read, so a discarded draft cannot be
+removed from it. A `Mixer` saves the state at a committed token, and keeps the inputs of the layer since then:
+
+    saved state | committed since, read again | draft ......... |
+
+Only the mixers read tokens again, and in the same pass as the next draft; attention and feed-forward layers do not.
+After `MOST_AGAIN` tokens, one more pass of the mixer moves the saved state to the last committed token. The inputs of
+committed tokens never change, so the states equal those of a text without drafts.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from functools import lru_cache
+from inspect import getmembers, isfunction, signature, unwrap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+MOST_AGAIN = 16
+"""Committed tokens that a mixer reads again; more make each pass wider, fewer make it read its weights twice often."""
+RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+"""Layer types of transformers whose layers hold such states."""
+_UPDATES = ("update_conv_state", "update_recurrent_state")
+_LOCK = threading.RLock()
+
+# Shapes: B rows, P inputs that are kept of each row, Q tokens fed.
+
+Inputs = dict[str, Tensor]
+"""The arguments of a mixer that have a value for each token, [B, P, ...]."""
+
+
+class Mixer:
+    """The states of the texts in one mixer of a model.
+
+    Args:
+        cache: the cache in the mixer's arguments, which is replaced by one with the mixer's own states.
+        rows: number of texts.
+        states: number of convolution and recurrent states of a layer.
+    """
+
+    def __init__(self, module: nn.Module, cache: Cache, rows: int, states: int) -> None:
+        self._module, self._cache = module, cache
+        self._names = [*signature(module.forward).parameters]
+        self._saved = LinearAttentionLayer(number_of_states=states)
+        self._last: LinearAttentionLayer | None = None
+        """The states after all inputs, where every row has equally many and none was discarded."""
+        self._inputs: Inputs = {}
+        """Those since the saved states: of each row the committed tokens, the draft tokens, padding."""
+        self._committed = [0] * rows
+        self._drafted = 0
+        self._one_by_one = False
+        self._steps: list[LinearAttentionLayer] = []
+        """The states after each draft token, of a mixer that reads them one by one."""
+
+    @contextmanager
+    def reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
+        """Let the module read `width` tokens of each row, of which `counts` are committed; None: draft tokens."""
+        forward, own = self._module.forward, "forward" in vars(self._module)
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            return self._read(_Call(forward, arguments, self._cache), width, counts)
+
+        self._module.forward = read
+        try:
+            yield
+        finally:
+            if own:
+                self._module.forward = forward
+            else:
+                del self._module.forward
+
+    def _read(self, call: "_Call", width: int, counts: Sequence[int] | None) -> Any:
+        inputs = call.inputs(len(self._committed), width)
+        self._one_by_one = self._one_by_one or _reads_one_by_one(type(self._module), call, self._saved, inputs)
+        if counts is not None:
+            return self._read_committed(call, inputs, width, counts)
+        if self._one_by_one:
+            return self._read_singly(call, inputs, width)
+        if self._last is not None:
+            self._inputs = {name: torch.cat([self._inputs[name], new], 1) for name, new in inputs.items()}
+            self._drafted += width
+            return call(self._last, inputs)
+        if not self._drafted and max(self._committed) >= MOST_AGAIN:
+            self._advance(call, self._inputs, [count if count >= MOST_AGAIN else 0 for count in self._committed])
+            self._committed = [count if count < MOST_AGAIN else 0 for count in self._committed]
+        before = [count + self._drafted for count in self._committed]
+        self._inputs = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
+        self._drafted += width
+        last = _copied(self._saved)
+        outputs = call(last, self._inputs)
+        self._last = last if min(before) == max(before) else None
+        return _each(outputs, lambda output: _taken(output, before, width))
+
+    def _read_committed(self, call: "_Call", inputs: Inputs, width: int, counts: Sequence[int]) -> Any:
+        """Read `counts` tokens of each row, after those that are read again, and save the states after them."""
+        before, self._committed = self._committed, [0] * len(counts)
+        joined = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
+        self._inputs = {}
+        outputs = self._advance(call, joined, [start + count for start, count in zip(before, counts, strict=True)])
+        return _each(outputs, lambda output: _taken(output, before, width))
+
+    def _read_singly(self, call: "_Call", inputs: Inputs, width: int) -> Any:
+        """Read draft tokens one by one and keep the states after each."""
+        outputs = []
+        for place in range(width):
+            self._steps.append(_copied(self._steps[-1] if self._steps else self._saved))
+            outputs.append(call(self._steps[-1], _columns(inputs, place, place + 1)))
+        return _together(outputs)
+
+    def _advance(self, call: "_Call", inputs: Inputs, lengths: list[int]) -> Any:
+        """Read `lengths` inputs of each row, save the states after them and return the outputs [B, P, ...]."""
+        width = max(value.shape[1] for value in inputs.values())
+        if min(lengths) == width:
+            return self._continue(call, self._saved, inputs, width)
+        whole: Any = None
+        for length in sorted(set(lengths) - {0}):
+            rows = [row for row, own in enumerate(lengths) if own == length]
+            states, part = _copied(self._saved, rows), {name: value[rows] for name, value in inputs.items()}
+            outputs = self._continue(call, states, _columns(part, 0, length), length)
+            _put(self._saved, states, rows, len(lengths))
+            whole = _written(whole, outputs, rows, (len(lengths), width))
+        return whole
+
+    def _continue(self, call: "_Call", states: LinearAttentionLayer, inputs: Inputs, width: int) -> Any:
+        """Read all inputs from `states`, which are updated."""
+        if not self._one_by_one or not any(states.has_previous_state.values()):
+            return call(states, inputs)
+        return _together([call(states, _columns(inputs, place, place + 1)) for place in range(width)])
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Commit this many draft tokens of each row and discard the others."""
+        if self._steps:
+            for count, states in enumerate(self._steps, start=1):
+                rows = [row for row, own in enumerate(counts) if own == count]
+                if rows:
+                    _put(self._saved, _copied(states, rows), rows, len(counts))
+            self._steps = []
+            return
+        self._committed = [old + new for old, new in zip(self._committed, counts, strict=True)]
+        self._drafted = 0
+        if self._inputs:
+            kept, length = max(self._committed), next(iter(self._inputs.values())).shape[1]
+            if self._last is not None and min(self._committed) == length:
+                self._saved, self._committed, kept = self._last, [0] * len(counts), 0
+            self._inputs = _columns(self._inputs, 0, kept) if kept else {}
+        self._last = None
+
+    def drop(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        self._saved, self._last = _copied(self._saved, rows), None
+        self._inputs = {name: value[rows] for name, value in self._inputs.items()}
+        self._committed = [self._committed[row] for row in rows]
+
+
+class _Call:
+    """A call of a mixer's forward method, whose inputs and states are replaced."""
+
+    def __init__(self, forward: Callable[..., Any], arguments: dict[str, Any], cache: Cache) -> None:
+        self._forward, self._arguments, self._cache = forward, arguments, cache
+
+    def inputs(self, rows: int, width: int) -> Inputs:
+        """Return the arguments with a value for each token."""
+        return {
+            name: value
+            for name, value in self._arguments.items()
+            if isinstance(value, Tensor) and value.shape[:2] == (rows, width) and name != "attention_mask"
+        }
+
+    def __call__(self, states: LinearAttentionLayer, inputs: Inputs) -> Any:
+        """Return the output for these inputs, continued from `states`, which are updated."""
+        layers: list[Any] = [states] * len(self._cache)
+        cache = Cache(layers=layers)
+        arguments = {name: cache if value is self._cache else value for name, value in self._arguments.items()}
+        if "attention_mask" in arguments:  # it would mask padding, and rows have none between their tokens
+            arguments["attention_mask"] = None
+        return self._forward(**{**arguments, **inputs})
+
+
+class Mixers:
+    """All mixers of a model; empty for a model without recurrent layers."""
+
+    def __init__(self, model: nn.Module, config: PreTrainedConfig, cache: Cache, rows: int) -> None:
+        states = getattr(config, "number_of_conv_states", 1)
+        self._mixers = [Mixer(module, cache, rows, states) for module in _mixers_of(model)]
+
+    def __bool__(self) -> bool:
+        return bool(self._mixers)
+
+    @contextmanager
+    def reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
+        """Let the mixers of the model continue from their states, inside the context; see `Mixer.reading`."""
+        with _LOCK, ExitStack() as stack:
+            for mixer in self._mixers:
+                stack.enter_context(mixer.reading(width, counts))
+            yield
+
+    def keep(self, slots: Sequence[Sequence[int]]) -> None:
+        """Commit the draft tokens of each row in these slots, which are the first ones, and discard the others."""
+        for mixer in self._mixers:
+            mixer.keep([len(kept) for kept in slots])
+
+    def drop(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        for mixer in self._mixers:
+            mixer.drop(rows)
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Return whether a model has mixers; it reads chains only."""
+    return bool(_mixers_of(model))
+
+
+def _mixers_of(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules whose methods update a recurrent or convolution state of a cache."""
+    if _updates_states(type(module)):
+        return [module]
+    return [mixer for child in module.children() for mixer in _mixers_of(child)]
+
+
+@lru_cache(maxsize=1024)
+def _updates_states(kind: type[nn.Module]) -> bool:
+    """Return whether a method of this class names one of the cache's updates of states."""
+    functions = (unwrap(function) for _, function in getmembers(kind, isfunction))
+    return any(name in function.__code__.co_names for function in functions for name in _UPDATES)
+
+
+def _joined(old: Tensor | None, new: Tensor, before: list[int]) -> Tensor:
+    """Return the first `before` columns of each row of `old` followed by its row of `new`, padded on the right."""
+    if max(before) == 0:
+        return new
+    assert old is not None
+    if min(before) == max(before):
+        return torch.cat([old[:, : before[0]], new], 1)
+    joined = new.new_zeros(new.shape[0], max(before) + new.shape[1], *new.shape[2:])
+    joined[:, : max(before)] = old[:, : max(before)]
+    joined[_places(new, before, new.shape[1])] = new
+    return joined
+
+
+def _taken(output: Tensor, before: list[int], width: int) -> Tensor:
+    """Return `width` columns of each row after its first `before` ones."""
+    if min(before) == max(before):
+        return output[:, before[0] : before[0] + width]
+    return output[_places(output, before, width)]
+
+
+def _places(like: Tensor, before: list[int], width: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of `width` columns after the first `before` of each row: [B, 1] and [B, width]."""
+    start_B1 = torch.tensor(before, device=like.device)[:, None]
+    return torch.arange(len(before), device=like.device)[:, None], start_B1 + torch.arange(width, device=like.device)
+
+
+def _columns(inputs: Inputs, start: int, end: int) -> Inputs:
+    """Return these columns of all inputs."""
+    return {name: value[:, start:end] for name, value in inputs.items()}
+
+
+# Outputs: a tensor [B, P, ...] or several.
+
+
+def _each(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return `function` of a mixer's output, or of each of its outputs."""
+    return tuple(function(output) for output in outputs) if isinstance(outputs, tuple) else function(outputs)
+
+
+def _together(outputs: list[Any]) -> Any:
+    """Return outputs of consecutive tokens as one."""
+    if isinstance(outputs[0], tuple):
+        return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
+    return torch.cat(outputs, 1)
+
+
+def _written(whole: Any, outputs: Any, rows: list[int], size: tuple[int, int]) -> Any:
+    """Return `whole` with the outputs of these rows in its first columns; None: zeros of `size` [B, P]."""
+    if whole is None:
+        whole = _each(outputs, lambda output: output.new_zeros(*size, *output.shape[2:]))
+    pairs = zip(whole, outputs, strict=True) if isinstance(outputs, tuple) else [(whole, outputs)]
+    for target, output in pairs:
+        target[rows, : output.shape[1]] = output
+    return whole
+
+
+# States.
+
+
+def _copied(states: LinearAttentionLayer, rows: list[int] | None = None) -> LinearAttentionLayer:
+    """Return a copy of `states`, or of these rows of them."""
+    return _changed(states, lambda value: value.clone() if rows is None else value[rows])
+
+
+def _changed(states: LinearAttentionLayer, change: Callable[[Tensor], Tensor]) -> LinearAttentionLayer:
+    """Return `states` with every tensor changed by a function."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: changed(item) for key, item in value.items()}
+        return change(value) if isinstance(value, Tensor) else value
+
+    new = copy(states)
+    vars(new).update({name: changed(value) for name, value in vars(states).items()})
+    return new
+
+
+def _put(states: LinearAttentionLayer, new: LinearAttentionLayer, rows: list[int], count: int) -> None:
+    """Replace these rows of `states`, which has `count` rows or is empty."""
+    for old, values in ((states.conv_states, new.conv_states), (states.recurrent_states, new.recurrent_states)):
+        for place, value in values.items():
+            if value is not None:
+                tensor = old[place]
+                old[place] = tensor = value.new_zeros(count, *value.shape[1:]) if tensor is None else tensor
+                tensor[rows] = value
+    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
+        setattr(states, name, dict(getattr(new, name)))
+    states.conv_kernel_size, states.dtype, states.device = dict(new.conv_kernel_size), new.dtype, new.device
+
+
+_ONE_BY_ONE: dict[type, bool] = {}
+
+
+def _reads_one_by_one(kind: type, call: _Call, states: LinearAttentionLayer, inputs: Inputs) -> bool:
+    """Return whether mixers of this class continue from a state only with a single token. Checked once a class.
+
+    Those of Mamba 1 begin several tokens with an empty recurrent state: then the output does not depend on it.
+    """
+    if kind not in _ONE_BY_ONE and any(states.has_previous_state.values()):
+        two = {name: torch.cat([value[:, :1], value[:, :1]], 1) for name, value in inputs.items()}
+        other = _copied(states)
+        other.recurrent_states = {
+            key: None if value is None else 100 * value + 1 for key, value in other.recurrent_states.items()
+        }
+        plain, changed = (_each(call(start, two), torch.clone) for start in (_copied(states), other))
+        pairs = zip(plain, changed, strict=True) if isinstance(plain, tuple) else [(plain, changed)]
+        has_recurrent = any(value is not None for value in states.recurrent_states.values())
+        _ONE_BY_ONE[kind] = has_recurrent and all(torch.equal(a, b) for a, b in pairs)
+    return _ONE_BY_ONE.get(kind, False)
