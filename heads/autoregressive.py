@@ -12,6 +12,7 @@ Committed tokens are read again with the target's features, so errors of the sta
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -23,7 +24,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import positions_like, weight_of
-from draftsmith.heads.layers import Attend, CachedAttention, Rope, UnrolledAttention, ready, rotary
+from draftsmith.heads.layers import Attend, CachedAttention, Rope, UnrolledAttention, ready, rotary, windows_of
 
 # Shapes: B rows, T tokens read, n tokens or nodes, F size of the target's features per position, H hidden size,
 # V vocabulary, D draft vocabulary.
@@ -45,6 +46,7 @@ class DraftNetwork(nn.Module, ABC):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = ready(config)
+        windows_of(config)  # refuses other kinds of layers
         self.rotary = rotary(config)
         self.vocabulary: DraftVocabulary | None = None
         self._shared: tuple[nn.Module, ...] = ()
@@ -94,7 +96,7 @@ class DraftNetwork(nn.Module, ABC):
         input_ids: Tensor,
         features: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | Mapping[str, Tensor | None] | None,
         past_key_values: Any,
         use_cache: bool = True,
         logits_to_keep: int | Tensor = 0,
@@ -102,7 +104,7 @@ class DraftNetwork(nn.Module, ABC):
         """Run like a transformers LM, on its cache; `features` are the states [B, T, H] before each token."""
         embeds_BTH = self.embed(input_ids)
         rope = self.rotary(embeds_BTH, position_ids)
-        attend = CachedAttention(past_key_values, attention_mask)
+        attend = CachedAttention(past_key_values, attention_mask, getattr(self.config, "layer_types", None) or ())
         states_BTH = self.step(embeds_BTH, features.to(self.dtype), rope, attend)
         if isinstance(logits_to_keep, Tensor):
             states_BTH = states_BTH[:, logits_to_keep]
@@ -198,7 +200,7 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
         states_BTH = self._teacher_states(signals)
         positions_BT = positions_like(ids_BT, signals.documents_BT)
         tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
-        attend, unrolled = UnrolledAttention(signals.documents_BT), []
+        attend, unrolled = UnrolledAttention(signals.documents_BT, windows_of(body.config)), []
         for k in range(self.train_steps):
             embeds_BTH = body.embed(shifted(ids_BT, k + 1))
             rope = body.rotary(embeds_BTH, positions_BT + k)

@@ -14,6 +14,7 @@ Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, W2·W1[token be
 depends on the path; `confidence_head` predicts the probability that each token is accepted, which can end a draft.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -54,16 +55,34 @@ class BlockLayer(nn.Module):
         return apply_rotary_pos_emb(k_BhTd, k_BhTd, *rope)[0], v_BhTd
 
 
+@dataclass(frozen=True)
+class Windows:
+    """The layers of a block drafter that see only the last features before the anchor."""
+
+    sizes: tuple[int | None, ...]
+    """For each layer the number of features that it sees; None: all of them."""
+    causal: bool = True
+    """In layers with a window, a position of the block sees no later ones."""
+
+
 class _CachedBlock:
     """Attention in decoding: every position of the block sees the cache slots that its last position sees."""
 
-    def __init__(self, cache: Any, mask: Tensor | None) -> None:
-        self._cache, self._mask = cache, None if mask is None else mask[:, :, -1:]
+    def __init__(self, cache: Any, mask: Tensor | None, windows: Windows) -> None:
+        self._cache, self._windows = cache, windows
+        self._mask_B11S = None if mask is None else mask[:, :, -1:]
 
     def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
         k_BhSd, v_BhSd = self._cache.update(k_BhTd, v_BhTd, layer)
-        mask = None if self._mask is None else self._mask.expand(-1, -1, q_BhTd.shape[2], -1)
-        return attention(q_BhTd, k_BhSd, v_BhSd, mask)
+        (block, S), window, mask = (q_BhTd.shape[2], k_BhSd.shape[2]), self._windows.sizes[layer], self._mask_B11S
+        if window is not None:
+            slots_S = torch.arange(S, device=q_BhTd.device)
+            anchor = S - block if mask is None else mask.sum(-1, keepdim=True) - block
+            near = slots_S >= anchor - window
+            if self._windows.causal:
+                near = near & (slots_S <= anchor + torch.arange(block, device=q_BhTd.device)[:, None])
+            mask = near if mask is None else mask & near
+        return attention(q_BhTd, k_BhSd, v_BhSd, None if mask is None else mask.expand(*mask.shape[:-2], block, S))
 
 
 class _AnchoredBlocks:
@@ -75,21 +94,34 @@ class _AnchoredBlocks:
     """
 
     def __init__(
-        self, context: list[tuple[Tensor, Tensor]], anchors_BA: Tensor, block: int, documents_BT: Tensor | None
+        self,
+        context: list[tuple[Tensor, Tensor]],
+        anchors_BA: Tensor,
+        block: int,
+        documents_BT: Tensor | None,
+        windows: Windows,
     ) -> None:
-        self._context = context
+        self._context, self._windows = context, windows
         B, A = anchors_BA.shape
         T, device = context[0][0].shape[2], anchors_BA.device
         before_BAT = torch.arange(T, device=device) < anchors_BA[..., None]
         if documents_BT is not None:
             before_BAT &= documents_BT.gather(1, anchors_BA)[..., None] == documents_BT[:, None]
         own_AA = torch.eye(A, dtype=torch.bool, device=device)
-        rows = torch.cat([before_BAT, own_AA.expand(B, A, A).repeat_interleave(block, 2)], 2)
-        self._mask = rows.repeat_interleave(block, 1)[:, None]
+        whole_bb = torch.ones(block, block, dtype=torch.bool, device=device)
+        self._masks: dict[int | None, Tensor] = {}
+        for window in set(windows.sizes):
+            near_BAT, own_bb = before_BAT, whole_bb
+            if window is not None:
+                near_BAT = before_BAT & (torch.arange(T, device=device) >= anchors_BA[..., None] - window)
+                own_bb = whole_bb.tril() if windows.causal else whole_bb
+            own_XX = torch.kron(own_AA, own_bb).expand(B, A * block, A * block)
+            self._masks[window] = torch.cat([near_BAT.repeat_interleave(block, 1), own_XX], 2)[:, None]
 
     def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
         keys, values = self._context[layer]
-        return attention(q_BhTd, torch.cat([keys, k_BhTd], 2), torch.cat([values, v_BhTd], 2), self._mask)
+        mask = self._masks[self._windows.sizes[layer]]
+        return attention(q_BhTd, torch.cat([keys, k_BhTd], 2), torch.cat([values, v_BhTd], 2), mask)
 
 
 class DFlashNetwork(DraftNetwork):
@@ -100,10 +132,12 @@ class DFlashNetwork(DraftNetwork):
         draft_vocab_size: number of rows of an own lm_head; None: the target's lm_head is used.
     """
 
-    def __init__(self, config: LlamaConfig, features: int, first: int, draft_vocab_size: int | None) -> None:
+    def __init__(
+        self, config: LlamaConfig, features: int, first: int, windows: Windows, draft_vocab_size: int | None
+    ) -> None:
         super().__init__(config)
         hidden = config.hidden_size
-        self.first = first
+        self.first, self.windows = first, windows
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
         self.hidden_norm = norm(config)
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_hidden_layers))
@@ -167,7 +201,7 @@ class DFlashNetwork(DraftNetwork):
             empty = features[..., :1]
             return NetworkOutput(empty, empty)
         embeds_BTH = self.block(input_ids[:, 0], input_ids.shape[1])
-        attend = _CachedBlock(past_key_values, attention_mask)
+        attend = _CachedBlock(past_key_values, attention_mask, self.windows)
         states_BTH = self.step(embeds_BTH, None, self.rotary(embeds_BTH, position_ids), attend)
         states_BKH = states_BTH[:, self.first :]
         return NetworkOutput(self.head(states_BKH), states_BKH)
@@ -209,12 +243,19 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         block_size: int,
         anchors: int,
         sample_from_anchor: bool = False,
+        windows: Sequence[int | None] | None = None,
+        causal_windows: bool = True,
         draft_vocab_size: int | None = None,
         markov_rank: int = 0,
         confidence_head: bool = False,
     ) -> None:
-        first = 0 if sample_from_anchor else 1
-        super().__init__(DFlashNetwork(body, len(layers), first, draft_vocab_size), layers)
+        first, depth = 0 if sample_from_anchor else 1, body.num_hidden_layers
+        sizes = Windows(tuple(windows or [None] * depth), causal_windows)
+        if len(sizes.sizes) != depth or not all(
+            size is None or (type(size) is int and size > 0) for size in sizes.sizes
+        ):
+            raise ConfigError.of("windows", windows, f"a number of tokens or null for each of the {depth} layers")
+        super().__init__(DFlashNetwork(body, len(layers), first, sizes, draft_vocab_size), layers)
         self.block_size, self.anchors = block_size, anchors
         outputs = draft_vocab_size or body.vocab_size
         self.markov = MarkovBias(body.vocab_size, markov_rank, outputs) if markov_rank else None
@@ -271,6 +312,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             "block_size": self.block_size,
             "anchors": self.anchors,
             "sample_from_anchor": self.body.first == 0,
+            "windows": list(self.body.windows.sizes) if any(self.body.windows.sizes) else None,
+            "causal_windows": self.body.windows.causal,
             "draft_vocab_size": None if self.body.lm_head is None else self.body.lm_head.out_features,
             "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
             "confidence_head": self.confidence is not None,
@@ -343,7 +386,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         positions_BAb = positions_BA[..., None] + torch.arange(size, device=ids_BT.device)
         embeds_nbH = body.block(ids_BT.gather(1, chosen_BA).flatten(), size)
         embeds_BXH = embeds_nbH.view(B, -1, embeds_nbH.shape[-1])
-        attend = _AnchoredBlocks(context, chosen_BA, size, documents_BT)
+        attend = _AnchoredBlocks(context, chosen_BA, size, documents_BT, body.windows)
         states_BXH = body.step(embeds_BXH, None, body.rotary(embeds_BXH, positions_BAb.flatten(1)), attend)
         states_BAbH = states_BXH.unflatten(1, (-1, size))
         tokens, unrolled = None if body.vocabulary is None else body.vocabulary.tokens_D, []

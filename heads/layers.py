@@ -1,5 +1,6 @@
 """The decoder layer of drafter networks, and its attention in decoding and in training."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,16 +30,38 @@ class Attend(Protocol):
         ...
 
 
-class CachedAttention:
-    """Attention in decoding, with a transformers cache; `mask` is bool [B, 1, T, S], or None for causal attention."""
+def windows_of(config: LlamaConfig) -> list[int | None]:
+    """Return for each layer the number of positions that it attends to, its own included; None: all of them.
 
-    def __init__(self, cache: Any, mask: Tensor | None) -> None:
-        self._cache, self._mask = cache, mask
+    ConfigError for other kinds of layers.
+    """
+    depth, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
+    if len(kinds) != depth or not {*kinds} <= {"full_attention", "sliding_attention"}:
+        raise ConfigError.of(
+            "layer_types", kinds, f"full_attention or sliding_attention for each of the {depth} layers"
+        )
+    if "sliding_attention" in kinds and (type(window) is not int or window < 1):
+        raise ConfigError.of("sliding_window", window, "a number of tokens")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+class CachedAttention:
+    """Attention in decoding, with a transformers cache.
+
+    Args:
+        mask: bool [B, 1, T, S], or None for causal attention; a mapping has one for each type of layer.
+        kinds: the type of each layer.
+    """
+
+    def __init__(self, cache: Any, mask: Tensor | Mapping[str, Tensor | None] | None, kinds: Sequence[str]) -> None:
+        self._cache, self._mask, self._kinds = cache, mask, kinds
 
     def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
         k_BhSd, v_BhSd = self._cache.update(k_BhTd, v_BhTd, layer)
-        causal = self._mask is None and q_BhTd.shape[2] > 1
-        return attention(q_BhTd, k_BhSd, v_BhSd, self._mask, causal)
+        mask = self._mask[self._kinds[layer]] if isinstance(self._mask, Mapping) else self._mask
+        causal = mask is None and q_BhTd.shape[2] > 1
+        return attention(q_BhTd, k_BhSd, v_BhSd, mask, causal)
 
 
 class UnrolledAttention:
@@ -49,10 +72,11 @@ class UnrolledAttention:
 
     Args:
         documents_BT: see `TeacherSignals`; queries see only the first step's keys of their own document.
+        windows: see `windows_of`; query i of step j is at position i + j.
     """
 
-    def __init__(self, documents_BT: Tensor | None = None) -> None:
-        self._documents_BT = documents_BT
+    def __init__(self, documents_BT: Tensor | None, windows: Sequence[int | None]) -> None:
+        self._documents_BT, self._windows = documents_BT, windows
         self._mask_B1TT = None if documents_BT is None else causal_in_documents(documents_BT)
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -60,29 +84,35 @@ class UnrolledAttention:
     def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
         if layer not in self._first:
             self._first[layer] = (k_BhTd, v_BhTd)
-            return self._first_step(q_BhTd, k_BhTd, v_BhTd)
-        own = self._own.setdefault(layer, [])
+            return self._first_step(q_BhTd, k_BhTd, v_BhTd, self._windows[layer])
+        own, window = self._own.setdefault(layer, []), self._windows[layer]
         own.append((k_BhTd, v_BhTd))
+        seen = own if window is None else own[-window:]
+        reach = None if window is None else window - len(own)
         groups = q_BhTd.shape[1] // k_BhTd.shape[1]
         keys, values = (x.repeat_interleave(groups, 1) for x in self._first[layer])
-        own_k_BhTJd = torch.stack([k for k, _ in own], 3).repeat_interleave(groups, 1)
-        own_v_BhTJd = torch.stack([v for _, v in own], 3).repeat_interleave(groups, 1)
+        own_k_BhTJd = torch.stack([k for k, _ in seen], 3).repeat_interleave(groups, 1)
+        own_v_BhTJd = torch.stack([v for _, v in seen], 3).repeat_interleave(groups, 1)
         T, parts = q_BhTd.shape[2], []
         for start in range(0, T, QUERIES):
             part = slice(start, start + QUERIES)
             own_parts = own_k_BhTJd[:, :, part], own_v_BhTJd[:, :, part]
-            inputs = (q_BhTd[:, :, part], keys, values, *own_parts, start, self._documents_BT)
+            inputs = (q_BhTd[:, :, part], keys, values, *own_parts, start, self._documents_BT, reach)
             # Recomputed in the backward pass where the scores of all queries would be many.
             parts.append(checkpoint(_attend_own, *inputs, use_reentrant=False) if T > QUERIES else _attend_own(*inputs))
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
-    def _first_step(self, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
-        if self._mask_B1TT is None:
+    def _first_step(self, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, window: int | None) -> Tensor:
+        T, mask = q_BhTd.shape[2], self._mask_B1TT
+        if window is not None and window < T:
+            near_TT = torch.ones(T, T, dtype=torch.bool, device=q_BhTd.device).tril().triu(1 - window)
+            mask = near_TT if mask is None else mask & near_TT
+        if mask is None:
             return attention(q_BhTd, k_BhTd, v_BhTd, None, causal=True)
         # With a mask and fewer key heads than query heads, torch may fall back to a kernel that keeps all scores.
         groups = q_BhTd.shape[1] // k_BhTd.shape[1]
         keys, values = (x.repeat_interleave(groups, 1) for x in (k_BhTd, v_BhTd))
-        return attention(q_BhTd, keys, values, self._mask_B1TT)
+        return attention(q_BhTd, keys, values, mask)
 
 
 def _attend_own(
@@ -93,11 +123,18 @@ def _attend_own(
     own_v_BhQJd: Tensor,
     start: int,
     documents_BT: Tensor | None,
+    reach: int | None,
 ) -> Tensor:
-    """Return attention of queries from `start` on over the first step's keys up to each, and over J keys of its own."""
+    """Return attention of queries from `start` on over the first step's keys up to each, and over J keys of its own.
+
+    `reach`: number of the first step's keys, up to each query's own, that are inside the window; None: all of them.
+    """
     Q, T = q_BhQd.shape[2], k_BhTd.shape[2]
     q_BhQd = q_BhQd * q_BhQd.shape[-1] ** -0.5
-    hidden = torch.ones(Q, T, dtype=torch.bool, device=q_BhQd.device).triu(start + 1)
+    every = torch.ones(Q, T, dtype=torch.bool, device=q_BhQd.device)
+    hidden = every.triu(start + 1)
+    if reach is not None:
+        hidden = hidden | every.tril(start - reach)
     if documents_BT is not None:
         hidden = hidden | (documents_BT[:, None, start : start + Q, None] != documents_BT[:, None, None])
     first_BhQT = (q_BhQd @ k_BhTd.transpose(2, 3)).masked_fill(hidden, -torch.inf)

@@ -21,7 +21,7 @@ from draftsmith.heads.autoregressive import NetworkDrafter, shifted
 from draftsmith.heads.base import Context, DraftStates, TeacherSignals
 from draftsmith.heads.eagle3 import Eagle3Network, start_from_target, three_depths, vocabulary_size
 from draftsmith.heads.hidden_states import positions_like, weight_of
-from draftsmith.heads.layers import UnrolledAttention, layer_config
+from draftsmith.heads.layers import UnrolledAttention, layer_config, windows_of
 from draftsmith.heads.multi_head import PathIndependentDrafter
 
 # Shapes: B rows, T positions, H hidden size, K draft tokens.
@@ -128,7 +128,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         embeds_BTH = body.embed(shifted(ids_BT, 1))
         mask_BT = torch.full_like(ids_BT, self.mask_token)
         tokens_D = None if body.vocabulary is None else body.vocabulary.tokens_D
-        attend, unrolled = UnrolledAttention(signals.documents_BT), []
+        attend, unrolled = UnrolledAttention(signals.documents_BT, windows_of(body.config)), []
         for k in range(self.num_tokens):
             if k > 0:
                 embeds_BTH, states_BTH = body.embed(mask_BT), self.mask_hidden.expand_as(states_BTH)

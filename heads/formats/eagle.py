@@ -12,6 +12,7 @@ from draftsmith.heads.eagle3 import OPTIONS, Eagle3
 from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, sglang_usage
 from draftsmith.heads.formats.published import LAYER_IDS, POSITIVE, Published
 from draftsmith.heads.hidden_states import weight_of
+from draftsmith.heads.layers import windows_of
 from draftsmith.heads.peagle import ParallelEagle
 
 # Shapes: H hidden size, F size of the features, V target vocabulary, D draft vocabulary.
@@ -159,9 +160,12 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 
 def _require_plain_layers(source: Source[Eagle] | Source[Eagle3], otherwise: str) -> None:
-    """Raise ConfigError for layers with biases, which the layout would silently lose."""
+    """Raise ConfigError for layers with biases or windows, which the layout would silently lose."""
+    body = source.drafter.body.config
     for key in ("attention_bias", "mlp_bias"):
-        source.require(not getattr(source.drafter.body.config, key), f"{key}=True", f"false, or {otherwise}")
+        source.require(not getattr(body, key), f"{key}=True", f"false, or {otherwise}")
+    window = next((size for size in windows_of(body) if size is not None), None)
+    source.require(window is None, f"sliding_window={window}", f"full attention, or {otherwise}")
 
 
 def _eagle3_notes(source: Source[Eagle3]) -> list[str]:

@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import weight_of
+from draftsmith.heads.layers import windows_of
 
 # Shapes: H hidden size, V target vocabulary, D draft vocabulary, F features.
 
@@ -78,7 +79,7 @@ class Published:
         length = methods[0].get("speculative_tokens")
         return None if length is None else self.allow("speculative_tokens", length, range(1, most + 1))
 
-    def body(self, fields: dict[str, Any], first: str = "layers.0.", **changes: int) -> LlamaConfig:
+    def body(self, fields: dict[str, Any], first: str = "layers.0.", **changes: Any) -> LlamaConfig:
         """Return the config of the drafter's layers from its stored `fields`, with defaults of their model type.
 
         Args:
@@ -96,13 +97,20 @@ class Published:
         self.allow("vocab_size", theirs.vocab_size, (self.text.vocab_size,))
         self.allow("rope_type", rope["rope_type"], ("default", *ROPE_INIT_FUNCTIONS))
         self.allow("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,))
-        self.allow("layer_types", set(getattr(theirs, "layer_types", None) or ()), (set(), {"full_attention"}))
+        kinds = getattr(theirs, "layer_types", None) or ()
+        if "sliding_attention" in kinds:
+            changes |= {"layer_types": kinds, "sliding_window": getattr(theirs, "sliding_window", None)}
         divisors = tuple(n for n in range(1, heads + 1) if heads % n == 0)
         self.allow("num_key_value_heads", theirs.num_key_value_heads, divisors)
         if f"{first}self_attn.q_proj.bias" in self.tensors:
             changes["attention_bias"] = True
         values = {key: getattr(theirs, key) for key in KEPT if hasattr(theirs, key)}
-        return LlamaConfig(**{**values, "bos_token_id": None, "eos_token_id": None, **changes})
+        body = LlamaConfig(**{**values, "bos_token_id": None, "eos_token_id": None, **changes})
+        try:
+            windows_of(body)
+        except ConfigError as error:
+            raise self.refusal(f"the layers in config.json ({error})", "full or sliding attention") from error
+        return body
 
     def dropped(self, name: str, part: nn.Module | None) -> bool:
         """Skip a tensor that equals the weight of the target's `part` in any dtype, and return whether it does."""

@@ -19,6 +19,7 @@ from draftsmith.heads.formats.common import (
 )
 from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
 from draftsmith.heads.hidden_states import weight_of
+from draftsmith.heads.layers import windows_of
 from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.peagle import ParallelEagle
 
@@ -47,6 +48,11 @@ def read_dflash(published: Published) -> DFlash:
     published.drop_zero_biases()
     config, tensors = published.config, published.tensors
     body = published.body(published.part("transformer_layer_config"))
+    windows = windows_of(body)
+    body.layer_types = body.sliding_window = None  # a block counts its windows from the anchor
+    non_causal = published.allow(
+        "sliding_window_non_causal", config.get("sliding_window_non_causal", False), (True, False)
+    )
     anchored = config.get("sample_from_anchor", config["speculators_model_type"] == "dspark")
     published.allow("sample_from_anchor", anchored, (True, False))
     V = body.vocab_size
@@ -69,6 +75,8 @@ def read_dflash(published: Published) -> DFlash:
         block_size=size,
         anchors=64,  # used in training only
         sample_from_anchor=anchored,
+        windows=windows,
+        causal_windows=not non_causal,
         draft_vocab_size=None if shared else D,
         markov_rank=rank,
         confidence_head=confident,
@@ -149,7 +157,7 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
         "block_size": drafter.block_size,
         "mask_token_id": mask_token,
         "sample_from_anchor": drafter.body.first == 0,
-        "sliding_window_non_causal": True,
+        "sliding_window_non_causal": not drafter.body.windows.causal,
         "draft_vocab_size": drafter.vocab_size if drafter.draft_vocabulary is None else len(drafter.draft_vocabulary),
     }
     if kind == "dspark":
@@ -237,6 +245,12 @@ def _write(
 ) -> None:
     """Write config.json, with `config` and the keys that all types share, and the tensors."""
     body, dtype = source.drafter.body.config, name_of(source.dtype)
+    windows = source.drafter.body.windows.sizes if isinstance(source.drafter, DFlash) else windows_of(body)
+    sizes = {size for size in windows if size is not None}
+    source.require(len(sizes) < 2, f"windows of {sorted(sizes)} tokens", "one size, or format=transformers")
+    if sizes:
+        kinds = ["full_attention" if size is None else "sliding_attention" for size in windows]
+        layer_changes |= {"layer_types": kinds, "sliding_window": sizes.pop(), "use_sliding_window": True}
     proposal = {"proposal_type": "greedy", "speculative_tokens": source.draft_length}
     methods = [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}]
     common = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from draftsmith.reading import parse_yaml
+from draftsmith.reading import parse_assignment, parse_yaml
 
 CPU_SECONDS = 20
 """Of the process itself: other work on the machine makes no case unclean."""
@@ -98,12 +98,11 @@ def _outputs(case: Case) -> list[str]:
     words = case.arguments
     found = [value for word, value in pairwise(words) if word == "--out"]
     found += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
-    read = [word.removeprefix("output=") for word in words if word.startswith("output=")]
+    found += [str(parse_assignment(word, word, "")[1]) for word in words if word.startswith("output=")]
     recipe = case.files.get("r.yaml", b"")
     try:
         section = parse_yaml(recipe.decode()) if isinstance(recipe, bytes) else None
         found += [str(section["output"])] if isinstance(section, dict) and "output" in section else []
-        found += [str(parse_yaml(value)) for value in read]
     except ValueError:  # refused by the command, too
         pass
     return [(Path(value).parts or (".",))[0] for value in found]

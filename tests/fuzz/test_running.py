@@ -59,6 +59,7 @@ def test_what_is_unclean_is_noticed(name: str, tmp_path: Path, monkeypatch: pyte
         (["--out=x"], ""),
         (["--out", "."], ""),
         (['output="x"'], ""),
+        (["output=x/\x02"], ""),  # no YAML, so text
         ([], "{output: x}"),
     ],
 )

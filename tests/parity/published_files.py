@@ -57,14 +57,14 @@ def attended(q_Thd: Tensor, k_Shd: Tensor, v_Shd: Tensor, visible_TS: Tensor) ->
     return torch.cat(out, -1)
 
 
-def causal_attention(w: Tensors, x: Tensor, name: str = "layers.0.self_attn") -> Tensor:
+def causal_attention(w: Tensors, x: Tensor, name: str = "layers.0.self_attn", window: int = 10**6) -> Tensor:
     T, positions = x.shape[0], list(range(x.shape[0]))
 
     def projected(part: str) -> Tensor:
         return heads_of(x @ w[f"{name}.{part}_proj.weight"].T + w.get(f"{name}.{part}_proj.bias", torch.zeros(1)))
 
     q, k = (rotated(projected(part), positions) for part in "qk")
-    seen = attended(q, k, projected("v"), torch.ones(T, T, dtype=torch.bool).tril())
+    seen = attended(q, k, projected("v"), torch.ones(T, T, dtype=torch.bool).tril().triu(1 - window))
     return seen @ w[f"{name}.o_proj.weight"].T
 
 
@@ -98,11 +98,13 @@ def stepwise(
     return torch.stack(logits)
 
 
-def eagle3_step(w: Tensors, *, residual_normed: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def eagle3_step(
+    w: Tensors, *, residual_normed: bool, window: int = 10**6
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     def step(embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         normed = rms(states, w["layers.0.hidden_norm.weight"])
         x = torch.cat([rms(embeds, w["layers.0.input_layernorm.weight"]), normed], -1)
-        h = (normed if residual_normed else states) + causal_attention(w, x)
+        h = (normed if residual_normed else states) + causal_attention(w, x, window=window)
         h = h + mlp(w, rms(h, w["layers.0.post_attention_layernorm.weight"]))
         logits_D = rms(h, w["norm.weight"]) @ w["lm_head.weight"].T
         if "d2t" not in w:

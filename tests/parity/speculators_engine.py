@@ -63,7 +63,11 @@ def recording(module: ModuleType) -> dict[str, Any]:
 
 
 def eagle3(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) -> dict[str, Tensor]:
-    """Pair each token with the features of the token before it."""
+    """Pair each token with the features of the token before it.
+
+    With a sliding window the first step only: their later steps keep the window of the first, engines move it.
+    """
+    steps = 1 if model.uses_sliding_window_attn else steps
     logits: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0, at]))
     ids_1T, hidden_1TF = ids_T[None, 1:], hidden_TF[None, :-1]

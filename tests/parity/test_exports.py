@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from draftsmith import ConfigError, load_drafter
 from draftsmith.heads import HEADS as TYPES
 from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.dflash import Windows
 from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.hub.export import Exported, export_drafter
 
@@ -329,6 +330,32 @@ def test_every_layout_is_tested() -> None:
     listed = {(format, kind) for format, layout in LAYOUTS.items() for kind in layout if kind != "draft_model"}
     assert {pair for pair in listed if pair[0] != "transformers"} == tested
     assert set(LAYOUTS["transformers"]) == set(TYPES)
+
+
+@pytest.mark.parametrize("format", ["vllm", "sglang", "eagle"])
+def test_windows_are_written_or_refused(format: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = made("eagle3", target, layers=[2, 4, 5])
+    drafter.body.config.layer_types, drafter.body.config.sliding_window = ["sliding_attention"], 5
+    if format != "vllm":
+        with pytest.raises(ConfigError, match="sliding_window=5; expected full attention, or format=vllm"):
+            exported(drafter, target, format, tmp_path / "out")
+        return
+    out = exported(drafter, target, format, tmp_path / "out").folder
+    layers = json.loads((out / "config.json").read_text())["transformer_layer_config"]
+    assert (layers["layer_types"], layers["sliding_window"]) == (["sliding_attention"], 5)
+    again = load_drafter(out, target)
+    assert torch.equal(decoded_logits(again, target, PROMPT, DRAFTED), decoded_logits(drafter, target, PROMPT, DRAFTED))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_of_blocks_are_written(causal: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = made("dflash", target, block_size=4)
+    drafter.body.windows = Windows((3, None), causal)
+    again = load_drafter(exported(drafter, target, "vllm", tmp_path / "out").folder, target)
+    assert again.body.windows == drafter.body.windows
+    drafter.body.windows = Windows((3, 5), causal)
+    with pytest.raises(ConfigError, match=r"windows of \[3, 5\] tokens; expected one size"):
+        exported(drafter, target, "vllm", tmp_path / "other")
 
 
 # In other dtypes.

@@ -69,6 +69,17 @@ def test_eagle3_of_vllm(
     assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
 
 
+def test_eagle3_with_a_sliding_window(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """The default of the speculators package; a token is in its own window."""
+    tensors = eagle3_tensors(KEPT)
+    config = speculators("eagle3", **VLLM, draft_vocab_size=len(KEPT))
+    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 3}
+    drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
+    states = hidden_states(target, [2, 3, 5]) @ tensors["fc.weight"].T
+    step = eagle3_step(tensors, residual_normed=False, window=3)
+    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), stepwise(target, states, step))
+
+
 def test_a_missing_norm_before_residual_means_true_in_vllms_layout(tmp_path: Path, target: LlamaForCausalLM) -> None:
     tensors = eagle3_tensors()
     config = speculators("eagle3", **VLLM)
@@ -190,8 +201,15 @@ def test_peagle(residual_normed: bool | None, tmp_path: Path, target: LlamaForCa
 @pytest.mark.parametrize("rank", [0, 5], ids=["dflash", "dspark"])
 @pytest.mark.parametrize("first", [1, 0], ids=["from the mask", "from the anchor"])
 @pytest.mark.parametrize("kept", [None, KEPT[::-1]], ids=["whole", "draft vocabulary in any order"])
+@pytest.mark.parametrize("causal", [None, True, False], ids=["", "causal in a window", "in a window"])
 def test_dflash(
-    kept: list[int] | None, first: int, rank: int, sees: bool, tmp_path: Path, target: LlamaForCausalLM
+    causal: bool | None,
+    kept: list[int] | None,
+    first: int,
+    rank: int,
+    sees: bool,
+    tmp_path: Path,
+    target: LlamaForCausalLM,
 ) -> None:
     """Keys and values of projected features, a bidirectional block of the anchor and masks.
 
@@ -202,6 +220,12 @@ def test_dflash(
     config |= {"aux_hidden_state_layer_ids": [2, 4], "enable_confidence_head": bool(rank)}
     if (first == 0 and not rank) or (first == 1 and rank):  # otherwise the default
         config["sample_from_anchor"] = first == 0
+    n, seen = len(PROMPT), torch.ones(4, len(PROMPT) + 4, dtype=torch.bool)
+    if causal is not None:  # the last three features, and causal attention in the block by default
+        config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 3}
+        config |= {} if causal else {"sliding_window_non_causal": True}
+        seen[:, : n - 3] = False
+        seen[:, n:] = torch.ones(4, 4, dtype=torch.bool).tril() if causal else True
     outputs = VOCAB if kept is None else len(kept)
     if kept is not None:
         config["draft_vocab_size"] = outputs
@@ -214,7 +238,7 @@ def test_dflash(
             {"confidence_head.proj.weight": (1, HIDDEN + rank * sees), "confidence_head.proj.bias": (1,)}, 4
         )
     drafter = load_drafter(written(tmp_path / "d", config, w), target)
-    n, name = len(PROMPT), "layers.0.self_attn"
+    name = "layers.0.self_attn"
     context = rms(hidden_states(target, [2, 4]) @ w["fc.weight"].T, w["hidden_norm.weight"])
     block = embedded(target, [DRAFTED[0], 17, 17, 17])
     x = rms(block, w["layers.0.input_layernorm.weight"])
@@ -222,7 +246,7 @@ def test_dflash(
     q = rotated(rms(heads_of(x @ w[f"{name}.q_proj.weight"].T), w[f"{name}.q_norm.weight"]), list(range(n, n + 4)))
     k = rotated(rms(heads_of(both @ w[f"{name}.k_proj.weight"].T), w[f"{name}.k_norm.weight"]), list(range(n + 4)))
     v = heads_of(both @ w[f"{name}.v_proj.weight"].T)
-    h = block + attended(q, k, v, torch.ones(4, n + 4, dtype=torch.bool)) @ w[f"{name}.o_proj.weight"].T
+    h = block + attended(q, k, v, seen) @ w[f"{name}.o_proj.weight"].T
     h = h + mlp(w, rms(h, w["layers.0.post_attention_layernorm.weight"]))
     states = rms(h, w["norm.weight"])[first:]
     logits = states @ w.get("lm_head.weight", target.lm_head.weight).T

@@ -112,9 +112,9 @@ EAGLE3_MISFITS: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], str
     ),
     "windows": (
         lambda c, _: c["transformer_layer_config"].update(
-            model_type="qwen3", layer_types=["sliding_attention"], use_sliding_window=True, sliding_window=4
+            model_type="qwen3", layer_types=["sliding_attention"], use_sliding_window=True, sliding_window=0
         ),
-        "layer_types={'sliding_attention'} in config.json",
+        r"the layers in config.json \(sliding_window=0; expected a number of tokens\)",
     ),
     "vocabulary": (
         lambda c, _: c["transformer_layer_config"].update(vocab_size=60),

@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL, TrainableDrafter
+from draftsmith.heads.dflash import DFlash, Windows
 from draftsmith.hub.export import export_drafter
 
 pytestmark = pytest.mark.slow
@@ -39,6 +40,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, residual normed": ("eagle3", {"norm_before_residual": True}),
     "eagle3, norm before fc": ("eagle3", {"norm_before_fc": True}),
     "eagle3.1, two features": ("eagle3", {"fc_norm": True, "norm_output": True, "layers": [1, 6]}),
+    "eagle3, window of 3": ("eagle3", {"window": 3}),
     "peagle": ("peagle", {"num_tokens": STEPS, "mask_token": 17}),
     "peagle, 8 tokens": ("peagle", {"num_tokens": STEPS, "draft_vocabulary": KEPT}),
     "dflash": ("dflash", {"block_size": STEPS + 1, "mask_token": 17}),
@@ -54,6 +56,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
             "confidence_head": True,
         },
     ),
+    "dflash, window of 3": ("dflash", {"block_size": STEPS + 1, "mask_token": 17, "window": 3}),
     "sure without a bias": ("dflash", {"block_size": STEPS + 1, "confidence_head": True}),
     "mtp": ("mtp", {}),
 }
@@ -80,7 +83,13 @@ def their_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 def off_the_start(kind: str, options: dict[str, Any], target: LlamaForCausalLM) -> TrainableDrafter:
     """A drafter whose weights are all its own; a DFlash's mask is left as the embedding of a token."""
     torch.manual_seed(3)
+    options = {**options}
+    window = options.pop("window", None)
     drafter = HEADS[kind].from_target(target, **options).eval().requires_grad_(False)
+    if isinstance(drafter, DFlash) and window is not None:
+        drafter.body.windows = Windows((window, None))
+    elif window is not None:
+        drafter.body.config.layer_types, drafter.body.config.sliding_window = ["sliding_attention"], window
     for name, parameter in drafter.named_parameters():
         if "mask_embedding" not in name:
             parameter += 0.2 * torch.randn_like(parameter)

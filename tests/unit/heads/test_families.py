@@ -19,6 +19,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.dflash import Windows
 from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
 
 EVEN = list(range(0, 64, 2))
@@ -40,12 +41,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "eagle3, 32 tokens": ("eagle3", {"draft_vocabulary": EVEN, "num_hidden_layers": 2}),
     "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "layers": [1, 4]}),
+    "eagle3 in windows": ("eagle3", {"num_hidden_layers": 2, "windows": ["sliding_attention", "full_attention"]}),
+    "eagle3 in a window": ("eagle3", {"windows": ["sliding_attention"]}),
     "mtp": ("mtp", {}),
     "peagle": ("peagle", {"num_tokens": 3}),
     "peagle, 32 tokens": ("peagle", {"draft_vocabulary": EVEN}),
     "dflash": ("dflash", {"block_size": 4}),
     "dflash from the anchor": ("dflash", {"block_size": 3, "sample_from_anchor": True}),
     "dflash, 32 tokens": ("dflash", {"block_size": 4, "draft_vocabulary": EVEN}),
+    "dflash in windows": ("dflash", {"block_size": 4, "blocks": Windows((3, None))}),
+    "dflash in a window, not causal": ("dflash", {"block_size": 4, "blocks": Windows((3, 2), causal=False)}),
     "dspark": ("dflash", {"block_size": 4, "markov_rank": 3, "confidence_head": True}),
     "dspark from the anchor, 32 tokens": (
         "dflash",
@@ -69,7 +74,13 @@ def make(name: str, target: LlamaForCausalLM, noise: float = 0.1) -> TrainableDr
     """Off its initial weights, so that nothing is right by accident."""
     kind, options = FAMILIES[name]
     torch.manual_seed(3)
+    options = {**options}
+    windows, blocks = options.pop("windows", None), options.pop("blocks", None)
     drafter = HEADS[kind].from_target(target, **options).eval()
+    if windows is not None:
+        drafter.body.config.layer_types, drafter.body.config.sliding_window = windows, 3
+    if blocks is not None:
+        drafter.body.windows = blocks
     for parameter in drafter.parameters():
         parameter.data += noise * torch.randn_like(parameter)
     return drafter

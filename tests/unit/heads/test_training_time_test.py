@@ -9,15 +9,17 @@ from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.eagle import Hass
 from draftsmith.heads.eagle3 import Eagle3
+from draftsmith.heads.layers import windows_of
 from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.peagle import ParallelEagle
 
 T, STEPS = 7, 4
+WINDOWS = {"eagle3, window of 3": 3, "eagle3, window of 2 in one layer": 2, "peagle, window of 3": 3}
 EXACT = 1e-12
 """fp64; both sides add up the same few numbers in another order."""
 
 
-def naive_attention(layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+def naive_attention(layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, window: int = T) -> Tensor:
     """Each query's full list of keys, its softmax written out."""
     groups = q_BhTd.shape[1] // k_BhTd.shape[1]
     rows = []
@@ -25,9 +27,10 @@ def naive_attention(layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) 
         keys, values = k_BhTd[0, head // groups], v_BhTd[0, head // groups]
         columns = []
         for query in range(q_BhTd.shape[2]):
-            scores = torch.stack([q_BhTd[0, head, query] @ keys[i] for i in range(query + 1)])
+            seen = range(max(0, query + 1 - window), query + 1)
+            scores = torch.stack([q_BhTd[0, head, query] @ keys[i] for i in seen])
             weights = (scores / keys.shape[-1] ** 0.5 - scores.detach().max() / keys.shape[-1] ** 0.5).exp()
-            columns.append(sum(weights[i] * values[i] for i in range(query + 1)) / weights.sum())
+            columns.append(sum(weight * values[i] for weight, i in zip(weights, seen, strict=True)) / weights.sum())
         rows.append(torch.stack(columns))
     return torch.stack(rows)[None]
 
@@ -36,6 +39,11 @@ def naive_steps(
     body: DraftNetwork, ids_T: Tensor, features_TF: Tensor, mask_hidden: Tensor | None, mask_token: int
 ) -> dict:
     """Return the state of every (query i, step j), from a forward pass over the committed tokens and the path."""
+    windows = windows_of(body.config)
+
+    def attend(layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+        return naive_attention(layer, q_BhTd, k_BhTd, v_BhTd, windows[layer] or T)
+
     states = {}
     known_TH = body.project(features_TF)
     for i in range(T):
@@ -51,7 +59,7 @@ def naive_steps(
                 path_tokens.append(mask_token)
             embeds = body.embed(torch.tensor([path_tokens]))
             rope = body.rotary(embeds, torch.arange(len(path_tokens))[None])
-            states[i, j] = body.step(embeds, torch.stack(path_states)[None], rope, naive_attention)[0, -1]
+            states[i, j] = body.step(embeds, torch.stack(path_states)[None], rope, attend)[0, -1]
     return states
 
 
@@ -66,7 +74,16 @@ def drafters() -> dict[str, AutoregressiveDrafter | ParallelEagle]:
         "eagle3.1": Eagle3.from_target(target, train_steps=STEPS, norm_output=True, norm_before_fc=True),
         "eagle3 normed residual": Eagle3.from_target(target, train_steps=STEPS, norm_before_residual=True),
         "peagle": ParallelEagle.from_target(target, num_tokens=STEPS),
+        "eagle3, window of 3": Eagle3.from_target(target, train_steps=STEPS),
+        "eagle3, window of 2 in one layer": Eagle3.from_target(target, train_steps=STEPS, num_hidden_layers=2),
+        "peagle, window of 3": ParallelEagle.from_target(target, num_tokens=STEPS),
     }
+    for name, window in WINDOWS.items():
+        body = made[name].body.config
+        body.layer_types, body.sliding_window = (
+            ["sliding_attention", "full_attention"][: body.num_hidden_layers],
+            window,
+        )
     target.double()
     for drafter in made.values():
         drafter.double().eval()
