@@ -11,21 +11,33 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.formats.blocks import read_deepspec, read_speculators_block, read_zlab
 from draftsmith.heads.formats.eagle import read_eagle1, read_eagle3
 from draftsmith.heads.formats.medusa import read_medusa
 from draftsmith.heads.formats.published import LARGE, Published, read_tensors
-from draftsmith.heads.formats.speculators import read_dflash, read_mtp
+from draftsmith.heads.formats.speculators import read_mtp
 from draftsmith.heads.model_config import text_config
 
 Reader = Callable[[Published], TrainableDrafter]
 SPECULATORS: dict[str, Reader] = {
-    "dflash": read_dflash,
-    "dspark": read_dflash,
+    "dflash": read_speculators_block,
+    "dspark": read_speculators_block,
     "eagle3": read_eagle3,
     "mtp": read_mtp,
     "peagle": read_eagle3,
 }
 """Readers of the layout of vLLM's speculators, by `speculators_model_type`."""
+ARCHITECTURES: dict[str, Reader] = {
+    "DFlashDraftModel": read_zlab,
+    "LlamaForCausalLMEagle3": read_eagle3,
+    "Qwen3DSparkModel": read_deepspec,
+}
+"""Readers of flat layouts, by the class that config.json names."""
+UNREAD = {
+    "Gemma4DSparkModel": "its layers scale embeddings and norm values",
+    "Qwen3Eagle3Model": "its first layer norms queries and keys",
+}
+"""Classes of DeepSpec that no drafter here can represent, and the reason."""
 
 
 def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel) -> TrainableDrafter | None:
@@ -58,7 +70,13 @@ def _reader(published: Published) -> Reader | None:
         return SPECULATORS[published.allow("speculators_model_type", kind, tuple(SPECULATORS))]
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return read_medusa
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    if name in UNREAD:
+        raise published.refusal(f"a {name} ({UNREAD[name]})", f"one of {', '.join(ARCHITECTURES)}")
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
     parts = {name.split(".")[0] for name in read_tensors(published.folder, names_only=True)}
-    if "LlamaForCausalLMEagle3" in (config.get("architectures") or ()) or "midlayer" in parts:
+    if "midlayer" in parts:
         return read_eagle3
     return read_eagle1 if {"fc", "layers"} <= parts and "norm" not in parts else None

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.eagle3 import OPTIONS, Eagle3
@@ -17,7 +17,7 @@ from draftsmith.heads.formats.common import (
     vllm_command,
     with_output_biases,
 )
-from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
+from draftsmith.heads.formats.published import Published
 from draftsmith.heads.hidden_states import weight_of
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.mtp import Mtp
@@ -41,69 +41,6 @@ def read_mtp(published: Published) -> Mtp:
     published.fill(drafter.body, lambda name: f"mtp_layers.0.{name.removeprefix('layers.0.')}")
     drafter.body.input_proj.weight.copy_(torch.cat(drafter.body.input_proj.weight.chunk(2, 1)[::-1], 1))
     return drafter
-
-
-def read_dflash(published: Published) -> DFlash:
-    """Read DFlash and DSpark; the mask's embedding is that of `mask_token_id`, in the target or in the drafter."""
-    published.drop_zero_biases()
-    config, tensors = published.config, published.tensors
-    body = published.body(published.part("transformer_layer_config"))
-    windows = windows_of(body)
-    body.layer_types = body.sliding_window = None  # a block counts its windows from the anchor
-    non_causal = published.allow(
-        "sliding_window_non_causal", config.get("sliding_window_non_causal", False), (True, False)
-    )
-    anchored = config.get("sample_from_anchor", config["speculators_model_type"] == "dspark")
-    published.allow("sample_from_anchor", anchored, (True, False))
-    V = body.vocab_size
-    D = published.allow("draft_vocab_size", config.get("draft_vocab_size") or V, range(1, V + 1))
-    shared = D == V and published.dropped("lm_head.weight", published.target.get_output_embeddings())
-    published.allow("markov_head_type", config.get("markov_head_type", "vanilla"), ("vanilla",))
-    for name in list(tensors):
-        tensors[re.sub(r"^(markov_head|confidence_head)\.", "", name)] = tensors.pop(name)
-    rank = tensors["markov_w1.weight"].shape[-1] if "markov_w1.weight" in tensors else 0
-    rank = published.allow("markov_rank", config.get("markov_rank", rank), range(LARGE + 1))
-    confidence_1H = tensors.get("proj.weight")
-    if confidence_1H is not None and confidence_1H.shape == (1, body.hidden_size):
-        tensors["proj.weight"] = nn.functional.pad(confidence_1H, (0, rank))  # without the Markov embedding as input
-    layers = published.layers("aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids"))
-    size = published.allow("block_size", config.get("block_size"), POSITIVE[1:])
-    confident = config.get("enable_confidence_head", confidence_1H is not None)
-    drafter = DFlash(
-        body,
-        layers=layers,
-        block_size=size,
-        anchors=64,  # used in training only
-        sample_from_anchor=anchored,
-        windows=windows,
-        causal_windows=not non_causal,
-        draft_vocab_size=None if shared else D,
-        markov_rank=rank,
-        confidence_head=confident,
-    )
-    mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(body.vocab_size))
-    tensors["mask_embedding"] = _mask_embedding(published, mask_token)
-    published.fill(
-        drafter, lambda name: re.sub(r"^(body\.vocabulary|body|markov)\.", "", name).replace("confidence.", "proj.")
-    )
-    heads = [drafter.body.lm_head, None if drafter.markov is None else drafter.markov.markov_w2]
-    published.sort_rows(drafter.draft_vocabulary, [head for head in heads if head is not None])
-    return drafter
-
-
-def _mask_embedding(published: Published, mask_token: int) -> Tensor:
-    """Return the mask's embedding [H]: from the drafter's embeddings, whose other rows must be the target's, or from
-    the target's."""
-    embeddings = published.target.get_input_embeddings()
-    own_VH = weight_of(embeddings).detach().cpu()
-    theirs_VH = published.tensors.get("embed_tokens.weight")
-    if theirs_VH is None or theirs_VH.shape != own_VH.shape:
-        published.drop_shared("embed_tokens.weight", embeddings)
-        return own_VH[mask_token]
-    mask_H = theirs_VH[mask_token].clone()
-    theirs_VH[mask_token] = own_VH[mask_token].to(theirs_VH.dtype)
-    published.drop_shared("embed_tokens.weight", embeddings)
-    return mask_H
 
 
 def write_eagle3_speculator(source: Source[Eagle3]) -> Serving:

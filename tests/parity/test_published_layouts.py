@@ -265,6 +265,45 @@ def test_dflash(
     assert not confidences if not rank else torch.allclose(torch.stack(confidences), sure[1:].sigmoid(), atol=CLOSE)
 
 
+@pytest.mark.parametrize("layout", ["z-lab", "DeepSpec"])
+def test_block_drafters_of_other_projects(layout: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Flat configs, ids that count blocks; a block of DeepSpec predicts from its anchor."""
+    w, deepspec = dflash_tensors(), layout == "DeepSpec"
+    config = llama_config(model_type="qwen3", block_size=4, num_target_layers=6, layer_types=["full_attention"])
+    theirs = speculators("dspark" if deepspec else "dflash", block_size=4, mask_token_id=17)
+    theirs |= {"aux_hidden_state_layer_ids": [2, 4]}
+    if deepspec:
+        w |= random_tensors({f"markov_head.markov_w{i}.weight": (VOCAB, 5) for i in (1, 2)}, 3)
+        w |= random_tensors({"confidence_head.proj.weight": (1, HIDDEN + 5), "confidence_head.proj.bias": (1,)}, 4)
+        config |= {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 17, "target_layer_ids": [1, 3]}
+        config |= {"markov_rank": 5, "markov_head_type": "vanilla", "num_anchors": 512, "enable_confidence_head": True}
+        stored = {"embed_tokens.weight": target.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
+    else:
+        config |= {"architectures": ["DFlashDraftModel"]}
+        config["dflash_config"] = {"target_layer_ids": [1, 3], "mask_token_id": 17}
+        stored = {}
+    known = load_drafter(written(tmp_path / "known", theirs, w), target)
+    drafter = load_drafter(written(tmp_path / "d", config, w | stored), target)
+    assert drafter.max_draft_length == (4 if deepspec else 3)
+    assert drafter.body.lm_head is None, "the stored one is the target's"
+    after = [*DRAFTED, 9]
+    wanted = decoded_logits(known, target, PROMPT, after)
+    assert torch.equal(decoded_logits(drafter, target, PROMPT, after), wanted)
+    if not deepspec:  # evenly spaced by default; one draft layer reads the middle
+        del config["dflash_config"]["target_layer_ids"]
+        w["fc.weight"] = w["fc.weight"][:, :HIDDEN]
+        assert load_drafter(written(tmp_path / "middle", config, w), target).needs.layers == (4,)
+
+
+def test_an_lm_head_that_is_not_the_targets_is_kept(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    config = speculators("dflash", block_size=4, mask_token_id=17, aux_hidden_state_layer_ids=[2, 4])
+    own = random_tensors({"lm_head.weight": (VOCAB, HIDDEN)}, 5)
+    drafter = load_drafter(written(tmp_path / "d", config, dflash_tensors() | own), target)
+    assert torch.equal(drafter.body.lm_head.weight, own["lm_head.weight"])
+    assert drafter.draft_vocabulary is None
+    assert decoded_logits(drafter, target, PROMPT, DRAFTED).isfinite().all()
+
+
 def test_mtp(tmp_path: Path, target: LlamaForCausalLM) -> None:
     shapes = {name.removeprefix("layers.0."): shape for name, shape in layer_shapes().items()}
     norms = ("final_layernorm", "hidden_layernorm", "token_layernorm")

@@ -148,6 +148,8 @@ def test_what_does_not_fit_is_refused_by_name(how: str, tmp_path: Path, target: 
 FLAT = {"architectures": ["LlamaForCausalLMEagle3"]}
 MEDUSA = {"model_type": "medusa", "num_heads": 1, "num_hidden_layers": 1}
 BLOCK = {"blocks.0.layers.0.weight": torch.zeros(HIDDEN, HIDDEN), "lm_heads.0.weight": torch.zeros(2, HIDDEN)}
+ZLAB = llama_config(architectures=["DFlashDraftModel"], block_size=4, target_layer_ids=[1, 3])
+DEEPSPEC = ZLAB | {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 17}
 DRAFT_BLOCK = {"block_size": 4, "mask_token_id": 17, "aux_hidden_state_layer_ids": [2, 4]}
 EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.weight": torch.zeros(INNER, HIDDEN)}
 
@@ -203,6 +205,25 @@ EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.we
             dflash_tensors() | {"lm_head.weight": torch.zeros(VOCAB - 1, HIDDEN)},
             r"tensor lm_head\.weight is float \[63, 32\]; expected float \[64, 32\]",
         ),
+        (ZLAB | {"dflash_config": {"causal": True}}, {}, "causal=True in config.json; expected False"),
+        (ZLAB | {"dflash_config": [1]}, {}, r"dflash_config=\[1\] in config.json; expected a mapping"),
+        (ZLAB | {"num_target_layers": 7}, {}, "num_target_layers=7 in config.json; expected 6"),
+        (ZLAB | {"sliding_window": 5, "layer_types": ["sliding_attention"]}, {}, "layers with a window of 5 tokens"),
+        (
+            ZLAB | {"target_layer_ids": [6]},
+            {},
+            r"target_layer_ids=\[6\]; expected a list of the target's layers, 0 to 5",
+        ),
+        (ZLAB, {}, "mask_token_id=None in config.json"),
+        (
+            ZLAB | {"mask_token_id": 1},
+            dflash_tensors() | {"prefix_gru.x": torch.ones(1)},
+            "unexpected tensor prefix_gru.x",
+        ),
+        (DEEPSPEC | {"target_layer_ids": [-1]}, {}, r"target_layer_ids=\[-1\]; expected a list of the target's layers"),
+        (DEEPSPEC | {"markov_head_type": "gated"}, {}, "markov_head_type='gated' in config.json; expected vanilla"),
+        (DEEPSPEC | {"architectures": ["Gemma4DSparkModel"]}, {}, "a Gemma4DSparkModel .its layers scale embeddings"),
+        (DEEPSPEC | {"architectures": ["Qwen3Eagle3Model"]}, {}, "a Qwen3Eagle3Model .its first layer norms queries"),
         (speculators("mtp", num_nextn_predict_layers=2), {}, "num_nextn_predict_layers=2 in config.json; expected 1"),
         (speculators("mtp"), {}, r"no tensor mtp_layers\.0\.token_layernorm\.weight; expected float \[32\]"),
         (llama_config(), EAGLE1, r"no tensor layers\.0\.self_attn\.q_proj\.weight; expected float \[32, 32\]"),

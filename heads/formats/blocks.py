@@ -1,0 +1,140 @@
+"""Published block drafters, DFlash and DSpark: the layouts of vLLM's speculators, of z-lab and of DeepSpec.
+
+    layout        layer ids k             first predicting position    embeddings and lm_head
+    speculators   `hidden_states[k]`      by `sample_from_anchor`      stored; lm_head may have fewer rows
+    z-lab         `hidden_states[k + 1]`  the first mask               the target's
+    DeepSpec      `hidden_states[k + 1]`  the anchor                   stored
+
+No tensor tells them apart. Sources: speculators 0.9.0; github.com/z-lab/dflash (44947fb); DeepSpec's modules
+modeling/dspark and eval/dspark (github.com/deepseek-ai/DeepSpec, afdfa7c).
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.heads.dflash import DFlash
+from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
+from draftsmith.heads.hidden_states import weight_of
+from draftsmith.heads.layers import windows_of
+
+# Shapes: H hidden size, V vocabulary, D draft vocabulary.
+
+BOTH = (True, False)
+
+
+def read_speculators_block(published: Published) -> DFlash:
+    """Read DFlash and DSpark in the layout of vLLM's speculators."""
+    config = published.config
+    body = published.body(published.part("transformer_layer_config"))
+    windows = windows_of(body)
+    body.layer_types = body.sliding_window = None  # a block counts its windows from the anchor
+    key = "sliding_window_non_causal"
+    return _read(
+        published,
+        config,
+        body,
+        layers=published.layers("aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids")),
+        anchored=config.get("sample_from_anchor", config["speculators_model_type"] == "dspark"),
+        windows=windows,
+        causal_windows=not published.allow(key, config.get(key, False), BOTH),
+    )
+
+
+def read_zlab(published: Published) -> DFlash:
+    """Read DFlash in the layout of z-lab, whose `dflash_config` wins over keys of the same name beside it."""
+    config = {**published.config, **published.part("dflash_config")}
+    body, depth = _full_attention(published), published.text.num_hidden_layers
+    published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
+    for key in ("causal", "is_causal"):  # of drafters whose masks see the masks before them only
+        published.allow(key, config.get(key, False), (False,))
+    count = body.num_hidden_layers
+    evenly = [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)] if count > 1 else [depth // 2]
+    return _read(
+        published,
+        config,
+        body,
+        layers=published.layers("target_layer_ids", config.get("target_layer_ids", evenly), 1),
+        anchored=config.get("sample_from_anchor", False),
+    )
+
+
+def read_deepspec(published: Published) -> DFlash:
+    """Read DSpark in the layout of DeepSpec, whose DFlash is a DSpark of rank 0."""
+    config, depth = published.config, published.text.num_hidden_layers
+    published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
+    layers = published.layers("target_layer_ids", config.get("target_layer_ids"), 1)
+    return _read(published, config, _full_attention(published), layers=layers, anchored=True)
+
+
+def _full_attention(published: Published) -> LlamaConfig:
+    """Return the config of the layers of a flat config.json; ConfigError for windows, on which engines differ."""
+    body = published.body(published.config)
+    window = next((size for size in windows_of(body) if size is not None), None)
+    if window is not None:
+        raise published.refusal(f"layers with a window of {window} tokens", "full attention in this layout")
+    return body
+
+
+def _read(
+    published: Published,
+    config: dict[str, Any],
+    body: LlamaConfig,
+    *,
+    layers: tuple[int, ...],
+    anchored: Any,
+    windows: Sequence[int | None] | None = None,
+    causal_windows: bool = True,
+) -> DFlash:
+    """Return the drafter that `config` and the tensors describe."""
+    published.drop_zero_biases()
+    tensors, V = published.tensors, body.vocab_size
+    D = published.allow("draft_vocab_size", config.get("draft_vocab_size") or V, range(1, V + 1))
+    shared = D == V and published.dropped("lm_head.weight", published.target.get_output_embeddings())
+    published.allow("markov_head_type", config.get("markov_head_type", "vanilla"), ("vanilla",))
+    for name in list(tensors):
+        tensors[re.sub(r"^(markov_head|confidence_head)\.", "", name)] = tensors.pop(name)
+    rank = tensors["markov_w1.weight"].shape[-1] if "markov_w1.weight" in tensors else 0
+    rank = published.allow("markov_rank", config.get("markov_rank", rank), range(LARGE + 1))
+    confidence_1H = tensors.get("proj.weight")
+    if confidence_1H is not None and confidence_1H.shape == (1, body.hidden_size):
+        tensors["proj.weight"] = nn.functional.pad(confidence_1H, (0, rank))  # without the Markov embedding as input
+    confident = config.get("enable_confidence_head", confidence_1H is not None)
+    drafter = DFlash(
+        body,
+        layers=layers,
+        block_size=published.allow("block_size", config.get("block_size"), POSITIVE[1:]),
+        anchors=64,  # used in training only
+        sample_from_anchor=published.allow("sample_from_anchor", anchored, BOTH),
+        windows=windows,
+        causal_windows=causal_windows,
+        draft_vocab_size=None if shared else D,
+        markov_rank=rank,
+        confidence_head=published.allow("enable_confidence_head", confident, BOTH),
+    )
+    mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
+    tensors["mask_embedding"] = _mask_embedding(published, mask_token)
+    published.fill(
+        drafter, lambda name: re.sub(r"^(body\.vocabulary|body|markov)\.", "", name).replace("confidence.", "proj.")
+    )
+    heads = [drafter.body.lm_head, None if drafter.markov is None else drafter.markov.markov_w2]
+    published.sort_rows(drafter.draft_vocabulary, [head for head in heads if head is not None])
+    return drafter
+
+
+def _mask_embedding(published: Published, mask_token: int) -> Tensor:
+    """Return the mask's embedding [H]: from the drafter's embeddings, whose other rows must be the target's, or from
+    the target's."""
+    embeddings = published.target.get_input_embeddings()
+    own_VH = weight_of(embeddings).detach().cpu()
+    theirs_VH = published.tensors.get("embed_tokens.weight")
+    if theirs_VH is None or theirs_VH.shape != own_VH.shape:
+        published.drop_shared("embed_tokens.weight", embeddings)
+        return own_VH[mask_token]
+    mask_H = theirs_VH[mask_token].clone()
+    theirs_VH[mask_token] = own_VH[mask_token].to(theirs_VH.dtype)
+    published.drop_shared("embed_tokens.weight", embeddings)
+    return mask_H
