@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from draftsmith.heads import DraftModel
 
 VOCAB = 61
+IDS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.25}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -78,12 +79,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build(family: str, seed: int = 0) -> PreTrainedModel:
-    """Return a random model whose texts depend on their prompts and are not repetitive at once."""
+def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a random model whose texts depend on their prompts and are not repetitive at once.
+
+    `changes`: values of its config.
+    """
     torch.manual_seed(seed)
-    ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
     make: Any = CONFIG_MAPPING[family]
-    config = make(vocab_size=VOCAB, **ids, **FAMILIES[family])
+    config = make(**{"vocab_size": VOCAB, **IDS, **FAMILIES[family], **changes})
     config._experts_implementation = "eager"  # others change their order of summation with the number of tokens
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
@@ -92,7 +95,7 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
                 parameter.add_(torch.randn_like(parameter) * 0.1)  # norms and biases of 0 or 1 would hide mistakes
             elif family in ("mamba", "falcon_mamba") and "mixer" in name and "A_log" not in name:
                 parameter.mul_(3)
-    model.generation_config.eos_token_id = 1
+    model.generation_config.eos_token_id = config.eos_token_id
     return model
 
 

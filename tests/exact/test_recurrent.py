@@ -1,0 +1,75 @@
+"""Texts of models with recurrent layers have the target's distribution: every outcome of several rounds is enumerated."""
+
+import pytest
+import torch
+from exact.enumeration import Tokens, total_variation, whole_runs
+from exact.test_lossless import HEADS_OF_TARGETS, PROMPT, target_alone, text_of
+from exact.toys import VOCAB
+from recurrent_models import build
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.policies import Chain
+from draftsmith.decode.recurrent_state import Mixer
+from draftsmith.decode.sampling import Processors, Sampling
+from draftsmith.decode.target import TransformersTarget
+from draftsmith.heads import HEADS, DraftModel
+from draftsmith.heads.base import Drafter
+
+COUNT = 4
+ROUNDING = {"lfm2": 1e-10, "falcon_h1": 1e-5, "jamba": 1e-5}
+"""LFM2 computes in float64, the scans of the others in float32."""
+SMALL = {"num_hidden_layers": 2, "eos_token_id": None, "vocab_size": VOCAB}
+LAYERS = {"lfm2": {"layer_types": ["conv", "full_attention"]}, "falcon_h1": {}, "jamba": {}}
+
+
+def small(family: str, seed: int) -> PreTrainedModel:
+    return build(family, seed, **SMALL, **LAYERS[family])
+
+
+@torch.inference_mode()
+def drafter_of(kind: str, target: PreTrainedModel, family: str) -> Drafter:
+    """Return a drafter with random weights: with a vocabulary of five, some of its tokens are accepted."""
+    if kind == "draft_model":
+        return DraftModel(small(family, 1))
+    torch.manual_seed(6)
+    options = {"layers": (1, 1, 2)} if kind == "eagle3" else {}
+    drafter = HEADS[kind].from_target(target, **HEADS_OF_TARGETS[kind], **options).double().eval()
+    for parameter in drafter.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.3)
+    return drafter
+
+
+@torch.inference_mode()
+def gap(family: str, kind: str) -> float:
+    """Return the total variation between the texts of the decoder and those of the target alone."""
+    target, processors = small(family, 0), Processors(Sampling(0.8, top_k=2))
+    drafter = drafter_of(kind, target, family)
+
+    def logits(text: Tokens) -> Tensor:
+        return target(input_ids=torch.tensor([text])).logits[0, -1]
+
+    def make() -> DecodeLoop:
+        return DecodeLoop(TransformersTarget(target), drafter, Chain(2), [text_of(PROMPT, COUNT)], processors)
+
+    return total_variation(whole_runs(make), target_alone(logits, PROMPT, COUNT, processors))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("lfm2", "draft_model"), ("falcon_h1", "draft_model"), ("jamba", "medusa"), ("falcon_h1", "eagle3")],
+)
+def test_recurrent_targets_are_lossless(family: str, kind: str) -> None:
+    assert gap(family, kind) < ROUNDING[family]
+
+
+def test_a_state_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a control: the state after the draft is kept, whatever was accepted."""
+
+    def keep(self: Mixer, counts: list[int]) -> None:
+        if self._last is not None:
+            self._saved, self._last, self._inputs, self._drafted = self._last, None, {}, 0
+
+    monkeypatch.setattr(Mixer, "keep", keep)
+    assert gap("lfm2", "draft_model") > 1e-2
