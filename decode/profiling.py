@@ -13,6 +13,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies.chain import Chain
+from draftsmith.decode.recurrent_state import MOST_AGAIN, is_recurrent
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
@@ -78,9 +79,12 @@ def _reading(model: PreTrainedModel) -> Callable[[int], object]:
     """Return a function that reads a number of tokens after a context and then discards them."""
     limit = context_limit(model.config) or CONTEXT + WIDTHS[-1]
     runner = ModelRunner(model, 1, [[1] * 8])
-    runner.append([[1] * max(1, min(CONTEXT, limit - WIDTHS[-1] - 1))])
-
+    again = MOST_AGAIN // 2 if is_recurrent(model) else 0
+    runner.append([[1] * max(1, min(CONTEXT, limit - WIDTHS[-1] - again - 1))])
     ids = torch.ones(1, WIDTHS[-1], dtype=torch.int64, device=next(model.parameters()).device)
+    if again:  # as after rejected drafts: on average, recurrent layers read this many tokens again
+        runner.line(ids[:, : again + 1])
+        runner.commit([[*range(again)]])
 
     def read(width: int) -> None:
         runner.line(ids[:, :width])

@@ -270,8 +270,7 @@ def _resize(config: PreTrainedConfig, layers: list[int], widths: _Widths) -> Non
     config.num_hidden_layers = len(layers)
     if config.is_encoder_decoder:
         config.num_decoder_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in layers]
+    _keep_types(config, layers)
     if intermediate is not None:
         config.intermediate_size = intermediate
     if hidden is None and heads is None:
@@ -286,6 +285,14 @@ def _resize(config: PreTrainedConfig, layers: list[int], widths: _Widths) -> Non
         config.num_key_value_heads = config.num_attention_heads
     if hasattr(config, "head_dim"):
         config.head_dim = config.hidden_size // config.num_attention_heads
+
+
+def _keep_types(config: PreTrainedConfig, layers: list[int]) -> None:
+    """Keep the types of these layers in place; a config that derives them from the layers' numbers is unchanged."""
+    for name in ("layer_types", "mlp_layer_types"):
+        stored = getattr(type(config), config.attribute_map.get(name, name), None)
+        if not isinstance(stored, property) and getattr(config, name, None):
+            setattr(config, name, [getattr(config, name)[layer] for layer in layers])
 
 
 def spread(count: int, depth: int) -> list[int]:
@@ -337,8 +344,7 @@ def first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
     """Return `target` with only its first `count` layers; the modules are the target's own, not copies."""
     config = deepcopy(target.config)
     config.num_hidden_layers = count
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:count]
+    _keep_types(config, list(range(count)))
     model = _shortened(target, layers_name(target).split("."), config, count)
     assert isinstance(model, PreTrainedModel)
     return model

@@ -226,7 +226,8 @@ def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
 def layer_config(target: PreTrainedModel, num_hidden_layers: int, **changes: Any) -> LlamaConfig:
     """Return a Llama config with the width, heads, MLP size and positions of a target of any architecture."""
     config = text_config(target)
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden, attends = config.hidden_size, getattr(config, "num_attention_heads", None)
+    heads = attends or max(1, hidden // 64)  # a purely recurrent target has none
     width = weight_of(target.get_input_embeddings()).shape[1]
     if width != hidden:
         raise ConfigError(
@@ -239,7 +240,7 @@ def layer_config(target: PreTrainedModel, num_hidden_layers: int, **changes: Any
         "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+        "head_dim": (getattr(config, "head_dim", None) if attends else None) or hidden // heads,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 4096,
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
         "rope_parameters": _rope_parameters(config),

@@ -1,4 +1,4 @@
-"""Texts of models with recurrent layers have the target's distribution: every outcome of several rounds is enumerated."""
+"""Texts of recurrent models have the target's distribution: every outcome of several rounds is enumerated."""
 
 import pytest
 import torch

@@ -1,0 +1,222 @@
+"""States of recurrent layers: logits after discarded drafts, and drafters on and with such models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB as LLAMA_VOCAB
+from conftest import make_llama
+from datasets import Dataset
+from recurrent_models import FAMILIES, build, noisy
+from torch import Tensor
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode import recurrent_state
+from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.profiling import _reading
+from draftsmith.decode.recurrent_state import MOST_AGAIN, Mixer
+from draftsmith.decode.rollback_check import check_rollback, rollback_gap
+from draftsmith.decode.target import TOLERANCE
+from draftsmith.distill.objective import Objective
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS, DraftModel
+from draftsmith.heads.base import Level
+from draftsmith.heads.draft_model import EarlyExit
+from draftsmith.train.data import collate
+from draftsmith.train.step import AgreementStep, Last
+
+ROUNDING = 1e-4
+"""Scans are computed in float32 and summed in another order; a wrong state changes logits by more than 0.1."""
+ALLOWED = TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_logits_after_discarded_drafts_are_those_of_plain_passes(family: str) -> None:
+    model = build(family)
+    assert rollback_gap(model, 1) < ROUNDING
+    assert rollback_gap(model, 2) < ROUNDING, "in a ragged batch"
+
+
+def keeps_the_draft(self: Mixer, counts: list[int]) -> None:
+    self._saved, self._last = self._last or self._saved, None
+    self._inputs, self._committed, self._drafted = {}, [0] * len(counts), 0
+
+
+def one_token_less(self: Mixer, counts: list[int]) -> None:
+    KEEP(self, [count - 1 for count in counts])
+
+
+def without_convolutions(states: Any, rows: list[int] | None = None) -> Any:
+    copied = COPIED(states, rows)
+    copied.conv_states = {key: state - state for key, state in copied.conv_states.items() if state is not None}
+    return copied
+
+
+def of_other_rows(states: Any, rows: list[int] | None = None) -> Any:
+    return COPIED(states, None if rows is None else [1 - row for row in rows])
+
+
+def inputs_of_other_rows(old: Tensor | None, new: Tensor, before: list[int]) -> Tensor:
+    return JOINED(None if old is None else old.flip(0), new, before)
+
+
+KEEP, COPIED, JOINED = Mixer.keep, recurrent_state._copied, recurrent_state._joined
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "rows"),
+    [
+        (Mixer, "keep", keeps_the_draft, 1),
+        (Mixer, "keep", one_token_less, 1),
+        (recurrent_state, "_copied", without_convolutions, 1),
+        (recurrent_state, "_copied", of_other_rows, 2),
+        (recurrent_state, "_joined", inputs_of_other_rows, 2),
+    ],
+)
+@torch.inference_mode()
+def test_the_check_notices_wrong_states(
+    owner: Any, name: str, mutant: Callable[..., Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    assert rollback_gap(build("mamba2"), rows) > 5 * ALLOWED
+    with pytest.raises(ConfigError, match="model_type='mamba2' has recurrent layers, and after discarded draft tokens"):
+        check_rollback(build("mamba2"), ALLOWED)
+
+
+@torch.inference_mode()
+def test_states_after_each_token_are_kept_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jamba's mixers read drafts token by token; as a control, all rows keep the state of the first one's token."""
+    monkeypatch.setattr(Mixer, "keep", lambda self, counts: KEEP(self, [counts[0]] * len(counts)))
+    assert rollback_gap(build("jamba"), 1) < ROUNDING
+    assert rollback_gap(build("jamba"), 2) > 5 * ALLOWED
+
+
+@pytest.mark.parametrize("family", ["mamba2", "jamba"])
+@torch.inference_mode()
+def test_rows_that_leave_a_batch(family: str) -> None:
+    """Of three texts two remain, in another order, while tokens are read again."""
+    model = build(family)
+    generator = torch.Generator().manual_seed(3)
+    texts = torch.randint(3, 61, (3, 12 + MOST_AGAIN), generator=generator).tolist()
+    runner = ModelRunner(model, 3)
+    runner.append([text[:length] for text, length in zip(texts, (4, 2, 3), strict=True)])
+    runner.tree(
+        torch.tensor([text[length : length + 3] for text, length in zip(texts, (4, 2, 3), strict=True)]), [(-1, 0)]
+    )
+    runner.commit([[0], [0, 1], [0]])
+    runner.drop([2, 0])
+    rows = [texts[2], texts[0]]
+    for _ in range(MOST_AGAIN // 2 + 1):
+        starts = list(runner.lengths)
+        tokens_BQ = torch.tensor([row[start : start + 3] for row, start in zip(rows, starts, strict=True)])
+        logits_BQV = runner.tree(tokens_BQ, [(-1, 0)])
+        for row, start, logits_QV in zip(rows, starts, logits_BQV, strict=True):
+            expected_QV = model(input_ids=torch.tensor([row[: start + 3]]), use_cache=False).logits[0, start:]
+            torch.testing.assert_close(logits_QV, expected_QV, rtol=ROUNDING, atol=ROUNDING)
+        runner.commit([[0], [0, 1]] if starts[1] < 9 else [[0, 1], [0]])
+
+
+class Compared(DraftModel):
+    """A draft model that compares its logits with those of plain forward passes."""
+
+    compared = 0
+
+    def begin(self, rows: list[int]) -> Tensor:
+        self.drafted: list[list[int]] = [[] for _ in self.context.texts]
+        return self._same(super().begin(rows))
+
+    def extend(self, level: Level) -> Tensor:
+        for drafted, token in zip(self.drafted, level.tokens_Bn[:, 0].tolist(), strict=True):
+            drafted.append(token)
+        return self._same(super().extend(level)[:, 0])[:, None]
+
+    def _same(self, logits_BV: Tensor) -> Tensor:
+        for text, drafted, logits_V in zip(self.context.texts, self.drafted, logits_BV, strict=True):
+            ids = torch.tensor([[*text.tokens, *drafted]])
+            expected_V = self.model(input_ids=ids, use_cache=False).logits[0, -1]
+            torch.testing.assert_close(logits_V, expected_V, rtol=ROUNDING, atol=ROUNDING)
+            self.compared += 1
+        return logits_BV
+
+
+@pytest.mark.parametrize("family", ["mamba2", "jamba"])
+def test_a_recurrent_draft_model_of_a_transformer(family: str) -> None:
+    target = make_llama().double()
+    drafter = Compared(build(family, vocab_size=LLAMA_VOCAB))
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
+    decoder, alone = SpeculativeDecoder(target, drafter, draft_length=3), SpeculativeDecoder(target)
+    for texts in ([prompts[0]], prompts):
+        expected = [alone.generate(prompt, max_new_tokens=16, eos_token_id=None).tokens for prompt in texts]
+        outputs = decoder.generate_batch(texts, max_new_tokens=16, eos_token_id=None, temperature=0.0)
+        assert [out.tokens for out in outputs] == expected
+    assert drafter.compared > 50
+
+
+def test_texts_that_end_at_different_times_leave_a_hybrid_batch() -> None:
+    model = build("falcon_h1")
+    prompts = [[7, 8, 9], [5, 4, 3, 2, 20, 21], [11, 12]]
+    plain = SpeculativeDecoder(model)
+    longest = [plain.generate(prompt, max_new_tokens=24, eos_token_id=None).tokens for prompt in prompts]
+    stop = longest[0][4]
+    expected = [plain.generate(prompt, max_new_tokens=24, eos_token_id=stop).tokens for prompt in prompts]
+    assert len({len(text) for text in expected}) > 1
+    batch = SpeculativeDecoder(model, noisy(model)).generate_batch(prompts, max_new_tokens=24, eos_token_id=stop)
+    assert [out.tokens for out in batch] == expected
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "draft_model": {"num_hidden_layers": 2, "init": "target_layers"},
+    "medusa": {},
+    "eagle3": {"layers": [1, 2]},
+}
+ROWS = Dataset.from_list(
+    [{"input_ids": [5, 6, 7, 8, 9, 10], "spans": [[2, 6]]}, {"input_ids": [3, 4, 2, 1], "spans": [[3, 4]]}]
+)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_drafter_of_a_hybrid_is_trained_and_decodes(kind: str) -> None:
+    """Twenty steps on two texts lower the loss; texts drafted by the result are the target's."""
+    target = build("granitemoehybrid").float().requires_grad_(False)
+    torch.manual_seed(3)
+    drafter = HEADS[kind].from_target(target, **DRAFTERS[kind])
+    step = AgreementStep(drafter, Objective(), OnlineTeacher(target, drafter.needs.layers))
+    optimizer = torch.optim.Adam(drafter.parameters(), 1e-2)
+    losses = []
+    for _ in range(20):
+        loss = step(collate(ROWS, [0, 1], torch.device("cpu")), 0.0, Last())[0]
+        optimizer.zero_grad()
+        loss.backward()
+        assert [name for name, weight in drafter.named_parameters() if weight.grad is None] == []
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    prompts = [[5, 6, 7], [3, 4]]
+    plain = SpeculativeDecoder(target)
+    expected = [plain.generate(prompt, max_new_tokens=12, eos_token_id=None).tokens for prompt in prompts]
+    decoder = SpeculativeDecoder(target, drafter.eval(), draft_length=3)
+    outputs = decoder.generate_batch(prompts, max_new_tokens=12, eos_token_id=None)
+    assert [out.tokens for out in outputs] == expected
+
+
+@pytest.mark.parametrize("family", ["jamba", "falcon_h1", "mamba2", "kimi_linear"])
+def test_the_first_layers_of_a_hybrid_draft(family: str) -> None:
+    """Types of layers are listed in the config, derived from it, or both."""
+    target = build(family)
+    expected = SpeculativeDecoder(target).generate([5, 6, 7], max_new_tokens=6).tokens
+    for drafter in (EarlyExit(target, layers=1), DraftModel.from_target(target).double()):
+        assert SpeculativeDecoder(target, drafter).generate([5, 6, 7], max_new_tokens=6).tokens == expected
+
+
+@torch.inference_mode()
+def test_measured_passes_read_as_many_tokens_again_as_rounds_do_on_average() -> None:
+    model, widths = build("mamba2"), []
+    read = _reading(model)
+    mixer = model.get_submodule("backbone.layers.0.mixer.in_proj")
+    mixer.register_forward_pre_hook(lambda _, arguments: widths.append(arguments[0].shape[1]))
+    for width in (3, 5):
+        read(width)
+    assert widths == [MOST_AGAIN // 2 + 3, MOST_AGAIN // 2 + 5]
