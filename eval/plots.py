@@ -359,10 +359,11 @@ def plot_training(runs: dict[str, list[dict[str, Any]]]) -> Plot:
             steps = [row for row in metrics if "loss" in row]
             evaluations = [row for row in metrics if "evaluation" in row]
             left.plot([row["step"] for row in steps], [row["loss"] for row in steps], color=colour, label=name)
-            for k in range(len(steps[0]["alpha"]) if steps else 0):
+            for k in range(max((len(row["alpha"]) for row in steps), default=0)):
                 label = name if k == 0 else None
-                alphas = [row["alpha"][k] for row in steps]
-                middle.plot([row["step"] for row in steps], alphas, color=colour, alpha=1 / (1 + 0.7 * k), label=label)
+                shown = [row for row in steps if len(row["alpha"]) > k]
+                alphas = [row["alpha"][k] for row in shown]
+                middle.plot([row["step"] for row in shown], alphas, color=colour, alpha=1 / (1 + 0.7 * k), label=label)
             taus = [row["evaluation"]["tau"] for row in evaluations]
             right.plot([row["step"] for row in evaluations], taus, "-o", color=colour, label=name)
         for axis, label in (

@@ -14,7 +14,7 @@ from unit.eval.made import evaluation, row
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import read_evaluation
-from draftsmith.eval.plots import evaluation_plots
+from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.report import visible, write_report
 from draftsmith.safe_text import markdown
 
@@ -153,6 +153,15 @@ def test_lines_of_single_points_are_not_drawn(tmp_path: Path) -> None:
     write_report(evaluation(rows), tmp_path, title="t", runs={"d": [step, {**step, "step": 2}]})
     assert {"acceptance.png", "training.png", "over_draft_length.png"} < {path.name for path in tmp_path.iterdir()}
     assert "](over_draft_length.png)" in (tmp_path / "report.md").read_text()
+
+
+def test_training_is_plotted_where_positions_are_missing() -> None:
+    """A file that was edited, or continued with another number of draft positions."""
+    rows = [{"step": step, "loss": 1.0, "alpha": alpha} for step, alpha in enumerate([[0.5], [], [0.6, 0.4], [0.7]])]
+    (plot,) = training_plots({"a": rows})
+    first, second = plot.figure.axes[1].lines
+    assert (first.get_xdata().tolist(), first.get_ydata().tolist()) == ([0, 2, 3], [0.5, 0.6, 0.7])
+    assert (second.get_xdata().tolist(), second.get_ydata().tolist()) == ([2], [0.4])
 
 
 def test_invisible_characters_are_shown() -> None:
