@@ -23,8 +23,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.hidden_states import positions_like, weight_of
+from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.layers import Attend, CachedAttention, Rope, UnrolledAttention, ready, rotary, windows_of
+from draftsmith.heads.lm_head import logits_head, weight_of
 
 # Shapes: B rows, T tokens read, n tokens or nodes, F size of the target's features per position, H hidden size,
 # V vocabulary, D draft vocabulary.
@@ -52,17 +53,15 @@ class DraftNetwork(nn.Module, ABC):
         self._shared: tuple[nn.Module, ...] = ()
 
     def attach(self, target: PreTrainedModel) -> None:
-        """Share the target's embeddings and lm_head. In a tuple they are not registered: not trained and not saved."""
-        lm_head = target.get_output_embeddings()
-        assert lm_head is not None
-        self._shared = (target.get_input_embeddings(), lm_head)
+        """Share the target's embeddings and `logits_head`. In a tuple they are neither trained nor saved."""
+        self._shared = (target.get_input_embeddings(), logits_head(target))
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return the target's embeddings [B, T, H] in the network's dtype."""
         return self._shared[0](ids_BT).to(self.dtype)
 
     def target_head(self, states_nH: Tensor) -> Tensor:
-        """Return logits [n, V] of the target's lm_head."""
+        """Return logits [n, V] of the target's lm_head and the operations after it."""
         head = self._shared[1]
         return head(states_nH.to(weight_of(head).dtype))
 

@@ -27,8 +27,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkDrafter, NetworkOutput
 from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.hidden_states import positions_like, weight_of
+from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.layers import Attend, Attention, Rope, attention, last_gain, layer_config, norm
+from draftsmith.heads.lm_head import scaled_weight, weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.peagle import default_mask_token
 
@@ -148,9 +149,9 @@ class DFlashNetwork(DraftNetwork):
             self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
 
     def start_lm_head(self, target: PreTrainedModel, draft_vocabulary: list[int]) -> None:
-        """Copy the rows of these tokens from the target's lm_head."""
+        """Copy the rows of these tokens from the target's lm_head, with the target's scale of logits."""
         assert self.lm_head is not None
-        weight_DH = weight_of(target.get_output_embeddings())
+        weight_DH = scaled_weight(target)
         if self.vocabulary is not None:
             self.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_DH.shape[0])
             weight_DH = weight_DH[self.vocabulary.tokens_D]

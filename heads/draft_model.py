@@ -31,7 +31,8 @@ from transformers import (
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals, TrainableDrafter
-from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, logits_head
+from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name
+from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.lora import add_lora, check_lora
 from draftsmith.heads.model_config import context_limit, text_config
 from draftsmith.heads.validation import load_all_weights, require_countable, require_whole_model, without_warnings
@@ -141,9 +142,7 @@ class DraftModel(TrainableDrafter):
             signals.source_mask_BS,
             signals.documents_BT,
         )
-        head = logits_head(self.model)
-        assert head is not None
-        return [DraftStates(states_BTD, head, offset=0)]
+        return [DraftStates(states_BTD, logits_head(self.model), offset=0)]
 
 
 class _Widths(NamedTuple):

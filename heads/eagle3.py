@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.hidden_states import weight_of
 from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, last_gain, layer_config, norm
+from draftsmith.heads.lm_head import scaled_weight
 from draftsmith.heads.model_config import text_config
 
 
@@ -159,10 +159,11 @@ def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
 def start_from_target(body: Eagle3Network, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
     """Initialise the network from the target.
 
-    The lm_head becomes the target's (its rows of the draft vocabulary), the norm gets the gain of the target's last
-    norm, and fc selects the highest feature, which is closest to the input of the lm_head.
+    The lm_head becomes the target's (its rows of the draft vocabulary), with the target's scale of logits. The norm
+    gets the gain of the target's last norm, and fc selects the highest feature, which is closest to the input of the
+    lm_head.
     """
-    weight_VH = weight_of(target.get_output_embeddings())
+    weight_VH = scaled_weight(target)
     if draft_vocabulary is not None:
         body.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_VH.shape[0])
         weight_VH = weight_VH[body.vocabulary.tokens_D]

@@ -1,4 +1,4 @@
-"""Hidden states of transformers models: final states, their map to logits, outputs of chosen layers, packed documents.
+"""Hidden states of transformers models: final states, outputs of chosen layers, packed documents.
 
 Rows may hold several documents one after the other:
 
@@ -15,15 +15,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL
+from draftsmith.heads.lm_head import logits_map
 from draftsmith.heads.model_config import text_config
-
-
-def weight_of(module: nn.Module | None) -> Tensor:
-    """Return the weight of a linear layer, an embedding or a norm."""
-    weight = getattr(module, "weight", None)
-    assert isinstance(weight, Tensor), f"{type(module).__name__} has no weight"
-    return weight
-
 
 # Shapes: B rows, T positions.
 
@@ -61,30 +54,7 @@ def causal_in_documents(documents_BT: Tensor) -> Tensor:
     return (documents_BT[:, None, :, None] == documents_BT[:, None, None, :]).tril()
 
 
-# Shapes: B texts, T positions, S positions of the source, H hidden size, V vocabulary.
-
-
-class CappedHead(nn.Module):
-    """An lm_head with a soft cap: cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2)."""
-
-    def __init__(self, lm_head: nn.Module, cap: float) -> None:
-        super().__init__()
-        self.lm_head, self.cap = lm_head, cap
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight [V, H] of the lm_head."""
-        return weight_of(self.lm_head)
-
-    def forward(self, states_nH: Tensor) -> Tensor:
-        return torch.tanh(self.lm_head(states_nH) / self.cap) * self.cap
-
-
-def logits_head(model: PreTrainedModel) -> nn.Module | None:
-    """Return the map from `final_states` to logits: the lm_head with the config's soft cap; None without lm_head."""
-    lm_head = model.get_output_embeddings()
-    cap = getattr(text_config(model), "final_logit_softcapping", None)
-    return CappedHead(lm_head, cap) if cap and lm_head is not None else lm_head
+# Shapes: B texts, T positions, S positions of the source, H hidden size.
 
 
 def final_states(
@@ -102,32 +72,33 @@ def final_states(
     `documents_BT`: see `TeacherSignals`. Not every model separates documents, see `require_packable`.
     """
     if documents_BT is not None:
-        return _packed_states(model, input_ids_BT, attention_mask_BT, documents_BT)
-    if source_BS is None:
-        return model.base_model(
-            input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False
-        ).last_hidden_state
-    # The operations between decoder and lm_head differ (T5 scales), so a hook records the input of the lm_head.
+        inputs = _packed(model, input_ids_BT, attention_mask_BT, documents_BT)
+    elif source_BS is None:
+        inputs = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
+    else:
+        source_mask_BS = torch.ones_like(source_BS) if source_mask_BS is None else source_mask_BS
+        inputs = {"input_ids": source_BS, "attention_mask": source_mask_BS, "decoder_input_ids": input_ids_BT}
+    # The operations before the lm_head differ (T5 and MiniCPM3 scale), so a hook records its input.
     read: list[Tensor] = []
+
+    def record(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        read.append(arguments[0])
+        return (arguments[0][:, -1:], *arguments[1:])  # logits of all positions would take too much memory
+
     lm_head = model.get_output_embeddings()
-    assert lm_head is not None
-    handle = lm_head.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0]))
+    assert lm_head is not None, "a model without an lm_head is refused when its logits are measured"
+    handle = lm_head.register_forward_pre_hook(record)
     try:
-        model(
-            input_ids=source_BS,
-            attention_mask=torch.ones_like(source_BS) if source_mask_BS is None else source_mask_BS,
-            decoder_input_ids=input_ids_BT,
-            use_cache=False,
-        )
+        model(**inputs, use_cache=False)
     finally:
         handle.remove()
     return read[0]
 
 
-def _packed_states(
+def _packed(
     model: PreTrainedModel, input_ids_BT: Tensor, attention_mask_BT: Tensor, documents_BT: Tensor
-) -> Tensor:
-    """Return final states of packed rows.
+) -> dict[str, Tensor]:
+    """Return the inputs of packed rows.
 
     transformers separates documents by positions that restart, but only without an attention mask and a cache.
     """
@@ -137,8 +108,7 @@ def _packed_states(
             "expected data.pack=false"
         )
     # Padding stays at position 0: no token attends to it, and it needs no more learned positions than the text.
-    position_ids_BT = document_positions(documents_BT) * attention_mask_BT
-    return model.base_model(input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False).last_hidden_state
+    return {"input_ids": input_ids_BT, "position_ids": document_positions(documents_BT) * attention_mask_BT}
 
 
 def layers_name(model: PreTrainedModel) -> str:
@@ -177,19 +147,32 @@ class Features:
         blocks = layers_name(model) if set(layers) - {FINAL} else ""
         for layer in set(layers):
             module = model.base_model if layer == FINAL else model.get_submodule(f"{blocks}.{layer - 1}")
-            weakref.finalize(self, module.register_forward_hook(_keeping(self._seen, layer)).remove)
+            scale = _final_scale(model) if layer == FINAL else 1.0
+            weakref.finalize(self, module.register_forward_hook(_keeping(self._seen, layer, scale)).remove)
 
     def take(self) -> Tensor:
         """Return the features [B, Q, F] of the last pass, the layers concatenated in the requested order."""
         return torch.cat([self._seen[layer] for layer in self._layers], -1)
 
 
-def _keeping(seen: dict[int, Tensor], layer: int) -> Callable[..., None]:
-    """Return a forward hook that stores a module's hidden states in `seen[layer]`."""
+def _final_scale(model: PreTrainedModel) -> float:
+    """Return the factor that makes the base model's output the input of the lm_head; ConfigError if there is none."""
+    scale = logits_map(model).state_scale
+    if scale is None:
+        raise ConfigError(
+            f"model {type(model).__name__} transforms its final hidden state before the lm_head; expected a drafter "
+            "that does not predict this state, such as 'medusa' or 'eagle3'"
+        )
+    return scale
+
+
+def _keeping(seen: dict[int, Tensor], layer: int, scale: float) -> Callable[..., None]:
+    """Return a forward hook that stores a module's hidden states, times `scale`, in `seen[layer]`."""
 
     def keep(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         state = getattr(output, "last_hidden_state", output)
-        seen[layer] = state[0] if isinstance(state, tuple) else state
+        state = state[0] if isinstance(state, tuple) else state
+        seen[layer] = state if scale == 1 else state * scale
 
     return keep
 

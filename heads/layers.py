@@ -11,7 +11,8 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.hidden_states import causal_in_documents, weight_of
+from draftsmith.heads.hidden_states import causal_in_documents
+from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 
 # Shapes: B rows, T tokens read, Q queries, S keys, J unrolled steps, h heads, d head size, H hidden size, A = h * d.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.hidden_states import weight_of
+from draftsmith.heads.lm_head import weight_of
 
 
 def add_lora(model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import shifted
 from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.hidden_states import weight_of
+from draftsmith.heads.lm_head import scaled_weight, weight_of
 
 
 class PathIndependentDrafter(TrainableDrafter):
@@ -64,8 +64,8 @@ class LmHeads(nn.Module):
 
     @torch.no_grad()
     def copy_from(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
-        """Copy the target's lm_head, or its rows of the draft vocabulary."""
-        weight_VH = weight_of(target.get_output_embeddings())
+        """Copy the target's lm_head, or its rows of the draft vocabulary, with the target's scale of logits."""
+        weight_VH = scaled_weight(target)
         if draft_vocabulary is not None:
             weight_VH = weight_VH[self.choose(draft_vocabulary, weight_VH.shape[0]).tokens_D]
         for k in range(self._matrices):

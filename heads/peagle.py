@@ -20,8 +20,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import NetworkDrafter, shifted
 from draftsmith.heads.base import Context, DraftStates, TeacherSignals
 from draftsmith.heads.eagle3 import Eagle3Network, start_from_target, three_depths, vocabulary_size
-from draftsmith.heads.hidden_states import positions_like, weight_of
+from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.layers import UnrolledAttention, layer_config, windows_of
+from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.multi_head import PathIndependentDrafter
 
 # Shapes: B rows, T positions, H hidden size, K draft tokens.

@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
-from draftsmith.heads.hidden_states import weight_of
 from draftsmith.heads.layers import windows_of
+from draftsmith.heads.lm_head import weight_of
 
 # Shapes: H hidden size, V vocabulary, D draft vocabulary.
 

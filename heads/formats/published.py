@@ -18,8 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.hidden_states import weight_of
 from draftsmith.heads.layers import windows_of
+from draftsmith.heads.lm_head import weight_of
 
 # Shapes: H hidden size, V target vocabulary, D draft vocabulary, F features.
 

@@ -18,8 +18,8 @@ from draftsmith.heads.formats.common import (
     with_output_biases,
 )
 from draftsmith.heads.formats.published import Published
-from draftsmith.heads.hidden_states import weight_of
 from draftsmith.heads.layers import windows_of
+from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.peagle import ParallelEagle
 

@@ -11,8 +11,6 @@ from datasets import Dataset
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -386,11 +384,6 @@ def test_teacher_states_give_the_targets_logits(tiny_target: LlamaForCausalLM) -
 
 TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "initializer_range": 0.3}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-
-
-def test_a_target_that_scales_its_logits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="GraniteForCausalLM transforms its logits after the lm_head"):
-        OnlineTeacher(GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=2.0)).eval())
 
 
 @pytest.mark.parametrize(

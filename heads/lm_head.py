@@ -1,0 +1,206 @@
+"""The map from final states to logits: the lm_head and the operations that a model applies after it.
+
+Models scale logits (Granite, Cohere, Falcon-H1), cap them (Gemma 2) or add a bias (Marian), by config keys that differ
+between families and that some classes ignore. Therefore the map is measured, once a model: in one forward pass a hook
+replaces the output of the lm_head with known numbers, and the model's logits show what it does with them.
+
+    lm_head(states) = z ──▶ cap * tanh(scale * z / cap) + bias = logits
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedModel
+
+from draftsmith.errors import ConfigError, reason_of
+
+
+def weight_of(module: nn.Module | None) -> Tensor:
+    """Return the weight of a linear layer, an embedding or a norm."""
+    weight = getattr(module, "weight", None)
+    assert isinstance(weight, Tensor), f"{type(module).__name__} has no weight"
+    return weight
+
+
+# Shapes: n positions, T probed positions, H hidden size, V vocabulary.
+
+
+@dataclass(frozen=True)
+class LogitsMap:
+    """The operations of a model before and after its lm_head."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    """Limit of the soft cap cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2)."""
+    bias_V: Tensor | None = None
+    state_scale: float | None = 1.0
+    """Input of the lm_head relative to the last hidden state of the base model (MiniCPM3 divides it); None for another
+    relation."""
+
+    def __call__(self, logits_nV: Tensor) -> Tensor:
+        """Return the model's logits for the output of its lm_head."""
+        if self.scale != 1:
+            logits_nV = logits_nV * self.scale
+        if self.cap is not None:
+            logits_nV = torch.tanh(logits_nV / self.cap) * self.cap
+        return logits_nV if self.bias_V is None else logits_nV + self.bias_V.to(logits_nV)
+
+
+class LogitsHead(nn.Module):
+    """An lm_head with the operations after it."""
+
+    def __init__(self, lm_head: nn.Module, after: LogitsMap) -> None:
+        super().__init__()
+        self.lm_head, self.after = lm_head, after
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [V, H] of the lm_head."""
+        return weight_of(self.lm_head)
+
+    def forward(self, states_nH: Tensor) -> Tensor:
+        return self.after(self.lm_head(states_nH))
+
+
+def logits_head(model: PreTrainedModel) -> nn.Module:
+    """Return the map from `final_states` to logits: the lm_head, with the operations after it where there are any.
+
+    Raises:
+        ConfigError: for a model without lm_head, or one whose logits are not explained by a `LogitsMap`.
+    """
+    after, lm_head = logits_map(model), model.get_output_embeddings()
+    assert lm_head is not None, "checked by logits_map"
+    plain = after.scale == 1 and after.cap is None and after.bias_V is None
+    return lm_head if plain else LogitsHead(lm_head, after)
+
+
+def scaled_weight(model: PreTrainedModel) -> Tensor:
+    """Return the weight [V, H] of the lm_head times the model's scale of logits, to initialise other lm_heads with."""
+    scale, weight_VH = logits_map(model).scale, weight_of(model.get_output_embeddings())
+    return weight_VH if scale == 1 else weight_VH * scale
+
+
+_MEASURED: "WeakKeyDictionary[PreTrainedModel, LogitsMap]" = WeakKeyDictionary()
+
+
+def logits_map(model: PreTrainedModel) -> LogitsMap:
+    """Return what `model` does before and after its lm_head, measured once.
+
+    A model without data, of which only the memory is estimated, counts as one without such operations.
+
+    Raises:
+        ConfigError: see `logits_head`.
+    """
+    name = type(model).__name__
+    if model.get_output_embeddings() is None:
+        raise ConfigError(f"model {name} has no lm_head; expected a causal language model")
+    if isinstance(next(model.parameters()), FakeTensor):
+        return LogitsMap()
+    if model not in _MEASURED:
+        try:
+            probe = _run(model)
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError) as error:
+            raise ConfigError(
+                f"model {name} cannot be run on token ids alone ({reason_of(error)}); expected a causal language model"
+            ) from error
+        fitted = _fitted(probe)
+        if fitted is None:
+            raise ConfigError(
+                f"model {name} transforms its logits after the lm_head in an unknown way; "
+                "expected logits = cap * tanh(scale * lm_head(states) / cap) + bias, each of them optional"
+            )
+        _MEASURED[model] = fitted
+    return _MEASURED[model]
+
+
+PROBED = 4
+"""Positions of the probe: zeros, ones, `HUGE` and numbers of all magnitudes."""
+HUGE = 1e30
+
+
+class _Probe:
+    """Tensors of one pass whose output of the lm_head was replaced."""
+
+    logits_TV: Tensor | None = None
+    """The replacement."""
+    result: Tensor
+    """The model's logits for it."""
+    entry_TH: Tensor
+    """Input of the lm_head."""
+    final_TH: Tensor | None = None
+    """Last hidden state of the base model; None where the model does not call it."""
+
+    def replace(self, _: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Forward hook of the lm_head."""
+        self.entry_TH = arguments[0][0]
+        generator, V = torch.Generator().manual_seed(0), output.shape[-1]
+        spread_V = 10 ** (torch.rand(V, generator=generator, dtype=torch.float64) * 6 - 2)
+        spread_V *= torch.randn(V, generator=generator).sign()
+        rows = [torch.zeros_like(spread_V), torch.ones_like(spread_V), torch.full_like(spread_V, HUGE), spread_V]
+        self.logits_TV = torch.stack(rows)  # in float64, so that a target in bfloat16 is measured exactly
+        return self.logits_TV.to(output.device, copy=True)[None]
+
+    def keep_final(self, _: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the base model."""
+        state = getattr(output, "last_hidden_state", None)
+        self.final_TH = None if state is None else state[0]
+
+
+@torch.no_grad()
+def _run(model: PreTrainedModel) -> _Probe:
+    """Run the model on a few tokens with the output of its lm_head replaced."""
+    probe, training = _Probe(), model.training
+    lm_head = model.get_output_embeddings()
+    assert lm_head is not None, "checked by logits_map"
+    ids_1T = torch.arange(PROBED, device=next(model.parameters()).device)[None]
+    inputs = {"input_ids": ids_1T} | ({"decoder_input_ids": ids_1T} if model.config.is_encoder_decoder else {})
+    hooks = [lm_head.register_forward_hook(probe.replace), model.base_model.register_forward_hook(probe.keep_final)]
+    model.eval()
+    try:
+        probe.result = model(**inputs, use_cache=False).logits
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return probe
+
+
+def _fitted(probe: _Probe) -> LogitsMap | None:
+    """Return the map that explains every number of the probe to rounding; None if there is none."""
+    given_TV, result = probe.logits_TV, probe.result.cpu()
+    # Half precision would hide a weak cap; a model that calls no lm_head leaves no replacement.
+    if given_TV is None or result.shape != (1, *given_TV.shape) or result.dtype not in (torch.float32, torch.float64):
+        return None
+    room = 16 * torch.finfo(result.dtype).eps
+    result_TV = result[0].double()
+    bias_V = result_TV[0]
+    at_one, at_huge = (float((result_TV[row] - bias_V).mean()) for row in (1, 2))
+    cap = at_huge if at_huge < math.sqrt(HUGE) else None
+    if not at_one > 0 or (cap is not None and at_one >= cap):
+        return None
+    scale = at_one if cap is None else cap * math.atanh(at_one / cap)
+    fitted = LogitsMap(
+        scale=1.0 if abs(scale - 1) <= room else scale,
+        cap=cap,
+        bias_V=bias_V if bias_V.any() else None,
+        state_scale=_state_scale(probe),
+    )
+    explained = torch.allclose(fitted(given_TV), result_TV, rtol=room, atol=room)
+    return fitted if explained and float(bias_V.abs().max()) < math.sqrt(HUGE) else None
+
+
+def _state_scale(probe: _Probe) -> float | None:
+    """Return the factor between the base model's last hidden state and the input of the lm_head; None without one."""
+    if probe.final_TH is None or probe.final_TH.shape != probe.entry_TH.shape:
+        return None
+    entry_TH, final_TH = probe.entry_TH.double(), probe.final_TH.double()
+    if torch.equal(entry_TH, final_TH):
+        return 1.0
+    factor = float((entry_TH * final_TH).sum() / final_TH.square().sum())
+    room = 4 * torch.finfo(probe.entry_TH.dtype).eps * entry_TH.abs().max()
+    return factor if (entry_TH - factor * final_TH).abs().max() <= room else None
