@@ -23,6 +23,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import load_drafter, shared_vocabulary
 from draftsmith.heads.draft_vocab import checked_size
 from draftsmith.heads.hidden_states import layer_lists
+from draftsmith.heads.lm_head import logits_map
 from draftsmith.heads.lora import add_lora, check_lora
 from draftsmith.locks import hold_cache
 from draftsmith.train.accelerator import autocast, precision
@@ -117,10 +118,12 @@ def _started(recipe: Recipe, target: LoadedTarget, fresh: TrainableDrafter) -> T
 
 
 def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDrafter) -> None:
-    """Raise ConfigError for a target that the recipe's teacher, packing or co-training does not support."""
+    """Raise ConfigError for a target or draft model that teacher, objective, packing or co-training do not support."""
     from draftsmith.heads.draft_model import DraftModel
 
     OnlineTeacher(model, drafter.needs.layers)
+    if isinstance(drafter, DraftModel):
+        logits_map(drafter.model)  # measured while an engine has not sharded it
     kind = model.config.model_type
     if recipe.teacher.kind == "cached" and model.config.is_encoder_decoder:
         raise ConfigError(f"teacher.kind='cached' with a target of model_type={kind!r}; expected 'online'")

@@ -21,8 +21,11 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts
 from draftsmith.heads import HEADS
+from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.lm_head import logits_head, logits_map
+from draftsmith.train.builders import check_target
 from draftsmith.train.data import Batch
+from draftsmith.train.recipe import parse_recipe
 from draftsmith.train.step import AgreementStep, Last
 
 TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
@@ -254,6 +257,9 @@ def test_logits_of_unknown_operations_are_refused(kind: type[Transformed]) -> No
         ConfigError, match=f"model {kind.__name__} transforms its logits after the lm_head in an unknown"
     ):
         OnlineTeacher(target)
+    recipe = parse_recipe({"name": "run", "output": "run", "drafter": {"type": "draft_model"}}, "test")
+    with pytest.raises(ConfigError, match=f"model {kind.__name__} transforms"):
+        check_target(recipe, make_llama(), DraftModel(target))
 
 
 def test_a_weak_cap_is_seen_in_half_precision() -> None:
