@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import RLock
-from typing import Any
-from weakref import WeakSet
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,10 @@ _SPECIAL = ("position_bias", "softcap", "s_aux")
 _NAME = "_attn_implementation_internal"
 """The attribute of a config that transformers sets; `_attn_implementation` would set those of nested configs too."""
 _LOCK = RLock()
-_REFUSED: "WeakSet[PreTrainedModel]" = WeakSet()
+Passes = Literal["grouped", "masked", "native"]
+"""How a model is run: with `attend` and the decoder's masks; with transformers' own attention function and the
+decoder's masks; or as in `generate`, with masks that the model makes itself, which suits chains only."""
+_PASSES: "WeakKeyDictionary[PreTrainedModel, Passes]" = WeakKeyDictionary()
 
 
 def chain_marker(width: int, device: torch.device) -> Tensor:
@@ -97,16 +100,17 @@ AttentionInterface.register(GROUPED, attend)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)  # as with sdpa, for callers outside this package
 
 
-def takes_grouped(model: PreTrainedModel) -> bool:
-    """Return whether the layers of `model` choose their function by name, and no check of it failed."""
-    return bool(getattr(model, "_supports_attention_backend", False)) and model not in _REFUSED
+def passes_of(model: PreTrainedModel) -> Passes:
+    """Return how `model` is run: as `run_with` set, else grouped where its layers choose their function by name."""
+    chosen = _PASSES.get(model, "grouped")
+    if chosen == "grouped" and not getattr(model, "_supports_attention_backend", False):
+        return "masked"
+    return chosen
 
 
-def refuse_grouped(model: PreTrainedModel) -> bool:
-    """Use transformers' own function for `model` from now on; return whether `attend` was used before."""
-    used = takes_grouped(model)
-    _REFUSED.add(model)
-    return used
+def run_with(model: PreTrainedModel, passes: Passes) -> None:
+    """Run `model` this way from now on."""
+    _PASSES[model] = passes
 
 
 def configs_of(model: PreTrainedModel, name: str) -> list[PreTrainedConfig]:

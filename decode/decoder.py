@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
+from draftsmith.decode.capability import Capability, capability_of
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft, now
-from draftsmith.decode.policies import Policy, default_policy, exploring, plans, policy_named
+from draftsmith.decode.policies import TREES, Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng, require_seed
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops
-from draftsmith.decode.target import TransformersTarget, require_tree_reading
+from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.verification import Rule, rule_named
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import start_token
 
@@ -115,7 +117,11 @@ class SpeculativeDecoder:
         costs: Costs | None = None,
     ) -> None:
         self._target = TransformersTarget(target)
+        models = capabilities(target, drafter)
+        self._target.capability = models[0]
         self._model = target
+        self._together = not any(capability.no_ragged for capability in models)
+        """Texts of a batch share passes; otherwise they are decoded one after another."""
         self.drafter = drafter
         self.rule = rule_named(rule) if rule is not None else None
         if draft_length is not None and policy is not None:
@@ -134,7 +140,8 @@ class SpeculativeDecoder:
             _require_same_vocabulary(drafter, target)
         if self.rule is not None and drafter is not None:
             _require_fitting(self.rule, drafter, self.policy)
-        require_tree_reading(target)
+        if self.policy is not None:
+            require_readable(self.policy, models)
         self.costs = costs
         self._target.widths = {} if costs is None else costs.verify_widths
 
@@ -232,6 +239,8 @@ class SpeculativeDecoder:
         self, sequences: list[DecodeSequence], processors: Processors, on_tokens: OnBatchTokens | None
     ) -> float:
         """Decode until every sequence has ended and return the seconds of the prefill."""
+        if len(sequences) > 1 and not self._together:
+            return sum(self._decode([sequence], processors, on_tokens) for sequence in sequences)
         widths = None if self.costs is None else self.costs.draft_widths
         loop = DecodeLoop(self._target, self.drafter, self.policy, sequences, processors, self.rule, widths)
         device = next(self._model.parameters()).device
@@ -344,13 +353,32 @@ def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
         raise ConfigError.of("stop_strings", list(strings), expected) from error
 
 
+def capabilities(target: PreTrainedModel, drafter: Drafter | None) -> list[Capability]:
+    """Return the capabilities of the target and of the models that `drafter` runs with a cache of their own."""
+    modules = () if drafter is None else drafter.modules()
+    models = [target, *(module.model for module in modules if isinstance(module, DraftModel))]
+    return [capability_of(model) for model in models]
+
+
+def require_readable(policy: Policy, models: Sequence[Capability]) -> None:
+    """Raise ConfigError if drafts of `policy` may have branches, and one of the models reads chains only."""
+    for capability in models:
+        if capability.no_trees and (
+            isinstance(policy, TREES) or any(not draft.is_chain for draft in _examples(policy))
+        ):
+            raise ConfigError(capability.refusal(f"policy={policy}"))
+
+
+def _examples(policy: Policy) -> list[Draft]:
+    return [example_draft(policy, sharpness) for sharpness in (0.0, 4.0)]
+
+
 def _require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> None:
     """Raise ConfigError if `rule` does not apply to retrieved drafts or to drafts of `policy`."""
     if type(drafter).retrieve is not Drafter.retrieve:
         rule.require(Draft.chain([0, 0]))
-    if policy is not None:
-        for sharpness in (0.0, 4.0):
-            rule.require(example_draft(policy, sharpness))
+    for draft in [] if policy is None else _examples(policy):
+        rule.require(draft)
 
 
 def _require_reach(drafter: Drafter, draft_length: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.errors import ConfigError
@@ -85,7 +85,6 @@ class Encoded:
     def __init__(
         self, model: PreTrainedModel, sources: Sequence[list[int]], states: Sequence[Tensor] | None = None
     ) -> None:
-        self.biased = biased_layers(model.get_decoder())
         self._caches: EncoderDecoderCache | None = None
         if states is not None:
             self._states_BTH = nn.utils.rnn.pad_sequence(list(states), batch_first=True)
@@ -108,7 +107,7 @@ class Encoded:
         return {
             "decoder_input_ids": ids,
             "decoder_attention_mask": mask,
-            "encoder_outputs": BaseModelOutput(last_hidden_state=self._states_BTH),
+            "encoder_outputs": MoeModelOutputWithPast(last_hidden_state=self._states_BTH),  # some read router_logits
             "attention_mask": self._mask_BT,
             "past_key_values": self._caches,
         }

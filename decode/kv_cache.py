@@ -95,8 +95,8 @@ class RollbackLayer(CacheLayerMixin):
             self.keys, self.values = _padded(keys, more), _padded(values, more)
 
     def move(self, rows_n1: Tensor, to_nk: Tensor, from_nk: Tensor) -> None:
-        """Copy slots `from_nk` of n rows to slots `to_nk`."""
-        for storage in self._storage:
+        """Copy slots `from_nk` of n rows to slots `to_nk`; a layer that reads another's keys has none."""
+        for storage in self._storage if self.is_initialized else ():
             storage[rows_n1, :, to_nk] = storage[rows_n1, :, from_nk]
 
     def keep_rows(self, rows: list[int]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.decode.attention import GROUPED, chain_marker, configs_of, implementation, takes_grouped
+from draftsmith.decode.attention import GROUPED, chain_marker, configs_of, implementation, passes_of
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents
 
@@ -32,6 +32,8 @@ class Attention:
     """The model's own implementation."""
     configs: tuple[PreTrainedConfig, ...]
     """The configs that name it."""
+    native: bool
+    """The model makes masks and positions itself; see `Passes`."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Attention":
@@ -42,16 +44,17 @@ class Attention:
         """
         config = model.config.get_text_config(decoder=True)
         own = str(config._attn_implementation)
-        grouped = GROUPED if takes_grouped(model) else "sdpa"
-        if own == "eager":
+        if own not in ("eager", "sdpa") and not is_flash(own):
+            raise ConfigError(f"attn_implementation={own!r}; expected sdpa, eager or flash attention")
+        passes = passes_of(model)
+        grouped = GROUPED if passes == "grouped" else "sdpa"
+        if passes == "native" or own == "eager":
             chains = masked = own
         elif own == "sdpa":
             chains = masked = "sdpa" if model.config.is_encoder_decoder else grouped
-        elif is_flash(own):
+        else:
             capped = getattr(config, "attn_logit_softcapping", None)
             chains, masked = own, grouped if model._supports_sdpa and not capped else "eager"
-        else:
-            raise ConfigError(f"attn_implementation={own!r}; expected sdpa, eager or flash attention")
         kinds = getattr(config, "layer_types", None)
         window = getattr(config, "sliding_window", None)
         if window is not None and type(window) is not int:  # transformers checks it only where the family has one
@@ -59,7 +62,7 @@ class Attention:
         slides = window is not None and ("sliding_attention" in kinds if kinds else _all_slide(config))
         mixed = slides and kinds is not None and "full_attention" in kinds
         configs = tuple(configs_of(model, own)) if {chains, masked} != {own} else ()
-        return cls(window if slides else None, mixed, chains, masked, own, configs)
+        return cls(window if slides else None, mixed, chains, masked, own, configs, passes == "native")
 
     @property
     def is_flash(self) -> bool:
@@ -74,10 +77,12 @@ class Attention:
     @property
     def slides_alone(self) -> bool:
         """`chain` needs no mask over all slots where a window is exceeded."""
-        return self.is_flash or self.chains == GROUPED
+        return self.native or self.is_flash or self.chains == GROUPED
 
     def chain(self, start: int, width: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Return the `attention_mask` argument of a chain of `width` tokens after `start` ones in each row."""
+        if self.native:
+            return None
         if start == 0 or width == 1 or self.is_flash:
             full = None
         elif self.chains == GROUPED:

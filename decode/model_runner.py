@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.encoder_decoder import Encoded, true_positions
+from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention, tree_mask
 from draftsmith.decode.recurrent_state import Mixers
@@ -68,11 +68,16 @@ class ModelRunner:
         """[B, H] or [B, Q, H] that belong to the last logits: the lm_head's input (`remember`) or `output.states`."""
         self.features_BQF: Tensor | None = None
         """With `layers`, the features of the tokens last read."""
-        self._encoded = Encoded(model, sources or [], encoded) if model.config.is_encoder_decoder else None
+        encodes, native = model.config.is_encoder_decoder, self._attention.native
+        self._encoded = Encoded(model, sources or [], encoded) if encodes else None
+        self._biased = biased_layers(model.get_decoder()) if encodes and not native else []
         self._last_position = (context_limit(model.config) or sys.maxsize) - 1
         accepted = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in accepted
         self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
+        positions = "decoder_position_ids" if encodes else "position_ids"
+        self._positions_name = positions if positions in accepted else None
+        if self._positions_name is None and not self._biased:
+            self._widths = {}  # positions of padding would follow those of the tokens, maybe beyond the context
         self._takes_keep = "logits_to_keep" in accepted
 
     @property
@@ -268,21 +273,22 @@ class ModelRunner:
         mask, relative, attention = None, nullcontext(), self._attention
         is_chain = visible_BQS is None
         slides = attention.window is not None and end > attention.window and not (is_chain and attention.slides_alone)
-        biased = self._encoded.biased if self._encoded is not None else []
-        if slides or biased:
+        if not is_chain and attention.native:
+            raise ConfigError("draft of rows of different lengths, or with branches; expected chains of equal rows")
+        if slides or self._biased:
             positions_BS = self._slot_positions(end, positions_BQ, starts)
             if visible_BQS is None:
                 visible_BQS = self._ragged_chain(starts, width)
-            if biased:
-                relative = true_positions(biased, positions_BQ, positions_BS)
+            if self._biased:
+                relative = true_positions(self._biased, positions_BQ, positions_BS)
             mask = attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)
         elif visible_BQS is None:
             mask = attention.chain(starts[0], width, self._device, self._dtype)
         else:
             mask = attention.plain(visible_BQS, self._dtype)
         inputs: dict[str, object] = {"use_cache": True}
-        if self._takes_positions:
-            inputs["position_ids"] = positions_BQ
+        if self._positions_name is not None:
+            inputs[self._positions_name] = positions_BQ
         if self._takes_keep and keep is not None:
             inputs["logits_to_keep"] = 1 if keep == [width - 1] else torch.tensor(keep, device=self._device)
         if self._encoded is not None:

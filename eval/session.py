@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.decoder import capabilities, require_readable
+from draftsmith.decode.policies import check_policy
 from draftsmith.distill.load_target import EMBEDDED, load_target, load_tokenizer
 from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.eval.settings import PairSettings
@@ -35,8 +37,9 @@ def load_session(
         progress: name the stage on stderr.
 
     Raises:
-        ConfigError: for a target or a drafter that cannot be loaded, or a prompt that is too long. Prompts that are too
-            long for the target are refused before its weights are read.
+        ConfigError: for a target or a drafter that cannot be loaded, a policy with branches for a model that reads
+            chains only, or a prompt that is too long. Prompts that are too long for the target are refused before its
+            weights are read.
     """
 
     def encode(tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[Prompt]:
@@ -62,6 +65,10 @@ def load_session(
         drafters = {
             name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
         }
+    for drafter in drafters.values() if settings.policies else ():
+        models = [] if drafter.only_retrieves else capabilities(loaded.model, drafter)
+        for policy in settings.policies:
+            require_readable(check_policy(policy), models)
     limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
     shortest = min((value for value in limits if value is not None), default=None)
     if rows is not None and shortest != limit:

@@ -41,11 +41,13 @@ KINDS: dict[str, tuple[Callable[..., Policy], dict[str, type]]] = {
 """By name, the constructor of each policy and the types of its settings."""
 PLANNED = ("adaptive", "optimal-tree")
 """Policies that plan with measured costs."""
+TREES = (MeasuredTree, SampledTree, DynamicTree, BestFirst, OptimalTree)
+"""Policies whose drafts have branches or not, depending on q and on earlier rounds."""
 
 
-def check_policy(text: str) -> None:
-    """Raise ConfigError unless `policy_named` can read `text`; nothing is measured."""
-    policy_named(text, Costs({1: 1.0, 2: 1.5}, {1: 0.1}))
+def check_policy(text: str) -> Policy:
+    """Return the policy that `text` names, with example costs where it plans; ConfigError for another text."""
+    return policy_named(text, Costs({1: 1.0, 2: 1.5}, {1: 0.1}))
 
 
 def plans(text: str) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
+from draftsmith.decode.decoder import capabilities
 from draftsmith.decode.policies import Chain, Policy, StaticTree, default_policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.errors import ConfigError
@@ -262,7 +263,9 @@ def predict(
 ) -> Predicted:
     """Return the expected rounds with every policy, from one teacher-forced pass."""
     tables: list[PositionStats] = []
-    policies = candidates(drafter, settings)
+    models = capabilities(target, drafter)
+    policies = candidates(drafter, settings, trees=not any(capability.no_trees for capability in models))
+    together = 1 if any(capability.no_ragged for capability in models) else TOGETHER
     if not drafter.only_retrieves:
         measures = [acceptance_measure(Processors(sampling)), difference_measure(drafter, sampling.temperature)]
         tables = agreement(
@@ -273,7 +276,7 @@ def predict(
     for policy in policies:
         try:
             if policy is not None and needs_replay(policy, sampling):
-                rounds = replay(target, drafter, policy, texts, sampling, TOGETHER)
+                rounds = replay(target, drafter, policy, texts, sampling, together)
                 per_text = [of_rounds(text, records) for text, records in zip(texts, rounds, strict=True)]
             else:
                 reach = drafter.max_draft_length
@@ -288,13 +291,16 @@ def predict(
     return Predicted(plans, tables, refused)
 
 
-def candidates(drafter: Drafter, settings: ForecastSettings) -> list[Policy | None]:
-    """Return the chains and the other policies to compare; [None] for a drafter that only retrieves."""
+def candidates(drafter: Drafter, settings: ForecastSettings, *, trees: bool = True) -> list[Policy | None]:
+    """Return the chains and the other policies to compare; [None] for a drafter that only retrieves.
+
+    `trees`: also a few trees, if the settings name no policies.
+    """
     if drafter.only_retrieves:
         return [None]
     longest = min(settings.max_draft_length, drafter.max_draft_length or settings.max_draft_length)
     chains = [*map(Chain, range(1, longest + 1)), default_policy(drafter)]
-    others = [policy_named(text, _NO_COSTS) for text in settings.policies or TREES]
+    others = [policy_named(text, _NO_COSTS) for text in settings.policies or (TREES if trees else ())]
     return list({str(policy): policy for policy in [*chains, *others]}.values())
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from rich.table import Table
 
+from draftsmith.decode.decoder import capabilities
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast
@@ -69,6 +70,7 @@ def run(
     hardware, rows = _validated(settings, out, files)
     with hold_folder("out", out):
         session = load_session(settings, rows, trust_remote_code=trust_remote_code)
+        _require_shared_passes(session, settings)
         ids = [prompt.input_ids for prompt in session.prompts]
         predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
         if files.save_profile is not None:
@@ -84,6 +86,15 @@ def run(
         outcome = Outcome(predicted, [row for row in measured if row is not None])
         _write(outcome, out)
         return outcome
+
+
+def _require_shared_passes(session: Session, settings: ForecastSettings) -> None:
+    """Raise ConfigError for batches, if the target or a draft model does not read several texts in one pass."""
+    for drafter in session.drafters.values() if max(settings.batch_sizes) > 1 else ():
+        for model in capabilities(session.target, drafter):
+            if model.no_ragged:
+                expected = f"1: model_type={model.kind!r} decodes the texts of a batch one after another"
+                raise ConfigError.of("batch_size", max(settings.batch_sizes), expected)
 
 
 def _write(outcome: Outcome, out: Path) -> None:

@@ -23,7 +23,6 @@ from transformers import (
     Qwen3Config,
     SmolLM3Config,
     T5Config,
-    UMT5Config,
 )
 
 from draftsmith import SpeculativeDecoder
@@ -32,7 +31,6 @@ from draftsmith.decode.policies import BestFirst, Chain, StaticTree, widths_shap
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
@@ -213,8 +211,3 @@ def read_by_level(runner: ModelRunner, drafts: list[Draft]) -> dict[tuple[int, i
         }
         above = nodes
     return logits
-
-
-def test_umt5_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="model_type='umt5'"):
-        SpeculativeDecoder(AutoModelForSeq2SeqLM.from_config(UMT5Config(**T5_SIZES))).generate([3, 4], max_new_tokens=2)

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode import attention, target
-from draftsmith.decode.attention import GROUPED, attend, chain_marker, takes_grouped
+from draftsmith.decode.attention import GROUPED, attend, chain_marker, passes_of
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies import Chain, StaticTree, widths_shape
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
@@ -172,7 +172,7 @@ def test_a_model_that_only_transformers_function_computes_keeps_it(monkeypatch: 
 
     monkeypatch.setitem(AttentionInterface._global_mapping, GROUPED, wrong)
     assert SpeculativeDecoder(model, drafter).generate(PROMPTS[0], max_new_tokens=12).tokens == expected
-    assert not takes_grouped(model)
+    assert passes_of(model) == "masked"
 
 
 # Flash attention: a function with its interface stands in for the package, which needs a GPU.
@@ -253,5 +253,5 @@ def test_flash_attention_that_reads_chains_wrongly_is_refused(flash: Flash, monk
         )
 
     monkeypatch.setitem(AttentionInterface._global_mapping, FAKE, top_left)
-    with pytest.raises(target.ConfigError, match="other logits for a draft chain than for its paths"):
+    with pytest.raises(target.ConfigError, match="logits differ from those of a plain pass"):
         SpeculativeDecoder(model)

@@ -1,0 +1,231 @@
+"""The drafts that the decoder can verify with a target, measured before the target is used.
+
+Logits of drafts are compared with those of plain forward passes over their paths. Architectures that derive positions
+from indices in the cache or ignore masks would give wrong texts without an error; they verify chains only, or none.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.attention import Passes, passes_of, run_with
+from draftsmith.decode.encoder_decoder import biased_layers
+from draftsmith.decode.kv_cache import refuse_other_layers
+from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.recurrent_state import is_recurrent
+from draftsmith.decode.rollback_check import check_rollback
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.model_config import text_config
+
+# Shapes: B texts, N draft nodes of one text, V vocabulary.
+
+TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
+HALF_TOLERANCE = 0.2
+"""Relative to the standard deviation of the logits: above rounding, below the effect of a wrong position or mask."""
+CONTEXT = 6
+"""Tokens before the draft; fewer for the other text of a batch."""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """The drafts that the decoder verifies exactly with a model, beyond chains of one text."""
+
+    kind: str
+    """The model type."""
+    no_trees: str = ""
+    """Reason why it verifies chains only; empty if it verifies trees."""
+    no_ragged: str = ""
+    """Reason why texts of different lengths are decoded one after another; empty if they share a pass."""
+
+    def refusal(self, draft: str) -> str:
+        """Return the error for a draft with branches."""
+        return (
+            f"{draft} has branches, and model_type={self.kind!r} reads chains only: {self.no_trees}; "
+            "expected policy chain, confidence or adaptive"
+        )
+
+
+ALL = Capability("")
+_KNOWN: "WeakKeyDictionary[PreTrainedModel, Capability]" = WeakKeyDictionary()
+
+
+@torch.inference_mode()
+def capability_of(model: PreTrainedModel) -> Capability:
+    """Return what the decoder can verify with `model`; measured once a model.
+
+    The first of `Passes` that verifies most is kept for the model.
+
+    Raises:
+        ConfigError: with the reason, if chains have other logits than their paths in every way of running it.
+    """
+    if model in _KNOWN:
+        return _KNOWN[model]
+    best: tuple[Capability, Passes] | None = None
+    refused: ConfigError | None = None
+    for passes in _ways(model):
+        run_with(model, passes)
+        try:
+            found = _measured(model)
+        except ConfigError as error:
+            refused = error
+            continue
+        if best is None or _rank(found) > _rank(best[0]):
+            best = found, passes
+        if not found.no_ragged and (not found.no_trees or _structural(model)):
+            break  # no other way can do more
+    if best is None:
+        assert refused is not None
+        raise refused
+    _KNOWN[model], passes = best
+    run_with(model, passes)
+    return _KNOWN[model]
+
+
+def _ways(model: PreTrainedModel) -> Sequence[Passes]:
+    if _slides_by_index(model):
+        return ("native",)
+    ways: Sequence[Passes] = ("grouped", "masked", "native")
+    return ways[ways.index(passes_of(model)) :]
+
+
+def _rank(capability: Capability) -> tuple[bool, bool]:
+    return not capability.no_trees, not capability.no_ragged
+
+
+def _measured(model: PreTrainedModel) -> Capability:
+    """Return what `model` verifies, run as it is now; ConfigError if not even chains."""
+    kind = str(getattr(model.config, "model_type", type(model).__name__))
+    accepted = inspect.signature(model.forward).parameters
+    if not {"past_key_values", "cache_params", "state"} & set(accepted):
+        raise ConfigError(f"model_type={kind!r} takes no past_key_values; expected a model that reads with a cache")
+    refuse_other_layers(text_config(model))
+    if is_recurrent(model):
+        tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
+        check_rollback(model, tolerance, 1)
+        try:
+            check_rollback(model, tolerance, 2)
+        except ConfigError as error:
+            return Capability(kind, no_trees=_structural(model), no_ragged=str(error))
+        return Capability(kind, no_trees=_structural(model))
+    reason = _reason(lambda: _chain_gap(model), model)
+    if reason:
+        raise ConfigError(f"model_type={kind!r} cannot verify drafts: {reason}; expected another target")
+    if passes_of(model) == "native":
+        own = "it takes its masks and positions from indices in the cache"
+        return Capability(kind, no_trees=_structural(model) or own, no_ragged=own)
+    found = Capability(kind, no_trees=_structural(model) or _reason(lambda: _tree_gap(model), model))
+    return replace(found, no_ragged=_reason(lambda: _ragged_gap(model), model))
+
+
+def _structural(model: PreTrainedModel) -> str:
+    """Return why positions in a tree are wrong, where the code tells; in half precision numbers may not."""
+    config = text_config(model)
+    accepted = inspect.signature(model.forward).parameters
+    if is_recurrent(model):
+        return "its recurrent layers read one token after the other"
+    if getattr(config, "alibi", False):
+        return "its ALiBi biases follow indices in the cache"
+    if model.config.is_encoder_decoder:
+        if "decoder_position_ids" in accepted or (passes_of(model) != "native" and biased_layers(model.get_decoder())):
+            return ""
+        return "it takes no decoder_position_ids: positions follow indices in the cache"
+    return "" if "position_ids" in accepted else "it takes no position_ids: positions follow indices in the cache"
+
+
+def _slides_by_index(model: PreTrainedModel) -> bool:
+    """Return whether layers apply a window to indices in the cache, whatever the mask (GPT-Neo)."""
+    return "local" in getattr(text_config(model), "attention_layers", ())
+
+
+def _reason(gap: Callable[[], float], model: PreTrainedModel) -> str:
+    """Return why the logits that `gap` compares differ, or cannot be computed; empty if they are equal."""
+    dtype = next(model.parameters()).dtype
+    try:
+        found = gap()
+    except ConfigError:
+        raise  # it says itself what the model lacks
+    except Exception as error:  # models raise errors without a common base class
+        return f"its forward pass over a draft fails ({reason_of(error)})"
+    if found != found:
+        name = str(dtype).removeprefix("torch.")
+        return f"it returns NaN logits in {name}: its weights are damaged, or overflow in that dtype"
+    if found < TOLERANCE.get(dtype, HALF_TOLERANCE):
+        return ""
+    return f"logits differ from those of a plain pass by {found:.2g} standard deviations"
+
+
+# The comparisons: largest difference of logits, relative to their standard deviation.
+
+
+def _chain_gap(model: PreTrainedModel) -> float:
+    """Compare a chain, and another one after the first was accepted in part."""
+    context, (first, second, third) = _tokens(model, CONTEXT), _tokens(model, 3, seed=1)
+    runner = _after(model, [context])
+    read_NV = runner.tree(_ids(model, [[context[-1], first, second]]), [(-1, 0)])[0]
+    gaps = [_gap(model, read_NV[1], [*context, first]), _gap(model, read_NV[2], [*context, first, second])]
+    runner.commit([[0]])
+    again_NV = runner.tree(_ids(model, [[second, third]]), [(-1,)])[0]
+    return _worst([*gaps, _gap(model, again_NV[1], [*context, second, third])])
+
+
+def _tree_gap(model: PreTrainedModel) -> float:
+    """Compare the children of two siblings: wrong for wrong positions and for wrong masks."""
+    context, tokens = _tokens(model, CONTEXT), _tokens(model, 4, seed=1)
+    draft = Draft(tuple(tokens), (-1, 0, -1, 2))
+    read_NV = _after(model, [context]).tree(_ids(model, [[context[-1], *tokens]]), [draft.parents])[0]
+    paths = {node: [*context, *(tokens[step] for step in draft.path(node))] for node in (1, 3)}
+    return _worst([_gap(model, read_NV[node + 1], path) for node, path in paths.items()])
+
+
+def _ragged_gap(model: PreTrainedModel) -> float:
+    """Compare the chains of two texts of different lengths."""
+    contexts, token = [_tokens(model, CONTEXT), _tokens(model, CONTEXT - 2, seed=2)], _tokens(model, 1, seed=1)[0]
+    roots = [[context[-1], token] for context in contexts]
+    read_BNV = _after(model, contexts).tree(_ids(model, roots), [(-1,)])
+    return _worst([_gap(model, read_BNV[row, 1], [*context, token]) for row, context in enumerate(contexts)])
+
+
+def _worst(gaps: list[float]) -> float:
+    """Return the largest number; NaN if any is NaN."""
+    return float(torch.tensor(gaps).max())
+
+
+def _tokens(model: PreTrainedModel, count: int, seed: int = 0) -> list[int]:
+    """Return random tokens without padding, which some models do not count among the positions."""
+    config, generator = text_config(model), torch.Generator().manual_seed(seed)
+    tokens = torch.randint(config.vocab_size, (2 * count,), generator=generator).tolist()
+    return [token for token in tokens if token != config.pad_token_id][:count]
+
+
+def _ids(model: PreTrainedModel, rows: list[list[int]]) -> Tensor:
+    return torch.tensor(rows, device=next(model.parameters()).device)
+
+
+def _after(model: PreTrainedModel, contexts: list[list[int]]) -> ModelRunner:
+    """Return a runner that has read each context but its last token; the source of each text is its context."""
+    runner = ModelRunner(model, len(contexts), [_source(model) for _ in contexts])
+    runner.append([context[:-1] for context in contexts])
+    return runner
+
+
+def _source(model: PreTrainedModel) -> list[int]:
+    return _tokens(model, CONTEXT, seed=3) if model.config.is_encoder_decoder else []
+
+
+def _gap(model: PreTrainedModel, read_V: Tensor, tokens: list[int]) -> float:
+    """Return the difference between `read_V` and the logits after `tokens` of a plain forward pass."""
+    ids = _ids(model, [tokens])
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs = {"input_ids": _ids(model, [_source(model)]), "decoder_input_ids": ids}
+    elif "position_ids" in inspect.signature(model.forward).parameters:  # from 0 as in `generate`, for RoBERTa too
+        inputs["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
+    expected_V = model(**inputs, use_cache=False).logits[0, -1]
+    return float((read_V - expected_V).abs().max() / expected_V.float().std().clamp_min(1e-6))

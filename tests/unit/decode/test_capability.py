@@ -1,0 +1,149 @@
+"""What the decoder finds out about a target before it uses it: trees and chains, chains only, or nothing."""
+
+import pytest
+import torch
+from conftest import make_llama
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    PreTrainedModel,
+)
+
+from draftsmith.decode.attention import passes_of
+from draftsmith.decode.capability import capability_of
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.draft_tree import Draft
+
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
+
+
+def make_bloom(seed: int = 0) -> BloomForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    return BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.3, eos_token_id=None)).eval()
+
+
+def make_bart() -> BartForConditionalGeneration:
+    torch.manual_seed(0)
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=64, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, init_std=0.3, **layers)
+    return BartForConditionalGeneration(config).eval()
+
+
+def make_gpt_neo() -> GPTNeoForCausalLM:
+    """Its window is wider than the drafts of the comparison, as that of published models is."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 64}
+    return GPTNeoForCausalLM(
+        GPTNeoConfig(**sizes, attention_types=[[["global", "local"], 1]], window_size=12, initializer_range=0.3)
+    ).eval()
+
+
+def make_falcon(dtype: torch.dtype = torch.float32) -> FalconForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return FalconForCausalLM(FalconConfig(**sizes, alibi=True, initializer_range=0.3)).eval().to(dtype)
+
+
+def test_a_llama_reads_trees_and_ragged_batches() -> None:
+    capability = capability_of(make_llama())
+    assert (capability.kind, capability.no_trees, capability.no_ragged) == ("llama", "", "")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (make_bloom(), "takes no position_ids"),
+        (make_bart(), "takes no decoder_position_ids"),
+        (make_gpt_neo(), "takes its masks and positions from indices in the cache"),
+        (make_falcon(), "ALiBi biases follow indices in the cache"),
+        (make_falcon(torch.bfloat16), "ALiBi biases follow indices in the cache"),
+    ],
+    ids=["bloom", "bart", "gpt_neo", "falcon-alibi", "falcon-alibi-bfloat16"],
+)
+def test_other_targets_read_chains_only(model: PreTrainedModel, reason: str) -> None:
+    """In half precision too, where the numbers of ALiBi's biases for a tree differ less than by rounding."""
+    assert reason in capability_of(model).no_trees
+    kind = model.config.model_type
+    with pytest.raises(ConfigError, match=rf"policy=tree:.* has branches, and model_type='{kind}' reads chains only"):
+        SpeculativeDecoder(model, DraftModel(model), policy="tree:widths=2x1")
+    with pytest.raises(ConfigError, match=r"policy=optimal-tree:.*; expected policy chain, confidence or adaptive"):
+        SpeculativeDecoder(model, DraftModel(model), policy="optimal-tree", costs=Costs({1: 1.0, 2: 1.1}, {1: 0.1}))
+    SpeculativeDecoder(model, DraftModel(model), policy="tree:widths=1x1")
+
+
+def test_chains_of_a_target_without_trees_give_its_text() -> None:
+    """Alone, and in a batch, whose texts are decoded one after another."""
+    for model in (make_bloom(), make_gpt_neo(), make_falcon()):
+        expected = []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            mask = torch.ones_like(ids)
+            text = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+            expected.append(text[0, len(prompt) :].tolist())
+        decoder = SpeculativeDecoder(model, DraftModel(model), draft_length=3)
+        order: list[int] = []
+        outputs = decoder.generate_batch(
+            PROMPTS, max_new_tokens=20, on_tokens=lambda text, new, _, order=order: order.append(text)
+        )
+        assert [output.tokens for output in outputs] == expected
+        assert order == sorted(order)
+        assert sum(record.accepted for output in outputs for record in output.rounds) > 20
+
+
+class Branching(Drafter):
+    """Retrieves drafts with two branches, whatever the target."""
+
+    type = "branching"
+    only_retrieves = True
+
+    def retrieve(self, row: int, room: int) -> Draft:
+        return Draft((3, 4), (-1, -1))
+
+
+def test_a_retrieved_draft_with_branches_is_refused() -> None:
+    with pytest.raises(ConfigError, match="this draft has branches, and model_type='bloom' reads chains only"):
+        SpeculativeDecoder(make_bloom(), Branching()).generate([3, 4], max_new_tokens=8)
+
+
+def test_a_draft_model_that_reads_chains_only_limits_the_policy() -> None:
+    target, drafter = make_llama(), DraftModel(make_bloom())
+    with pytest.raises(ConfigError, match="model_type='bloom' reads chains only"):
+        SpeculativeDecoder(target, drafter, policy="best-first")
+    outputs = SpeculativeDecoder(target, drafter).generate_batch(PROMPTS, max_new_tokens=12)
+    alone = SpeculativeDecoder(target).generate_batch(PROMPTS, max_new_tokens=12)
+    assert [output.tokens for output in outputs] == [output.tokens for output in alone]
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).eval()
+    with pytest.raises(ConfigError, match="model_type='openai-gpt' takes no past_key_values"):
+        SpeculativeDecoder(model)
+
+
+def test_logits_that_are_not_numbers_are_refused() -> None:
+    model = make_llama()
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(ConfigError, match="returns NaN logits in float32"):
+        SpeculativeDecoder(model)
+
+
+def test_a_target_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_bloom()
+    first = capability_of(model)
+    monkeypatch.setattr("draftsmith.decode.capability._measured", None)
+    assert capability_of(model) is first
+    assert passes_of(model) == "native"
