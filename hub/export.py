@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.load_target import EMBEDDED, LoadedTarget, check_target_name, load_target
 from draftsmith.errors import ConfigError
+from draftsmith.eval.conventions import Reading, read_both_ways
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, is_named, load_drafter, save_drafter
 from draftsmith.heads.formats.common import Serving, Source, name_of
@@ -183,6 +184,16 @@ class ImportRequest:
     draft_length: int | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    self_test: bool = True
+    """Compare the drafter with the target, see `eval.conventions`."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A drafter as it was saved, and the result of its self-test, if there was one."""
+
+    drafter: TrainableDrafter
+    readings: list[Reading]
 
 
 def export_to(request: ExportRequest) -> Exported:
@@ -213,7 +224,7 @@ def _export(request: ExportRequest) -> Exported:
     )
 
 
-def import_from(request: ImportRequest) -> TrainableDrafter:
+def import_from(request: ImportRequest) -> Imported:
     """Load a drafter that another project published for the target, and save it as a draftsmith checkpoint."""
     require_empty(request.out)
     if request.draft_length is not None and request.draft_length < 1:
@@ -224,7 +235,7 @@ def import_from(request: ImportRequest) -> TrainableDrafter:
         return _import(request)
 
 
-def _import(request: ImportRequest) -> TrainableDrafter:
+def _import(request: ImportRequest) -> Imported:
     folder = _folder(request.drafter)
     check_target_name(request.target)
     if read_config(folder, request.drafter)[1] is not None:
@@ -248,7 +259,7 @@ def _import(request: ImportRequest) -> TrainableDrafter:
             draft_length=drafter.draft_length_hint,
             tokenizer=loaded.tokenizer,
         )
-    return drafter
+    return Imported(drafter, read_both_ways(loaded.model, drafter, loaded.tokenizer) if request.self_test else [])
 
 
 def _require_apart(request: ExportRequest | ImportRequest) -> None:
@@ -303,10 +314,17 @@ def show_export(exported: Exported) -> None:
     console.print(f"\n{exported.usage}")
 
 
-def show_import(request: ImportRequest, drafter: TrainableDrafter) -> None:
+def show_import(request: ImportRequest, imported: Imported) -> None:
+    drafter = imported.drafter
     count = sum(parameter.numel() for parameter in drafter.parameters())
     console = Terminal(soft_wrap=True)
     console.print(f"{request.out}: a drafter of type {drafter.type}, {count:,} parameters, draft length", end=" ")
     console.print(drafter.draft_length_hint)
+    for number, reading in enumerate(imported.readings):
+        if number == 0:
+            console.print(f"self-test: alpha {reading.alpha:.3f} at the first draft position, {reading.tokens} tokens")
+        elif reading.better:
+            said = f"alpha would be {reading.alpha:.3f} with {reading.convention}"
+            console.print(f"warning: {said}: config.json may mean another convention than the one it was read by")
     console.print(f"\ndraftsmith eval --target {request.target} --drafter {request.out}")
     console.print(f"draftsmith check --target {request.target} --drafter {request.out}")

@@ -41,11 +41,15 @@ def import_(
     ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")] = None,
     trust_remote_code: TrustOption = False,
+    self_test: Annotated[
+        bool,
+        typer.Option(help="Compare alpha with that of the nearest conventions, on a few texts of the target."),
+    ] = True,
 ) -> None:
     """Read a published drafter, check that it fits the target, and save it in draftsmith's format."""
     from draftsmith.hub.export import ImportRequest, import_from, show_import
 
-    request = ImportRequest(drafter, target, out, draft_length, revision, trust_remote_code)
+    request = ImportRequest(drafter, target, out, draft_length, revision, trust_remote_code, self_test)
     show_import(request, import_from(request))
 
 
