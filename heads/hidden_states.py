@@ -160,8 +160,8 @@ def _final_scale(model: PreTrainedModel) -> float:
     scale = logits_map(model).state_scale
     if scale is None:
         raise ConfigError(
-            f"model {type(model).__name__} transforms its final hidden state before the lm_head; expected a drafter "
-            "that does not predict this state, such as 'medusa' or 'eagle3'"
+            f"model {type(model).__name__}: the input of the lm_head is no multiple of the base model's output; "
+            "expected a drafter that does not predict this input from its own, such as 'medusa' or 'eagle3'"
         )
     return scale
 

@@ -205,7 +205,7 @@ def test_a_final_feature_is_the_input_of_the_lm_head() -> None:
 
 def test_a_final_state_that_the_lm_head_does_not_read_is_refused() -> None:
     target = target_of("ModernBertDecoderForCausalLM")
-    with pytest.raises(ConfigError, match="ModernBertDecoderForCausalLM transforms its final hidden state"):
+    with pytest.raises(ConfigError, match="ModernBertDecoderForCausalLM: the input of the lm_head is no multiple"):
         OnlineTeacher(target, HEADS["eagle"].from_target(target).needs.layers)
 
 
