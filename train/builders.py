@@ -92,8 +92,15 @@ def data_and_drafter(context: RunContext, target: LoadedTarget) -> DataAndDrafte
     return DataAndDrafter(draft_length, data, drafter)
 
 
+TRAINING_ONLY = ("anchors", "train_steps")
+"""Options of drafters that change how they are trained, not what they compute."""
+
+
 def _started(recipe: Recipe, target: LoadedTarget, fresh: TrainableDrafter) -> TrainableDrafter:
-    """Return the drafter that `start_from` names, if it has the recipe's type and shapes; without one, `fresh`."""
+    """Return the drafter that `start_from` names, if it is as the recipe says; without one, `fresh`.
+
+    Options that the recipe leaves out are the drafter's own.
+    """
     if recipe.start_from is None:
         return fresh
     trained = load_drafter(recipe.start_from, target.model, target.tokenizer)
@@ -110,6 +117,15 @@ def _started(recipe: Recipe, target: LoadedTarget, fresh: TrainableDrafter) -> T
             f"start_from={recipe.start_from}: {name} has shape {shapes.get(name)}; expected {expected.get(name)}, as "
             "the section drafter says"
         )
+    stored = trained.config()
+    for key in sorted(recipe.drafter.model_fields_set & stored.keys() & options.keys()):
+        if key in TRAINING_ONLY:
+            setattr(trained, key, options[key])
+        elif options[key] is not None and stored[key] != options[key]:
+            raise ConfigError(
+                f"start_from={recipe.start_from}: {key}={stored[key]!r}; expected {options[key]!r}, as the section "
+                "drafter says (leave the key out to keep the drafter's own)"
+            )
     requires_grad = {name: parameter.requires_grad for name, parameter in fresh.named_parameters()}
     for name, parameter in trained.named_parameters():
         parameter.requires_grad_(requires_grad[name])

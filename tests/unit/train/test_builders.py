@@ -1,5 +1,6 @@
 """Parts that the trainer and `draftsmith data prepare` build alike, and drafters that start from a trained one."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,30 @@ def test_training_starts_from_a_trained_drafter(
     assert any(flags.values())
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_the_recipe_says_holds_for_a_trained_drafter(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Options that change no shape: those of training are taken over, others must agree or be left out."""
+    model = make_llama().requires_grad_(False)
+    options = {"layers": [1, 2], "block_size": 4, "sample_from_anchor": True, "anchors": 9}
+    saved = HEADS["dflash"].from_target(model, **options)
+    described = describe_target(model, tiny_tokenizer, "tiny")
+    save_drafter(saved, tmp_path / "saved", target=described, recipe=None, draft_length=2, tokenizer=tiny_tokenizer)
+
+    def found(**said: Any) -> Any:
+        drafter = {"type": "dflash", "layers": [1, 2], **said}
+        values = {"name": "n", "output": "o", "drafter": drafter, "start_from": str(tmp_path / "saved")}
+        fresh = HEADS["dflash"].from_target(model, layers=[1, 2])
+        return _started(parse_recipe(values, "test"), LoadedTarget(model, tiny_tokenizer, "tiny", None), fresh)
+
+    kept = found()
+    assert (kept.block_size, kept.max_draft_length, kept.anchors) == (4, 4, 9)
+    assert found(sample_from_anchor=True, anchors=30).anchors == 30
+    for key, value in (("sample_from_anchor", False), ("block_size", 8), ("layers", [1, 1])):
+        with pytest.raises(ConfigError, match=rf"start_from=.*: {key}=.*; expected {re.escape(str(value))}, as"):
+            found(**{key: value})
 
 
 @pytest.mark.parametrize("start", [train, prepare])
