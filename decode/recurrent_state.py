@@ -197,7 +197,9 @@ class Mixers:
     @contextmanager
     def reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
         """Let the mixers of the model continue from their states, inside the context; see `Mixer.reading`."""
-        with _LOCK, ExitStack() as stack:
+        with ExitStack() as stack:
+            if self._mixers:
+                stack.enter_context(_LOCK)
             for mixer in self._mixers:
                 stack.enter_context(mixer.reading(width, counts))
             yield

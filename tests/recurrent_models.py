@@ -30,7 +30,7 @@ NO_LIMIT = {"time_step_min": 1e-12}
 """transformers applies a lower limit to steps of several tokens only, so that its `generate` differs from its forward
 pass where the limit is reached."""
 
-FAMILIES: dict[str, dict[str, Any]] = {
+_FAMILIES: dict[str, dict[str, Any]] = {
     # The state after several tokens begins empty in Mamba 1.
     "mamba": {**PURE, "time_step_rank": 4},
     "falcon_mamba": {**PURE, "time_step_rank": 4},
@@ -77,6 +77,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"]},
     "zaya": {**SIZES, "num_hidden_layers": 3, "head_dim": 8},
 }  # fmt: skip
+FAMILIES = {name: values for name, values in _FAMILIES.items() if name in CONFIG_MAPPING}
+"""Those of the installed transformers, with values of their configs."""
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
