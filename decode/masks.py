@@ -13,6 +13,9 @@ from draftsmith.decode.attention import GROUPED, chain_marker, configs_of, imple
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents
 
+FULL, SLIDING = frozenset({"full_attention", "hybrid"}), frozenset({"sliding_attention", "hybrid_sliding"})
+"""Layer types of transformers that attend to all tokens, and to those in a window."""
+
 # Shapes: B rows, Q tokens fed, S slots of the cache.
 
 
@@ -59,8 +62,8 @@ class Attention:
         window = getattr(config, "sliding_window", None)
         if window is not None and type(window) is not int:  # transformers checks it only where the family has one
             raise ConfigError.of("sliding_window", window, "a number of tokens in the model's config")
-        slides = window is not None and ("sliding_attention" in kinds if kinds else _all_slide(config))
-        mixed = slides and kinds is not None and "full_attention" in kinds
+        slides = window is not None and (not SLIDING.isdisjoint(kinds) if kinds else _all_slide(config))
+        mixed = slides and kinds is not None and not FULL.isdisjoint(kinds)
         configs = tuple(configs_of(model, own)) if {chains, masked} != {own} else ()
         return cls(window if slides else None, mixed, chains, masked, own, configs, passes == "native")
 
@@ -94,7 +97,7 @@ class Attention:
         slots = min(start + width, self.window + width - 1)  # those before are seen by no query
         near_QS = torch.ones(width, slots, dtype=torch.bool, device=device).tril_(slots - width)
         sliding = near_QS.triu_(slots - width - self.window + 1)[None, None]
-        return {"full_attention": full, "sliding_attention": sliding} if self.mixed else sliding
+        return _by_kind(full, sliding) if self.mixed else sliding
 
     def prepared(self, visible_BQS: Tensor, positions_BQ: Tensor, positions_BS: Tensor, dtype: torch.dtype) -> Any:
         """Return the `attention_mask` argument: [B, 1, Q, S], or one mask for each kind of layer.
@@ -107,7 +110,7 @@ class Attention:
             return full
         near_BQS = positions_BQ[:, :, None] - positions_BS[:, None] < self.window
         sliding = self.plain(visible_BQS & near_BQS, dtype)
-        return {"full_attention": full, "sliding_attention": sliding} if self.mixed else sliding
+        return _by_kind(full, sliding) if self.mixed else sliding
 
     def plain(self, mask_BQS: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the mask [B, 1, Q, S] in the model's form; valid for all layers while no window is exceeded."""
@@ -120,6 +123,12 @@ class Attention:
 def is_flash(name: str) -> bool:
     """Return whether an attention implementation is flash attention, from a package or from the Hub's kernels."""
     return "flash" in name
+
+
+def _by_kind(full: Any, sliding: Any) -> dict[str, Any]:
+    """Return the masks by layer type; recurrent and convolution layers have none."""
+    masks = {"linear_attention": None, "conv": None}
+    return {**masks, **dict.fromkeys(FULL, full), **dict.fromkeys(SLIDING, sliding)}
 
 
 def _all_slide(config: PreTrainedConfig) -> bool:

@@ -75,7 +75,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     # A convolution only, and a convolution that returns queries, keys and values.
     "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"]},
-    "zaya": {**SIZES, "num_hidden_layers": 3, "head_dim": 8},
+    "zaya": {
+        **SIZES, "num_hidden_layers": 3, "head_dim": 8, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        "sliding_window": 12,
+    },
 }  # fmt: skip
 FAMILIES = {name: values for name, values in _FAMILIES.items() if name in CONFIG_MAPPING}
 """Those of the installed transformers, with values of their configs."""
