@@ -141,11 +141,7 @@ class ModelRunner:
         Q = tokens_BQ.shape[1]
         if all(shape == chain_parents(len(shape)) for shape in shapes):
             return self._branch(tokens_BQ, range(1, Q + 1), None, None)
-        if self._mixers:
-            raise ConfigError(
-                f"model_type={self.model.config.model_type!r} has recurrent layers, which read chains only; "
-                "expected a draft without branches"
-            )
+        assert not self._mixers, "`Capability` refuses branches of recurrent models"
         depths = [[1, *(depth + 1 for depth in depths_of(shape))] for shape in shapes]
         masks = [tree_mask(shape, self._device) for shape in shapes]
         if len(masks) == 1:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode import recurrent_state
+from draftsmith.decode.capability import TOLERANCE
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.profiling import _reading
 from draftsmith.decode.recurrent_state import MOST_AGAIN, Mixer
 from draftsmith.decode.rollback_check import check_rollback, rollback_gap
-from draftsmith.decode.target import TOLERANCE
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
@@ -83,7 +83,7 @@ def test_the_check_notices_wrong_states(
     monkeypatch.setattr(owner, name, mutant)
     assert rollback_gap(build("mamba2"), rows) > 5 * ALLOWED
     with pytest.raises(ConfigError, match="model_type='mamba2' has recurrent layers, and after discarded draft tokens"):
-        check_rollback(build("mamba2"), ALLOWED)
+        check_rollback(build("mamba2"), ALLOWED, rows)
 
 
 @torch.inference_mode()
