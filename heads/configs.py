@@ -120,6 +120,8 @@ class Eagle3Section(VocabularyOption):
     """Add a norm for each feature before fc (EAGLE-3.1)."""
     norm_output: bool = False
     """Normalise the states that are fed back (EAGLE-3.1)."""
+    qk_norm: bool = False
+    """Normalise queries and keys of each head (Qwen3), as DeepSpec does."""
 
 
 class MtpSection(DrafterSection):

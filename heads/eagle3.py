@@ -26,10 +26,10 @@ from draftsmith.heads.model_config import text_config
 class FirstLayer(nn.Module):
     """A decoder layer whose attention reads the concatenation of embedding and state."""
 
-    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool, qk_norm: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        self.self_attn = Attention(config, 0, input_size=2 * config.hidden_size)
+        self.self_attn = Attention(config, 0, input_size=2 * config.hidden_size, qk_norm=qk_norm)
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.hidden_norm = norm(config), norm(config)
         self.post_attention_layernorm = norm(config)
@@ -55,6 +55,7 @@ class Eagle3Network(DraftNetwork):
         norm_before_fc: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__(config)
         hidden = config.hidden_size
@@ -62,8 +63,8 @@ class Eagle3Network(DraftNetwork):
         self.input_norm = norm(config, features * hidden) if norm_before_fc else nn.Identity()
         self.fc_norm = nn.ModuleList(norm(config) for _ in range(features if fc_norm else 0))
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
-        rest = (DecoderLayer(config, layer) for layer in range(1, config.num_hidden_layers))
-        self.layers = nn.ModuleList([FirstLayer(config, norm_before_residual), *rest])
+        rest = (DecoderLayer(config, layer, qk_norm=qk_norm) for layer in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([FirstLayer(config, norm_before_residual, qk_norm), *rest])
         self.norm = norm(config)
         self.lm_head = nn.Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
         if draft_vocab_size is not None:
@@ -91,7 +92,7 @@ class Eagle3Network(DraftNetwork):
 
 
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Boolean options of the network."""
+"""Boolean options of the network that other projects' layouts may have."""
 
 
 class Eagle3(AutoregressiveDrafter[Eagle3Network]):

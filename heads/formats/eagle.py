@@ -57,6 +57,20 @@ def read_eagle3(published: Published) -> Eagle3 | ParallelEagle:
     return drafter
 
 
+def read_deepspec_eagle3(published: Published) -> Eagle3:
+    """Read EAGLE-3 in the layout of DeepSpec: one layer that norms queries and keys, and an lm_head of all tokens.
+
+    Source: modeling/eagle3 in github.com/deepseek-ai/DeepSpec (afdfa7c).
+    """
+    published.drop_zero_biases()
+    published.drop_shared("embed_tokens.weight", published.target.get_input_embeddings())
+    config, body = published.config, published.body(published.config)
+    published.allow("num_hidden_layers", body.num_hidden_layers, (1,))
+    drafter = Eagle3(body, layers=published.layers("target_layer_ids", config.get("target_layer_ids"), 1), qk_norm=True)
+    published.fill(drafter.body, lambda name: name)
+    return drafter
+
+
 def read_eagle1(published: Published) -> Eagle:
     """Read EAGLE-1, where the key `bias` belongs to fc."""
     published.drop_zero_biases()
@@ -164,6 +178,7 @@ def _require_plain_layers(source: Source[Eagle] | Source[Eagle3], otherwise: str
     body = source.drafter.body.config
     for key in ("attention_bias", "mlp_bias"):
         source.require(not getattr(body, key), f"{key}=True", f"false, or {otherwise}")
+    source.require(not source.drafter.options().get("qk_norm"), "qk_norm=True", f"false, or {otherwise}")
     window = next((size for size in windows_of(body) if size is not None), None)
     source.require(window is None, f"sliding_window={window}", f"full attention, or {otherwise}")
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.formats.blocks import read_deepspec, read_speculators_block, read_zlab
-from draftsmith.heads.formats.eagle import read_eagle1, read_eagle3
+from draftsmith.heads.formats.eagle import read_deepspec_eagle3, read_eagle1, read_eagle3
 from draftsmith.heads.formats.medusa import read_medusa
 from draftsmith.heads.formats.published import LARGE, Published, read_tensors
 from draftsmith.heads.formats.speculators import read_mtp
@@ -31,11 +31,12 @@ ARCHITECTURES: dict[str, Reader] = {
     "DFlashDraftModel": read_zlab,
     "LlamaForCausalLMEagle3": read_eagle3,
     "Qwen3DSparkModel": read_deepspec,
+    "Qwen3Eagle3Model": read_deepspec_eagle3,
 }
 """Readers of flat layouts, by the class that config.json names."""
 UNREAD = {
     "Gemma4DSparkModel": "its layers scale embeddings and norm values",
-    "Qwen3Eagle3Model": "its first layer norms queries and keys",
+    "Gemma4Eagle3Model": "its layers scale embeddings and norm values",
 }
 """Classes of DeepSpec that no drafter here can represent, and the reason."""
 

@@ -159,6 +159,7 @@ def write_mtp_speculator(source: Source[Mtp]) -> Serving:
 def _eagle3_options(source: Source[Eagle3] | Source[ParallelEagle]) -> dict[str, bool]:
     """Return EAGLE-3's boolean options; raise ConfigError for a combination that the layout cannot express."""
     options = {key: bool(source.drafter.options().get(key, False)) for key in OPTIONS}
+    source.require(not source.drafter.options().get("qk_norm"), "qk_norm=True", "false, or format=transformers")
     both = options["norm_before_fc"] and options["fc_norm"]
     source.require(not both, "norm_before_fc and fc_norm", "one of them, or format=transformers")
     return options

@@ -63,7 +63,11 @@ def causal_attention(w: Tensors, x: Tensor, name: str = "layers.0.self_attn", wi
     def projected(part: str) -> Tensor:
         return heads_of(x @ w[f"{name}.{part}_proj.weight"].T + w.get(f"{name}.{part}_proj.bias", torch.zeros(1)))
 
-    q, k = (rotated(projected(part), positions) for part in "qk")
+    def normed(part: str) -> Tensor:
+        gain = w.get(f"{name}.{part}_norm.weight")
+        return projected(part) if gain is None else rms(projected(part), gain)
+
+    q, k = (rotated(normed(part), positions) for part in "qk")
     seen = attended(q, k, projected("v"), torch.ones(T, T, dtype=torch.bool).tril().triu(1 - window))
     return seen @ w[f"{name}.o_proj.weight"].T
 

@@ -80,6 +80,18 @@ def test_eagle3_with_a_sliding_window(tmp_path: Path, target: LlamaForCausalLM) 
     assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), stepwise(target, states, step))
 
 
+def test_eagle3_of_deepspec(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Five features, ids that count blocks, norms of queries and keys, stored embeddings."""
+    norms = {f"layers.0.self_attn.{part}_norm.weight": (HEAD,) for part in "qk"}
+    tensors = eagle3_tensors(features=5) | random_tensors(norms, 7)
+    config = llama_config(model_type="qwen3", architectures=["Qwen3Eagle3Model"], target_layer_ids=[0, 1, 2, 3, 4])
+    stored = {"embed_tokens.weight": target.get_input_embeddings().weight}
+    drafter = load_drafter(written(tmp_path / "d", config, tensors | stored), target)
+    states = hidden_states(target, [1, 2, 3, 4, 5]) @ tensors["fc.weight"].T
+    step = eagle3_step(tensors, residual_normed=False)
+    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), stepwise(target, states, step))
+
+
 def test_a_missing_norm_before_residual_means_true_in_vllms_layout(tmp_path: Path, target: LlamaForCausalLM) -> None:
     tensors = eagle3_tensors()
     config = speculators("eagle3", **VLLM)

@@ -223,7 +223,12 @@ EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.we
         (DEEPSPEC | {"target_layer_ids": [-1]}, {}, r"target_layer_ids=\[-1\]; expected a list of the target's layers"),
         (DEEPSPEC | {"markov_head_type": "gated"}, {}, "markov_head_type='gated' in config.json; expected vanilla"),
         (DEEPSPEC | {"architectures": ["Gemma4DSparkModel"]}, {}, "a Gemma4DSparkModel .its layers scale embeddings"),
-        (DEEPSPEC | {"architectures": ["Qwen3Eagle3Model"]}, {}, "a Qwen3Eagle3Model .its first layer norms queries"),
+        (DEEPSPEC | {"architectures": ["Gemma4Eagle3Model"]}, {}, "a Gemma4Eagle3Model .its layers scale embeddings"),
+        (
+            DEEPSPEC | {"architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 2},
+            {},
+            "num_hidden_layers=2 in config.json; expected 1",
+        ),
         (speculators("mtp", num_nextn_predict_layers=2), {}, "num_nextn_predict_layers=2 in config.json; expected 1"),
         (speculators("mtp"), {}, r"no tensor mtp_layers\.0\.token_layernorm\.weight; expected float \[32\]"),
         (llama_config(), EAGLE1, r"no tensor layers\.0\.self_attn\.q_proj\.weight; expected float \[32, 32\]"),

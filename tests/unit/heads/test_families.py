@@ -41,6 +41,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "eagle3, 32 tokens": ("eagle3", {"draft_vocabulary": EVEN, "num_hidden_layers": 2}),
     "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "layers": [1, 4]}),
+    "eagle3, norms of heads": ("eagle3", {"qk_norm": True, "num_hidden_layers": 2}),
     "eagle3 in windows": ("eagle3", {"num_hidden_layers": 2, "windows": ["sliding_attention", "full_attention"]}),
     "eagle3 in a window": ("eagle3", {"windows": ["sliding_attention"]}),
     "mtp": ("mtp", {}),
