@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -46,7 +46,7 @@ BOUNDS = (
 
 
 class Recipe(Section):
-    name: str
+    name: Annotated[str, Field(max_length=100)]
     """Name of the run, in trackers and reports."""
     output: str
     """Folder of the run; it is resumed when it holds the same recipe, and refused when it holds another."""
@@ -260,6 +260,8 @@ def _expected(problem: ErrorDetails) -> str:
     bounds, kind = problem.get("ctx", {}), problem["type"]
     if kind.startswith(("model_type", "model_attributes_type")):
         return "a section with keys"
+    if kind == "string_too_long":
+        return f"at most {bounds['max_length']} characters"
     for name, sign, bound in BOUNDS:
         if kind == name:
             return f"{sign} {bounds[bound]:.12g}"

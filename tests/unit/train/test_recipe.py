@@ -28,6 +28,7 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
         (["train.seed=4294967296"], r"train\.seed=4294967296; expected <= 4294967295"),
         (["drafter={type: eagle3, layers: []}"], r"drafter\.layers=\[\]; expected"),
         (["train=3"], r"train=3; expected a section with keys"),
+        (["name=" + "x" * 101], r"name='x+.*; expected at most 100 characters"),
         (["objective.kind=kll"], r"objective\.kind='kll'; expected 'kl', 'reverse_kl', 'js', 'tv'"),
         (["drafter.type=medsua"], r"drafter\.type='medsua'; expected one of draft_model, medusa, hydra"),
         (["train.steps"], r"override 'train\.steps'; expected section\.key=value"),
