@@ -1,5 +1,6 @@
 """The two reports: complete, escaped, and without anything from outside."""
 
+import io
 import json
 import re
 from collections import Counter
@@ -157,8 +158,15 @@ def test_lines_of_single_points_are_not_drawn(tmp_path: Path) -> None:
 
 def test_training_is_plotted_where_positions_are_missing() -> None:
     """A file that was edited, or continued with another number of draft positions."""
-    rows = [{"step": step, "loss": 1.0, "alpha": alpha} for step, alpha in enumerate([[0.5], [], [0.6, 0.4], [0.7]])]
+    rows = [
+        {"step": step, "loss": 5.0 / (step + 1), "alpha": alpha}
+        for step, alpha in enumerate([[0.5], [], [0.6, 0.4], [0.7]])
+    ]
     (plot,) = training_plots({"a": rows})
+    plot.figure.savefig(io.BytesIO())
+    labels = [label.get_text() for label in plot.figure.axes[0].get_yticklabels(which="both")]
+    assert labels
+    assert not any("$" in label for label in labels), "formulas are shown as text"
     first, second = plot.figure.axes[1].lines
     assert (first.get_xdata().tolist(), first.get_ydata().tolist()) == ([0, 2, 3], [0.5, 0.6, 0.7])
     assert (second.get_xdata().tolist(), second.get_ydata().tolist()) == ([2], [0.4])
