@@ -4,6 +4,7 @@ Prompts are lists of tokens or padded tensors.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Literal, TypedDict, Unpack
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
 from draftsmith.decode.capability import Capability, capability_of
+from draftsmith.decode.compiled import require_compilable
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft, now
 from draftsmith.decode.policies import TREES, Policy, default_policy, exploring, plans, policy_named
+from draftsmith.decode.policies.base import usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng, require_seed
@@ -104,6 +107,9 @@ class SpeculativeDecoder:
             costs, and to pad passes to faster widths. Where such a policy is given by name, default: measured here.
         rule: name of the verification rule, see `decode.verification.RULES`; default: for each draft the lossless rule
             that accepts most. Greedy decoding has one rule only.
+        compile: compile the passes of the target and of the drafter's model with torch.compile when they first run, on
+            CUDA as CUDA graphs. Later calls use the same graphs for batches of the same size and texts of similar
+            length.
     """
 
     def __init__(
@@ -115,10 +121,18 @@ class SpeculativeDecoder:
         policy: Policy | str | None = None,
         rule: str | None = None,
         costs: Costs | None = None,
+        compile: bool = False,
     ) -> None:
         self._target = TransformersTarget(target)
         models = capabilities(target, drafter)
         self._target.capability = models[0]
+        if compile:
+            require_compilable(target)
+            for capability in models:
+                if reason := capability.no_trees or capability.no_ragged:
+                    raise ConfigError(
+                        f"compile=True with model_type={capability.kind!r}: {reason}; expected compile=False"
+                    )
         self._model = target
         self._together = not any(capability.no_ragged for capability in models)
         """Texts of a batch share passes; otherwise they are decoded one after another."""
@@ -134,7 +148,7 @@ class SpeculativeDecoder:
         """None without a drafter, and for one that only retrieves."""
         if drafter is not None and not drafter.only_retrieves:
             if isinstance(policy, str):
-                costs = measure_costs(target, drafter) if costs is None and plans(policy) else costs
+                costs = measure_costs(target, drafter, compile=compile) if costs is None and plans(policy) else costs
                 policy = policy_named(policy, costs)
             self.policy = default_policy(drafter) if policy is None else policy
             _require_same_vocabulary(drafter, target)
@@ -144,6 +158,7 @@ class SpeculativeDecoder:
             require_readable(self.policy, models)
         self.costs = costs
         self._target.widths = {} if costs is None else costs.verify_widths
+        self._target.compile = compile
 
     @property
     def lossless(self) -> bool:
@@ -242,18 +257,23 @@ class SpeculativeDecoder:
         if len(sequences) > 1 and not self._together:
             return sum(self._decode([sequence], processors, on_tokens) for sequence in sequences)
         widths = None if self.costs is None else self.costs.draft_widths
-        loop = DecodeLoop(self._target, self.drafter, self.policy, sequences, processors, self.rule, widths)
+        policy, target = self.policy, self._target
+        target.width = 1 if self.drafter is None else usual_width(policy, greedy=processors.greedy)
+        loop = DecodeLoop(
+            target, self.drafter, policy, sequences, processors, self.rule, widths, compile=target.compile
+        )
         device = next(self._model.parameters()).device
-        started = now(device)
-        read = loop.prefill()
-        prefill_seconds = now(device) - started  # including the drafter's pass over the prompt
-        for sequence, new in read:
-            if on_tokens is not None:
-                on_tokens(sequence.number, new, None)
-        while loop.texts:
-            for sequence, new, record in loop.round():
+        with closing(target), closing(loop):
+            started = now(device)
+            read = loop.prefill()
+            prefill_seconds = now(device) - started  # including the drafter's pass over the prompt
+            for sequence, new in read:
                 if on_tokens is not None:
-                    on_tokens(sequence.number, new, record)
+                    on_tokens(sequence.number, new, None)
+            while loop.texts:
+                for sequence, new, record in loop.round():
+                    if on_tokens is not None:
+                        on_tokens(sequence.number, new, record)
         return prefill_seconds
 
     def calibrate(self, prompts: Sequence[list[int]], **settings: Unpack[GenerateSettings]) -> None:

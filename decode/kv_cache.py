@@ -49,16 +49,22 @@ class RollbackLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, place: WritePosition, longest: int | None) -> None:
+    def __init__(self, place: WritePosition, longest: int | None, fixed: bool) -> None:
         super().__init__()
-        self._place, self._longest = place, longest
+        self._place, self._longest, self._fixed = place, longest, fixed
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, heads, Q, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         slots = Q + FIRST_SLOTS if self._longest is None else min(Q + FIRST_SLOTS, max(Q, self._longest))
+        if self._fixed:
+            assert self._longest is not None
+            slots = self._longest
         self.keys = key_states.new_zeros(B, heads, slots, head_dim)
         self.values = value_states.new_zeros(B, value_states.shape[1], slots, value_states.shape[-1])
+        if self._fixed:
+            for storage in (self.keys, self.values):
+                torch._dynamo.mark_static_address(storage)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -68,6 +74,8 @@ class RollbackLayer(CacheLayerMixin):
         end = self._place.end
         self._hold(end)
         keys, values = self._storage
+        if len(keys) > len(key_states):  # rows of texts that have ended
+            keys, values = keys[: len(key_states)], values[: len(key_states)]
         if self._place.slots_BQ is None:
             start = self._place.start
             keys[:, :, start:end] = key_states
@@ -101,9 +109,19 @@ class RollbackLayer(CacheLayerMixin):
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order; rows that stay in their place are not copied."""
-        if self.is_initialized:
+        if self.is_initialized and self._fixed:
+            for storage in self._storage:
+                kept = kept_rows(storage, rows)
+                if kept.data_ptr() != storage.data_ptr():
+                    storage[: len(rows)] = kept
+        elif self.is_initialized:
             keys, values = self._storage
             self.keys, self.values = kept_rows(keys, rows), kept_rows(values, rows)
+
+    def clear(self) -> None:
+        """Set all slots to zero."""
+        for storage in self._storage if self.is_initialized else ():
+            storage.zero_()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._place.end, 0
@@ -140,15 +158,16 @@ class RollbackCache(Cache):
 
     Args:
         longest: number of tokens of the longest text at its end, where it is known: more slots are not allocated first.
+        fixed: allocate `longest` slots at once, and keep this storage when texts end.
     """
 
-    def __init__(self, config: PreTrainedConfig, rows: int, longest: int | None = None) -> None:
+    def __init__(self, config: PreTrainedConfig, rows: int, longest: int | None = None, *, fixed: bool = False) -> None:
         text_config = config.get_text_config(decoder=True)
         refuse_other_layers(text_config)
         depth = getattr(text_config, "num_decoder_layers", None) or text_config.num_hidden_layers
         self.place = WritePosition()
         self.lengths = [0] * rows
-        self._layers = [RollbackLayer(self.place, longest) for _ in range(depth)]
+        self._layers = [RollbackLayer(self.place, longest, fixed) for _ in range(depth)]
         super().__init__(layers=[*self._layers])
 
     def aim(self, starts: list[int], count: int, device: torch.device) -> None:
@@ -177,6 +196,18 @@ class RollbackCache(Cache):
             for layer in self._layers:
                 layer.move(rows_n1, to_nk, from_nk)
         self.lengths = [length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)]
+
+    def clear(self, rows: int) -> None:
+        """Begin again with this number of empty texts."""
+        self.place.start, self.place.end, self.place.slots_BQ = 0, 0, None
+        self.lengths = [0] * rows
+        for layer in self._layers:
+            layer.clear()
+
+    @property
+    def is_allocated(self) -> bool:
+        """Storage exists: the first pass allocates it."""
+        return any(layer.is_initialized for layer in self._layers)
 
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows."""

@@ -150,8 +150,12 @@ class DecodeLoop:
         processors: Processors,
         rule: Rule | None = None,
         widths: dict[int, int] | None = None,
+        *,
+        compile: bool = False,
     ) -> None:
         self.texts = list(texts)
+        self._compile = compile
+        self._runners: list[ModelRunner] = []
         self._target, self._drafter = target, drafter
         self._processors, self._rule, self._widths = processors, rule, widths
         self._shared: tuple[int, int] | None = None
@@ -168,7 +172,17 @@ class DecodeLoop:
         sources = [text.source for text in self.texts]
         model = cast(PreTrainedModel, model)  # or a `DraftNetwork`, which has the same interface
         longest = max(text.max_length for text in self.texts)
-        return ModelRunner(model, len(self.texts), sources, widths=self._widths if padded else None, longest=longest)
+        widths = self._widths if padded else None
+        runner = ModelRunner(
+            model, len(self.texts), sources, widths=widths, longest=longest, compile=self._compile and padded
+        )
+        self._runners.append(runner)
+        return runner
+
+    def close(self) -> None:
+        """Leave the drafter's compiled passes to later texts."""
+        for runner in self._runners:
+            runner.close()
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
         """Read the prompts and commit the first token of each; return every text with its new tokens."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.compiled import HEAD, MOST_WIDTH, CompiledPasses, PassInputs, give_back, take_passes
 from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention, tree_mask
@@ -18,7 +19,7 @@ from draftsmith.decode.recurrent_state import Mixers
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Parents, chain_parents, depths_of
-from draftsmith.heads.hidden_states import Features
+from draftsmith.heads.hidden_states import Watched, feature_modules
 from draftsmith.heads.model_config import context_limit, text_config
 
 # Shapes: B rows, Q tokens fed to each, S slots of the cache, H hidden size, V vocabulary.
@@ -35,6 +36,8 @@ class ModelRunner:
         widths: padded width of a pass by its number of tokens, see `Costs.verify_widths`; used for one row only.
         encoded: the encoder's states [T, H] of each source; the encoder is not called then.
         longest: number of tokens of the longest text at its end, see `RollbackCache`.
+        compile: compile the passes after the prompt, see `CompiledPasses`; requires `longest`, and `close` at the end.
+        width: usual number of tokens of compiled passes, to which narrower ones are padded.
     """
 
     def __init__(
@@ -48,22 +51,33 @@ class ModelRunner:
         widths: dict[int, int] | None = None,
         encoded: Sequence[Tensor] | None = None,
         longest: int | None = None,
+        compile: bool = False,
+        width: int = 0,
     ) -> None:
         self.model = model
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
-        self._cache = RollbackCache(model.config, rows, longest)
+        self._passes: CompiledPasses | None = None
+        if compile:
+            assert longest is not None, "the storage of compiled passes is allocated at once"
+            self._passes = take_passes(model, rows, longest)
+        self._cache = RollbackCache(model.config, rows, longest) if self._passes is None else self._passes.cache
+        self._usual = width
         self._mixers = Mixers(model, text_config(model), self._cache, rows)
         self._drafted = _Drafted()
         self._attention = Attention.of(model)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
         self._widths = widths if widths and rows == 1 and not self._attention.is_flash else {}
-        self._read: list[Tensor] | None = None
+        self._layers, self._modules = layers, feature_modules(model, layers)
+        """Layers, and the lm_head, whose states are kept."""
+        self._seen: dict[int, Tensor] = {}
         if remember:
             head = model.get_output_embeddings()
             assert head is not None, "`TransformersTarget` refuses models without an lm_head"
-            self._read = _watch(self, head)
-        self._watched = Features(model, layers) if layers else None
+            self._modules[HEAD] = Watched(head, before=True)
+        if self._passes is None:
+            for layer, watched in self._modules.items():
+                weakref.finalize(self, watched.place(watched.hook(self._seen, layer)).remove)
         self.states = torch.empty(0)
         """[B, H] or [B, Q, H] that belong to the last logits: the lm_head's input (`remember`) or `output.states`."""
         self.features_BQF: Tensor | None = None
@@ -90,25 +104,25 @@ class ModelRunner:
         counts = [len(row) for row in tokens]
         starts = self.lengths
         width = max(counts)
-        if starts[0] > 0:
-            width = self._widths.get(width, width)
+        if max(starts) > 0:
+            width = self._padded(width)
+        compiled = self._compiles(width)
         positions = [
             [*range(start, start + count), *[start] * (width - count)]
             for start, count in zip(starts, counts, strict=True)
         ]
         # Padding follows the tokens, which do not attend to it.
-        visible = None if len(set(starts)) == 1 else self._ragged_chain(starts, width)
+        visible = None if compiled or len(set(starts)) == 1 else self._ragged_chain(starts, width)
         lasts = [max(count, 1) - 1 for count in counts]
         columns = sorted(set(lasts))
         read_BQF = None if features is None else nn.utils.rnn.pad_sequence(list(features), batch_first=True)
         if read_BQF is not None and width > read_BQF.shape[1]:
             read_BQF = nn.functional.pad(read_BQF, (0, 0, 0, width - read_BQF.shape[1]))
-        ids = self._ids(tokens, width)
+        ids, positions_BQ = self._ids(tokens, width), None if compiled else self._ids(positions, width)
         with self._mixers.reading(width, counts):
-            logits, states = self._forward(ids, self._ids(positions, width), visible, starts, columns, read_BQF)
+            logits, states = self._forward(ids, positions_BQ, visible, starts, columns, read_BQF)
         for row, count in enumerate(counts):
             self._cache.lengths[row] += count
-        self._keep_features()
         if len(columns) == 1:
             self.states = states[:, 0] if states is not None else self.states
             return logits[:, 0]
@@ -166,7 +180,8 @@ class ModelRunner:
         B, Q = tokens_BQ.shape
         drafted, before = self._drafted, self._drafted.slots
         starts = [length + before for length in self.lengths]
-        width = self._widths.get(Q, Q)
+        width = self._padded(Q)
+        compiled = self._compiles(width)
         by_row = bool(depths) and isinstance(depths[0], list)
         rows = cast(Sequence[list[int]], depths) if by_row else [list(cast(Sequence[int], depths))] * B
         # Rows that have fewer draft tokens are padded, maybe beyond the model's context.
@@ -180,12 +195,12 @@ class ModelRunner:
                 features_BQF = nn.functional.pad(features_BQF, (0, 0, 0, width - Q))
             if visible_BQR is not None:
                 visible_BQR = nn.functional.pad(visible_BQR, (0, width - Q, 0, width - Q))
-        mask = self._draft_mask(visible_BQR, starts, width)
-        positions_BQ = torch.tensor(positions, device=self._device)
+        is_plain = compiled and visible_BQR is None  # the pass counts its positions itself
+        mask = None if is_plain else self._draft_mask(visible_BQR, starts, width)
+        positions_BQ = None if is_plain else torch.tensor(positions, device=self._device)
         with self._mixers.reading(width, None):
             logits, states = self._forward(tokens_BQ, positions_BQ, mask, starts, None, features_BQF)
         drafted.read(Q, [row[:Q] for row in rows])
-        self._keep_features()
         if states is not None:
             self.states = states[:, :Q] if width > Q else states
         return logits[:, :Q] if width > Q else logits
@@ -196,6 +211,12 @@ class ModelRunner:
         self._cache.keep(slots)
         self._drafted = _Drafted()
 
+    def close(self) -> None:
+        """Leave compiled passes to later texts; this runner is not used again."""
+        if self._passes is not None:
+            give_back(self.model, self._passes)
+            self._passes = None
+
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
         self._cache.drop(rows)
@@ -203,9 +224,19 @@ class ModelRunner:
         if self._encoded is not None:
             self._encoded.drop(rows)
 
-    def _keep_features(self) -> None:
-        if self._watched is not None:
-            self.features_BQF = self._watched.take()
+    def _padded(self, count: int) -> int:
+        """Return the width of a pass over this number of tokens after others."""
+        if self._passes is None:
+            return self._widths.get(count, count)
+        if count <= self._usual:
+            return self._usual
+        power = 1 << (count - 1).bit_length()
+        return power if power <= MOST_WIDTH else count
+
+    def _compiles(self, width: int) -> bool:
+        """Return whether a pass of this width is compiled: after the prompt, whose pass allocates the cache."""
+        started = self._passes is not None and self._cache.is_allocated and max(self.lengths) > 0
+        return started and (width <= MOST_WIDTH or width == self._usual)
 
     def _ids(self, rows: list[list[int]], width: int) -> Tensor:
         """Return rows of at most `width` numbers as [B, width], padded with 0."""
@@ -256,7 +287,7 @@ class ModelRunner:
     def _forward(
         self,
         ids_BQ: Tensor,
-        positions_BQ: Tensor,
+        positions_BQ: Tensor | None,
         visible_BQS: Tensor | None,
         starts: list[int],
         keep: list[int] | None,
@@ -264,6 +295,10 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits and, if the model has any, the states of the columns in `keep` (None: all)."""
         width = ids_BQ.shape[1]
+        if self._compiles(width):
+            logits, states = self._run_compiled(ids_BQ, positions_BQ, visible_BQS, starts, features_BQF)
+            return _columns(logits, states, keep)
+        assert positions_BQ is not None, "compiled passes only count their positions"
         self._cache.aim(starts, width, self._device)
         end = self._cache.place.end
         mask, relative, attention = None, nullcontext(), self._attention
@@ -293,14 +328,45 @@ class ModelRunner:
             inputs |= {"input_ids": ids_BQ, "attention_mask": mask, self._cache_name: self._cache}
         if features_BQF is not None:
             inputs["features"] = features_BQF
-        with relative, attention.running(chain=is_chain):
+        watching = nullcontext(self._seen) if self._passes is None else self._passes.watching(self._modules)
+        with relative, attention.running(chain=is_chain), watching as seen:
             output = self.model(**inputs)
-        logits = output.logits
-        states = getattr(output, "states", None) if self._read is None else self._read[0]
-        if keep is not None and logits.shape[1] != len(keep):
-            logits = logits[:, keep]
-            states = states[:, keep] if states is not None and states.shape[1] != len(keep) else states
-        return logits, states
+        if self._layers:
+            self.features_BQF = torch.cat([seen[layer] for layer in self._layers], -1)
+        states = seen[HEAD] if HEAD in self._modules else getattr(output, "states", None)
+        seen.clear()
+        return _columns(output.logits, states, keep)
+
+    def _run_compiled(
+        self,
+        ids_BQ: Tensor,
+        positions_BQ: Tensor | None,
+        visible_BQS: Tensor | None,
+        starts: list[int],
+        features_BQF: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits and states of a compiled pass; without positions, tokens are a line after `starts`."""
+        passes, positions_BS = self._passes, None
+        assert passes is not None
+        if visible_BQS is not None:
+            assert positions_BQ is not None
+            visible_BQS = nn.functional.pad(visible_BQS, (0, passes.slots - visible_BQS.shape[2]))
+            visible_BQS = visible_BQS.expand(len(starts), -1, -1)
+            if self._attention.window is not None:
+                positions_BS = self._slot_positions(passes.slots, positions_BQ, starts)
+        starts_B = torch.tensor(starts, device=self._device)
+        inputs = PassInputs(ids_BQ, starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF)
+        output = passes.run(self.model, inputs, self._modules, self._layers)
+        self.features_BQF = output.features_BQF
+        return output.logits_BQV, output.states_BQH
+
+
+def _columns(logits_BQV: Tensor, states_BQH: Tensor | None, keep: list[int] | None) -> tuple[Tensor, Tensor | None]:
+    """Return logits and states of the columns in `keep`, which the model may have selected; None: all of them."""
+    if keep is not None and logits_BQV.shape[1] != len(keep):
+        logits_BQV = logits_BQV[:, keep]
+        states_BQH = states_BQH[:, keep] if states_BQH is not None and states_BQH.shape[1] != len(keep) else states_BQH
+    return logits_BQV, states_BQH
 
 
 class _Drafted:
@@ -317,14 +383,3 @@ class _Drafted:
         """Add `count` tokens of every row."""
         self.slots += count
         self.depths = [old + new for old, new in zip(self.depths or [[] for _ in depths], depths, strict=True)]
-
-
-def _watch(runner: ModelRunner, head: nn.Module) -> list[Tensor]:
-    """Return a list that holds the last input of `head`; the hook is removed when `runner` is deleted."""
-    read: list[Tensor] = []
-
-    def remember(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        read[:] = arguments[:1]
-
-    weakref.finalize(runner, head.register_forward_pre_hook(remember).remove)
-    return read

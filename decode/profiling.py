@@ -30,27 +30,31 @@ NEARLY_FREE = 1e-4
 
 
 @torch.inference_mode()
-def measure_costs(target: PreTrainedModel, drafter: Drafter | None = None, *, widest: int = 64) -> Costs:
+def measure_costs(
+    target: PreTrainedModel, drafter: Drafter | None = None, *, widest: int = 64, compile: bool = False
+) -> Costs:
     """Return the median seconds of forward passes after 128 tokens, on this machine with the current threads.
 
     Widths are timed alternately. A drafter's steps are also timed within whole rounds, where they take longer than
     alone because the target's weights have replaced the drafter's in the processor's caches. A part of the difference
     does not depend on the number of steps and becomes `Costs.round`.
+
+    `compile`: of compiled passes, whose widths are powers of two.
     """
-    widths = [width for width in WIDTHS if width <= widest]
-    verify = _curve(_reading(target), widths)
+    widths = [width for width in WIDTHS if width <= widest and not (compile and width & (width - 1))]
+    verify = _read_curve(target, widths, compile)
     if drafter is None or drafter.only_retrieves:
         return Costs(verify, {1: min(verify.values()) * NEARLY_FREE})
     model = getattr(drafter, "model", None)
     draft = {1: 0.0}
     if isinstance(model, nn.Module):
-        draft = _curve(_reading(cast(PreTrainedModel, model)), widths)  # a draft model's
+        draft = _read_curve(cast(PreTrainedModel, model), widths, compile)  # a draft model's
     alone = Costs(verify, draft)
     reach = min(LONG, drafter.max_draft_length or LONG)
     seconds: dict[int, list[float]] = {SHORT: [], reach: []}
     for _ in range(TURNS):  # alternately, so that a slow phase of the machine affects both
         for length, rounds in seconds.items():
-            rounds += _round_seconds(target, drafter, length)
+            rounds += _round_seconds(target, drafter, length, compile)
     short, long = median(seconds[SHORT]), median(seconds[reach])
     step = draft[1]
     if reach > SHORT:
@@ -60,7 +64,7 @@ def measure_costs(target: PreTrainedModel, drafter: Drafter | None = None, *, wi
     return Costs(verify, {width: step + max(value - draft[1], 0.0) for width, value in draft.items()}, fixed)
 
 
-def _round_seconds(target: PreTrainedModel, drafter: Drafter, draft_length: int) -> list[float]:
+def _round_seconds(target: PreTrainedModel, drafter: Drafter, draft_length: int, compile: bool) -> list[float]:
     """Return the seconds of a few sampled rounds with `draft_length` tokens, without the first, which allocates."""
     configs = [getattr(model, "config", None) for model in (target, getattr(drafter, "model", None))]
     limits = [None if config is None else context_limit(config) for config in configs]
@@ -68,17 +72,21 @@ def _round_seconds(target: PreTrainedModel, drafter: Drafter, draft_length: int)
     length = max(1, min(CONTEXT, limit - ROUNDS * (draft_length + 1) - 2))
     source = [1] * 8 if target.config.is_encoder_decoder else []
     sequence = DecodeSequence([1] * length, length + ROUNDS * (draft_length + 1) + 2, SeededRng(0), source=source)
-    loop = DecodeLoop(TransformersTarget(target), drafter, Chain(draft_length), [sequence], Processors(Sampling(1.0)))
+    reader, processors = TransformersTarget(target), Processors(Sampling(1.0))
+    reader.compile, reader.width = compile, draft_length + 1
+    loop = DecodeLoop(reader, drafter, Chain(draft_length), [sequence], processors, compile=compile)
     loop.prefill()
     while len(sequence.rounds) < ROUNDS and loop.texts:
         loop.round()
+    loop.close()
+    reader.close()
     return [record.seconds for record in sequence.rounds[1:] or sequence.rounds]
 
 
-def _reading(model: PreTrainedModel) -> Callable[[int], object]:
-    """Return a function that reads a number of tokens after a context and then discards them."""
+def _read_curve(model: PreTrainedModel, widths: list[int], compile: bool) -> dict[int, float]:
+    """Return the median seconds in which the model reads each number of tokens after a context."""
     limit = context_limit(model.config) or CONTEXT + WIDTHS[-1]
-    runner = ModelRunner(model, 1, [[1] * 8])
+    runner = ModelRunner(model, 1, [[1] * 8], compile=compile, longest=min(limit, CONTEXT + MOST_AGAIN + WIDTHS[-1]))
     again = MOST_AGAIN // 2 if is_recurrent(model) else 0
     runner.append([[1] * max(1, min(CONTEXT, limit - WIDTHS[-1] - again - 1))])
     ids = torch.ones(1, WIDTHS[-1], dtype=torch.int64, device=next(model.parameters()).device)
@@ -90,7 +98,10 @@ def _reading(model: PreTrainedModel) -> Callable[[int], object]:
         runner.line(ids[:, :width])
         runner.commit([[]])
 
-    return read
+    try:
+        return _curve(read, widths)
+    finally:
+        runner.close()
 
 
 def _curve(read: Callable[[int], object], widths: list[int]) -> dict[int, float]:

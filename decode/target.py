@@ -67,6 +67,8 @@ class TransformersTarget:
         self.context_limit = context_limit(model.config)
         self.widths: dict[int, int] = {}
         """Padded width of a verification by its number of tokens; see `Costs.verify_widths`."""
+        self.compile, self.width = False, 0
+        """See `ModelRunner`."""
 
     def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
         sources = [text.source for text in texts]
@@ -80,6 +82,8 @@ class TransformersTarget:
             widths=self.widths,
             encoded=encoded,
             longest=max(text.max_length for text in texts),
+            compile=self.compile,
+            width=self.width,
         )
         self._counts = [len(text.tokens) for text in texts]
         return self._runner.append([text.tokens for text in texts])
@@ -114,3 +118,8 @@ class TransformersTarget:
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)
+
+    def close(self) -> None:
+        """Leave compiled passes to later texts; the next call is `prefill`."""
+        if hasattr(self, "_runner"):  # not after an error in the first prompt
+            self._runner.close()

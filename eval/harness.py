@@ -14,8 +14,10 @@ from pydantic import TypeAdapter
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.compiled import built_graphs
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.policies import plans
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
@@ -104,7 +106,7 @@ class Run:
         """Requested variants that cannot be measured, and why."""
         self.plans = {name: self._plans(name, drafter) for name, drafter in self.drafters.items()}
         for drafter in self.drafters.values():
-            SpeculativeDecoder(self.target, drafter)  # refuses pairs that do not fit
+            SpeculativeDecoder(self.target, drafter, compile=self.settings.compile)  # refuses pairs that do not fit
         self.arms: dict[Variant, SpeculativeDecoder] = {}
 
     def measure(self, progress: bool = True) -> None:
@@ -114,7 +116,7 @@ class Run:
             with stage("choosing the number of threads", shown=progress):
                 self.journal.fact("threads", fastest_threads(self.target, self.prompts[0].input_ids))
         with threads(self.journal.facts["threads"]):  # policies plan with costs that depend on the threads
-            self.arms = {BASELINE: SpeculativeDecoder(self.target)}
+            self.arms = {BASELINE: SpeculativeDecoder(self.target, compile=self.settings.compile)}
             with stage("timing the passes of each drafter", len(self.drafters), shown=progress) as done:
                 for name, drafter in self.drafters.items():
                     self.arms |= self._arms(name, drafter)
@@ -127,7 +129,8 @@ class Run:
             if "plain" not in self.journal.facts:
                 prompts = [prompt.input_ids for prompt in self.prompts]
                 with stage("comparing the target alone with transformers' generate", shown=progress):
-                    self.journal.fact("plain", compare_with_generate(self.target, prompts))
+                    speeds = compare_with_generate(self.target, prompts, compile=self.settings.compile)
+                    self.journal.fact("plain", speeds)
 
     def identity(self) -> dict[str, Any]:
         """Return settings and fingerprints; a journal is continued only by a run with equal values."""
@@ -201,18 +204,26 @@ class Run:
 
     def _arms(self, name: str, drafter: Drafter) -> dict[Variant, SpeculativeDecoder]:
         """Return a decoder for each plan of the drafter."""
-        fact = f"costs of {name}"
-        if fact not in self.journal.facts:
-            self.journal.fact(fact, asdict(measure_costs(self.target, drafter)))
-        costs = TypeAdapter(Costs).validate_python(
-            self.journal.facts[fact]
-        )  # JSON turns the widths, which are keys, into strings
-        arms = {}
+        arms, costs = {}, self._costs(name, drafter)
         for plan in self.plans[name]:
-            decoder = SpeculativeDecoder(self.target, drafter, rule=self.settings.rule, costs=costs, **plan)
+            plan = {**plan, "rule": self.settings.rule, "compile": self.settings.compile}
+            decoder = SpeculativeDecoder(self.target, drafter, costs=costs, **plan)
             label = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
             arms[(name, label)] = decoder  # drafters that only retrieve ignore the policy
         return arms
+
+    def _costs(self, name: str, drafter: Drafter) -> Costs | None:
+        """Return the seconds of passes with this drafter; None where passes are compiled and no policy plans.
+
+        Compiled passes are not padded to faster widths, and measuring them compiles one for each width.
+        """
+        settings, fact = self.settings, f"costs of {name}"
+        if settings.compile and not any(map(plans, settings.policies)):
+            return None
+        if fact not in self.journal.facts:
+            self.journal.fact(fact, asdict(measure_costs(self.target, drafter, compile=settings.compile)))
+        # JSON turns the widths, which are keys, into strings.
+        return TypeAdapter(Costs).validate_python(self.journal.facts[fact])
 
     def _places(self) -> Iterator[BatchKey]:
         """Yield every question in the order of measurement."""
@@ -244,12 +255,16 @@ class Run:
                 decoder.calibrate(rows, **options)
 
     def _warm_up(self) -> None:
-        """Decode once with every variant, unmeasured: first calls allocate memory and choose kernels."""
+        """Decode once with every variant, unmeasured: first calls allocate memory and choose kernels.
+
+        Compiled passes depend on the length of the texts, so these are whole ones.
+        """
+        tokens = self.settings.max_new_tokens if self.settings.compile else WARM_UP_TOKENS
         for arm in self.arms:
             for temperature in self.settings.temperatures:
                 for size in self.settings.batch_sizes:
                     place = BatchKey(0, temperature, size, 0, 0)
-                    self._answer(arm, place, self.asked(place), WARM_UP_TOKENS)
+                    self._answer(arm, place, self.asked(place), tokens)
 
     def _decode_all(self, progress: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -268,14 +283,20 @@ class Run:
                     bar.update(task, total=total)
 
     def _answer(self, arm: Variant, place: BatchKey, asked: Questions, tokens: int) -> Measurement:
-        """Decode one batch; seeds differ between texts, repeats and turns."""
+        """Decode one batch; seeds differ between texts, repeats and turns.
+
+        Decode it again where passes were compiled meanwhile, whose seconds do not count.
+        """
         first = self.settings.seed + REPEAT_APART * place.repeat + TURN_APART * place.turn
-        outputs = self.arms[arm].generate_batch(
-            [ids for _, ids in asked],
-            max_new_tokens=tokens,
-            seeds=[first + self._numbers[prompt.id] for prompt, _ in asked],
-            **self._sampling(place.temperature),
-        )
+        graphs, outputs = -1, []
+        while graphs != built_graphs():
+            graphs = built_graphs()
+            outputs = self.arms[arm].generate_batch(
+                [ids for _, ids in asked],
+                max_new_tokens=tokens,
+                seeds=[first + self._numbers[prompt.id] for prompt, _ in asked],
+                **self._sampling(place.temperature),
+            )
         return Measurement.of(arm, place, [prompt.id for prompt, _ in asked], outputs)
 
     def _sampling(self, temperature: float) -> dict[str, Any]:

@@ -22,14 +22,14 @@ class _Generates(Protocol):
     def generate(self, inputs: Tensor, *, attention_mask: Tensor, generation_config: GenerationConfig) -> Tensor: ...
 
 
-def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]]) -> PlainSpeeds:
+def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]], *, compile: bool = False) -> PlainSpeeds:
     """Return greedy tokens per second, prefill included, of `target.generate` and of our target alone.
 
     `generate_tokens_per_second` and `baseline_tokens_per_second` are medians over a few prompts, each the best of three
     trials in turn; `ratio` and `best_ratio` are median and maximum over prompts of ours / theirs; `identical` counts
-    the prompts with equal tokens.
+    the prompts with equal tokens. `compile`: of ours; `generate` runs uncompiled.
     """
-    decoder = SpeculativeDecoder(target)
+    decoder = SpeculativeDecoder(target, compile=compile)
 
     def ours(prompt: list[int], tokens: int) -> list[int]:
         return decoder.generate(prompt, max_new_tokens=tokens, eos_token_id=None).tokens

@@ -30,6 +30,7 @@ DIAGNOSTICS = {
 }
 """Keys of a position's diagnostics, and their column titles."""
 
+COMPILED = "compiled with torch.compile, with and without a drafter; transformers' generate is not compiled"
 MARKS = {"\n": "⏎", "\t": "→"}
 
 
@@ -186,6 +187,7 @@ def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:
     conditions = [
         ("target", f"{settings.target} ({settings.dtype}{attention})"),
         ("prompts", f"{settings.prompts}, {prompts} of them, at most {settings.max_new_tokens} new tokens a turn"),
+        ("passes", COMPILED if settings.compile else "not compiled"),
         ("machine", f"{machine}, accelerator: {where['accelerator'] or 'none'}"),
         ("versions", f"{versions}, Python {where['python']}"),
         ("date, command", f"{where['date']}, {where['command']}"),

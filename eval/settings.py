@@ -40,6 +40,8 @@ class PairSettings:
     dtype: str = "float32"
     attn_implementation: str | None = None
     """The target's attention; None: what transformers chooses."""
+    compile: bool = False
+    """Compile the passes of the target and of the drafters; see `SpeculativeDecoder`."""
     chat_template: str | None = None
     """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
     template_options: dict[str, Any] = field(default_factory=dict)

@@ -7,10 +7,11 @@ documents_BT   0 0 0 1 1 2 2 2        positions   0 1 2 0 1 0 1 2
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
@@ -141,18 +142,43 @@ class Features:
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]) -> None:
-        require_layers(model, layers)
         self._layers = layers
         self._seen: dict[int, Tensor] = {}
-        blocks = layers_name(model) if set(layers) - {FINAL} else ""
-        for layer in set(layers):
-            module = model.base_model if layer == FINAL else model.get_submodule(f"{blocks}.{layer - 1}")
-            scale = _final_scale(model) if layer == FINAL else 1.0
-            weakref.finalize(self, module.register_forward_hook(_keeping(self._seen, layer, scale)).remove)
+        for layer, watched in feature_modules(model, layers).items():
+            weakref.finalize(self, watched.place(watched.hook(self._seen, layer)).remove)
 
     def take(self) -> Tensor:
         """Return the features [B, Q, F] of the last pass, the layers concatenated in the requested order."""
         return torch.cat([self._seen[layer] for layer in self._layers], -1)
+
+
+class Watched(NamedTuple):
+    """A module whose hidden states are kept: its output, times `scale`, or with `before` its input."""
+
+    module: nn.Module
+    before: bool = False
+    scale: float = 1.0
+
+    def hook(self, seen: dict[int, Tensor], layer: int) -> Callable[..., None]:
+        """Return a hook that stores the states in `seen[layer]`."""
+        return _keeping_input(seen, layer) if self.before else _keeping(seen, layer, self.scale)
+
+    def place(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Add a hook to the module."""
+        module = self.module
+        return module.register_forward_pre_hook(hook) if self.before else module.register_forward_hook(hook)
+
+
+def feature_modules(model: PreTrainedModel, layers: tuple[int, ...]) -> dict[int, Watched]:
+    """Return the modules whose outputs are the features of `layers`; ConfigError for layers that the model lacks."""
+    require_layers(model, layers)
+    blocks = layers_name(model) if set(layers) - {FINAL} else ""
+    return {
+        layer: Watched(model.base_model, scale=_final_scale(model))
+        if layer == FINAL
+        else Watched(model.get_submodule(f"{blocks}.{layer - 1}"))
+        for layer in layers
+    }
 
 
 def _final_scale(model: PreTrainedModel) -> float:
@@ -164,6 +190,15 @@ def _final_scale(model: PreTrainedModel) -> float:
             "expected a drafter that does not predict this input from its own, such as 'medusa' or 'eagle3'"
         )
     return scale
+
+
+def _keeping_input(seen: dict[int, Tensor], layer: int) -> Callable[..., None]:
+    """Return a forward pre-hook that stores a module's input in `seen[layer]`."""
+
+    def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        seen[layer] = arguments[0]
+
+    return keep
 
 
 def _keeping(seen: dict[int, Tensor], layer: int, scale: float) -> Callable[..., None]:

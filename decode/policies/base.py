@@ -61,6 +61,12 @@ class FixedPolicy(Policy, Protocol):
         ...
 
 
+def usual_width(policy: Policy | None, *, greedy: bool) -> int:
+    """Return the number of tokens of most verifications; 0 where it changes from round to round."""
+    own = None if policy is None else policy.fresh()
+    return own.fixed(greedy=greedy).nodes + 1 if isinstance(own, FixedPolicy) else 0
+
+
 def require_counts(policy: object, *keys: str) -> None:
     """Raise ConfigError unless these settings of `policy` are from 1 to `MOST`."""
     for key in keys:

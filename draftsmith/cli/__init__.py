@@ -16,6 +16,7 @@ from draftsmith.cli.options import (
     DRAFTER_HELP,
     POLICY_HELP,
     AttentionOption,
+    CompileOption,
     DtypeOption,
     RuleOption,
     SeedOption,
@@ -146,6 +147,7 @@ def generate(
     seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
     attn_implementation: AttentionOption = None,
+    compile: CompileOption = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
@@ -165,6 +167,7 @@ def generate(
         stop_strings=tuple(stop or ()),
         dtype=dtype,
         attn_implementation=attn_implementation,
+        compile=compile,
     )
     stream(prompt, request, trust_remote_code=trust_remote_code)
 

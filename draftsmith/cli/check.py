@@ -9,6 +9,7 @@ import typer
 
 from draftsmith.cli.options import (
     AttentionOption,
+    CompileOption,
     CountOption,
     DtypeOption,
     RuleOption,
@@ -52,6 +53,7 @@ def check(
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     attn_implementation: AttentionOption = None,
+    compile: CompileOption = False,
     trust_remote_code: TrustOption = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for check.json.")] = None,
 ) -> None:
@@ -75,6 +77,7 @@ def check(
         template_options=template_options(template_option),
         dtype=dtype,
         attn_implementation=attn_implementation,
+        compile=compile,
     )
     rows = _validated(settings, out)
     if out is None:

@@ -11,6 +11,7 @@ from draftsmith.cli.options import (
     TARGET_HELP,
     AttentionOption,
     BatchSizesOption,
+    CompileOption,
     CountOption,
     DtypeOption,
     RuleOption,
@@ -67,6 +68,7 @@ def evaluate(
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     attn_implementation: AttentionOption = None,
+    compile: CompileOption = False,
     trust_remote_code: TrustOption = False,
     out: OutOption = Path("runs/eval"),
 ) -> None:
@@ -102,6 +104,7 @@ def evaluate(
         template_options=template_options(template_option),
         dtype=dtype,
         attn_implementation=attn_implementation,
+        compile=compile,
     )
     title, runs = f"Drafters for {target}", metrics_of(settings.drafters)
     show(measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code), out)

@@ -37,6 +37,7 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
         draft_length=request.draft_length,
         policy=next(iter(request.policies), None),
         rule=request.rule,
+        compile=request.compile,
     )
     console, log = Terminal(soft_wrap=True, files_as_is=True), Terminal(stderr=True)
     encoder_decoder = session.target.config.is_encoder_decoder

@@ -15,6 +15,9 @@ AttentionOption = Annotated[
     str | None,
     typer.Option("--attn-implementation", help="Attention of the target: sdpa, eager, flash_attention_2, ..."),
 ]
+CompileOption = Annotated[
+    bool, typer.Option("--compile", help="Compile the passes with torch.compile; on CUDA as CUDA graphs.")
+]
 SubsetOption = Annotated[str | None, typer.Option("--subset", help="Configuration of a Hub data set.")]
 SplitOption = Annotated[str, typer.Option("--split", help="Split of a Hub data set.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the target's repository.")]

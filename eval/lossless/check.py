@@ -131,7 +131,8 @@ def _decoders(
     for name, drafter in drafters.items():
         for policy in settings.policies or (None,):
             length = settings.draft_length if policy is None else None
-            decoder = SpeculativeDecoder(target, drafter, draft_length=length, policy=policy, rule=settings.rule)
+            plan = {"draft_length": length, "policy": policy, "rule": settings.rule, "compile": settings.compile}
+            decoder = SpeculativeDecoder(target, drafter, **plan)
             for temperature in settings.temperatures:
                 cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
                 decoder.calibrate([p.input_ids for p in prompts[:CALIBRATION]], temperature=temperature, **cuts)

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from draftsmith.cli import main
-from draftsmith.eval.journal import JournalLine
+from draftsmith.decode import compiled
+from draftsmith.eval.journal import Journal, JournalLine, Measurement
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.model_card import CardRequest, write_card
@@ -136,6 +137,34 @@ def test_a_whole_evaluation(
     assert "expected an eval.json" in capsys.readouterr().err
     assert _main("eval", "compare", medusa_folder) == 2
     assert "without measurements (a model card's)" in capsys.readouterr().err
+
+
+def test_compiled_variants(
+    tmp_path: Path, tiny_target_folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts are those of uncompiled passes, and no pass is compiled during a measurement that counts."""
+    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"backend": "eager"})  # traced, without minutes of compilation
+    call = ["eval", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--prompts", prompts]
+    call += ["--max-new-tokens", 6, "--repeats", 1, "--temperature", 0, "--gamma", 2]
+    built: list[int] = []
+    add = Journal.add
+
+    def counting(journal: Journal, cell: Measurement) -> None:
+        built.append(compiled.built_graphs())
+        add(journal, cell)
+
+    monkeypatch.setattr(Journal, "add", counting)
+    for name, options in (("compiled", ["--compile"]), ("eager", [])):
+        assert _main(*call, *options, "--out", tmp_path / name) == 0
+    assert built[0] > 0
+    assert set(built) == {built[0]}, "warm-up compiles every pass of these texts"
+    assert _texts(tmp_path / "compiled" / "cells.jsonl") == _texts(tmp_path / "eager" / "cells.jsonl")
+    for name, words in (
+        ("compiled", "compiled with torch.compile, with and without a drafter"),
+        ("eager", "not compiled"),
+    ):
+        assert json.loads((tmp_path / name / "eval.json").read_text())["settings"]["compile"] == (name == "compiled")
+        assert all(words in (tmp_path / name / file).read_text() for file in ("report.md", "report.html"))
 
 
 def _texts(file: Path) -> dict[tuple, list[list[int]]]:

@@ -1,0 +1,177 @@
+"""Compiled passes return the texts of uncompiled ones, and each is built once."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import make_llama
+from torch._dynamo.utils import counters
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, T5Config
+from transformers import T5ForConditionalGeneration as T5
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode import compiled
+from draftsmith.decode.compiled import built_graphs
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import FINAL, Drafter
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.eagle3 import Eagle3
+from draftsmith.heads.medusa import Medusa
+
+PROMPTS = [[5, 9, 33, 2], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+SETTINGS = {"max_new_tokens": 24, "eos_token_id": [1, 6, 19, 20]}
+
+
+@pytest.fixture(autouse=True)
+def _no_second_graph() -> Iterator[None]:
+    """torch raises an error instead of compiling the same pass again."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace passes and run their graphs as they are: the path of a compiled pass without its minutes of compilation."""
+    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"backend": "eager"})
+
+
+def target_model() -> torch.nn.Module:
+    """In fp64, in which the order of additions decides no token; two query heads for each key/value head."""
+    return make_llama(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).double()
+
+
+def eagle(target: torch.nn.Module) -> Drafter:
+    drafter = Eagle3.from_target(target, layers=[1, FINAL], draft_vocabulary=list(range(0, 64, 2))).double()
+    for parameter in drafter.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    return drafter
+
+
+def noisy(target: torch.nn.Module) -> Drafter:
+    """A draft model that agrees with the target often, but not always."""
+    drafter = DraftModel(target_model())
+    for parameter in drafter.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    return drafter
+
+
+CASES: dict[str, tuple[Callable[[torch.nn.Module], Drafter] | None, dict[str, object]]] = {
+    "target alone": (None, {}),
+    "draft_model": (noisy, {"draft_length": 3}),
+    "tree": (noisy, {"policy": "tree:widths=2x1"}),
+    "dynamic tree": (noisy, {"policy": "dynamic-tree:size=7,depth=3,top_k=2"}),
+    "eagle3": (eagle, {"draft_length": 3}),
+    "medusa": (Medusa.from_target, {"draft_length": 3}),
+}
+
+
+def compare(target: torch.nn.Module, case: str) -> None:
+    """Check the texts of a ragged batch, and that a second call builds no graph."""
+    make, plan = CASES[case]
+    torch.manual_seed(1)
+    drafter = None if make is None else make(target).eval()
+    eager = SpeculativeDecoder(target, drafter, **plan)
+    fast = SpeculativeDecoder(target, drafter, compile=True, **plan)
+    before, lengths = built_graphs(), []
+    for temperature in (0.0, 1.0):
+        settings = {**SETTINGS, "temperature": temperature}
+        expected = [out.tokens for out in eager.generate_batch(PROMPTS, **settings)]
+        assert [out.tokens for out in fast.generate_batch(PROMPTS, **settings)] == expected
+        graphs = built_graphs(), counters["stats"]["unique_graphs"]
+        assert [out.tokens for out in fast.generate_batch(PROMPTS, **settings)] == expected
+        assert (built_graphs(), counters["stats"]["unique_graphs"]) == graphs
+        lengths.append(set(map(len, expected)))
+    assert max(map(len, lengths)) > 1, "the texts should end at different times"
+    assert built_graphs() > before
+
+
+@pytest.mark.parametrize("case", ["draft_model", "tree", "eagle3"])
+def test_texts_equal_those_of_uncompiled_passes(traced: None, case: str) -> None:
+    compare(target_model(), case)
+
+
+def test_inductor_on_a_cpu() -> None:
+    compare(target_model(), "target alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_inductor_for_every_kind_of_pass(case: str) -> None:
+    compare(target_model(), case)
+
+
+def mistral() -> MistralForCausalLM:
+    """A model whose layers attend to the last 6 tokens."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 6, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**sizes, max_position_embeddings=128)).eval().double()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """A model with 32 learned positions, which a text fills to the last, and attention with additive masks."""
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)).eval().double()
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("model", [mistral, pytest.param(gpt2, marks=pytest.mark.slow)])
+def test_windows_and_the_end_of_the_context(traced: None, model: Callable[[], torch.nn.Module]) -> None:
+    target = model()
+    torch.manual_seed(1)
+    drafter = Medusa.from_target(target, num_heads=2).double()
+    for policy in ("chain:draft_length=2", "tree:widths=2x2"):
+        decoders = [SpeculativeDecoder(target, drafter, policy=policy, compile=on) for on in (False, True)]
+        texts = [decoder.generate(PROMPTS[2], max_new_tokens=40, eos_token_id=None).tokens for decoder in decoders]
+        assert texts[0] == texts[1]
+        assert len(texts[0]) >= 23
+
+
+@pytest.mark.slow
+def test_wide_passes_run_uncompiled_on_the_same_storage(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.decode.model_runner.MOST_WIDTH", 2)
+    target = target_model()
+    plan = {"policy": "dynamic-tree:size=7,depth=3,top_k=2"}
+    expected, own = (
+        SpeculativeDecoder(target, Medusa.from_target(target), compile=on, **plan).generate_batch(PROMPTS, **SETTINGS)
+        for on in (False, True)
+    )
+    assert [out.tokens for out in own] == [out.tokens for out in expected]
+
+
+@pytest.mark.slow
+def test_a_call_inside_another_has_storage_of_its_own(traced: None) -> None:
+    target = target_model()
+    outer, inner = (SpeculativeDecoder(target, compile=True) for _ in range(2))
+    expected = SpeculativeDecoder(target).generate(PROMPTS[0], **SETTINGS).tokens
+    texts = []
+
+    def decode_again(tokens: list[int], _: object) -> None:
+        if len(texts) < 2:
+            texts.append(inner.generate(PROMPTS[0], **SETTINGS).tokens)
+
+    assert outer.generate(PROMPTS[0], on_tokens=decode_again, **SETTINGS).tokens == expected
+    assert texts == [expected, expected]
+
+
+def test_passes_are_freed_with_their_model(traced: None) -> None:
+    target = target_model()
+    SpeculativeDecoder(target, compile=True).generate(PROMPTS[0], **SETTINGS)
+    gone = weakref.ref(target)
+    del target
+    gc.collect()
+    assert gone() is None
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ConfigError, match="compile=True with an encoder-decoder target"):
+        SpeculativeDecoder(T5(config).eval(), compile=True)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"compile=True without a C\+\+ compiler"):
+        SpeculativeDecoder(target_model(), compile=True)
