@@ -1,7 +1,8 @@
 """Measures the seconds of forward passes of a target and a drafter on this machine, for `Costs`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import cast
 
@@ -42,13 +43,13 @@ def measure_costs(
     `compile`: of compiled passes, whose widths are powers of two.
     """
     widths = [width for width in WIDTHS if width <= widest and not (compile and width & (width - 1))]
-    verify = _read_curve(target, widths, compile)
+    verify = _curve(target, widths, compile)
     if drafter is None or drafter.only_retrieves:
         return Costs(verify, {1: min(verify.values()) * NEARLY_FREE})
     model = getattr(drafter, "model", None)
     draft = {1: 0.0}
     if isinstance(model, nn.Module):
-        draft = _read_curve(cast(PreTrainedModel, model), widths, compile)  # a draft model's
+        draft = _curve(cast(PreTrainedModel, model), widths, compile)  # a draft model's
     alone = Costs(verify, draft)
     reach = min(LONG, drafter.max_draft_length or LONG)
     seconds: dict[int, list[float]] = {SHORT: [], reach: []}
@@ -83,8 +84,9 @@ def _round_seconds(target: PreTrainedModel, drafter: Drafter, draft_length: int,
     return [record.seconds for record in sequence.rounds[1:] or sequence.rounds]
 
 
-def _read_curve(model: PreTrainedModel, widths: list[int], compile: bool) -> dict[int, float]:
-    """Return the median seconds in which the model reads each number of tokens after a context."""
+@contextmanager
+def _reading(model: PreTrainedModel, *, compile: bool) -> Iterator[Callable[[int], None]]:
+    """Return a function that reads a number of tokens after a context and then discards them."""
     limit = context_limit(model.config) or CONTEXT + WIDTHS[-1]
     runner = ModelRunner(model, 1, [[1] * 8], compile=compile, longest=min(limit, CONTEXT + MOST_AGAIN + WIDTHS[-1]))
     again = MOST_AGAIN // 2 if is_recurrent(model) else 0
@@ -99,20 +101,21 @@ def _read_curve(model: PreTrainedModel, widths: list[int], compile: bool) -> dic
         runner.commit([[]])
 
     try:
-        return _curve(read, widths)
+        yield read
     finally:
         runner.close()
 
 
-def _curve(read: Callable[[int], object], widths: list[int]) -> dict[int, float]:
-    """Return the median seconds of `read` for each width."""
+def _curve(model: PreTrainedModel, widths: list[int], compile: bool) -> dict[int, float]:
+    """Return the median seconds in which the model reads each number of tokens after a context."""
     seconds: dict[int, list[float]] = {width: [] for width in widths}
-    for repeat in range(REPEATS + 1):
-        for width in widths:
-            started = time.perf_counter()
-            read(width)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if repeat > 0:  # the first pass allocates and chooses kernels
-                seconds[width].append(time.perf_counter() - started)
+    with _reading(model, compile=compile) as read:
+        for repeat in range(REPEATS + 1):
+            for width in widths:
+                started = time.perf_counter()
+                read(width)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                if repeat > 0:  # the first pass allocates and chooses kernels
+                    seconds[width].append(time.perf_counter() - started)
     return {width: median(values) for width, values in seconds.items()}
