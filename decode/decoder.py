@@ -19,6 +19,7 @@ from draftsmith.decode.policies import TREES, Policy, default_policy, exploring,
 from draftsmith.decode.policies.base import usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
+from draftsmith.decode.prompts import prompt_rows, require_known
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng, require_seed
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops
 from draftsmith.decode.target import TransformersTarget
@@ -28,52 +29,6 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import start_token
-
-
-def prompt_rows(
-    input_ids: Tensor | Sequence, attention_mask: Tensor | None = None, *, may_be_empty: bool = False
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the tokens of each prompt, and the padding on its left.
-
-    Accepts [T], [B, T], a list of tokens, or a list of such lists. The model does not read the padding; logits
-    processors and stopping criteria do, as in transformers' `generate`.
-    """
-    paddings: list[list[int]] | None = None
-    if isinstance(input_ids, Tensor):
-        ids = input_ids if input_ids.dim() > 1 else input_ids[None]
-        if attention_mask is not None:
-            mask = attention_mask if attention_mask.dim() > 1 else attention_mask[None]
-            if mask.shape != ids.shape:
-                raise ConfigError.of("attention_mask shape", list(mask.shape), f"that of input_ids, {list(ids.shape)}")
-            rows = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
-            paddings = [row[: int(keep.argmax())].tolist() for row, keep in zip(ids, mask, strict=True)]
-        else:
-            rows = ids.tolist()
-    else:
-        if attention_mask is not None:
-            raise ConfigError("attention_mask with lists of tokens; expected it with a tensor of input_ids only")
-        nested = bool(input_ids) and isinstance(input_ids[0], (list, tuple, Tensor))
-        rows = [torch.as_tensor(row).tolist() for row in input_ids] if nested else [list(input_ids)]
-    for number, row in enumerate(rows):
-        if not row and not may_be_empty:
-            raise ConfigError(f"prompt{f' {number}' if len(rows) > 1 else ''}=0 tokens; expected at least 1")
-    if not rows:
-        raise ConfigError("prompts=0; expected at least 1")
-    return rows, paddings or [[] for _ in rows]
-
-
-def require_known(rows: Sequence[list[int]], model: PreTrainedModel) -> None:
-    """Raise ConfigError for tokens that the model has no embedding for."""
-    embeddings = model.get_input_embeddings().weight
-    assert isinstance(embeddings, Tensor)
-    known = embeddings.shape[0]
-    for number, row in enumerate(rows):
-        for token in (min(row), max(row)) if row else ():
-            if not 0 <= token < known:
-                raise ConfigError(
-                    f"prompt {number} contains token {token}; expected 0 to {known - 1}, the target's vocabulary"
-                )
-
 
 OnTokens = Callable[[list[int], Round | None], None]
 OnBatchTokens = Callable[[int, list[int], Round | None], None]
@@ -127,12 +82,7 @@ class SpeculativeDecoder:
         models = capabilities(target, drafter)
         self._target.capability = models[0]
         if compile:
-            require_compilable(target)
-            for capability in models:
-                if reason := capability.no_trees or capability.no_ragged:
-                    raise ConfigError(
-                        f"compile=True with model_type={capability.kind!r}: {reason}; expected compile=False"
-                    )
+            require_compilable(target, models)
         self._model = target
         self._together = not any(capability.no_ragged for capability in models)
         """Texts of a batch share passes; otherwise they are decoded one after another."""
