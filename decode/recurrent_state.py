@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 MOST_AGAIN = 16
-"""Committed tokens that a mixer reads again; more make each pass wider, fewer make it read its weights twice often."""
+"""Committed tokens that a mixer reads again: more widen its passes, fewer make it read its weights twice more often."""
 RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 """Layer types of transformers whose layers hold such states."""
 _UPDATES = ("update_conv_state", "update_recurrent_state")
