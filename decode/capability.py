@@ -53,6 +53,8 @@ class Capability:
 
 
 ALL = Capability("")
+UNVERIFIED = {"moshi": "its logits with a cache differ from those without"}
+"""Model types whose texts in `generate` differ from those of forward passes, beyond what the comparison reads."""
 _KNOWN: "WeakKeyDictionary[PreTrainedModel, Capability]" = WeakKeyDictionary()
 
 
@@ -102,6 +104,8 @@ def _rank(capability: Capability) -> tuple[bool, bool]:
 def _measured(model: PreTrainedModel) -> Capability:
     """Return what `model` verifies, run as it is now; ConfigError if not even chains."""
     kind = str(getattr(model.config, "model_type", type(model).__name__))
+    if kind in UNVERIFIED:
+        raise ConfigError(f"model_type={kind!r} cannot verify drafts: {UNVERIFIED[kind]}; expected another target")
     accepted = inspect.signature(model.forward).parameters
     if not {"past_key_values", "cache_params", "state"} & set(accepted):
         raise ConfigError(f"model_type={kind!r} takes no past_key_values; expected a model that reads with a cache")

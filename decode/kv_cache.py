@@ -20,6 +20,7 @@ from draftsmith.errors import ConfigError
 FIRST_SLOTS = 256
 """Slots that are allocated in addition to the first text; storage doubles when they are full."""
 
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 OWN_STATES = {
     "minimax": "accepts no cache but its own class",
     "recurrent_gemma": "stores recurrent states in its modules",
@@ -224,9 +225,9 @@ def refuse_other_layers(config: PreTrainedConfig) -> None:
             "discarded; expected another model"
         )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    others = layer_types - {"full_attention", "sliding_attention", "moe", "mlp"} - RECURRENT_TYPES
+    others = layer_types - ATTENTION_TYPES - {"moe", "mlp"} - RECURRENT_TYPES
     if others:
         raise ConfigError(
-            f"model_type={config.model_type!r} has layers of type {sorted(others)}; expected full or sliding attention "
-            "or recurrent layers: others cannot discard rejected draft tokens"
+            f"model_type={config.model_type!r} has layers of type {sorted(others)}; expected attention of type "
+            f"{', '.join(sorted(ATTENTION_TYPES))} or recurrent layers: others cannot discard rejected draft tokens"
         )

@@ -13,8 +13,9 @@ from draftsmith.decode.attention import GROUPED, chain_marker, configs_of, imple
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents
 
-FULL, SLIDING = frozenset({"full_attention", "hybrid"}), frozenset({"sliding_attention", "hybrid_sliding"})
-"""Layer types of transformers that attend to all tokens, and to those in a window."""
+FULL = frozenset({"full_attention", "hybrid"})
+SLIDING = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})
+"""Layer types of transformers that attend to all tokens, and to those in a window or chunk."""
 
 # Shapes: B rows, Q tokens fed, S slots of the cache.
 
@@ -24,7 +25,9 @@ class Attention:
     """The kinds of attention layers of a model, and the form in which it accepts a custom mask."""
 
     window: int | None
-    """Number of tokens that sliding layers attend to, including the query; None without such layers."""
+    """Number of tokens that sliding layers attend to, including the query, or of a chunk; None without such layers."""
+    chunked: bool
+    """Windows are chunks of the text, whose tokens attend to each other (Llama 4)."""
     mixed: bool
     """The model has sliding and full layers, and takes one mask for each kind."""
     chains: str
@@ -62,10 +65,13 @@ class Attention:
         window = getattr(config, "sliding_window", None)
         if window is not None and type(window) is not int:  # transformers checks it only where the family has one
             raise ConfigError.of("sliding_window", window, "a number of tokens in the model's config")
+        chunked = "chunked_attention" in (kinds or ())
+        if chunked:
+            window, chains = config.attention_chunk_size, masked  # flash attention would ignore chunks
         slides = window is not None and (not SLIDING.isdisjoint(kinds) if kinds else _all_slide(config))
         mixed = slides and kinds is not None and not FULL.isdisjoint(kinds)
         configs = tuple(configs_of(model, own)) if {chains, masked} != {own} else ()
-        return cls(window if slides else None, mixed, chains, masked, own, configs, passes == "native")
+        return cls(window if slides else None, chunked, mixed, chains, masked, own, configs, passes == "native")
 
     @property
     def is_flash(self) -> bool:
@@ -80,7 +86,7 @@ class Attention:
     @property
     def slides_alone(self) -> bool:
         """`chain` needs no mask over all slots where a window is exceeded."""
-        return self.native or self.is_flash or self.chains == GROUPED
+        return self.native or (not self.chunked and (self.is_flash or self.chains == GROUPED))
 
     def chain(self, start: int, width: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Return the `attention_mask` argument of a chain of `width` tokens after `start` ones in each row."""
@@ -108,9 +114,13 @@ class Attention:
         full = self.plain(visible_BQS, dtype)
         if self.window is None:
             return full
-        near_BQS = positions_BQ[:, :, None] - positions_BS[:, None] < self.window
-        sliding = self.plain(visible_BQS & near_BQS, dtype)
-        return _by_kind(full, sliding) if self.mixed else sliding
+        query_BQ1, key_B1S = positions_BQ[:, :, None], positions_BS[:, None]
+        if self.chunked:
+            near_BQS = query_BQ1 // self.window == key_B1S // self.window
+        else:
+            near_BQS = query_BQ1 - key_B1S < self.window
+        near = self.plain(visible_BQS & near_BQS, dtype)
+        return _by_kind(full, near) if self.mixed else near
 
     def plain(self, mask_BQS: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the mask [B, 1, Q, S] in the model's form; valid for all layers while no window is exceeded."""

@@ -342,7 +342,10 @@ class EarlyExit(DraftModel):
 def first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
     """Return `target` with only its first `count` layers; the modules are the target's own, not copies."""
     config = deepcopy(target.config)
-    config.num_hidden_layers = count
+    try:
+        config.num_hidden_layers = count
+    except NotImplementedError as error:  # ProphetNet has an encoder's and a decoder's number
+        raise ConfigError(f"model_type={config.model_type!r}; expected another target for early exit") from error
     _keep_types(config, list(range(count)))
     model = _shortened(target, layers_name(target).split("."), config, count)
     assert isinstance(model, PreTrainedModel)
