@@ -1,0 +1,127 @@
+"""The outcome of one class: what the decoder does with a tiny model of it, compared with transformers' `generate`."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_model import EarlyExit
+from draftsmith.heads.draft_tree import Draft
+
+from .tiny import VOCAB, build
+
+PROMPTS = [[7, 8, 9, 20], [5, 4, 3, 6, 22, 21, 25, 24, 23, 26, 30], [11, 12, 50, 31, 40, 41, 42]]
+NEW_TOKENS = 14
+EXACT, WRONG = "exact", "wrong"
+
+
+class NoisyReference(Drafter):
+    """Drafts the known continuation of each text with some tokens replaced, so that rounds end at every depth."""
+
+    type: ClassVar[str] = "noisy-reference"
+    only_retrieves: ClassVar[bool] = True
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], *, branches: bool) -> None:
+        super().__init__()
+        self.texts, self.branches = texts, branches
+
+    def retrieve(self, row: int, room: int) -> Draft:
+        text = self.context.texts[row]
+        prompt, own = next((p, t) for p, t in self.texts.items() if self._belongs(text.source, text.tokens, p))
+        done = len(text.tokens) - (1 if text.source else len(prompt))
+        rng = random.Random(100 * len(prompt) + done)
+        tokens: list[int] = []
+        parents: list[int] = []
+        last = -1
+        for token in own[done : done + min(room, 4)]:
+            other = rng.randrange(3, VOCAB)
+            wrong = rng.random() < 0.2
+            level = [other if wrong else token]
+            if self.branches:  # the right one before or after its sibling, which has a child of its own
+                level = rng.sample([token, other], 2)
+            first = len(tokens)
+            tokens += level
+            parents += [last] * len(level)
+            last = first + (level.index(token) if token in level else 0)
+            if self.branches:
+                tokens.append(rng.randrange(3, VOCAB))
+                parents.append(first + 1 - (last - first))
+            elif wrong:
+                break
+        return Draft(tuple(tokens), tuple(parents))
+
+    @staticmethod
+    def _belongs(source: list[int], tokens: list[int], prompt: tuple[int, ...]) -> bool:
+        return tuple(source or tokens[: len(prompt)]) == prompt
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the decoder does with one class: "exact", "wrong", or the reason why it is refused."""
+
+    family: str
+    name: str
+    broken: str = ""
+    """Why the class cannot be built, or why `generate` itself fails."""
+    chains: str = ""
+    trees: str = ""
+    batch: str = ""
+    early_exit: str = ""
+
+
+def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
+    """Build a tiny model of this class and return what the decoder does with it."""
+    assert kind.config_class is not None
+    family = kind.config_class.model_type
+    empty = Outcome(family, kind.__name__)
+    try:
+        model = build(kind)
+        texts = {tuple(prompt): _generated(model, prompt) for prompt in PROMPTS}
+    except Exception as error:  # whatever transformers raises
+        return replace(empty, broken=_line(error))
+    expected = [*texts.values()]
+    chains, trees = (NoisyReference(texts, branches=branches) for branches in (False, True))
+    return replace(
+        empty,
+        chains=_tried(lambda: _alone(SpeculativeDecoder(model, chains)) == expected),
+        trees=_tried(lambda: _alone(SpeculativeDecoder(model, trees)) == expected),
+        batch=_tried(lambda: _together(SpeculativeDecoder(model, chains)) == expected),
+        early_exit=_tried(lambda: _alone(SpeculativeDecoder(model, EarlyExit(model), draft_length=3)) == expected),
+    )
+
+
+def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Return the text of `generate` after one prompt."""
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    with torch.inference_mode():
+        text = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)  # pyright: ignore
+    return text[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
+
+
+def _alone(decoder: SpeculativeDecoder) -> list[list[int]]:
+    return [decoder.generate(prompt, max_new_tokens=NEW_TOKENS).tokens for prompt in PROMPTS]
+
+
+def _together(decoder: SpeculativeDecoder) -> list[list[int]]:
+    return [output.tokens for output in decoder.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS)]
+
+
+def _tried(same: Callable[[], bool]) -> str:
+    """Return "exact" or "wrong", or the reason of the refusal; other errors are marked as such."""
+    try:
+        return EXACT if same() else WRONG
+    except ConfigError as error:
+        return str(error)
+    except Exception as error:
+        return f"CRASH {_line(error)}"
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,64 @@
+"""`docs/targets.md`: what the decoder does with every class of the installed transformers, one row each."""
+
+from pathlib import Path
+
+import transformers
+
+from .outcome import EXACT, Outcome
+
+PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
+VERSION = f"transformers {transformers.__version__}"
+HEAD = """# Targets
+
+The decoder takes unmodified transformers models. Before it uses one, it compares logits of drafts with those of plain
+forward passes, and so learns which drafts it can verify exactly:
+
+* **chains and trees**: every policy applies;
+* **chains**: a policy with branches is refused with the reason, and the default policy is a chain. Positions or masks
+  that follow indices in the cache are right for a chain and wrong for the siblings of a tree; recurrent layers read one
+  token after the other;
+* **nothing**: the model is refused with the reason.
+
+Texts of a batch share forward passes where the model accepts rows after different numbers of tokens; otherwise they are
+decoded one after another, with the same texts.
+
+The table is the outcome of a test: each class is built with random weights and a few layers in float64, and its greedy
+texts are compared with those of `generate`, for chains, trees and a batch of prompts of different lengths, with drafts
+that are wrong at random positions. `exact` means that all tokens are equal. A model is measured again before it is
+used, so other sizes and options than those of the table may be accepted or refused.
+"""
+TABLE = """
+| family | class | chains | trees | batch | reason |
+|---|---|---|---|---|---|
+"""
+
+
+def row(outcome: Outcome) -> str:
+    """Return the table row of one class."""
+    cells = [outcome.chains, outcome.trees, outcome.batch]
+    shown = [cell if cell == EXACT else "refused" for cell in cells]
+    return " | ".join([f"| `{outcome.family}`", f"`{outcome.name}`", *shown, f"{_reason(outcome)} |"])
+
+
+def _reason(outcome: Outcome) -> str:
+    """Return why the class is refused, or only for trees, in a cell of the table."""
+    text = next((cell for cell in (outcome.chains, outcome.trees) if cell != EXACT), "")
+    text = text.split("reads chains only: ")[-1].removeprefix(f"model_type='{outcome.family}' ")
+    return text.split("; expected")[0].replace("|", "/").replace("[", "").replace("]", "")
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """Return the whole page; classes that cannot be built or generated with are counted below the table."""
+    usable = [outcome for outcome in outcomes if not outcome.broken]
+    broken = [outcome for outcome in outcomes if outcome.broken]
+    exact = sum(outcome.chains == EXACT for outcome in usable)
+    names = ", ".join(f"`{outcome.name}`" for outcome in broken)
+    left_out = f"\nNot in the table, because the tiny model cannot be built or `generate` fails with it: {names}.\n"
+    return "".join([
+        HEAD,
+        f"\n{exact} of the {len(usable)} classes of {VERSION} in this table decode chains exactly. "
+        "`python -m tests.targets` writes this page.\n",
+        TABLE,
+        *(row(outcome) + "\n" for outcome in usable),
+        left_out if broken else "",
+    ])  # fmt: skip

@@ -1,0 +1,35 @@
+"""Every class of the installed transformers against `generate`, and `docs/targets.md` against the outcome."""
+
+import pytest
+
+from .outcome import EXACT, outcome_of
+from .page import PAGE, VERSION, row
+from .tiny import model_classes
+
+CLASSES = model_classes()
+FAST = [
+    "BartForConditionalGeneration", "BloomForCausalLM", "Cohere2ForCausalLM", "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTNeoForCausalLM", "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM",
+    "Lfm2ForCausalLM", "Llama4ForCausalLM", "LlamaForCausalLM", "MambaForCausalLM", "MarianMTModel",
+    "MixtralForCausalLM", "MptForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "RobertaForCausalLM",
+    "T5ForConditionalGeneration", "UMT5ForConditionalGeneration",
+]  # fmt: skip
+OTHERS = [name for name in CLASSES if name not in FAST]
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_texts_are_those_of_generate_or_the_class_is_refused(name: str) -> None:
+    if name not in CLASSES:
+        pytest.skip(f"{VERSION} has no {name}")
+    outcome = outcome_of(CLASSES[name])
+    if name in FAST:
+        assert outcome.chains == EXACT
+        assert outcome.batch == EXACT
+    for cell in (outcome.chains, outcome.trees, outcome.batch, outcome.early_exit):
+        assert cell != "wrong"
+        assert not cell.startswith("CRASH")
+    page = PAGE.read_text(encoding="utf-8")
+    if VERSION in page and (name in FAST or f"`{name}`" in page):
+        assert row(outcome) in page, "run `python -m tests.targets`"
