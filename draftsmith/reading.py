@@ -49,11 +49,16 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
 
-# Dates stay text.
+# Dates stay text, and so do numbers of base 60: YAML 1.1 reads 1:30 as 90.
 _BoundedLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+for _kind in ("int", "float"):
+    _tag = f"tag:yaml.org,2002:{_kind}"
+    _pattern = next(p for found in yaml.SafeLoader.yaml_implicit_resolvers.values() for tag, p in found if tag == _tag)
+    _plain = re.compile(rf"(?!.*:)(?:{_pattern.pattern})", re.VERBOSE)
+    _BoundedLoader.add_implicit_resolver(_tag, _plain, list("-+0123456789."))
 
 
 def _children(node: Any) -> list[Any]:

@@ -307,7 +307,8 @@ def shared_vocabulary(folder: Path | str, name: str | Path, tokenizer: PreTraine
         ConfigError: for a tokenizer with other tokens than the target's.
     """
     try:
-        own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        with without_warnings():
+            own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):
         return None
     except Exception as error:  # tokenizers and configs raise errors without a common base

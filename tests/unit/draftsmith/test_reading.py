@@ -1,6 +1,7 @@
 """Untrusted YAML and JSON: plain values within bounds, or a ValueError; settings `key=value`; errors of one line."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def test_yaml_that_is_refused(text: str, why: str) -> None:
 
 def test_yaml_that_is_read() -> None:
     assert parse_yaml("a: 2024-01-01\nb: 2024-13-45") == {"a": "2024-01-01", "b": "2024-13-45"}
+
+
+def test_numbers_have_no_base_60() -> None:
+    assert parse_yaml("[1:30, 1:2:3, 1:30.5]") == ["1:30", "1:2:3", "1:30.5"]
+    assert parse_yaml("[7, -3, +1, 0x10, 1_000, 1.5, .5, 1.0e-3, .inf]") == [
+        7,
+        -3,
+        1,
+        16,
+        1000,
+        1.5,
+        0.5,
+        0.001,
+        math.inf,
+    ]
     assert parse_yaml("x: &x {a: 1}\ny:\n  <<: *x\n  b: [*x, 0x10, no, ~]") == {
         "x": {"a": 1},
         "y": {"a": 1, "b": [{"a": 1}, 16, False, None]},
