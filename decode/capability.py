@@ -5,8 +5,10 @@ from indices in the cache or ignore masks would give wrong texts without an erro
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,12 +19,14 @@ from transformers import PreTrainedModel
 from draftsmith.decode.attention import Passes, passes_of, run_with
 from draftsmith.decode.encoder_decoder import biased_layers
 from draftsmith.decode.kv_cache import refuse_other_layers
+from draftsmith.decode.masks import Attention
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.recurrent_state import is_recurrent
 from draftsmith.decode.rollback_check import check_rollback
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import text_config
+from draftsmith.provenance import has_cxx_compiler
 
 # Shapes: B texts, N draft nodes of one text, V vocabulary.
 
@@ -74,7 +78,8 @@ def capability_of(model: PreTrainedModel) -> Capability:
     for passes in _ways(model):
         run_with(model, passes)
         try:
-            found = _measured(model)
+            with _evaluating(model):
+                found = _measured(model)
         except ConfigError as error:
             refused = error
             continue
@@ -88,6 +93,18 @@ def capability_of(model: PreTrainedModel) -> Capability:
     _KNOWN[model], passes = best
     run_with(model, passes)
     return _KNOWN[model]
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Turn off dropout: a draft model may come here as it was made, in training mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _ways(model: PreTrainedModel) -> Sequence[Passes]:
@@ -233,3 +250,22 @@ def _gap(model: PreTrainedModel, read_V: Tensor, tokens: list[int]) -> float:
         inputs["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
     expected_V = model(**inputs, use_cache=False).logits[0, -1]
     return float((read_V - expected_V).abs().max() / expected_V.float().std().clamp_min(1e-6))
+
+
+def require_compilable(model: PreTrainedModel, capabilities: Sequence[Capability]) -> None:
+    """Raise ConfigError for a target whose passes have no fixed shape, and where no compiler is installed.
+
+    `capabilities`: of the target and of a draft model; both have to use the positions and masks that they are given.
+    """
+    if model.config.is_encoder_decoder:
+        raise ConfigError("compile=True with an encoder-decoder target; expected compile=False, or a decoder-only one")
+    for capability in capabilities:
+        if reason := capability.no_trees or capability.no_ragged:
+            raise ConfigError(f"compile=True with model_type={capability.kind!r}: {reason}; expected compile=False")
+    if Attention.of(model).is_flash:
+        raise ConfigError("compile=True with flash attention, which takes no mask; expected attn_implementation=sdpa")
+    device = next(model.parameters()).device.type
+    if device == "cpu" and not has_cxx_compiler():
+        raise ConfigError("compile=True without a C++ compiler; expected one (g++ or CXX), or compile=False")
+    if device == "cuda" and find_spec("triton") is None:
+        raise ConfigError("compile=True without the package triton; expected it, or compile=False")

@@ -8,13 +8,10 @@ The slot of a token is a value of a tensor, so the length of a text and the numb
 Prompts, and passes that are wider than `MOST_WIDTH`, are not compiled; they use the same storage.
 """
 
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,9 +24,6 @@ from draftsmith.decode.masks import Attention
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import Watched
 from draftsmith.heads.model_config import context_limit
-
-if TYPE_CHECKING:
-    from draftsmith.decode.capability import Capability  # which runs models, with the passes below
 
 FEWEST_SLOTS, MOST_WIDTH = 128, 128
 RECORDING = 3
@@ -214,28 +208,3 @@ def built_graphs() -> int:
 
 
 # What can be compiled.
-
-
-def require_compilable(model: PreTrainedModel, capabilities: "Sequence[Capability]") -> None:
-    """Raise ConfigError for a target whose passes have no fixed shape, and where no compiler is installed.
-
-    `capabilities`: of the target and of a draft model; both have to use the positions and masks that they are given.
-    """
-    if model.config.is_encoder_decoder:
-        raise ConfigError("compile=True with an encoder-decoder target; expected compile=False, or a decoder-only one")
-    for capability in capabilities:
-        if reason := capability.no_trees or capability.no_ragged:
-            raise ConfigError(f"compile=True with model_type={capability.kind!r}: {reason}; expected compile=False")
-    if Attention.of(model).is_flash:
-        raise ConfigError("compile=True with flash attention, which takes no mask; expected attn_implementation=sdpa")
-    device = next(model.parameters()).device.type
-    if device == "cpu" and not has_cxx_compiler():
-        raise ConfigError("compile=True without a C++ compiler; expected one (g++ or CXX), or compile=False")
-    if device == "cuda" and find_spec("triton") is None:
-        raise ConfigError("compile=True without the package triton; expected it, or compile=False")
-
-
-def has_cxx_compiler() -> bool:
-    """Return whether a C++ compiler is installed, which torch.compile needs on a CPU."""
-    names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++", "cl") if name]
-    return any(map(shutil.which, names))

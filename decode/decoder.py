@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
-from draftsmith.decode.capability import Capability, capability_of
-from draftsmith.decode.compiled import require_compilable
+from draftsmith.decode.capability import Capability, capability_of, require_compilable
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft, now
 from draftsmith.decode.policies import TREES, Policy, default_policy, exploring, plans, policy_named

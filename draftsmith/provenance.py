@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -93,3 +94,9 @@ def environment() -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "command": command_line([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
+
+
+def has_cxx_compiler() -> bool:
+    """Return whether a C++ compiler is installed, which torch.compile needs on a CPU."""
+    names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++", "cl") if name]
+    return any(map(shutil.which, names))

@@ -1,7 +1,5 @@
 """Checks of the machine before a run loads anything; a recipe's own values are checked when it is parsed."""
 
-import os
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +7,7 @@ from draftsmith.distill.chat_template import template_text
 from draftsmith.distill.load_target import EMBEDDED, check_target_name
 from draftsmith.distill.sources import conversation, looks_local, read_source
 from draftsmith.errors import ConfigError
+from draftsmith.provenance import has_cxx_compiler
 from draftsmith.train.recipe import Recipe
 
 
@@ -49,8 +48,7 @@ def _require_tracker(tracker: str) -> None:
 
 def _require_compiler(recipe: Recipe) -> None:
     """Raise ConfigError where torch.compile would fail in the first step for want of a C++ compiler."""
-    names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++", "cl") if name]
-    if recipe.train.compile and not any(map(shutil.which, names)):
+    if recipe.train.compile and not has_cxx_compiler():
         raise ConfigError(
             "train.compile=True without a C++ compiler; expected one (g++ or CXX), or train.compile=false"
         )

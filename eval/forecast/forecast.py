@@ -292,10 +292,7 @@ def predict(
 
 
 def candidates(drafter: Drafter, settings: ForecastSettings, *, trees: bool = True) -> list[Policy | None]:
-    """Return the chains and the other policies to compare; [None] for a drafter that only retrieves.
-
-    `trees`: also a few trees, if the settings name no policies.
-    """
+    """Return the policies to compare, by default chains and `trees`; [None] for a drafter that only retrieves."""
     if drafter.only_retrieves:
         return [None]
     longest = min(settings.max_draft_length, drafter.max_draft_length or settings.max_draft_length)
@@ -393,9 +390,8 @@ def best_of(rows: Sequence[ForecastRow], temperature: float, batch: int) -> Best
 
 
 def _notes(best: Sequence[BestPolicy], prompts: int) -> list[str]:
-    notes = []
-    if prompts < 20:
-        notes.append(f"Forecast from {prompts} prompts: the intervals show the variation between texts.")
+    few = f"Forecast from {prompts} prompts: the intervals show the variation between texts."
+    notes = [few] if prompts < 20 else []
     for temperature in dict.fromkeys(entry["temperature"] for entry in best):
         lost = [e["batch_size"] for e in best if e["temperature"] == temperature and e["drafter"] is None]
         if lost:

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from draftsmith import ConfigError, load_drafter
 from draftsmith.heads import HEADS as TYPES
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.dflash import Windows
+from draftsmith.heads.block_attention import Windows
 from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.hub.export import Exported, export_drafter
 

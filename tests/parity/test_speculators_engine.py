@@ -22,7 +22,8 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL, TrainableDrafter
-from draftsmith.heads.dflash import DFlash, Windows
+from draftsmith.heads.block_attention import Windows
+from draftsmith.heads.dflash import DFlash
 from draftsmith.hub.export import export_drafter
 
 pytestmark = pytest.mark.slow

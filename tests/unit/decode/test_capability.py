@@ -10,6 +10,8 @@ from transformers import (
     BloomForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
     OpenAIGPTConfig,
@@ -147,3 +149,14 @@ def test_a_target_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.decode.capability._measured", None)
     assert capability_of(model) is first
     assert passes_of(model) == "native"
+
+
+def test_dropout_is_off_while_a_model_is_measured() -> None:
+    """A draft model that was just made is in training mode."""
+    torch.manual_seed(2)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.2)).train()
+    model.transformer.h[0].eval()
+    training = [module.training for module in model.modules()]
+    assert model.config.resid_pdrop > 0
+    assert not capability_of(model).no_trees
+    assert [module.training for module in model.modules()] == training

@@ -31,7 +31,7 @@ def _prompt(name: str, tokenizer: PreTrainedTokenizerFast, *turns: str, category
 @pytest.fixture(autouse=True)
 def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs only decide paddings here, and speeds nothing: seconds for each test."""
-    monkeypatch.setattr("draftsmith.eval.harness.measure_costs", lambda *_: Costs({1: 1.0}, {1: 0.1}))
+    monkeypatch.setattr("draftsmith.eval.harness.measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
     monkeypatch.setattr("draftsmith.eval.hf_baseline.TOKENS", 8)
     monkeypatch.setattr("draftsmith.eval.hf_baseline.TRIALS", 1)
 

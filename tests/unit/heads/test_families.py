@@ -18,8 +18,8 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.block_attention import Windows
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.heads.dflash import Windows
 from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
 
 EVEN = list(range(0, 64, 2))
