@@ -3,6 +3,7 @@
     python benchmarks/decoder.py --drafter DRAFT_MODEL                # the embedded target and a draft model for it
     python benchmarks/decoder.py --pair 134m                          # random weights in the shapes of SmolLM2-135M
     python benchmarks/decoder.py --pair tiny                          # random weights, 0.94 million parameters
+    python benchmarks/decoder.py --drafter DRAFT_MODEL --compile       # compiled passes beside uncompiled ones
     python benchmarks/decoder.py --pair 134m --contexts 128 512 2048  # milliseconds a token by context length
 
 All variants decode the same prompts, interleaved in one process; medians over prompts are printed with their ratios.
@@ -13,10 +14,11 @@ the machine.
 
 import argparse
 import inspect
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +35,7 @@ from draftsmith.heads.draft_model import first_layers
 from draftsmith.heads.ngram import Hybrid, PromptLookup
 from draftsmith.provenance import environment
 
+COMPILED = "compiled"
 LOOKUP_TOKENS = 10
 SMOL = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 4096}
@@ -99,6 +102,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--contexts", type=int, nargs="*", help="measure milliseconds a token at these lengths instead")
+    parser.add_argument("--compile", action="store_true", help="compare compiled passes with uncompiled ones, alone")
     parser.add_argument("--cpu-time", action="store_true", help="processor seconds instead of wall-clock seconds")
     return parser.parse_args()
 
@@ -164,6 +168,12 @@ def make_variants(
     for gamma in gammas:
         variants[f"draftsmith: gamma {gamma}"] = ours(drafter, draft_length=gamma)
         variants[f"transformers: assisted, gamma {gamma}"] = theirs(gamma, assistant_model=drafter.model)
+    if options.compile:
+        variants[f"draftsmith: target alone, {COMPILED}"] = ours(compile=True)
+        variants[f"draftsmith: gamma {options.gamma}, {COMPILED}"] = ours(
+            drafter, draft_length=options.gamma, compile=True
+        )
+        return variants
     variants["draftsmith: adaptive"] = ours(drafter, policy="adaptive")
     variants["draftsmith: optimal-tree"] = ours(drafter, policy="optimal-tree")
     variants["draftsmith: hybrid, adaptive"] = ours(Hybrid(drafter), policy="adaptive")
@@ -204,7 +214,13 @@ def compare(options: argparse.Namespace) -> None:
     target, drafter, prompts, learn = load(options)
     variants = make_variants(options, target, drafter, learn)
     names, clock = list(variants), clock_of(options)
-    with timed_forwards(target, drafter.model, clock=clock) as forwards:
+    for name in names:
+        if name.endswith(COMPILED):
+            for prompt in prompts:  # graphs are built for each size of the cache
+                variants[name].run(prompt)
+    # A graph of a timed pass would hold the clock.
+    timing = nullcontext([]) if options.compile else timed_forwards(target, drafter.model, clock=clock)
+    with timing as forwards:
         for number, prompt in enumerate(prompts):
             first = number % len(names)
             for name in names[first:] + names[:first]:
@@ -215,7 +231,7 @@ def compare(options: argparse.Namespace) -> None:
                 seconds = clock() - started
                 if number > 0:
                     variants[name].speeds.append(tokens / seconds)
-                    variants[name].overheads.append(1 - sum(forwards) / seconds)
+                    variants[name].overheads.append(math.nan if options.compile else 1 - sum(forwards) / seconds)
     report(variants, options.gamma)
 
 
@@ -240,7 +256,10 @@ def report(variants: dict[str, Variant], gamma: int) -> None:
         f"gamma {gamma}": (f"draftsmith: gamma {gamma}", f"transformers: assisted, gamma {gamma}"),
         "prompt lookup": ("draftsmith: prompt lookup", "transformers: prompt lookup"),
         "best against best": (best["draftsmith"], best["transformers"]),
+        "compiled, alone": (f"draftsmith: target alone, {COMPILED}", "draftsmith: target alone"),
+        f"compiled, gamma {gamma}": (f"draftsmith: gamma {gamma}, {COMPILED}", f"draftsmith: gamma {gamma}"),
     }
+    pairs = {label: pair for label, pair in pairs.items() if {*pair} <= variants.keys()}
     print("\ndraftsmith / transformers, median over prompts")
     for label, (ours, theirs) in pairs.items():
         print(f"{label:20s} {ratio(ours, theirs):5.2f}   ({ours} / {theirs})")

@@ -63,7 +63,7 @@ class NoisyReference(Drafter):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the decoder does with one class: "exact", "wrong", or the reason why it is refused."""
+    """The outcome of one class: "exact", "wrong", or the reason why it is refused."""
 
     family: str
     name: str

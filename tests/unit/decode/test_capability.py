@@ -1,4 +1,4 @@
-"""What the decoder finds out about a target before it uses it: trees and chains, chains only, or nothing."""
+"""The capability of a model, measured before it is used: trees and chains, chains only, or nothing."""
 
 import pytest
 import torch
