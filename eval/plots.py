@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import StoredRow
@@ -375,6 +375,7 @@ def plot_training(runs: dict[str, list[dict[str, Any]]]) -> Plot:
             axis.set_ylabel(label)
             axis.legend(fontsize=8)
         left.set_yscale("log")
+        left.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
         for formatted in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
             formatted(StrMethodFormatter("{x:g}"))  # the default writes formulas, which `STYLE` shows as text
         middle.set_title("fainter: later draft positions", fontsize=9)
