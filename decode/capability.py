@@ -5,8 +5,7 @@ from indices in the cache or ignore masks would give wrong texts without an erro
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +24,7 @@ from draftsmith.decode.recurrent_state import is_recurrent
 from draftsmith.decode.rollback_check import check_rollback
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.lm_head import evaluating
 from draftsmith.heads.model_config import text_config
 from draftsmith.provenance import has_cxx_compiler
 
@@ -78,7 +78,7 @@ def capability_of(model: PreTrainedModel) -> Capability:
     for passes in _ways(model):
         run_with(model, passes)
         try:
-            with _evaluating(model):
+            with evaluating(model):
                 found = _measured(model)
         except ConfigError as error:
             refused = error
@@ -93,18 +93,6 @@ def capability_of(model: PreTrainedModel) -> Capability:
     _KNOWN[model], passes = best
     run_with(model, passes)
     return _KNOWN[model]
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Turn off dropout: a draft model may come here as it was made, in training mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _ways(model: PreTrainedModel) -> Sequence[Passes]:
@@ -230,7 +218,7 @@ def _ids(model: PreTrainedModel, rows: list[list[int]]) -> Tensor:
 
 
 def _after(model: PreTrainedModel, contexts: list[list[int]]) -> ModelRunner:
-    """Return a runner that has read each context but its last token; the source of each text is its context."""
+    """Return a runner that has read each context but its last token."""
     runner = ModelRunner(model, len(contexts), [_source(model) for _ in contexts])
     runner.append([context[:-1] for context in contexts])
     return runner

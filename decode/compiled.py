@@ -205,6 +205,3 @@ def give_back(model: PreTrainedModel, passes: CompiledPasses) -> None:
 def built_graphs() -> int:
     """Return the number of graphs that have been built."""
     return _BUILT
-
-
-# What can be compiled.

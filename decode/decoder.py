@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from draftsmith.decode.capability import Capability, capability_of, require_compilable
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft, now
-from draftsmith.decode.policies import TREES, Policy, default_policy, exploring, plans, policy_named
+from draftsmith.decode.policies import MAY_BRANCH, Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.policies.base import usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
@@ -333,7 +333,7 @@ def require_readable(policy: Policy, models: Sequence[Capability]) -> None:
     """Raise ConfigError if drafts of `policy` may have branches, and one of the models reads chains only."""
     for capability in models:
         if capability.no_trees and (
-            isinstance(policy, TREES) or any(not draft.is_chain for draft in _examples(policy))
+            isinstance(policy, MAY_BRANCH) or any(not draft.is_chain for draft in _examples(policy))
         ):
             raise ConfigError(capability.refusal(f"policy={policy}"))
 

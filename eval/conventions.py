@@ -19,7 +19,7 @@ from draftsmith.eval.teacher_forced import Rows, agreement, sample_texts
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.eagle3 import Eagle3
-from draftsmith.heads.model_config import text_config
+from draftsmith.heads.model_config import context_limit, text_config
 
 PROMPTS = (
     "Once upon a time",
@@ -48,16 +48,23 @@ class Reading:
     """Whether alpha is clearly higher than as the drafter was read."""
 
 
-def read_both_ways(
+def readings_of(
     target: PreTrainedModel, drafter: TrainableDrafter, tokenizer: PreTrainedTokenizerBase
 ) -> list[Reading]:
     """Return the reading of `drafter` as it is, then those of the conventions nearest to its own.
 
+    None are returned where no text has room for a draft: the contexts are too short, or the target ends at once.
+
     Args:
         drafter: attached to `target`; unchanged on return.
     """
-    prompts = [ids for text in PROMPTS if (ids := tokenizer(text)["input_ids"])]
-    texts = sample_texts(target, prompts, Sampling(1.0), max_new_tokens=TOKENS)
+    limits = [limit for limit in (context_limit(target.config), drafter.context_limit) if limit is not None]
+    rows = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    prompts = [ids for ids in rows if ids and all(len(ids) < limit for limit in limits)]
+    room = min([TOKENS, *(limit - len(ids) for limit in limits for ids in prompts)])
+    texts = sample_texts(target, prompts, Sampling(1.0), max_new_tokens=room)
+    if not any(text.anchors for text in texts):
+        return []
 
     def alphas() -> np.ndarray:
         tables = agreement(target, drafter, texts, 1, [_alpha])

@@ -8,6 +8,8 @@ replaces the output of the lm_head with known numbers, and the model's logits sh
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -118,6 +120,18 @@ def logits_map(model: PreTrainedModel) -> LogitsMap:
     return _MEASURED[model]
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Turn off dropout, in a model that may be in training mode as a whole or in part."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 PROBED = 4
 """Positions of the probe: zeros, ones, `HUGE` and numbers of all magnitudes."""
 HUGE = 1e30
@@ -154,17 +168,16 @@ class _Probe:
 @torch.no_grad()
 def _run(model: PreTrainedModel) -> _Probe:
     """Run the model on a few tokens with the output of its lm_head replaced."""
-    probe, training = _Probe(), model.training
+    probe = _Probe()
     lm_head = model.get_output_embeddings()
     assert lm_head is not None, "checked by logits_map"
     ids_1T = torch.arange(PROBED, device=next(model.parameters()).device)[None]
     inputs = {"input_ids": ids_1T} | ({"decoder_input_ids": ids_1T} if model.config.is_encoder_decoder else {})
     hooks = [lm_head.register_forward_hook(probe.replace), model.base_model.register_forward_hook(probe.keep_final)]
-    model.eval()
     try:
-        probe.result = model(**inputs, use_cache=False).logits
+        with evaluating(model):
+            probe.result = model(**inputs, use_cache=False).logits
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     return probe

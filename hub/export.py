@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.load_target import EMBEDDED, LoadedTarget, check_target_name, load_target
 from draftsmith.errors import ConfigError
-from draftsmith.eval.conventions import Reading, read_both_ways
+from draftsmith.eval.conventions import Reading, readings_of
+from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, is_named, load_drafter, save_drafter
 from draftsmith.heads.formats.common import Serving, Source, name_of
@@ -259,7 +260,10 @@ def _import(request: ImportRequest) -> Imported:
             draft_length=drafter.draft_length_hint,
             tokenizer=loaded.tokenizer,
         )
-    return Imported(drafter, read_both_ways(loaded.model, drafter, loaded.tokenizer) if request.self_test else [])
+    if not request.self_test:
+        return Imported(drafter, [])
+    with stage("comparing the drafter with the target"):
+        return Imported(drafter, readings_of(loaded.model, drafter, loaded.tokenizer))
 
 
 def _require_apart(request: ExportRequest | ImportRequest) -> None:

@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[Callable[..., Policy], dict[str, type]]] = {
 """By name, the constructor of each policy and the types of its settings."""
 PLANNED = ("adaptive", "optimal-tree")
 """Policies that plan with measured costs."""
-TREES = (MeasuredTree, SampledTree, DynamicTree, BestFirst, OptimalTree)
+MAY_BRANCH = (MeasuredTree, SampledTree, DynamicTree, BestFirst, OptimalTree)
 """Policies whose drafts have branches or not, depending on q and on earlier rounds."""
 
 

@@ -14,6 +14,7 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    LlamaForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     PreTrainedModel,
@@ -62,6 +63,30 @@ def make_falcon(dtype: torch.dtype = torch.float32) -> FalconForCausalLM:
 def test_a_llama_reads_trees_and_ragged_batches() -> None:
     capability = capability_of(make_llama())
     assert (capability.kind, capability.no_trees, capability.no_ragged) == ("llama", "", "")
+
+
+class IndexedLlama(LlamaForCausalLM):
+    """Counts positions in the cache, whatever positions it is given."""
+
+    def forward(self, input_ids, position_ids=None, past_key_values=None, **inputs):
+        return super().forward(input_ids, past_key_values=past_key_values, **inputs)
+
+
+class RestartedLlama(LlamaForCausalLM):
+    """Counts positions from 0 in every pass."""
+
+    def forward(self, input_ids, position_ids=None, past_key_values=None, **inputs):
+        inputs |= {"position_ids": torch.arange(input_ids.shape[1])[None].expand(input_ids.shape)}
+        return super().forward(input_ids, past_key_values=past_key_values, **inputs)
+
+
+def test_wrong_positions_show_in_the_logits() -> None:
+    """Both take `position_ids`: only a comparison of logits finds them out."""
+    like = make_llama(initializer_range=0.3)
+    capability = capability_of(IndexedLlama(like.config).eval())
+    assert "logits differ from those of a plain pass by" in capability.no_trees
+    with pytest.raises(ConfigError, match="model_type='llama' cannot verify drafts: logits differ from those of a"):
+        capability_of(RestartedLlama(like.config).eval())
 
 
 @pytest.mark.parametrize(

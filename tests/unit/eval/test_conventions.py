@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.eval.conventions import PROMPTS, read_both_ways
+from draftsmith.eval.conventions import PROMPTS, readings_of
 from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
@@ -65,13 +65,23 @@ def test_the_right_convention_is_found(name: str, tiny_tokenizer: PreTrainedToke
     kind, options, misread, convention = CASES[name]
     target = make_llama(num_hidden_layers=3).requires_grad_(False)
     drafter = fitted(kind, options, target, tiny_tokenizer)
-    right, *others = read_both_ways(target, drafter, tiny_tokenizer)
+    right, *others = readings_of(target, drafter, tiny_tokenizer)
     assert not any(reading.better for reading in others)
     misread(drafter)
-    wrong, *others = read_both_ways(target, drafter, tiny_tokenizer)
+    wrong, *others = readings_of(target, drafter, tiny_tokenizer)
     found = {reading.convention: reading for reading in others}
     assert [reading.convention for reading in others if reading.better] == [convention], found
     assert found[convention].alpha == pytest.approx(right.alpha)
     assert wrong.alpha < right.alpha - 0.02
-    again = read_both_ways(target, drafter, tiny_tokenizer)[0]
+    again = readings_of(target, drafter, tiny_tokenizer)[0]
     assert again.alpha == pytest.approx(wrong.alpha), "the drafter is left as it was"
+
+
+@pytest.mark.parametrize(("context", "tokens"), [(12, 0), (20, 1), (60, 100)])
+def test_short_contexts_limit_the_texts(context: int, tokens: int, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Prompts of 16 to 36 tokens; an import does not fail for want of room."""
+    target = make_llama(max_position_embeddings=context, eos_token_id=None).requires_grad_(False)
+    drafter = HEADS["eagle3"].from_target(target, layers=[1])
+    found = readings_of(target, drafter, tiny_tokenizer)
+    assert len(found) == (3 if tokens else 0)
+    assert all(reading.tokens >= tokens for reading in found)
