@@ -1,15 +1,19 @@
 """Loading for `eval`, `check` and `forecast`: prompts are read once and refused before weights are."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import make_llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
+from draftsmith.errors import ConfigError
 from draftsmith.eval import prompts
+from draftsmith.eval.session import load_session
+from draftsmith.eval.settings import PairSettings
 
 
 @pytest.fixture
@@ -49,6 +53,18 @@ def test_long_prompts_are_refused_before_weights_are_read(
     assert "prompt=200 tokens; expected fewer than the context of 128" in _refused(capsys, *call)
     assert reads == [str(file)]
     assert not out.exists()
+
+
+def test_every_policy_has_to_suit_the_target(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Before anything is decoded, also with policies of which the first works."""
+    config = BloomConfig(vocab_size=len(tiny_tokenizer), hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    policies = ("chain:draft_length=2", "dynamic-tree:size=4,depth=2,top_k=2")
+    settings = PairSettings(str(tmp_path), {"draft": str(tmp_path)}, policies=policies)
+    with pytest.raises(ConfigError, match=r"policy=dynamic-tree.* takes no position_ids"):
+        load_session(settings, None)
+    assert load_session(replace(settings, policies=policies[:1]), None).drafters
 
 
 @pytest.mark.parametrize("command", ["eval", "check", "forecast"])
