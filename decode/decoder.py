@@ -18,7 +18,9 @@ from draftsmith.decode.policies import MAY_BRANCH, Policy, default_policy, explo
 from draftsmith.decode.policies.base import usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
+from draftsmith.decode.prompt_check import check_prompt
 from draftsmith.decode.prompts import prompt_rows, require_known
+from draftsmith.decode.recurrent_state import is_recurrent
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng, require_seed
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops
 from draftsmith.decode.target import TransformersTarget
@@ -28,6 +30,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import start_token
+from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_for
 
 OnTokens = Callable[[list[int], Round | None], None]
 OnBatchTokens = Callable[[int, list[int], Round | None], None]
@@ -118,6 +121,7 @@ class SpeculativeDecoder:
         self,
         input_ids: Tensor | list[int],
         *,
+        inputs: ProcessorInputs | None = None,
         seed: int = 0,
         on_tokens: OnTokens | None = None,
         **settings: Unpack[GenerateSettings],
@@ -127,6 +131,7 @@ class SpeculativeDecoder:
         Args:
             input_ids: the prompt, [T] or [1, T] or a list, at least one token; for an encoder-decoder target, the input
                 of its encoder.
+            inputs: the processor's tensors for a prompt with images, see `generate_batch`.
             seed: seed of all random draws in this call.
             on_tokens: called when tokens are committed: `([first], None)` after the prefill, then `(tokens, round)`,
                 where `tokens[: round.accepted]` were drafted and the last one is the target's.
@@ -140,7 +145,7 @@ class SpeculativeDecoder:
             raise ConfigError.of("input_ids batch", len(rows), "1 prompt per call; `generate_batch` takes several")
 
         forward = None if on_tokens is None else _without_place(on_tokens)
-        return self.generate_batch(rows, seeds=[seed], on_tokens=forward, **settings)[0]
+        return self.generate_batch(rows, inputs=[inputs], seeds=[seed], on_tokens=forward, **settings)[0]
 
     @torch.inference_mode()
     def generate_batch(
@@ -148,6 +153,7 @@ class SpeculativeDecoder:
         input_ids: Tensor | Sequence[list[int]],
         *,
         attention_mask: Tensor | None = None,
+        inputs: Sequence[ProcessorInputs | None] | None = None,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -166,6 +172,8 @@ class SpeculativeDecoder:
 
         Args:
             input_ids: lists of tokens, or [B, T] with `attention_mask` where rows are padded, on either side.
+            inputs: for each prompt the processor's tensors besides its token ids, such as pixel_values, as a batch of
+                one; None for a prompt without images. `input_ids` and `attention_mask` in them are ignored.
             max_new_tokens: maximum number of new tokens for each prompt; reduced to the space in the target's context.
             temperature, top_k, top_p: applied to the target and the drafter alike; temperature 0 is greedy.
             seeds: one seed per prompt, or the first of consecutive seeds.
@@ -195,6 +203,10 @@ class SpeculativeDecoder:
             sequence.source, sequence.padding = source, [] if source else padding
         for sequence, states_TH in zip(sequences, encoder_states or (), strict=encoder_states is not None):
             sequence.encoded = states_TH
+        if inputs is not None and len(inputs) != len(rows):
+            raise ConfigError.of("inputs", len(inputs), f"one entry for each of the {len(rows)} prompts")
+        for sequence, given in zip(sequences, inputs or (), strict=False):
+            sequence.inputs = self._inputs(sequence.tokens, given) if given else None
         prefill_seconds = self._decode(sequences, processors, on_tokens)
         self._last = sequences[0]
         return [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
@@ -203,7 +215,9 @@ class SpeculativeDecoder:
         self, sequences: list[DecodeSequence], processors: Processors, on_tokens: OnBatchTokens | None
     ) -> float:
         """Decode until every sequence has ended and return the seconds of the prefill."""
-        if len(sequences) > 1 and not self._together:
+        # Recurrent layers read whole batches, prompts with images are read one by one.
+        alone = is_recurrent(self._model) and any(sequence.inputs for sequence in sequences)
+        if len(sequences) > 1 and (alone or not self._together):
             return sum(self._decode([sequence], processors, on_tokens) for sequence in sequences)
         widths = None if self.costs is None else self.costs.draft_widths
         policy, target = self.policy, self._target
@@ -258,6 +272,16 @@ class SpeculativeDecoder:
         length = len(prompt) + max_new_tokens
         length = length if limit is None else min(length, limit)
         return DecodeSequence(list(prompt), length, SeededRng(seed), stops, number=number)
+
+    def _inputs(self, prompt: list[int], given: ProcessorInputs) -> ProcessorInputs:
+        """Return the processor's tensors of a prompt, placed for the target; ConfigError where it cannot read them."""
+        if self._model.config.is_encoder_decoder or self._target.compile:
+            what = "compile=True" if self._target.compile else "an encoder-decoder target"
+            raise ConfigError(f"inputs with {what}; expected prompts without images")
+        inputs = inputs_for(self._model, given)
+        if inputs:
+            check_prompt(self._model, prompt, inputs)
+        return inputs
 
     def _prompts(
         self, rows: list[list[int]], decoder_input_ids: Sequence[list[int]] | None

@@ -42,6 +42,8 @@ class WritePosition:
         """The first slot written; None where rows differ."""
         self.slots_BQ: Tensor | None = None
         """The slots written; None where they are the same for all rows."""
+        self.row: int | None = None
+        """The only row that is read; None for all."""
 
 
 class RollbackLayer(CacheLayerMixin):
@@ -50,12 +52,13 @@ class RollbackLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, place: WritePosition, longest: int | None, fixed: bool) -> None:
+    def __init__(self, place: WritePosition, rows: int, longest: int | None, fixed: bool) -> None:
         super().__init__()
-        self._place, self._longest, self._fixed = place, longest, fixed
+        self._place, self._rows, self._longest, self._fixed = place, rows, longest, fixed
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        B, heads, Q, head_dim = key_states.shape
+        _, heads, Q, head_dim = key_states.shape
+        B = self._rows
         self.dtype, self.device = key_states.dtype, key_states.device
         slots = Q + FIRST_SLOTS if self._longest is None else min(Q + FIRST_SLOTS, max(Q, self._longest))
         if self._fixed:
@@ -75,7 +78,10 @@ class RollbackLayer(CacheLayerMixin):
         end = self._place.end
         self._hold(end)
         keys, values = self._storage
-        if len(keys) > len(key_states):  # rows of texts that have ended
+        row = self._place.row
+        if row is not None:
+            keys, values = keys[row : row + 1], values[row : row + 1]
+        elif len(keys) > len(key_states):  # rows of texts that have ended
             keys, values = keys[: len(key_states)], values[: len(key_states)]
         if self._place.slots_BQ is None:
             start = self._place.start
@@ -168,11 +174,12 @@ class RollbackCache(Cache):
         depth = getattr(text_config, "num_decoder_layers", None) or text_config.num_hidden_layers
         self.place = WritePosition()
         self.lengths = [0] * rows
-        self._layers = [RollbackLayer(self.place, longest, fixed) for _ in range(depth)]
+        self._layers = [RollbackLayer(self.place, rows, longest, fixed) for _ in range(depth)]
         super().__init__(layers=[*self._layers])
 
     def aim(self, starts: list[int], count: int, device: torch.device) -> None:
         """Set the slots of the next forward pass: `count` tokens per row, starting at `starts`."""
+        self.place.row = None
         self.place.end = max(starts) + count
         if min(starts) == max(starts):
             self.place.start, self.place.slots_BQ = starts[0], None
@@ -180,6 +187,10 @@ class RollbackCache(Cache):
             steps_Q = torch.arange(count, device=device)
             self.place.start = None
             self.place.slots_BQ = torch.tensor(starts, device=device)[:, None] + steps_Q
+
+    def aim_at(self, row: int, count: int) -> None:
+        """Set the slots of a forward pass over the first `count` tokens of one row."""
+        self.place.row, self.place.start, self.place.end, self.place.slots_BQ = row, 0, count, None
 
     def keep(self, slots: list[list[int]]) -> None:
         """Commit for each row the tokens in these slots, in order; slots are counted from the end of its tokens."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.compiled import HEAD, MOST_WIDTH, CompiledPasses, PassInputs, give_back, take_passes
+from draftsmith.decode.drafted import Drafted
 from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention, tree_mask
@@ -21,6 +22,7 @@ from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Parents, chain_parents, depths_of
 from draftsmith.heads.hidden_states import Watched, feature_modules
 from draftsmith.heads.model_config import context_limit, text_config
+from draftsmith.heads.processor_inputs import ProcessorInputs, prompt_positions
 
 # Shapes: B rows, Q tokens fed to each, S slots of the cache, H hidden size, V vocabulary.
 
@@ -64,7 +66,7 @@ class ModelRunner:
         self._cache = RollbackCache(model.config, rows, longest) if self._passes is None else self._passes.cache
         self._usual = width
         self._mixers = Mixers(model, text_config(model), self._cache, rows)
-        self._drafted = _Drafted()
+        self._drafted = Drafted()
         self._attention = Attention.of(model)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
         self._widths = widths if widths and rows == 1 and not self._attention.is_flash else {}
@@ -93,6 +95,8 @@ class ModelRunner:
         if self._positions_name is None and not self._biased:
             self._widths = {}  # positions of padding would follow those of the tokens, maybe beyond the context
         self._takes_keep = "logits_to_keep" in accepted
+        self._shift_B1: Tensor | None = None
+        """Position minus index of the tokens after the prompt, see `prompt_positions`; None: 0."""
 
     @property
     def lengths(self) -> list[int]:
@@ -130,6 +134,36 @@ class ModelRunner:
         rows_B = torch.arange(len(lasts), device=self._device)
         self.states = states[rows_B, place_B] if states is not None else self.states
         return logits[rows_B, place_B]
+
+    def read_prompts(self, tokens: list[list[int]], inputs: Sequence[ProcessorInputs | None]) -> Tensor:
+        """Read whole prompts one after another, with the processor's tensors; return the logits [B, V] after them.
+
+        As in `generate`, the model makes the masks itself: inside an image they may be bidirectional (Gemma 3).
+        """
+        logits, states, features, shifts = [], [], [], []
+        for row, (ids, given) in enumerate(zip(tokens, inputs, strict=True)):
+            ids_1T = self._ids([ids], len(ids))
+            positions, shift = (None, 0) if not given else prompt_positions(self.model, ids_1T, given)
+            shifts.append(shift)
+            arguments: dict[str, object] = {"input_ids": ids_1T, self._cache_name: self._cache, **(given or {})}
+            if self._positions_name is not None:
+                plain_1T = torch.arange(len(ids), device=self._device)[None]
+                arguments[self._positions_name] = plain_1T if positions is None else positions
+            if self._takes_keep:
+                arguments["logits_to_keep"] = 1
+            self._cache.aim_at(row, len(ids))
+            with self._mixers.reading(len(ids), [len(ids)]):
+                output = self.model(**arguments, use_cache=True)
+            self._cache.lengths[row] = len(ids)
+            logits.append(output.logits[:, -1])
+            states.append(self._seen[HEAD][:, -1] if HEAD in self._modules else None)
+            if self._layers:
+                features.append(torch.cat([self._seen[layer] for layer in self._layers], -1)[0])
+            self._seen.clear()
+        self._shift_B1 = torch.tensor(shifts, device=self._device)[:, None] if any(shifts) else None
+        self.features_BQF = nn.utils.rnn.pad_sequence(features, batch_first=True) if features else None
+        self.states = torch.cat(states) if HEAD in self._modules else self.states
+        return torch.cat(logits)
 
     def extend(self, level: Level, features_BnF: Tensor | None = None) -> Tensor:
         """Read the next level of draft nodes and return the logits [B, n, V] after them."""
@@ -209,7 +243,7 @@ class ModelRunner:
         """Keep these draft slots of each row, in order, and discard all other draft tokens."""
         self._mixers.keep(slots)
         self._cache.keep(slots)
-        self._drafted = _Drafted()
+        self._drafted = Drafted()
 
     def close(self) -> None:
         """Leave compiled passes to later texts; this runner is not used again."""
@@ -221,6 +255,8 @@ class ModelRunner:
         """Keep only these rows, in this order."""
         self._cache.drop(rows)
         self._mixers.drop(rows)
+        if self._shift_B1 is not None:
+            self._shift_B1 = self._shift_B1[rows]
         if self._encoded is not None:
             self._encoded.drop(rows)
 
@@ -269,19 +305,6 @@ class ModelRunner:
         drafted_BQS = visible_BQR.expand(len(starts), -1, -1).gather(2, index_BQS) & (slot_BS < R)[:, None]
         return drafted_BQS | (slot_BS < 0)[:, None]
 
-    def _slot_positions(self, end: int, positions_BQ: Tensor, starts: list[int]) -> Tensor:
-        """Return the position in its text of the token in each slot, including the tokens being read: [B, S]."""
-        slots_BS = torch.arange(end).expand(len(starts), end).clone()
-        for row, depths in enumerate(self._drafted.depths):
-            base = self.lengths[row]
-            for slot, depth in enumerate(depths):
-                slots_BS[row, base + slot] = base + depth - 1
-        slots_BS = slots_BS.to(self._device)
-        for row, start in enumerate(starts):
-            count = min(positions_BQ.shape[1], end - start)
-            slots_BS[row, start : start + count] = positions_BQ[row, :count]
-        return slots_BS
-
     # The forward pass.
 
     def _forward(
@@ -307,7 +330,7 @@ class ModelRunner:
         if not is_chain and attention.native:
             raise ConfigError("draft of rows of different lengths, or with branches; expected chains of equal rows")
         if slides or self._biased:
-            positions_BS = self._slot_positions(end, positions_BQ, starts)
+            positions_BS = self._drafted.positions(self.lengths, end, positions_BQ, starts)
             if visible_BQS is None:
                 visible_BQS = self._ragged_chain(starts, width)
             if self._biased:
@@ -319,7 +342,7 @@ class ModelRunner:
             mask = attention.plain(visible_BQS, self._dtype)
         inputs: dict[str, object] = {"use_cache": True}
         if self._positions_name is not None:
-            inputs[self._positions_name] = positions_BQ
+            inputs[self._positions_name] = positions_BQ if self._shift_B1 is None else positions_BQ + self._shift_B1
         if self._takes_keep and keep is not None:
             inputs["logits_to_keep"] = 1 if keep == [width - 1] else torch.tensor(keep, device=self._device)
         if self._encoded is not None:
@@ -353,7 +376,7 @@ class ModelRunner:
             visible_BQS = nn.functional.pad(visible_BQS, (0, passes.slots - visible_BQS.shape[2]))
             visible_BQS = visible_BQS.expand(len(starts), -1, -1)
             if self._attention.window is not None:
-                positions_BS = self._slot_positions(passes.slots, positions_BQ, starts)
+                positions_BS = self._drafted.positions(self.lengths, passes.slots, positions_BQ, starts)
         starts_B = torch.tensor(starts, device=self._device)
         inputs = PassInputs(ids_BQ, starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF)
         output = passes.run(self.model, inputs, self._modules, self._layers)
@@ -367,19 +390,3 @@ def _columns(logits_BQV: Tensor, states_BQH: Tensor | None, keep: list[int] | No
         logits_BQV = logits_BQV[:, keep]
         states_BQH = states_BQH[:, keep] if states_BQH is not None and states_BQH.shape[1] != len(keep) else states_BQH
     return logits_BQV, states_BQH
-
-
-class _Drafted:
-    """The draft tokens that the cache holds after the committed ones, in the same slots for every row."""
-
-    def __init__(self) -> None:
-        self.slots = 0
-        self.depths: list[list[int]] = []
-        """For each row the depth of the token in each slot."""
-        self.visible: Tensor | None = None
-        """[B, n, slots]: the slots that the nodes of the last level see; None while every level has one node."""
-
-    def read(self, count: int, depths: Sequence[list[int]]) -> None:
-        """Add `count` tokens of every row."""
-        self.slots += count
-        self.depths = [old + new for old, new in zip(self.depths or [[] for _ in depths], depths, strict=True)]

@@ -10,6 +10,7 @@ from transformers import StoppingCriteria
 
 from draftsmith.decode.policies.base import Policy
 from draftsmith.decode.sampling import Rng
+from draftsmith.heads.processor_inputs import ProcessorInputs
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class DecodeSequence:
     source: list[int] = field(default_factory=list)
     encoded: Tensor | None = None
     """[T, H]: the encoder's output for the source, if it was computed before."""
+    inputs: ProcessorInputs | None = None
+    """The processor's tensors of the prompt, which the target alone reads."""
     padding: list[int] = field(default_factory=list)
     """Padding on the left of the prompt in a batch; read by processors and criteria only, as in `generate`."""
     number: int = 0

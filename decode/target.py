@@ -86,7 +86,10 @@ class TransformersTarget:
             width=self.width,
         )
         self._counts = [len(text.tokens) for text in texts]
-        return self._runner.append([text.tokens for text in texts])
+        prompts = [text.tokens for text in texts]
+        if any(text.inputs for text in texts):
+            return self._runner.read_prompts(prompts, [text.inputs for text in texts])
+        return self._runner.append(prompts)
 
     def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
         if self.capability.no_trees and any(shape != chain_parents(len(shape)) for shape in shapes):

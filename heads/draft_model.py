@@ -331,7 +331,7 @@ class EarlyExit(DraftModel):
     def __init__(self, target: PreTrainedModel, *, layers: int | None = None) -> None:
         if target.config.is_encoder_decoder:
             raise ConfigError(f"model_type={target.config.model_type!r}; expected a decoder-only target for early exit")
-        depth: int = target.config.num_hidden_layers
+        depth: int = text_config(target).num_hidden_layers
         layers = max(1, depth // 4) if layers is None else layers
         if not 1 <= layers < depth:
             raise ConfigError.of("layers", layers, f"1 to {depth - 1}, fewer than the target has")
@@ -342,24 +342,30 @@ class EarlyExit(DraftModel):
 def first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
     """Return `target` with only its first `count` layers; the modules are the target's own, not copies."""
     config = deepcopy(target.config)
+    text = config.get_text_config(decoder=True)
     try:
-        config.num_hidden_layers = count
+        text.num_hidden_layers = count
     except NotImplementedError as error:  # ProphetNet has an encoder's and a decoder's number
         raise ConfigError(f"model_type={config.model_type!r}; expected another target for early exit") from error
-    _keep_types(config, list(range(count)))
-    model = _shortened(target, layers_name(target).split("."), config, count)
+    _keep_types(text, list(range(count)))
+    model = _shortened(target, layers_name(target).split("."), {type(text): text, type(config): config}, count)
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def _shortened(module: nn.Module, path: list[str], config: PreTrainedConfig, count: int) -> nn.Module:
-    """Return a shallow copy of `module` in which the list of layers at `path` has `count` entries."""
+def _shortened(
+    module: nn.Module, path: list[str], configs: dict[type[PreTrainedConfig], PreTrainedConfig], count: int
+) -> nn.Module:
+    """Return a shallow copy of `module` in which the list of layers at `path` has `count` entries.
+
+    `configs`: of the model, and of its language model where that has one of its own.
+    """
     if not path:
         assert isinstance(module, nn.ModuleList)
         return nn.ModuleList(list(module)[:count])
     clone = copy(module)
     clone._modules = dict(module._modules)
     if "config" in clone.__dict__:
-        clone.__dict__["config"] = config
-    clone._modules[path[0]] = _shortened(module.get_submodule(path[0]), path[1:], config, count)
+        clone.__dict__["config"] = configs[type(clone.__dict__["config"])]
+    clone._modules[path[0]] = _shortened(module.get_submodule(path[0]), path[1:], configs, count)
     return clone

@@ -124,6 +124,10 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth
     ]
     wanted = 2 if model.config.is_encoder_decoder else 1
+    if wanted == 1:  # the part that reads images may have as many layers
+        decoder = model.get_decoder()
+        prefix = next((name for name, module in model.named_modules() if module is decoder), "")
+        names = [name for name in names if name.startswith(prefix)] or names
     if len(names) < wanted:
         raise ConfigError(
             f"model {type(model).__name__} has no list of {depth} layers to copy from; expected init='random'"

@@ -1,0 +1,106 @@
+"""Prompts with images against transformers' `generate`, in float64: chains, trees and batches of different prompts."""
+
+import pytest
+import torch
+from targets.outcome import NoisyReference
+from torch import Tensor
+from transformers import PreTrainedModel
+from vision_models import FAMILIES, ImagePrompt, build, prompt, two_images
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode.policies import StaticTree, widths_shape
+from draftsmith.decode.sampling import SeededRng
+from draftsmith.decode.sequence import DecodeSequence
+from draftsmith.decode.target import TransformersTarget
+from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
+from draftsmith.heads.base import FINAL
+from draftsmith.heads.draft_model import EarlyExit
+
+NEW_TOKENS = 16
+SEED = {"gemma3": 3, "llava": 2}
+"""Of weights whose texts are less repetitive than with seed 0."""
+
+
+def prompts(family: str) -> list[ImagePrompt]:
+    """Return prompts of different lengths with images of different sizes, two images, and no image."""
+    return [
+        prompt(family, 0, [7, 8, 9], [20, 21, 22]),
+        prompt(family, 1, [5, 4], [23], grid=(4, 4)),
+        two_images(family, 2, [11, 12, 13]),
+        ImagePrompt([7, 8, 9, 20, 21], {}),
+    ]
+
+
+@torch.inference_mode()
+def generated(model: PreTrainedModel, asked: ImagePrompt) -> list[int]:
+    text = model.generate(**asked.whole(), max_new_tokens=NEW_TOKENS, do_sample=False)  # pyright: ignore
+    return text[0, len(asked.ids) :].tolist()
+
+
+def alone(decoder: SpeculativeDecoder, asked: list[ImagePrompt]) -> list[list[int]]:
+    return [decoder.generate(one.ids, inputs=one.inputs, max_new_tokens=NEW_TOKENS).tokens for one in asked]
+
+
+def together(decoder: SpeculativeDecoder, asked: list[ImagePrompt]) -> list[list[int]]:
+    rows, inputs = [one.ids for one in asked], [one.inputs or None for one in asked]
+    return [out.tokens for out in decoder.generate_batch(rows, inputs=inputs, max_new_tokens=NEW_TOKENS)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_texts_are_those_of_generate(family: str) -> None:
+    model, asked = build(family, SEED.get(family, 0)), prompts(family)
+    texts = [generated(model, one) for one in asked]
+    assert len({tuple(text) for text in texts}) == len(texts), "the texts have to tell prompts apart"
+    known = {tuple(one.ids): text for one, text in zip(asked, texts, strict=True)}
+    chains, trees = (SpeculativeDecoder(model, NoisyReference(known, branches=branches)) for branches in (False, True))
+    assert alone(chains, asked) == texts
+    assert together(chains, asked) == texts
+    if family == "qwen3_5":
+        with pytest.raises(ConfigError, match="reads chains only: its recurrent layers"):
+            together(trees, asked)
+        return
+    assert alone(trees, asked) == texts
+    assert together(trees, asked) == texts
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llava"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "early-exit"])
+def test_drafters_on_prompts_with_images(family: str, kind: str) -> None:
+    model, asked = build(family, SEED.get(family, 0)), prompts(family)
+    options = {"eagle3": {"layers": (1, 1, 2)}}
+    make = EarlyExit if kind == "early-exit" else HEADS[kind].from_target
+    torch.manual_seed(1)
+    drafter = make(model, **options.get(kind, {})).double().eval()
+    decoder = SpeculativeDecoder(model, drafter, policy=StaticTree(widths_shape((2, 2))))
+    texts = [generated(model, one) for one in asked]
+    assert alone(decoder, asked) == texts
+    assert together(decoder, asked) == texts
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "idefics3"])
+def test_states_of_the_prompt_are_those_of_the_model_with_the_images(family: str) -> None:
+    """As drafters read them: of every token of the prompt, those of images included."""
+    model, asked = build(family), prompts(family)
+    texts = [DecodeSequence(list(one.ids), len(one.ids) + NEW_TOKENS, SeededRng(0), inputs=one.inputs) for one in asked]
+    target = TransformersTarget(model)
+    target.prefill(texts, layers=(1, FINAL))
+    for row, one in enumerate(asked):
+        layer_1_TH, final_TH = outputs_of_layers(model, one)
+        features_TF = target.features(row)
+        assert features_TF is not None
+        torch.testing.assert_close(features_TF, torch.cat([layer_1_TH, final_TH], -1))
+        hidden_BH = target.hidden([-1] * len(asked))
+        assert hidden_BH is not None
+        torch.testing.assert_close(hidden_BH[row], final_TH[-1])
+
+
+def outputs_of_layers(model: PreTrainedModel, one: ImagePrompt) -> tuple[Tensor, Tensor]:
+    """Return the output of the first layer of the language model, and its final states."""
+    kept: list[Tensor] = []
+    layer = model.get_decoder().layers[0]
+    handle = layer.register_forward_hook(lambda _, __, output: kept.append(output))
+    final_TH = model.base_model(**one.whole()).last_hidden_state[0]
+    handle.remove()
+    return kept[0][0], final_TH
