@@ -1,4 +1,4 @@
-"""Target and drafter at the tokens of one draft position, as rows of log-probabilities of the same events.
+"""Target and drafter at the tokens of the draft positions, as rows of log-probabilities of the same events.
 
 If the target's hidden states are known, the events are the tokens of the drafter's vocabulary. If a file holds only the
 target's most likely tokens, the events are these and a tail, 'any other token'. Merging events hides differences inside
@@ -6,7 +6,7 @@ the tail: by the data-processing inequality every divergence is then a lower bou
 bound.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from draftsmith.heads.base import DraftStates, TeacherSignals
 
-# Shapes: B texts, T positions, N tokens, V vocabulary, D draft vocabulary or drafter hidden size, H target hidden size,
-# E events or known tokens.
+# Shapes: B texts, T positions, X = B * T, N tokens or positions, n tokens of a chunk, V vocabulary, D draft vocabulary
+# or drafter hidden size, H target hidden size, E events or known tokens.
 
 LmHead = Callable[[Tensor], Tensor]
 NOTHING = -1e30
@@ -39,56 +39,84 @@ class TeacherOutput:
 
     hidden_NH: Tensor
     """[N, 0] if `top` is given."""
+    labels_N: Tensor
+    """The text's next token, -1 if there is none."""
     top: TopTokens | None = None
 
-    def at(self, place: slice) -> "TeacherOutput":
+    def at(self, place: slice | Tensor) -> "TeacherOutput":
         """Return the output at a part of the positions."""
         top = None if self.top is None else TopTokens(*(part[place] for part in self.top))
-        return TeacherOutput(self.hidden_NH[place], top)
+        return TeacherOutput(self.hidden_NH[place], self.labels_N[place], top)
 
 
 @dataclass(frozen=True)
 class Position:
-    """The unmasked tokens of one draft position."""
+    """The unmasked tokens of one draft position, in the order of the target's positions."""
 
     entry: DraftStates
     student_ND: Tensor
-    known: TeacherOutput
-    labels_N: Tensor
-    """The text's next token, -1 if there is none."""
+    rows_N: Tensor
+    """Row of each token in the target's output, ascending and distinct."""
     anchors: tuple[Tensor, ...]
     """(row, column) of each token in the grid of anchors; the positions of one draft have the same anchor."""
     grid: torch.Size
 
 
-def position_of(entry: DraftStates, signals: TeacherSignals) -> Position:
-    """Select the unmasked states of one draft position, and the target's outputs that they should agree with."""
+class Aligned(NamedTuple):
+    """All draft positions, and the target at every position that at least one of them is trained towards."""
+
+    positions: list[Position]
+    known: TeacherOutput
+
+    def bounds(self, size: int) -> list[list[int]]:
+        """Return for each draft position where its tokens divide, when the target's rows divide into chunks of `size`.
+
+        Draft position k has tokens bounds[k][c] to bounds[k][c + 1] in chunk c.
+        """
+        count = self.known.labels_N.shape[0]
+        edges = torch.arange(0, count + size, size, device=self.known.labels_N.device)
+        return [torch.bucketize(edges, position.rows_N).tolist() for position in self.positions]
+
+
+def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> Aligned:
+    """Select the unmasked states of every draft position, and the target's outputs that they should agree with."""
+    T = signals.mask_BT.shape[1]
+    chosen = [_trained(entry, signals) for entry in unrolled]
+    taught_X = torch.zeros_like(signals.mask_BT).flatten()
+    for _, place_N in chosen:
+        taught_X[place_N] = True
+    row_X = taught_X.cumsum(0) - 1
+    positions = [
+        Position(entry, entry.hidden_BTD[anchors], row_X[place_N], anchors, _grid(entry, signals))
+        for entry, (anchors, place_N) in zip(unrolled, chosen, strict=True)
+    ]
+    next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
+    labels_BT = nn.functional.pad(next_BT, (0, 1), value=-1)
+    taught_BT, top = taught_X.view(-1, T), None
+    if signals.top_ids_BTE is not None and signals.top_log_BTE is not None:
+        top = TopTokens(signals.top_ids_BTE[taught_BT], signals.top_log_BTE[taught_BT])
+    return Aligned(positions, TeacherOutput(signals.hidden_BTH[taught_BT], labels_BT[taught_BT], top))
+
+
+def _trained(entry: DraftStates, signals: TeacherSignals) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return (row, column) of each trained state, and its target's place in the flattened batch, ascending."""
+    T = signals.mask_BT.shape[1]
     if entry.places_BT is None:
-        width = max(0, signals.mask_BT.shape[1] - entry.offset)
         mask_BT = signals.mask_BT[:, entry.offset :]
         if signals.documents_BT is not None:
             documents_BT = signals.documents_BT
-            mask_BT = mask_BT & (documents_BT[:, :width] == documents_BT[:, entry.offset :])
-        states_BTD = entry.hidden_BTD[:, :width]
-        known, labels_N = _taught(signals, lambda x_BT: x_BT[:, entry.offset :][mask_BT])
-        anchors = mask_BT.nonzero(as_tuple=True)
-        return Position(entry, states_BTD[mask_BT], known, labels_N, anchors, signals.mask_BT.shape)
+            mask_BT = mask_BT & (documents_BT[:, : max(0, T - entry.offset)] == documents_BT[:, entry.offset :])
+        row_N, column_N = mask_BT.nonzero(as_tuple=True)
+        return (row_N, column_N), row_N * T + column_N + entry.offset
     places_BT = entry.places_BT.clamp_min(0)
     mask_BT = signals.mask_BT.gather(1, places_BT) & (entry.places_BT >= 0)
-    rows_B1 = torch.arange(places_BT.shape[0], device=places_BT.device)[:, None]
-    known, labels_N = _taught(signals, lambda x_BT: x_BT[rows_B1, places_BT][mask_BT])
-    anchors = mask_BT.nonzero(as_tuple=True)
-    return Position(entry, entry.hidden_BTD[mask_BT], known, labels_N, anchors, mask_BT.shape)
+    row_N, column_N = mask_BT.nonzero(as_tuple=True)
+    place_N, order_N = (row_N * T + places_BT[row_N, column_N]).sort()
+    return (row_N[order_N], column_N[order_N]), place_N
 
 
-def _taught(signals: TeacherSignals, pick: Callable[[Tensor], Tensor]) -> tuple[TeacherOutput, Tensor]:
-    """Return the target's outputs and the text's next tokens at the positions that `pick` selects from [B, T, ...]."""
-    next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
-    labels_BT = nn.functional.pad(next_BT, (0, 1), value=-1)
-    top = None
-    if signals.top_ids_BTE is not None and signals.top_log_BTE is not None:
-        top = TopTokens(pick(signals.top_ids_BTE), pick(signals.top_log_BTE))
-    return TeacherOutput(pick(signals.hidden_BTH), top), pick(labels_BT)
+def _grid(entry: DraftStates, signals: TeacherSignals) -> torch.Size:
+    return signals.mask_BT.shape if entry.places_BT is None else entry.places_BT.shape
 
 
 class Rows(NamedTuple):
@@ -102,49 +130,68 @@ class Rows(NamedTuple):
     """The drafter's, for its whole vocabulary."""
 
 
+class TargetChunk:
+    """The target at a chunk of positions: its logits are computed once, for all draft positions.
+
+    Args:
+        known: at the positions of the chunk.
+        temperatures: those at which the objective needs p.
+        vocabulary_D: see `DraftStates`.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, known: TeacherOutput, lm_head: LmHead, temperatures: Sequence[float], vocabulary_D: Tensor | None
+    ) -> None:
+        self.known, self._vocabulary_D = known, vocabulary_D
+        self._p_log: dict[float, Tensor] = {}
+        if known.top is not None:
+            best_N1 = known.top.log_NE.where(known.top.ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
+            argmax_N = known.top.ids_NE.gather(-1, best_N1)[:, 0]
+        else:
+            p_NV = at_least_float32(lm_head(known.hidden_NH))
+            argmax_N = p_NV.argmax(-1)
+            for temperature in temperatures:
+                p_log_NV = _tempered(p_NV, temperature).log_softmax(-1)
+                self._p_log[temperature] = p_log_NV if vocabulary_D is None else p_log_NV[:, vocabulary_D]
+        self._argmax_N = draft_rows(argmax_N, vocabulary_D)
+
+    def compare(self, student_nD: Tensor, rows_n: Tensor, entry: DraftStates) -> "Compared":
+        """Compute the drafter's logits at some positions of the chunk; `rows_n`: ascending and distinct."""
+        whole = rows_n.shape == self._argmax_N.shape  # then the rows are all of the chunk, in order
+        pick: Callable[[Tensor], Tensor] = (lambda x: x) if whole else (lambda x: x[rows_n])
+        known = self.known if whole else self.known.at(rows_n)
+        p_log = {temperature: pick(p_log_NE) for temperature, p_log_NE in self._p_log.items()}
+        return Compared(
+            pick(self._argmax_N), p_log, at_least_float32(entry.head(student_nD)), known, self._vocabulary_D
+        )
+
+
 @dataclass(frozen=True)
 class Compared:
-    """Target and drafter at N positions, before a temperature is applied."""
+    """Target and drafter at N positions."""
 
     target_argmax_N: Tensor
     """The target's most likely token as a row of the drafter's vocabulary; -1 if it is not in there."""
-    p_NV: Tensor | None
-    """The target's logits; None if only the `top` tokens are known."""
+    p_log_NE: Mapping[float, Tensor]
+    """The target's log-probabilities by temperature; empty if only the `top` tokens are known."""
     q_ND: Tensor
-    """The drafter's logits."""
-    top: TopTokens | None
+    """The drafter's logits, before a temperature is applied."""
+    known: TeacherOutput
     vocabulary_D: Tensor | None
 
     def at(self, temperature: float) -> Rows:
         """Return the rows at a temperature, over the drafter's vocabulary or over the known tokens and the tail."""
         q_log_ND = _tempered(self.q_ND, temperature).log_softmax(-1)
-        if self.top is not None:
+        if self.known.top is not None:
             assert temperature == 1, "the probability of the tail is known at temperature 1 only"
-            return Rows(*known_and_tail(self.top, q_log_ND, self.vocabulary_D), q_log_ND)
-        assert self.p_NV is not None
-        with torch.no_grad():
-            p_log_NV = _tempered(self.p_NV, temperature).log_softmax(-1)
-            p_log_ND = p_log_NV if self.vocabulary_D is None else p_log_NV[:, self.vocabulary_D]
-        return Rows(p_log_ND, q_log_ND, q_log_ND)
+            return Rows(*known_and_tail(self.known.top, q_log_ND, self.vocabulary_D), q_log_ND)
+        return Rows(self.p_log_NE[temperature], q_log_ND, q_log_ND)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits by the temperature; at 1 return them without a copy."""
     return logits if temperature == 1 else logits / temperature
-
-
-def compare(student_ND: Tensor, known: TeacherOutput, entry: DraftStates, lm_head: LmHead) -> Compared:
-    """Compute the logits of target and drafter at the same tokens."""
-    p_NV = None
-    with torch.no_grad():
-        if known.top is None:
-            p_NV = at_least_float32(lm_head(known.hidden_NH))
-            target_argmax_N = p_NV.argmax(-1)
-        else:
-            best_N1 = known.top.log_NE.where(known.top.ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
-            target_argmax_N = known.top.ids_NE.gather(-1, best_N1)[:, 0]
-        target_argmax_N = draft_rows(target_argmax_N, entry.vocabulary_D)
-    return Compared(target_argmax_N, p_NV, at_least_float32(entry.head(student_ND)), known.top, entry.vocabulary_D)
 
 
 def known_and_tail(top: TopTokens, q_log_ND: Tensor, vocabulary_D: Tensor | None) -> tuple[Tensor, Tensor]:

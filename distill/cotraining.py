@@ -6,6 +6,7 @@ With Medusa heads this is Medusa-2 (Cai et al. 2024, arXiv:2401.10774, section 2
 """
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.distill.alignment import LmHead, at_least_float32
-from draftsmith.distill.losses import chunked_sums, forward_kl
+from draftsmith.distill.losses import Part, forward_kl, summed_loss
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import final_states
 from draftsmith.heads.lm_head import logits_head
@@ -143,10 +144,13 @@ def adapted_fingerprint(base: str, tensors: dict[str, Tensor]) -> str:
 def quality_kl(lm_head: LmHead, original_NH: Tensor, adapted_NH: Tensor, chunk_tokens: int) -> Tensor:
     """Return the summed KL(original || adapted) in nats, computed in chunks; the gradient flows to `adapted_NH`."""
 
-    def part(adapted_nH: Tensor, place: slice) -> tuple[Tensor]:
-        return (forward_kl(_log_p(lm_head, original_NH[place]), _log_p(lm_head, adapted_nH)).sum(),)
+    def parts() -> Iterator[Part]:
+        for start in range(0, adapted_NH.shape[0], chunk_tokens):
+            place = slice(start, start + chunk_tokens)
+            original_nV = _log_p(lm_head, original_NH[place])
+            yield Part(0, place, lambda adapted_nH, p=original_nV: forward_kl(p, _log_p(lm_head, adapted_nH)).sum())
 
-    return chunked_sums(part, adapted_NH, (), chunk_tokens)[0]
+    return summed_loss(parts(), [adapted_NH], ())
 
 
 def _log_p(lm_head: LmHead, states_nH: Tensor) -> Tensor:

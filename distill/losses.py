@@ -3,71 +3,80 @@
 A drafter may know only a part of the vocabulary: `p_log_ND` is then the target's log-probability of those D tokens, not
 renormalised, so that exp of it adds up to the mass M <= 1 that the drafter can reach.
 
-The logits of all tokens are never in memory at once: a chunk's gradient is computed with its loss. Recomputing chunks
-in the backward pass would save as much memory and cost another forward pass of both lm_heads.
+The logits of all tokens are never in memory at once: a part's gradient is computed with its loss. Recomputing parts in
+the backward pass would save as much memory and cost another forward pass of both lm_heads.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-Chunk = Callable[[Tensor, slice], tuple[Tensor, ...]]
-"""Maps states [n, D] of the tokens in a slice to sums over them: the loss, then sums that carry no gradient."""
 
-# Shapes: N tokens, D hidden size of the drafter.
+class Part(NamedTuple):
+    """Some tokens of one draft position, and their loss."""
+
+    source: int
+    """Index of the states that they belong to."""
+    place: slice
+    loss: Callable[[Tensor], Tensor]
+    """Maps the states [n, D] to the summed loss."""
 
 
-class _ChunkedSums(torch.autograd.Function):
+# Shapes: N tokens, n tokens of a part, D hidden size of the drafter.
+
+
+class _SummedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Chunk, size: int, states_ND: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        wanted = [index for index, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        totals: list[Tensor] = []
-        sources = (states_ND, *parameters)
-        summed = {index: torch.zeros_like(sources[index]) for index in wanted}
-        for start in range(0, max(1, states_ND.shape[0]), size):
-            chunk = slice(start, start + size)
-            with torch.enable_grad():
-                part = states_ND[chunk].detach().requires_grad_(0 in wanted)
-                loss, *others = function(part, chunk)
-                inputs = [part if index == 0 else sources[index] for index in wanted]
-                gradients = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
-            for index, gradient in zip(wanted, gradients, strict=True):
-                if gradient is None:
-                    continue
-                if index == 0:
-                    summed[index][chunk] = gradient
-                else:
-                    summed[index] += gradient
-            sums = [loss.detach(), *(other.detach() for other in others)]
-            totals = sums if not totals else [total + value for total, value in zip(totals, sums, strict=True)]
-        ctx.gradients = [summed.get(index) for index in range(len(sources))]
-        ctx.mark_non_differentiable(*totals[1:])
-        return tuple(totals)
+    def forward(ctx: Any, parts: Iterable[Part], count: int, *tensors: Tensor) -> Tensor:
+        needed = ctx.needs_input_grad[2:]
+        summed = {index: torch.zeros_like(tensor) for index, tensor in enumerate(tensors) if needed[index]}
+        total = tensors[0].new_zeros((), dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+        for part in parts:
+            total = total + _differentiate(part, count, tensors, summed)
+            del part  # its logits of the target, before the next ones are computed
+        ctx.gradients = [summed.get(index) for index in range(len(tensors))]
+        return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        loss_grad = gradients[0]
         # In place: a head's gradient is as large as the head, and this is its only reference.
-        scaled = [None if gradient is None else gradient.mul_(loss_grad) for gradient in ctx.gradients]
+        scaled = [None if gradient is None else gradient.mul_(gradients[0]) for gradient in ctx.gradients]
         ctx.gradients = None
         return None, None, *scaled
 
 
-def chunked_sums(
-    function: Chunk, states_ND: Tensor, parameters: Sequence[nn.Parameter], size: int
-) -> tuple[Tensor, ...]:
-    """Return `function`'s sums over all tokens, computed for at most `size` tokens at a time.
+def _differentiate(part: Part, count: int, tensors: Sequence[Tensor], summed: dict[int, Tensor]) -> Tensor:
+    """Return a part's loss, and add its gradients to `summed`; the first `count` tensors are states."""
+    wanted = [index for index in summed if index >= count or index == part.source]
+    with torch.enable_grad():
+        states_nD = tensors[part.source][part.place].detach().requires_grad_(part.source in summed)
+        loss = part.loss(states_nD)
+        inputs = [states_nD if index == part.source else tensors[index] for index in wanted]
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
+    for index, gradient in zip(wanted, gradients, strict=True):
+        if gradient is not None and index == part.source:
+            summed[index][part.place] = gradient
+        elif gradient is not None:
+            summed[index] += gradient
+    return loss.detach()
 
-    Without tokens `function` is called once with none, so that all processes build the same graph: ZeRO-2 reduces
-    gradients in the order in which each process computes them.
+
+def summed_loss(parts: Iterable[Part], states: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the sum of the parts' losses; each part is made, differentiated and freed before the next one.
+
+    There is one gradient for each tensor, however many draft positions share it. All states and parameters get a
+    gradient, also without any part, so that all processes build the same graph: ZeRO-2 reduces gradients in the order
+    in which each process computes them.
 
     Args:
-        parameters: parameters that `function` reads besides the states; those that are not listed get no gradient.
+        parts: made one after the other, without a gradient, while their sum is computed.
+        states: of each source, [N, D].
+        parameters: parameters that the losses read besides the states; those that are not listed get no gradient.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return _ChunkedSums.apply(function, size, states_ND, *trained)
+    return _SummedLoss.apply(parts, len(states), *states, *dict.fromkeys(trained))
 
 
 # Shapes: N tokens, D (draft) vocabulary.

@@ -5,37 +5,43 @@ global batch, so that the loss depends neither on padding nor on the number of p
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.distill.alignment import (
+    Aligned,
+    Compared,
     LmHead,
     Position,
     Rows,
+    TargetChunk,
     TeacherOutput,
+    align,
     at_least_float32,
-    compare,
     draft_rows,
-    position_of,
 )
+from draftsmith.distill.draft_weights import DraftWeights, TokenWeights
 from draftsmith.distill.losses import (
     DIVERGENCES,
-    chunked_sums,
+    Part,
     cross_entropy,
     forward_kl,
     jensen_shannon,
     overlap,
+    summed_loss,
     top_k_cross_entropy,
     total_variation,
 )
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import DraftStates, TeacherSignals
 
-# Shapes: N tokens, K draft positions, B texts, T positions, D draft vocabulary or drafter hidden size.
+# Shapes: N tokens, n tokens of a chunk, K draft positions, D draft vocabulary or drafter hidden size, E events.
 
 KINDS = (*DIVERGENCES, "ce", "label", "lk_lambda", "accepted_length")
 """Kinds of terms of an objective; the recipe's schema names the same."""
@@ -112,18 +118,15 @@ class Objective:
         """
         if signals.top_ids_BTE is not None:
             self.require_usable("logprobs")
-        positions = [position_of(entry, signals) for entry in unrolled]
-        extra = self._token_weights(positions, lm_head)
-        sums = [
-            self._sums(k, position, lm_head, extra[k], 0.0 if last_alpha is None else last_alpha[k])
-            for k, position in enumerate(positions)
-        ]
-        return AgreementSums(
-            sum((one.loss for one in sums[1:]), start=sums[0].loss),
-            torch.stack([one.alpha for one in sums]),
-            torch.stack([one.match for one in sums]),
-            torch.stack([one.tokens for one in sums]),
-        )
+        aligned = align(unrolled, signals)
+        weights = self._draft_weights(aligned)
+        sums = _Sums.of(aligned)
+        parts = self._parts(aligned, sums, weights, lm_head, last_alpha or [0.0] * len(unrolled))
+        states = [position.student_ND for position in aligned.positions]
+        loss = summed_loss(parts, states, [parameter for entry in unrolled for parameter in entry.parameters()])
+        if weights is not None:
+            loss = loss + weights.constant()
+        return AgreementSums(loss, torch.stack(sums.alpha), torch.stack(sums.match), sums.count_K)
 
     def require_usable(self, teacher: str) -> None:
         """Check that a teacher of this kind (`teacher.kind`) provides what the terms need; else raise ConfigError."""
@@ -143,32 +146,69 @@ class Objective:
             return self.position_decay**k
         return self.position_weights[min(k, len(self.position_weights) - 1)]
 
-    def _sums(
-        self, k: int, position: Position, lm_head: LmHead, extra: "_TokenWeights", last_alpha: float
-    ) -> "_PositionSums":
-        entry, student_ND = position.entry, position.student_ND
-        count = torch.tensor(student_ND.shape[0], device=student_ND.device)
+    def _draft_weights(self, aligned: Aligned) -> DraftWeights | None:
+        length_weight = self.terms.get("accepted_length")
+        if length_weight is None and self.dpace is None:
+            return None
+        return DraftWeights(aligned.positions, self.dpace, length_weight, self.draft_length)
 
-        def chunk(part_nD: Tensor, place: slice) -> tuple[Tensor, Tensor, Tensor]:
-            known, labels_n = position.known.at(place), position.labels_N[place]
-            return self._chunk(k, part_nD, known, labels_n, entry, lm_head, extra.at(place), last_alpha)
-
-        loss, alpha, match = chunked_sums(chunk, student_ND, entry.parameters(), self.chunk_tokens)
-        return _PositionSums(loss + extra.constant, alpha, match, count)
-
-    def _chunk(
+    def _parts(
         self,
-        k: int,
-        student_ND: Tensor,
-        known: TeacherOutput,
-        labels_N: Tensor,
-        entry: DraftStates,
+        aligned: Aligned,
+        sums: "_Sums",
+        weights: DraftWeights | None,
         lm_head: LmHead,
-        extra: "_TokenWeights",
+        last_alpha: Sequence[float],
+    ) -> Iterator[Part]:
+        """Yield the tokens of each draft position for each chunk of the target's positions.
+
+        A token's weight may depend on tokens of its draft in later chunks: those are compared first, without gradient.
+        """
+        size, vocabulary_D = self.chunk_tokens, aligned.positions[0].entry.vocabulary_D
+        ahead = 0 if weights is None else -(-(weights.longest - 1) // size)
+        chunks = _chunks(aligned, size)
+        waiting: deque[tuple[TargetChunk, list[_Tokens]]] = deque()
+        for number in range(len(chunks) + ahead):
+            if number < len(chunks):
+                known, tokens = chunks[number]
+                target = TargetChunk(known, lm_head, self.temperatures, vocabulary_D)
+                if weights is not None:
+                    self._record(weights, target, tokens)
+                waiting.append((target, tokens))
+                del target
+            if number < ahead:
+                continue
+            if weights is not None:
+                weights.update()
+            for some in waiting[0][1]:
+                extra = TokenWeights() if weights is None else weights.at(some.k, some.place)
+                one = partial(self._loss, waiting[0][0], some, extra, last_alpha[some.k], sums)
+                yield Part(some.k, some.place, one)
+                del one
+            waiting.popleft()
+
+    def _record(self, weights: DraftWeights, target: TargetChunk, tokens: Sequence["_Tokens"]) -> None:
+        """Record how far the tokens of a chunk agree; the weights follow from it."""
+        for some in tokens:
+            compared = target.compare(some.position.student_ND[some.place], some.rows_n, some.position.entry)
+            p_log_NE, q_log_NE, q_log_ND = compared.at(self.temperatures[0])
+            argmax_N = compared.target_argmax_N
+            likelihood_N = torch.where(argmax_N >= 0, (-cross_entropy(argmax_N, q_log_ND)).exp(), 0.0)
+            weights.record(some.k, some.place, overlap(p_log_NE, q_log_NE), likelihood_N)
+
+    def _loss(
+        self,
+        target: TargetChunk,
+        some: "_Tokens",
+        extra: TokenWeights,
         last_alpha: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        compared = compare(student_ND, known, entry, lm_head)
-        label_rows_N = draft_rows(labels_N, entry.vocabulary_D)
+        sums: "_Sums",
+        student_ND: Tensor,
+    ) -> Tensor:
+        """Return the summed loss of some tokens of a draft position, and add their agreement to `sums`."""
+        entry = some.position.entry
+        compared = target.compare(student_ND, some.rows_n, entry)
+        label_rows_N = draft_rows(compared.known.labels_N, entry.vocabulary_D)
         loss_N = student_ND.new_zeros(student_ND.shape[0], dtype=compared.q_ND.dtype)
         first = compared.at(self.temperatures[0])
         for temperature in self.temperatures:
@@ -178,27 +218,24 @@ class Objective:
         p_log_NE, q_log_NE = first.p_log_NE, first.q_log_NE
         with torch.no_grad():
             alpha_N = overlap(p_log_NE, q_log_NE)
+            sums.add(some.k, alpha_N, compared)
         if self.top_k_weight:
             loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(p_log_NE, q_log_NE, self.top_k)
         if self.feature_weight and entry.regresses:
-            teacher_ND = known.hidden_NH.to(student_ND.dtype)
+            teacher_ND = compared.known.hidden_NH.to(student_ND.dtype)
             distance_ND = nn.functional.smooth_l1_loss(student_ND, teacher_ND, reduction="none")
             loss_N = loss_N + self.feature_weight * distance_ND.mean(-1)
         if entry.confidence is not None and self.confidence_weight:
             sure_N = at_least_float32(entry.confidence(student_ND))
-            wanted_N = alpha_N.clamp(0, 1)
             loss_N = loss_N + self.confidence_weight * nn.functional.binary_cross_entropy_with_logits(
-                sure_N, wanted_N, reduction="none"
+                sure_N, alpha_N.clamp(0, 1), reduction="none"
             )
-        if extra.dpace_N is not None:
-            loss_N = loss_N * extra.dpace_N
-        loss = self._position_weight(k) * loss_N.sum()
-        if extra.length_N is not None:  # no decay: the accepted length itself weights the positions
-            loss = loss - self.terms["accepted_length"] * (extra.length_N * overlap(p_log_NE, q_log_NE)).sum()
-        with torch.no_grad():
-            best_N = compared.q_ND.argmax(-1)
-            match = (compared.target_argmax_N == best_N).sum().to(alpha_N.dtype)
-        return loss, alpha_N.sum(), match
+        if extra.dpace_n is not None:
+            loss_N = loss_N * extra.dpace_n
+        loss = self._position_weight(some.k) * loss_N.sum()
+        if extra.length_n is not None:  # no decay: the accepted length itself weights the positions
+            loss = loss - self.terms["accepted_length"] * (extra.length_n * overlap(p_log_NE, q_log_NE)).sum()
+        return loss
 
     def _terms(self, rows: Rows, target_argmax_N: Tensor, label_rows_N: Tensor, last_alpha: float) -> Tensor:
         """Return the weighted terms [N], without accepted_length, which is not a sum over tokens."""
@@ -219,104 +256,52 @@ class Objective:
                 total_N = total_N + weight * DIVERGENCES[kind](p_log_NE, q_log_NE)
         return total_N
 
-    # Weights that depend on the other positions of the same draft: a first pass without gradient.
 
-    def _token_weights(self, positions: list[Position], lm_head: LmHead) -> list["_TokenWeights"]:
-        wants_length = "accepted_length" in self.terms
-        if not wants_length and self.dpace is None:
-            return [_TokenWeights() for _ in positions]
-        alphas, likelihoods = zip(*(self._agreement(position, lm_head) for position in positions), strict=True)
-        weights = [_TokenWeights() for _ in positions]
-        if wants_length:
-            grids, constants = self._per_draft(positions, list(alphas), _length_weights)
-            for weight, position, grid, constant in zip(weights, positions, grids, constants, strict=True):
-                weight.length_N = grid[position.anchors]
-                weight.constant = self.terms["accepted_length"] * constant
-        if self.dpace is not None:
-            smoothed = [(1 - self.dpace) * likelihood_N + self.dpace for likelihood_N in likelihoods]
-            grids, _ = self._per_draft(positions, smoothed, _dpace_weights)
-            for weight, position, grid in zip(weights, positions, grids, strict=True):
-                weight.dpace_N = grid[position.anchors]
-        return weights
+class _Tokens(NamedTuple):
+    """The tokens of draft position k in one chunk of the target's positions."""
 
-    @torch.no_grad()
-    def _agreement(self, position: Position, lm_head: LmHead) -> tuple[Tensor, Tensor]:
-        """Return alpha [N] and q of the target's most likely token [N] at one draft position."""
-        alphas, likelihoods = [], []
-        for start in range(0, position.student_ND.shape[0], self.chunk_tokens):
-            place = slice(start, start + self.chunk_tokens)
-            compared = compare(position.student_ND[place], position.known.at(place), position.entry, lm_head)
-            p_log_NE, q_log_NE, q_log_ND = compared.at(self.temperatures[0])
-            alphas.append(overlap(p_log_NE, q_log_NE))
-            target_argmax_N = compared.target_argmax_N
-            likelihoods.append(
-                torch.where(target_argmax_N >= 0, (-cross_entropy(target_argmax_N, q_log_ND)).exp(), 0.0)
-            )
-        none = position.student_ND.new_zeros(0, dtype=torch.float32)
-        return (torch.cat(alphas), torch.cat(likelihoods)) if alphas else (none, none)
-
-    def _per_draft(
-        self, positions: list[Position], values: list[Tensor], weigh: Callable[[Tensor], tuple[Tensor, Tensor]]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Lay values out as [K, B, T] by anchor, `weigh` them; return weights on each position's grid and constants."""
-        grids = []
-        for position, value_N in zip(positions, values, strict=True):
-            grid = value_N.new_zeros(position.grid)
-            grid[position.anchors] = value_N
-            grids.append(grid)
-        if len(positions) > 1 or positions[0].entry.offset or positions[0].entry.places_BT is not None:
-            weights, constant = weigh(torch.stack(grids))
-            return list(weights), [constant, *[torch.zeros_like(constant)] * (len(positions) - 1)]
-        # One state a position serves every depth: token k of the draft after anchor t is at t + k.
-        (grid,), length = grids, self.draft_length
-        drafts = torch.stack([nn.functional.pad(grid[:, k:], (0, min(k, grid.shape[1]))) for k in range(length)])
-        weights, constant = weigh(drafts)
-        back = torch.zeros_like(grid)
-        for k in range(min(length, grid.shape[1])):
-            back = back + nn.functional.pad(weights[k], (k, 0))[:, : grid.shape[1]]
-        return [back], [constant]
+    k: int
+    position: Position
+    place: slice
+    """Their place among the tokens of the position."""
+    rows_n: Tensor
+    """Their rows in the chunk."""
 
 
-class _PositionSums(NamedTuple):
-    """Sums over the tokens of one draft position; `loss` is weighted, `match` counts equal argmaxes."""
-
-    loss: Tensor
-    alpha: Tensor
-    match: Tensor
-    tokens: Tensor
-
-
-@dataclass
-class _TokenWeights:
-    """Weights of one draft position's tokens, detached."""
-
-    dpace_N: Tensor | None = None
-    length_N: Tensor | None = None
-    """Derivative of the expected accepted length with respect to the token's alpha."""
-    constant: Tensor | float = 0.0
-    """Makes the value of the surrogate loss that of the expected length."""
-
-    def at(self, place: slice) -> "_TokenWeights":
-        """Return the weights of a part of the tokens; the constant belongs to all of them together."""
-        dpace_N, length_N = (
-            None if weights_N is None else weights_N[place] for weights_N in (self.dpace_N, self.length_N)
-        )
-        return _TokenWeights(dpace_N, length_N)
+def _chunks(aligned: Aligned, size: int) -> list[tuple[TeacherOutput, list[_Tokens]]]:
+    """Divide the target's positions into chunks, each with the tokens that are trained towards it."""
+    bounds = aligned.bounds(size)
+    chunks = []
+    for number in range(len(bounds[0]) - 1):
+        known = aligned.known.at(slice(number * size, (number + 1) * size))
+        tokens = []
+        for k, position in enumerate(aligned.positions):
+            start, stop = bounds[k][number : number + 2]
+            if start < stop:
+                rows_n = position.rows_N[start:stop] - number * size
+                tokens.append(_Tokens(k, position, slice(start, stop), rows_n))
+        chunks.append((known, tokens))
+    return chunks
 
 
-def _length_weights(alpha_KBT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return w_i = d/d alpha_i of sum_k prod_{j<=k} alpha_j, and minus that sum plus sum_i w_i alpha_i."""
-    K = alpha_KBT.shape[0]
-    before = torch.cat([torch.ones_like(alpha_KBT[:1]), alpha_KBT[:-1].cumprod(0)])
-    after = [torch.ones_like(alpha_KBT[0])]
-    for k in range(K - 1, 0, -1):
-        after.append(1 + alpha_KBT[k] * after[-1])
-    weights = before * torch.stack(after[::-1])
-    value = alpha_KBT.cumprod(0).sum()
-    return weights, (weights * alpha_KBT).sum() - value
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the tokens by draft position, see `AgreementSums`."""
 
+    alpha: list[Tensor]
+    match: list[Tensor]
+    count_K: Tensor
 
-def _dpace_weights(sure_KBT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight_k = sum_{j>=k} prod_{i<=j} s_i (D-PACE): the accepted tokens that depend on position k."""
-    survival = sure_KBT.cumprod(0)
-    return survival.flip(0).cumsum(0).flip(0), survival.new_zeros(())
+    @classmethod
+    def of(cls, aligned: Aligned) -> "_Sums":
+        """Return zeros, and the numbers of tokens."""
+        device = aligned.known.labels_N.device
+        zeros = [torch.zeros((), device=device) for _ in aligned.positions]
+        counts = [len(position.rows_N) for position in aligned.positions]
+        return cls(zeros, list(zeros), torch.tensor(counts, device=device))
+
+    def add(self, k: int, alpha_N: Tensor, compared: Compared) -> None:
+        """Add the tokens of a chunk."""
+        self.alpha[k] = self.alpha[k] + alpha_N.sum()
+        same_N = compared.target_argmax_N == compared.q_ND.argmax(-1)
+        self.match[k] = self.match[k] + same_N.sum()

@@ -15,7 +15,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -206,8 +211,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts `now` and `peak` bytes of live storages that operations inside the context have created.
 
     Under torch's FakeTensorMode nothing has data, so operations that depend on data follow a rule: a mask selects
-    `marked_share` of its positions, and a scalar is 0 or False. Workspace of kernels and memory that the allocator
-    keeps are not counted.
+    `marked_share` of its positions, `bucketize` divides sorted numbers evenly, and a scalar is 0 or False. Workspace of
+    kernels and memory that the allocator keeps are not counted.
     """
 
     def __init__(self, marked_share: float = 1.0) -> None:
@@ -229,6 +234,8 @@ class LiveBytes(TorchDispatchMode):
             return operation(*arguments, **options)
         if operation is ATEN.nonzero.default:
             return first.new_empty((self._marked(first), first.dim()), dtype=torch.long)
+        if operation is ATEN.bucketize.Tensor:
+            return _even_bounds(first.numel(), arguments[1].numel())
         if operation is ATEN.index.Tensor and arguments[1][0] is not None:
             mask, *others = arguments[1]
             if mask.dtype == torch.bool and not others:
@@ -253,6 +260,12 @@ class LiveBytes(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
+
+
+def _even_bounds(edges: int, count: int) -> Tensor:
+    """Return a tensor with data: the places of rising edges among `count` numbers that lie evenly between them."""
+    with unset_fake_temporarily():
+        return torch.tensor([count * edge // max(1, edges - 1) for edge in range(edges)], device="cpu")
 
 
 class Operations(TorchDispatchMode):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from draftsmith.distill.objective import KINDS, Objective
 from draftsmith.heads.base import DraftStates, TeacherSignals
+from draftsmith.train.estimate.fake_run import LiveBytes
 
 B, T, H, D, V = 3, 11, 8, 6, 13
 
@@ -279,10 +280,11 @@ def _alpha_of(
     return _overlap(lm_head(signals.hidden_BTH[b, place]), entry.head(entry.hidden_BTD[b, anchor]))
 
 
-def test_expected_accepted_length() -> None:
+@pytest.mark.parametrize("chunk", [1, 2, 4, 1000])
+def test_expected_accepted_length(chunk: int) -> None:
     """Value and gradient of E[tau] - 1 over every draft, against autograd through the plain products."""
     signals, lm_head, unrolled, states = _three_positions(torch.Generator().manual_seed(11))
-    ours = Objective("accepted_length", chunk_tokens=4)(unrolled, signals, lm_head).loss
+    ours = Objective("accepted_length", chunk_tokens=chunk)(unrolled, signals, lm_head).loss
     expected = torch.zeros((), dtype=torch.float64)
     for b in range(B):
         for t in range(T):
@@ -296,12 +298,13 @@ def test_expected_accepted_length() -> None:
         torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
 
 
-def test_expected_accepted_length_of_a_draft_model() -> None:
+@pytest.mark.parametrize("chunk", [1, 2, 4, 1000])
+def test_expected_accepted_length_of_a_draft_model(chunk: int) -> None:
     """One state a position: the draft after t is tested at t, t + 1, ..."""
     generator = torch.Generator().manual_seed(12)
     signals, lm_head, (first, *_), (state, *_) = _three_positions(generator)
     entry = DraftStates(state, first.head)
-    ours = Objective("accepted_length", draft_length=3)([entry], signals, lm_head).loss
+    ours = Objective("accepted_length", draft_length=3, chunk_tokens=chunk)([entry], signals, lm_head).loss
     expected = torch.zeros((), dtype=torch.float64)
     for b in range(B):
         for t in range(T):
@@ -314,10 +317,11 @@ def test_expected_accepted_length_of_a_draft_model() -> None:
         torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
 
 
-def test_dpace_weights() -> None:
+@pytest.mark.parametrize("chunk", [1, 2, 4, 1000])
+def test_dpace_weights(chunk: int) -> None:
     """weight_k = sum_{j>=k} prod_{i<=j} s_i with s = (1 - a) q(target's argmax) + a, detached."""
     signals, lm_head, unrolled, states = _three_positions(torch.Generator().manual_seed(13))
-    ours = Objective("ce", dpace=0.5, position_decay=1.0)(unrolled, signals, lm_head).loss
+    ours = Objective("ce", dpace=0.5, position_decay=1.0, chunk_tokens=chunk)(unrolled, signals, lm_head).loss
     expected = torch.zeros((), dtype=torch.float64)
     for b in range(B):
         for t in range(T):
@@ -336,6 +340,61 @@ def test_dpace_weights() -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
     for mine, plain in zip(torch.autograd.grad(ours, states), torch.autograd.grad(expected, states), strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_weights_of_drafts_after_chosen_anchors(chunk: int) -> None:
+    """Blocks after anchors in any order: value and gradient of the expected length, against the plain products."""
+    generator = torch.Generator().manual_seed(21)
+    signals = _signals(generator)
+    lm_head, head = (nn.Linear(size, V, bias=False).double() for size in (H, D))
+    anchors = torch.stack([torch.randperm(T, generator=generator)[:5] for _ in range(B)])
+    states = [torch.randn(B, 5, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
+    unrolled = [
+        DraftStates(state, head, places_BT=(anchors + k).where(anchors + k < T, -1)) for k, state in enumerate(states)
+    ]
+    ours = Objective("accepted_length", chunk_tokens=chunk)(unrolled, signals, lm_head).loss
+    expected = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for i, anchor in enumerate(anchors[b].tolist()):
+            survival = torch.ones((), dtype=torch.float64)
+            for k, entry in enumerate(unrolled):
+                survival = survival * _alpha_of(signals, lm_head, entry, b, i, anchor + k)
+                expected = expected - survival
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    leaves = [*states, head.weight]
+    for mine, plain in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dpace": 0.5}, {"kind": "accepted_length"}, {"temperatures": (0.5, 1.0)}])
+def test_the_targets_logits_are_computed_once(settings: dict) -> None:
+    """Count the rows that the target's lm_head maps to logits: the positions that at least one state is trained at."""
+    signals, lm_head, unrolled, _ = _three_positions(torch.Generator().manual_seed(22))
+    rows = []
+    lm_head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[0]))
+    sums = Objective(**settings, chunk_tokens=4)(unrolled, signals, lm_head)
+    trained = int(signals.mask_BT[:, 1:].sum())
+    assert sum(rows) == trained == sums.count_K[0] < sums.count_K.sum()
+    assert max(rows) <= 4
+
+
+def test_a_shared_head_has_one_gradient() -> None:
+    """Draft positions that share a head add to one gradient, instead of one each until the backward pass."""
+    signals = _signals(torch.Generator().manual_seed(23))
+    lm_head, head = nn.Linear(H, 8 * V).double().requires_grad_(False), nn.Linear(D, 8 * V).double()
+    size = head.weight.numel() * head.weight.element_size()
+
+    def kept(count: int) -> int:
+        states = [torch.randn(B, T, D, dtype=torch.float64) for _ in range(count)]
+        unrolled = [DraftStates(state, head, offset=k + 1) for k, state in enumerate(states)]
+        with LiveBytes() as live:
+            sums = Objective("kl", chunk_tokens=2)(unrolled, signals, lm_head)
+            return live.now if sums.loss.requires_grad else 0
+
+    inputs = B * T * (D + 3) * 8  # states and indices of a draft position
+    assert size < kept(1)
+    assert kept(5) - kept(1) < 4 * inputs < 4 * size
 
 
 def test_mixes_temperatures_and_position_weights() -> None:

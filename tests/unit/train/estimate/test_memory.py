@@ -163,11 +163,11 @@ def test_sampling_takes_what_is_foretold(prompt: int, response: int) -> None:
 
 
 def test_the_larger_phase_is_announced_first() -> None:
-    small, config = {"prompt_tokens": 4, "response_tokens": 4, "batch_size": 4, "count": 99}, make_llama(**WIDE).config
+    small, config = {"prompt_tokens": 4, "response_tokens": 4, "batch_size": 4, "count": 150}, make_llama(**WIDE).config
     short = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 1}), config)
     assert short.training > short.sampling
     assert list(short.phases) == ["in training", "while sampling"]
-    several = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 99}), config)
+    several = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 150}), config)
     assert list(several.phases) == ["while sampling", "in training"]
     assert str(several).startswith(f"{in_units(several.announced)} a process while sampling (target ")
     beside = several.announced - several.sampling
