@@ -35,19 +35,26 @@ PROBE_TOKENS = 24
 TRIALS = 3
 
 
-def fastest_threads(target: PreTrainedModel, prompt: list[int]) -> int:
+LARGE = 1_000_000_000
+"""Parameters from which on several threads are faster, because matrix products take longer than threads wait."""
+
+
+def fastest_threads(target: PreTrainedModel, prompt: list[int], tokens: int = PROBE_TOKENS) -> int:
     """Return the number of threads with which the target alone is fastest: one, or torch's current number.
 
     A small model decodes no faster with several threads, and much slower if another process needs a core. With an
-    accelerator, return torch's current number.
+    accelerator or a large model, return torch's current number.
+
+    Args:
+        tokens: decoded in each trial.
     """
     given = torch.get_num_threads()
-    if given == 1 or next(target.parameters()).device.type != "cpu":
+    if given == 1 or next(target.parameters()).device.type != "cpu" or target.num_parameters() >= LARGE:
         return given
     decoder, speeds = SpeculativeDecoder(target), {}
     for count in (given, 1):
         with threads(count):
-            runs = [decoder.generate(prompt, max_new_tokens=PROBE_TOKENS, eos_token_id=None) for _ in range(TRIALS)]
+            runs = [decoder.generate(prompt, max_new_tokens=tokens, eos_token_id=None) for _ in range(TRIALS)]
         speeds[count] = max(run.tokens_per_second for run in runs)
     return max(speeds, key=speeds.__getitem__)
 
@@ -190,16 +197,16 @@ class Run:
 
     def _plans(self, name: str, drafter: Drafter) -> list[dict[str, Any]]:
         """Return the draft lengths and policies of this drafter, as arguments of the decoder."""
-        most = drafter.max_draft_length
+        most, policies = drafter.max_draft_length, self.settings.policies_of(name)
         long = [length for length in self.settings.draft_lengths if most is not None and length > most]
         lengths = [length for length in self.settings.draft_lengths if length not in long]
-        if long and not lengths and not self.settings.policies:
+        if long and not lengths and not policies:
             raise ConfigError.of(
                 "draft_length", long[0], f"at most {most}, which is what this {drafter.type} drafter proposes"
             )
         self.left_out += [f"{name} at gamma={length}: it proposes at most {most} tokens." for length in long]
         plans = [{"draft_length": length} for length in lengths]
-        plans += [{"policy": policy} for policy in self.settings.policies]
+        plans += [{"policy": policy} for policy in policies]
         return plans or [{}]
 
     def _arms(self, name: str, drafter: Drafter) -> dict[Variant, SpeculativeDecoder]:
@@ -218,7 +225,7 @@ class Run:
         Compiled passes are not padded to faster widths, and measuring them compiles one for each width.
         """
         settings, fact = self.settings, f"costs of {name}"
-        if settings.compile and not any(map(plans, settings.policies)):
+        if settings.compile and not any(map(plans, settings.policies_of(name))):
             return None
         if fact not in self.journal.facts:
             self.journal.fact(fact, asdict(measure_costs(self.target, drafter, compile=settings.compile)))

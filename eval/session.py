@@ -65,9 +65,10 @@ def load_session(
         drafters = {
             name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
         }
-    for drafter in drafters.values() if settings.policies else ():
-        models = [] if drafter.only_retrieves else capabilities(loaded.model, drafter)
-        for policy in settings.policies:
+    for name, drafter in drafters.items():
+        policies = settings.policies_of(name)
+        models = capabilities(loaded.model, drafter) if policies and not drafter.only_retrieves else []
+        for policy in policies:
             require_readable(check_policy(policy), models)
     limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
     shortest = min((value for value in limits if value is not None), default=None)

@@ -31,7 +31,7 @@ class PairSettings:
     """The highest number of prompts."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     policies: tuple[str, ...] = ()
-    """How drafts grow; without any, every drafter's default policy."""
+    """How drafts grow, for every drafter or, as NAME=POLICY, for one; a drafter without any has its default policy."""
     rule: str | None = None
     """The verification rule of sampled decoding; None: the best lossless rule for each draft."""
     top_k: int | None = None
@@ -46,6 +46,16 @@ class PairSettings:
     """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template in addition to the messages."""
+
+    def policies_of(self, drafter: str) -> tuple[str, ...]:
+        """Return the policies of the drafter with this name."""
+        named = [self._named(policy) for policy in self.policies]
+        return tuple(policy for name, policy in named if name in ("", drafter))
+
+    def _named(self, policy: str) -> Variant:
+        """Return the name before a policy, empty for a policy of all drafters, and the policy."""
+        name, _, own = policy.partition("=")
+        return (name, own) if name in self.drafters else ("", policy)
 
 
 @dataclass(frozen=True)
@@ -87,8 +97,9 @@ def require_valid(
     for key, values in {"temperature": settings.temperatures, **(unique or {})}.items():
         if len(set(values)) < len(values):
             raise ConfigError.of(key, list(values), "each only once")
-    for policy in settings.policies:
-        check_policy(policy)
+    for drafter in settings.drafters:
+        for policy in settings.policies_of(drafter):
+            check_policy(policy)
     if settings.rule is not None:
         rule_named(settings.rule)
     for drafter in settings.drafters.values():

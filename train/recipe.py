@@ -161,7 +161,7 @@ class Recipe(Section):
 
 
 def shipped_recipes() -> dict[str, str]:
-    """Return the text of every recipe in the package by name, e.g. `quickstart/medusa`."""
+    """Return the text of every recipe in the package by name, e.g. `quickstart/mtp`."""
     root = files("draftsmith.recipes")
     texts = {}
     for folder in sorted(root.iterdir(), key=lambda entry: entry.name):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from draftsmith.distill.cotraining import measure_quality
+from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads.model_config import start_token
 from draftsmith.locks import hold_folder
@@ -77,10 +79,17 @@ def train(recipe: Recipe) -> Path:
     return folder / DRAFTER
 
 
+def eval_command(recipe: Recipe) -> str:
+    """Return the command that measures the recipe's drafter, where needed with a place for held-out prompts."""
+    words = ["draftsmith", "eval", "--target", recipe.target.model, "--drafter", str(Path(recipe.output) / DRAFTER)]
+    return shlex.join(words) + ("" if recipe.target.model == EMBEDDED else " --prompts HELDOUT")
+
+
 def _finish_again(recipe: Recipe, folder: Path) -> None:
     """Publish the drafter of a finished run, where that failed or the recipe asks for it only now."""
     console, publish = Console(True), recipe.publish
     console.say(f"{recipe.name}: already finished in {folder}")
+    console.say(f"next: {eval_command(recipe)}")
     with nullcontext() if publish is None else hold_folder("output", folder):
         if publish is not None:
             from draftsmith.train.publishing import Publisher
@@ -185,6 +194,7 @@ class Run:
         self.console.say(
             f"{name}: best tau {best.tau:.2f} at step {best.step}; peak memory {peak}{estimated and f' ({estimated})'}"
         )
+        self.console.say(f"next: {eval_command(self.recipe)}")
 
     def step(self, step: int) -> dict[str, Any]:
         """Take an optimizer step over a global batch, and return its metrics."""

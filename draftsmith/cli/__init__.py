@@ -18,12 +18,15 @@ from draftsmith.cli.options import (
     AttentionOption,
     CompileOption,
     DtypeOption,
+    JsonOption,
     RuleOption,
     SeedOption,
     TargetOption,
     TopKOption,
     TopPOption,
     TrustOption,
+    print_json,
+    suggest,
 )
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
@@ -31,9 +34,7 @@ from draftsmith.safe_text import LogLines, printable
 
 app = typer.Typer(
     help="Train drafters for speculative decoding on a frozen target, and measure acceptance and speedup.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
@@ -50,13 +51,30 @@ def _show_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+LOOP = """\
+A drafter from prompts to publication:
+
+  data      draftsmith data preview PROMPTS --target TARGET
+  train     accelerate launch -m draftsmith.train RECIPE
+  eval      draftsmith eval --target TARGET --drafter FOLDER --prompts HELDOUT
+  forecast  draftsmith forecast --target TARGET --drafter FOLDER --prompts HELDOUT
+  push      draftsmith push FOLDER USER/NAME --eval runs/eval
+
+draftsmith quickstart   does it on this machine with a small target of its own, in a few minutes
+draftsmith recipes      lists recipes for published targets, and one for any target by drafter
+draftsmith --help       lists every command\
+"""
+
+
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(LOOP)
 
 
 @app.command()
@@ -90,6 +108,7 @@ def memory(
     processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that share a batch.")] = 1,
     sharded: Annotated[bool, typer.Option("--sharded", help="Estimate for FSDP2 or ZeRO.")] = False,
     on: Annotated[str | None, typer.Option("--on", help="Also estimate the time on h100, a100, rtx4090, …")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     from draftsmith.distill.load_target import load_tokenizer
@@ -107,9 +126,18 @@ def memory(
     # All machines in the table compute bf16 in hardware, even if this one does not.
     bf16 = precision(checked) == "bf16" or (on is not None and checked.train.mixed_precision == "auto")
     options = {"processes": processes, "sharded": sharded, "bf16": bf16, "accelerated": True if on else None}
-    typer.echo(f"about {estimate_memory(checked, config, **options)}")
+    estimate = estimate_memory(checked, config, **options)
+    seconds, time = {}, None
     if on is not None:
-        typer.echo(estimate_work(checked, config, processes=processes, bf16=bf16).on(on))
+        work = estimate_work(checked, config, processes=processes, bf16=bf16)
+        seconds = {"sampling": work.sampling_seconds(on), "training": work.training_seconds(on)}
+        time = work.on(on)
+    if as_json:
+        return print_json({"bytes": estimate.phases, "seconds": seconds})
+    typer.echo(f"about {estimate}")
+    if time is not None:
+        typer.echo(time)
+    suggest("accelerate", "launch", "-m", "draftsmith.train", recipe, *overrides or ())
 
 
 @app.command()

@@ -12,6 +12,7 @@ from draftsmith.cli.options import (
     CompileOption,
     CountOption,
     DtypeOption,
+    JsonOption,
     RuleOption,
     SeedOption,
     TargetOption,
@@ -21,7 +22,10 @@ from draftsmith.cli.options import (
     TopKOption,
     TopPOption,
     TrustOption,
+    measuring,
     named_drafters,
+    print_json,
+    suggest,
     template_options,
 )
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -56,6 +60,7 @@ def check(
     compile: CompileOption = False,
     trust_remote_code: TrustOption = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for check.json.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Test that decoding with drafters is lossless. Exit code 0: lossless, 1: lossy, 3: inconclusive."""
     from draftsmith.eval.lossless.check import CheckSettings
@@ -81,13 +86,15 @@ def check(
     )
     rows = _validated(settings, out)
     if out is None:
-        checked = _run(settings, rows, out, trust_remote_code)
+        checked = _run(settings, rows, out, trust_remote_code, as_json)
     else:
         from draftsmith.locks import hold_folder
 
         with hold_folder("out", out):
             _require_folder(settings, out)
-            checked = _run(settings, rows, out, trust_remote_code)
+            checked = _run(settings, rows, out, trust_remote_code, as_json)
+    if checked.verdict == "lossless" and not as_json:
+        suggest("draftsmith", "eval", *measuring(target, drafter, prompts))
     raise typer.Exit(EXIT_CODES[checked.verdict])
 
 
@@ -123,7 +130,9 @@ def _require_folder(settings: "CheckSettings", out: Path) -> None:
             )
 
 
-def _run(settings: "CheckSettings", rows: "PromptRows", out: Path | None, trust_remote_code: bool) -> "Check":
+def _run(
+    settings: "CheckSettings", rows: "PromptRows", out: Path | None, trust_remote_code: bool, as_json: bool
+) -> "Check":
     """Load, check and print; the results so far are written to `out` after each drafter and temperature.
 
     Raises:
@@ -149,7 +158,10 @@ def _run(settings: "CheckSettings", rows: "PromptRows", out: Path | None, trust_
             problem = None
 
     checked = check(session.target, session.drafters, session.prompts, settings, keep=keep)
-    _show(checked, out if problem is None else None)
+    if as_json:
+        print_json(checked.as_json())
+    else:
+        _show(checked, out if problem is None else None)
     if problem is not None:
         raise problem
     return checked

@@ -14,6 +14,7 @@ from draftsmith.cli.options import (
     CompileOption,
     CountOption,
     DtypeOption,
+    JsonOption,
     RuleOption,
     SeedOption,
     SplitOption,
@@ -24,7 +25,10 @@ from draftsmith.cli.options import (
     TopKOption,
     TopPOption,
     TrustOption,
+    measuring,
     named_drafters,
+    print_json,
+    suggest,
     template_options,
 )
 from draftsmith.errors import ConfigError
@@ -42,6 +46,9 @@ DraftLengthsOption = Annotated[
     list[int] | None,
     typer.Option("--gamma", help="Draft length of a chain; repeatable; default: each drafter's own."),
 ]
+PoliciesOption = Annotated[
+    list[str] | None, typer.Option("--policy", help=POLICY_HELP + " Repeatable; NAME=POLICY is for one drafter.")
+]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for the report; the same command continues a run.")]
 
 
@@ -55,7 +62,9 @@ def evaluate(
     split: SplitOption = "train",
     temperature: TemperaturesOption = None,
     gamma: DraftLengthsOption = None,
-    policy: Annotated[list[str] | None, typer.Option("--policy", help=POLICY_HELP + " Repeatable.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", help=POLICY_HELP + " Repeatable; NAME=POLICY is for one drafter.")
+    ] = None,
     batch_size: BatchSizesOption = None,
     rule: RuleOption = None,
     count: CountOption = None,
@@ -71,6 +80,7 @@ def evaluate(
     compile: CompileOption = False,
     trust_remote_code: TrustOption = False,
     out: OutOption = Path("runs/eval"),
+    as_json: JsonOption = False,
 ) -> None:
     """Measure acceptance and wall-clock speedup of drafters against the target alone."""
     if context.invoked_subcommand is not None:
@@ -107,7 +117,13 @@ def evaluate(
         compile=compile,
     )
     title, runs = f"Drafters for {target}", metrics_of(settings.drafters)
-    show(measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code), out)
+    evaluation = measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code)
+    if as_json:
+        return print_json(evaluation.as_json())
+    show(evaluation, out)
+    suggest("draftsmith", "forecast", *measuring(target, drafter, prompts))
+    if trained := [folder for folder in settings.drafters.values() if Path(folder).is_dir()]:
+        suggest("draftsmith", "push", trained[0], "USER/NAME", "--eval", out)
 
 
 @eval_app.command(name="compare")

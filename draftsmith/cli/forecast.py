@@ -10,6 +10,7 @@ from draftsmith.cli.options import (
     BatchSizesOption,
     CountOption,
     DtypeOption,
+    JsonOption,
     SeedOption,
     TargetOption,
     TemperaturesOption,
@@ -18,7 +19,10 @@ from draftsmith.cli.options import (
     TopKOption,
     TopPOption,
     TrustOption,
+    measuring,
     named_drafters,
+    print_json,
+    suggest,
     template_options,
 )
 
@@ -55,9 +59,10 @@ def forecast(
     attn_implementation: AttentionOption = None,
     trust_remote_code: TrustOption = False,
     out: Annotated[Path, typer.Option("--out", help="Folder for forecast.json.")] = Path("runs/forecast"),
+    as_json: JsonOption = False,
 ) -> None:
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
-    from draftsmith.eval.forecast.forecast import ForecastSettings
+    from draftsmith.eval.forecast.forecast import PLAIN, ForecastSettings
     from draftsmith.eval.forecast.run import ForecastFiles, run, show
 
     settings = ForecastSettings(
@@ -80,4 +85,11 @@ def forecast(
         attn_implementation=attn_implementation,
     )
     files = ForecastFiles(profile, save_profile)
-    show(run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code), out)
+    outcome = run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code)
+    if as_json:
+        return print_json(outcome.as_json())
+    show(outcome, out)
+    best = outcome.forecast.best[0]
+    if best["drafter"] is not None and best["policy"] is not None:
+        chosen = [] if best["policy"] == PLAIN else ["--policy", best["policy"]]
+        suggest("draftsmith", "eval", *measuring(target, [settings.drafters[best["drafter"]]], prompts), *chosen)

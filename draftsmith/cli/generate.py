@@ -5,15 +5,19 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from draftsmith.cli.options import measuring, suggest
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import Round
 from draftsmith.distill.detokenize import IncrementalText
+from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.session import load_session
 from draftsmith.eval.settings import PairSettings, require_valid
 from draftsmith.safe_text import Terminal
 
 DRAFTED, OWN = "green", "bold"
 """Styles of tokens that the drafter proposed, and of the target's own tokens."""
+PROBE_PROMPT, PROBE_TOKENS = 64, 4
+"""Tokens that are read and decoded to choose the number of threads, several times."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,18 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
             console.print(Text(text.add(token), style=DRAFTED if place < drafted else OWN), end="")
         sys.stdout.flush()
 
-    out = decoder.generate(
-        ids,
-        on_tokens=on_tokens,
-        tokenizer=tokenizer,
-        max_new_tokens=request.max_new_tokens,
-        temperature=temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        seed=request.seed,
-        stop_strings=request.stop_strings,
-    )
+    with threads(fastest_threads(session.target, ids[-PROBE_PROMPT:], PROBE_TOKENS)):
+        out = decoder.generate(
+            ids,
+            on_tokens=on_tokens,
+            tokenizer=tokenizer,
+            max_new_tokens=request.max_new_tokens,
+            temperature=temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=request.seed,
+            stop_strings=request.stop_strings,
+        )
     console.print(Text(text.rest(), style=OWN))
     accepted = sum(min(record.accepted, record.committed) for record in out.rounds)
     log.print(
@@ -72,3 +77,7 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
         f"{out.tokens_per_second:.0f} tokens/s, stopped by {out.stopped_by}"
         + ("" if decoder.lossless or temperature == 0 else f"; rule {request.rule} is LOSSY")
     )
+    if drafter is not None:
+        suggest(
+            "draftsmith", "eval", *measuring(request.target, request.drafters.values(), request.prompts), to_stderr=True
+        )

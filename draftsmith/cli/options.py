@@ -1,5 +1,8 @@
 """Options that several commands share."""
 
+import json
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,6 +10,7 @@ import typer
 
 from draftsmith.errors import ConfigError
 from draftsmith.reading import parse_assignment, specified_name
+from draftsmith.safe_text import printable
 
 TARGET_HELP = "Target: 'embedded', a local folder or a Hub id."
 TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP)]
@@ -46,6 +50,25 @@ RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rul
 TopKOption = Annotated[int | None, typer.Option("--top-k", help="Sample from the k most likely tokens.")]
 TopPOption = Annotated[float | None, typer.Option("--top-p", help="Sample from the smallest set of probability p.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, instead of tables.")]
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as JSON for other programs, in ASCII: no text in it reaches a terminal as control characters."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def suggest(*words: object, to_stderr: bool = False) -> None:
+    """Print the command that usually follows, from the words of its command line."""
+    typer.echo(printable(f"next: {shlex.join(map(str, words))}"), err=to_stderr)
+
+
+def measuring(target: str, drafters: Iterable[str], prompts: str) -> list[str]:
+    """Return the options that `eval`, `check` and `forecast` share, as words of a command line."""
+    chosen = [word for drafter in drafters for word in ("--drafter", drafter)]
+    return ["--target", target, *chosen, *(["--prompts", prompts] if prompts != "embedded" else [])]
 
 
 def named_drafters(drafters: list[str]) -> dict[str, str]:

@@ -1,24 +1,33 @@
-"""The quickstart: train two drafters for the embedded target, and measure their speedup."""
+"""The quickstart: train two drafters for the embedded target, choose how they draft, and measure their speedup."""
 
+import math
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from draftsmith.cli.options import suggest
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.evaluation import Evaluation
+from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings
+from draftsmith.eval.forecast.run import best_line
+from draftsmith.eval.forecast.run import run as run_forecast
 from draftsmith.eval.journal import JOURNAL
 from draftsmith.eval.run import measure, show
 from draftsmith.eval.settings import Settings
 from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal
+from draftsmith.train.run_folder import metrics_of, read_metrics
 
-RECIPES = {"draft_model": "quickstart/draft_model", "medusa": "quickstart/medusa"}
-PROMPTS, NEW_TOKENS, REPEATS = 20, 80, 3
+TITLE = "Quickstart: two drafters for the embedded target"
+RECIPES = {"draft_model": "quickstart/draft_model", "mtp": "quickstart/mtp"}
+PROMPTS, NEW_TOKENS, REPEATS = 16, 80, 3
+FORECAST_PROMPTS, LONGEST_DRAFT, TREE = 6, 6, "tree:widths=2x1x1"
 
 
 def quickstart(out: Path) -> None:
@@ -31,46 +40,66 @@ def quickstart(out: Path) -> None:
 
 
 def _quickstart(out: Path) -> None:
-    from draftsmith.train.run_folder import metrics_of
-
-    console = Terminal(stderr=True)
-    settings = Settings(
-        target="embedded",
-        drafters={name: str(out / name / "drafter") for name in RECIPES},
-        prompts="embedded",
-        count=PROMPTS,
-        max_new_tokens=NEW_TOKENS,
-        repeats=REPEATS,
-    )
-    started = time.perf_counter()
-    with _stage(console, "1/4 The target: a tokenizer and a small Llama, from the standard library's source"):
+    console, started = Terminal(stderr=True), time.perf_counter()
+    trained = {name: str(out / name / "drafter") for name in RECIPES}
+    drafters = {**trained, "hybrid": f"hybrid:drafter={trained['draft_model']}"}
+    with _stage(console, "1/5 The target: a tokenizer and a small Llama, from the standard library's source"):
         from draftsmith.distill.embedded import embedded_target
 
         embedded_target()
     for number, (name, recipe) in enumerate(RECIPES.items(), 2):
-        with _stage(console, f"{number}/4 Drafter {name}: accelerate launch -m draftsmith.train {recipe}"):
+        with _stage(console, f"{number}/5 Drafter {name}: accelerate launch -m draftsmith.train {recipe}"):
             _launch(recipe, out / name)
-    with _stage(console, "4/4 Measuring both against the target alone, on held-out prompts"):
+    with _stage(console, "4/5 Forecast: the fastest draft length or tree of each; the hybrid also copies earlier text"):
+        predicted = _forecast(drafters, out)
+        for best in predicted.best:
+            console.print(f"  {best_line(best)}")
+    settings = Settings(
+        target="embedded",
+        drafters=drafters,
+        prompts="embedded",
+        count=PROMPTS,
+        policies=tuple(f"{name}={policy}" for name, policy in chosen(predicted).items()),
+        max_new_tokens=NEW_TOKENS,
+        repeats=REPEATS,
+    )
+    with _stage(console, "5/5 Measuring all against the target alone, on held-out prompts"):
         (out / JOURNAL).unlink(missing_ok=True)  # an earlier call may have measured other drafters
-        title = "Quickstart: two drafters for the embedded target"
-        evaluation = measure(settings, out, title=title, runs=metrics_of(settings.drafters))
-    _write_cards(evaluation, settings)
+        evaluation = measure(settings, out, title=TITLE, runs=metrics_of(settings.drafters))
+    _write_cards(evaluation, trained)
     show(evaluation, out)
-    seconds = time.perf_counter() - started
-    console.print(f"\nThe quickstart took {seconds / 60:.1f} minutes. Next:")
-    for line in (
-        f"draftsmith generate --target embedded --drafter {out}/draft_model/drafter 'import os\\n\\ndef main('",
-        f"draftsmith eval --target embedded --drafter {out}/draft_model/drafter --gamma 2 --out runs/gamma2",
-        "draftsmith recipes quickstart/medusa",
-    ):
-        console.print(f"  {line}", soft_wrap=True)
+    console.print(f"\nThe quickstart took {(time.perf_counter() - started) / 60:.1f} minutes.")
+    pair = ("--target", "embedded", "--drafter", trained["draft_model"])
+    suggest("draftsmith", "generate", *pair, "import os\n\ndef main(", to_stderr=True)
+    suggest("draftsmith", "check", *pair, to_stderr=True)
+    suggest("draftsmith", "recipes", RECIPES["mtp"], to_stderr=True)
 
 
-def _write_cards(evaluation: Evaluation, settings: Settings) -> None:
+def _forecast(drafters: dict[str, str], out: Path) -> Forecast:
+    settings = ForecastSettings(
+        target="embedded",
+        drafters=drafters,
+        prompts="embedded",
+        count=FORECAST_PROMPTS,
+        max_draft_length=LONGEST_DRAFT,
+        policies=(TREE,),
+        max_new_tokens=NEW_TOKENS,
+    )
+    return run_forecast(settings, out / "forecast").forecast
+
+
+def chosen(predicted: Forecast) -> dict[str, str]:
+    """Return for each drafter the policy with the highest speedup, as geometric mean over temperatures."""
+    logarithms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in predicted.rows:
+        logarithms[row["drafter"]][row["policy"]] += math.log(row["speed"][0]["speedup"])
+    return {name: max(policies, key=policies.__getitem__) for name, policies in logarithms.items()}
+
+
+def _write_cards(evaluation: Evaluation, trained: dict[str, str]) -> None:
     from draftsmith.hub.model_card import CardRequest, write_card
-    from draftsmith.train.run_folder import read_metrics
 
-    for name, path in settings.drafters.items():
+    for name, path in trained.items():
         written = (evaluation.as_json(), name, CardRequest(licence="apache-2.0"), read_metrics(Path(path).parent))
         write_card(Path(path), *written)
 

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 from rich.table import Table
 
 from draftsmith.decode.decoder import capabilities
+from draftsmith.decode.policies import check_policy
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast
@@ -156,6 +157,8 @@ def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> t
     counts = {"max-draft-length": [settings.max_draft_length], "count": [settings.count]}
     counts["max-new-tokens"] = [settings.max_new_tokens]
     require_valid(settings, counts={**several, **counts}, unique=several, out=out)
+    for policy in settings.policies:  # compared for every drafter
+        check_policy(policy)
     hardware = None if files.profile is None else CostModel.load(files.profile)
     if files.profile is not None and files.save_profile is not None:
         raise ConfigError(f"profile={files.profile} and save-profile={files.save_profile}; expected one of the two")

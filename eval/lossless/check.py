@@ -129,7 +129,7 @@ def _decoders(
     """Return a decoder for each drafter and policy; policies that learn are calibrated on a few texts."""
     decoders = {}
     for name, drafter in drafters.items():
-        for policy in settings.policies or (None,):
+        for policy in settings.policies_of(name) or (None,):
             length = settings.draft_length if policy is None else None
             plan = {"draft_length": length, "policy": policy, "rule": settings.rule, "compile": settings.compile}
             decoder = SpeculativeDecoder(target, drafter, **plan)

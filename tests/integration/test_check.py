@@ -65,6 +65,7 @@ def test_a_lossless_pair(
         assert 0 <= test["p_value"] <= test["adjusted"] <= 1
         assert 0 < test["detects"] <= 1
     assert min(test["adjusted"] for test in sampled["sampling"]["control"]["tests"]) < 1e-3
+    assert shown.split(" next: ")[1].startswith(f"draftsmith eval --target {tiny_target_folder} --drafter d=")
     assert _main(*call, "--seed", 5) == 2
     assert "holds another check: seed=0 there, 5 here" in capsys.readouterr().err
 
@@ -82,6 +83,8 @@ def test_too_little_evidence(tiny_target_folder: Path, prompts: Path, capsys: py
     call = ["--target", tiny_target_folder, "--drafter", "suffix:min_match=200", "--prompts", prompts]
     assert _main(*call, "--tokens", 500, "--temperature", 1) == 3
     assert "INCONCLUSIVE: nothing was drafted" in capsys.readouterr().out
+    assert _main(*call, "--tokens", 500, "--temperature", 1, "--json") == 3
+    assert json.loads(capsys.readouterr().out)["verdict"] == "inconclusive"
 
 
 def test_what_is_done_is_kept(

@@ -123,7 +123,12 @@ def test_a_whole_evaluation(
     assert b'"cell"' not in (out / "cells.jsonl").read_bytes()[len(cells) :]
     assert json.loads((out / "eval.json").read_text())["rows"] == rows
 
-    said = capsys.readouterr().err
+    shown, said = capsys.readouterr()
+    prepared = f"next: draftsmith push {medusa_folder} USER/NAME --eval {out}"
+    assert shown.splitlines()[-1] == prepared
+    assert f"next: draftsmith forecast --target {tiny_target_folder} --drafter {medusa_folder}" in shown
+    assert _main(*call, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == rows
     assert list(filter(said.__contains__, STAGES)) == STAGES
     assert sorted(STAGES, key=said.index) == STAGES
     assert _main("eval", "compare", out) == 0
@@ -265,6 +270,8 @@ def test_generate_prints_the_targets_text(
     expected = model.generate(**ids, max_new_tokens=20, do_sample=False)
     assert alone.out.strip("\n") == tokenizer.decode(expected[0], skip_special_tokens=True)
     assert "tau" in drafted.err
+    expected_command = f"next: draftsmith eval --target {tiny_target_folder} --drafter {medusa_folder}"
+    assert drafted.err.splitlines()[-1] == expected_command
     for plan in (["--policy", "best-first:size=4,depth=2"], ["--policy", "adaptive", "--rule", "block"]):
         assert _main(*call, "--drafter", medusa_folder, *plan) == 0
         assert capsys.readouterr().out == alone.out

@@ -111,6 +111,9 @@ def test_a_whole_forecast(
     assert _main(*call, "--policy", "best-first:size=4,depth=2") == 0
     rows = json.loads((again / "forecast.json").read_text())["rows"]
     assert rows == written["rows"], "the same texts on the same machine"
+    capsys.readouterr()
+    assert _main(*call, "--policy", "best-first:size=4,depth=2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == rows
 
 
 def test_a_profile_decides_what_is_best(
@@ -132,7 +135,11 @@ def test_a_profile_decides_what_is_best(
     assert written["best"][1]["drafter"] is None
     assert "At T=0 speculation stops paying at batch size 8." in written["notes"]
     assert any("over texts alone: the profile holds no repeated timings" in note for note in written["notes"])
-    shown = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    chosen = "--policy chain:draft_length=3"
+    expected = f"next: draftsmith eval --target {tiny_target_folder} --drafter {tiny_target_folder} --prompts {prompts}"
+    assert printed.splitlines()[-1] == f"{expected} {chosen}"
+    shown = " ".join(printed.split())
     assert "batch size 8: the target alone; no drafter is forecast to be faster" in shown
     assert "verification, relative to one target forward pass at T=0, batch size 1: 9 tokens 1.00" in shown
     assert "verification, relative to one target forward pass at T=0, batch size 8: 9 tokens 17.00" in shown

@@ -17,6 +17,7 @@ def test_quickstart_writes_everything_and_reuses_it(
     monkeypatch.setattr(quickstart_module, "PROMPTS", 5)
     monkeypatch.setattr(quickstart_module, "NEW_TOKENS", 24)
     monkeypatch.setattr(quickstart_module, "REPEATS", 1)
+    monkeypatch.setattr(quickstart_module, "FORECAST_PROMPTS", 2)
     out = tmp_path / "runs"
     main_call = ["quickstart", "--out", str(out)]
     for _ in range(2):
@@ -25,11 +26,12 @@ def test_quickstart_writes_everything_and_reuses_it(
         assert stop.value.code in (0, None)
     rows = json.loads((out / "eval.json").read_text())["rows"]
     overall = [(row["drafter"], row["temperature"]) for row in rows if row["category"] == "all"]
-    assert overall == [("draft_model", 0.0), ("draft_model", 1.0), ("medusa", 0.0), ("medusa", 1.0)]
+    assert overall == [(name, temperature) for name in ("draft_model", "mtp", "hybrid") for temperature in (0.0, 1.0)]
+    assert json.loads((out / "forecast" / "forecast.json").read_text())["best"]
     for name in ("report.md", "speedup.png", "acceptance.png", "training.png"):
         assert (out / name).stat().st_size > 500
-    for name in ("draft_model", "medusa"):
+    for name in ("draft_model", "mtp"):
         card = (out / name / "drafter" / "README.md").read_text()
-        library = {"draft_model": "transformers", "medusa": "draftsmith"}[name]
+        library = {"draft_model": "transformers", "mtp": "draftsmith"}[name]
         assert yaml.safe_load(card.split("---")[1])["library_name"] == library
     assert "already finished" in capfd.readouterr().err, "the second call trained again"

@@ -1,17 +1,23 @@
 """The command line: one clear line and exit code 2 before any work starts."""
 
 import contextlib
+import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from draftsmith.cli import main
 from draftsmith.cli.options import named_drafters, template_options
+from draftsmith.cli.quickstart import chosen
 from draftsmith.errors import ConfigError
+from draftsmith.eval.settings import PairSettings, require_valid
 from draftsmith.heads.validation import local_folder
 from draftsmith.safe_text import LogLines
 from draftsmith.train.__main__ import main as train
@@ -63,13 +69,13 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
         [*regenerate, "--seed", seed],
         ["forecast", "--target", absent, "--drafter", "d", "--seed", seed],
         ["check", "--target", absent, "--drafter", "d", "--seed", seed],
-        ["train", "quickstart/medusa", f"train.seed={seed}"],
+        ["train", "quickstart/mtp", f"train.seed={seed}"],
     ):
         code, _, err = _run(capsys, *command)
         assert (code, f"seed={seed}; expected" in err) == (2, True), err
     code, _, err = _run(capsys, *regenerate, "--temperature", "-1")
     assert (code, err.startswith("ConfigError: temperature=-1.0; expected >= 0")) == (2, True), err
-    code, _, err = _run(capsys, "train", "quickstart/medusa", "train.stepz=1")
+    code, _, err = _run(capsys, "train", "quickstart/mtp", "train.stepz=1")
     assert (code, "did you mean train.steps?" in err) == (2, True)
     assert _run(capsys, "recipes", "nothing")[0] == 2
 
@@ -87,8 +93,8 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     code, out, _ = _run(capsys, "recipes")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(shipped_recipes())
-    _, out, _ = _run(capsys, "recipes", "quickstart/medusa")
-    assert out == shipped_recipes()["quickstart/medusa"]
+    _, out, _ = _run(capsys, "recipes", "quickstart/mtp")
+    assert out == shipped_recipes()["quickstart/mtp"]
 
 
 @pytest.mark.parametrize("start", [main, train])
@@ -103,6 +109,55 @@ def test_help_does_not_load_torch() -> None:
     program = "import sys; from draftsmith.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     program += "assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_without_arguments_the_loop_is_shown(capsys: pytest.CaptureFixture) -> None:
+    code, out, err = _run(capsys)
+    assert (code, err) == (0, "")
+    for command in ("data preview", "eval", "forecast", "push", "quickstart", "recipes"):
+        assert f"draftsmith {command}" in out
+    assert "accelerate launch -m draftsmith.train RECIPE" in out
+    code, _, err = _run(capsys, "nothing")
+    assert (code, len(err.splitlines())) == (2, 1)
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    words = {"draftsmith for": "forecast", "draftsmith eval --tempe": "--temperature"}
+    program = "from draftsmith.cli import main; main()"
+    for typed, completed in words.items():
+        asked = {"_DRAFTSMITH_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        command = [sys.executable, "-c", program]
+        answer = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=False)
+        assert answer.stdout.split() == [completed], answer.stderr
+
+
+def test_memory_as_json(capsys: pytest.CaptureFixture) -> None:
+    _, out, _ = _run(capsys, "memory", "medusa/embedded", "--json", "--on", "h100")
+    estimate = json.loads(out)
+    assert set(estimate["seconds"]) == {"sampling", "training"}
+    _, out, _ = _run(capsys, "memory", "medusa/embedded", "train.steps=7", "--on", "h100")
+    for phase, parts in estimate["bytes"].items():
+        assert f"a process {phase}" in out
+        assert parts["target"] > 30e6
+    assert out.splitlines()[-1] == "next: accelerate launch -m draftsmith.train medusa/embedded train.steps=7"
+
+
+def test_a_policy_may_be_for_one_drafter() -> None:
+    settings = PairSettings("t", {"a": "x", "b": "y", "lr=1": "z"}, policies=("a=adaptive", "chain:draft_length=2"))
+    assert settings.policies_of("a") == ("adaptive", "chain:draft_length=2")
+    assert settings.policies_of("b") == ("chain:draft_length=2",)
+    require_valid(settings, counts={})
+    for policy in ("c=adaptive", "a=nothing"):
+        with pytest.raises(ConfigError, match="policy"):
+            require_valid(replace(settings, policies=(policy,)), counts={})
+
+
+def test_the_quickstart_chooses_over_both_temperatures() -> None:
+    def row(policy: str, temperature: float, speedup: float) -> dict:
+        return {"drafter": "d", "policy": policy, "temperature": temperature, "speed": [{"speedup": speedup}]}
+
+    rows = [row("even", 0, 2.0), row("even", 1, 2.0), row("uneven", 0, 3.0), row("uneven", 1, 1.2)]
+    assert chosen(SimpleNamespace(rows=rows)) == {"d": "even"}
 
 
 def test_names_of_drafters() -> None:

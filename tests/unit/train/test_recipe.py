@@ -19,7 +19,7 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
         (["trian.steps=3"], r"unknown key trian=.*; did you mean train\?"),
         (["cotrain.rank=3"], r"unknown key cotrain\.rank=3; did you mean cotrain\.lora_rank\?"),
         (["drafter.num_head=3"], r"unknown key drafter\.num_head=3; did you mean drafter\.num_heads\?"),
-        (["train.draft_length=0"], r"train\.draft_length=0; expected >= 1 \(quickstart/medusa\)"),
+        (["train.draft_length=0"], r"train\.draft_length=0; expected >= 1 \(medusa/any_prompts\)"),
         (["train.learning_rate=-1"], r"train\.learning_rate=-1; expected > 0"),
         (["train.learning_rate=.inf"], r"train\.learning_rate=inf; expected a finite number"),
         (["train.steps=yes"], r"train\.steps=True; expected a number"),
@@ -36,7 +36,7 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
 )
 def test_bad_values_are_explained(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_recipe("quickstart/medusa", overrides)
+        load_recipe("medusa/any_prompts", overrides)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_bad_values_are_explained(overrides: list[str], message: str) -> None:
 )
 def test_keys_that_exclude_each_other_are_refused_when_the_recipe_is_read(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_recipe("quickstart/medusa", overrides)
+        load_recipe("medusa/any_prompts", overrides)
     assert str(refused.value).startswith(message)
-    assert str(refused.value).endswith(" (quickstart/medusa)")
+    assert str(refused.value).endswith(" (medusa/any_prompts)")
 
 
 def test_files_and_overrides(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_files_and_overrides(tmp_path: Path) -> None:
     file.write_text("name: [")
     with pytest.raises(ConfigError, match="is not YAML"):
         load_recipe(str(file))
-    with pytest.raises(ConfigError, match=r"did you mean quickstart/medusa\?"):
-        load_recipe("quickstart/medsua")
+    with pytest.raises(ConfigError, match=r"did you mean medusa/any_prompts\?"):
+        load_recipe("medusa/any_prompt")
     with pytest.raises(ConfigError, match="drafter is missing"):
         parse_recipe({"name": "x", "output": "y"}, "here")
 
@@ -142,7 +142,7 @@ def test_no_step_is_in_the_metrics_twice(tmp_path: Path) -> None:
 )
 def test_values_beyond_all_bounds_are_refused(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_recipe("quickstart/medusa", [override])
+        load_recipe("medusa/any_prompts", [override])
     assert said in str(refused.value)
 
 
