@@ -213,6 +213,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         exports={
             "vllm": "transformers.write_for_vllm",
             "sglang": "transformers.write_for_sglang",
+            "gguf": "llama_cpp.write_draft_model",
             "transformers": "transformers.write_for_transformers",
         },
     ),
@@ -283,6 +284,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         exports={
             "vllm": "speculators.write_eagle3_speculator",
             "sglang": "eagle.write_eagle3_for_sglang",
+            "gguf": "llama_cpp.write_eagle3",
             "eagle": "eagle.write_eagle3",
             **CUSTOM_GENERATE,
         },
@@ -320,7 +322,11 @@ DRAFTERS: dict[str, DrafterEntry] = {
         depends_on="the committed text; with `markov_rank` also d(k−1)",
         cost="one pass over a block",
         own_lm_head=False,
-        exports={"vllm": "speculators.write_dflash_speculator", **CUSTOM_GENERATE},
+        exports={
+            "vllm": "speculators.write_dflash_speculator",
+            "gguf": "llama_cpp.write_dflash",
+            **CUSTOM_GENERATE,
+        },
     ),
 }
 

@@ -31,7 +31,7 @@ class Attend(Protocol):
         ...
 
 
-def windows_of(config: LlamaConfig) -> list[int | None]:
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
     """Return for each layer the number of positions that it attends to, its own included; None: all of them.
 
     ConfigError for other kinds of layers.

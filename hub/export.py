@@ -22,6 +22,7 @@ from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, is_named, load_drafter, save_drafter
 from draftsmith.heads.formats.common import Serving, Source, name_of
+from draftsmith.heads.formats.llama_cpp import gguf_package
 from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.heads.validation import local_folder, read_config
 from draftsmith.locks import hold_name
@@ -138,6 +139,9 @@ def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 part = tensors.get_slice(name)
                 shapes[name] = (part.get_dtype(), tuple(part.get_shape()))
+    for file in folder.glob("*.gguf"):
+        for part in gguf_package().GGUFReader(file).tensors:
+            shapes[part.name] = (part.tensor_type.name, tuple(part.shape.tolist()[::-1]))
     return shapes
 
 
@@ -157,7 +161,7 @@ def _readme(source: Source, serving: Serving, format: str, revision: str | None,
         "quality": source.drafter.target_quality,
         "notes": serving.notes,
         "folder": folder,
-        "own": read_config(source.folder, source.folder)[1] is not None,
+        "own": format != "gguf" and read_config(source.folder, source.folder)[1] is not None,
     }
     return markdown_environment().from_string(text).render(values)
 

@@ -17,14 +17,14 @@ def export(
     drafter: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.")],
     target: TargetOption,
     out: OutOption,
-    format: Annotated[str, typer.Option("--format", help="vllm, sglang, eagle, medusa or transformers.")],
+    format: Annotated[str, typer.Option("--format", help="vllm, sglang, gguf, eagle, medusa or transformers.")],
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default the stored one.")
     ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Write a drafter in the format of vLLM, SGLang, transformers or the original repositories."""
+    """Write a drafter in the format of vLLM, SGLang, llama.cpp, transformers or the original repositories."""
     from draftsmith.hub.export import ExportRequest, export_to, show_export
 
     request = ExportRequest(drafter, target, format, out, dtype, revision, trust_remote_code)

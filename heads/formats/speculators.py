@@ -88,7 +88,7 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
     drafter = source.drafter
     rank, confident = drafter.options()["markov_rank"], drafter.confidence is not None
     kind, architecture = ("dspark", "DSparkDraftModel") if rank or confident else ("dflash", "DFlashDraftModel")
-    mask_token, embeddings = _mask(source)
+    mask_token, embeddings = mask_token_of(source)
     config: dict[str, Any] = {
         "aux_hidden_state_layer_ids": _layer_ids(source),
         "block_size": drafter.block_size,
@@ -126,7 +126,7 @@ def _anchor_note(drafter: DFlash) -> str:
     return "The anchor's position predicts nothing: `sample_from_anchor` is false, for DSpark too."
 
 
-def _mask(source: Source[DFlash]) -> tuple[int, dict[str, Tensor]]:
+def mask_token_of(source: Source[DFlash]) -> tuple[int, dict[str, Tensor]]:
     """Return the token with the mask's embedding; without one the last token, and embeddings with the mask's there."""
     embeddings_VH = source.stored(weight_of(source.target.get_input_embeddings()))
     mask_H = source.stored(source.drafter.body.mask_embedding)
