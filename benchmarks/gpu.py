@@ -1,7 +1,7 @@
 """Time decoding of large shapes on one GPU: ms a round, tokens/s and overhead, beside transformers' `generate`.
 
     python benchmarks/gpu.py                                    # Qwen3-8B, bf16, one GPU with 80 GB
-    python benchmarks/gpu.py --shape llama3.1-8b --batches 1 8 --contexts 1024
+    python benchmarks/gpu.py --shape llama3.1-8b --batches 1 8 --contexts 1024 --compile
     python benchmarks/gpu.py --shape tiny --batches 1 2 --contexts 16 --max-new-tokens 8   # runs on a CPU
 
 Weights are random and made on the device; no file is read. The residual branches of the target's layers are scaled
@@ -13,11 +13,12 @@ sum_v min(p_v, q_v), and under greedy decoding of equal argmax, is the given val
 
 A cell is a temperature, a batch size and a context. Its sides decode the same random prompts, interleaved; the first
 run is a warm-up. Times begin after the prefill. `outside` is the share of time outside the models' forward passes, from
-one more run in which the device is synchronized after every pass.
+one more run in which the device is synchronized after every pass; not measured for compiled passes.
 """
 
 import argparse
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ LLAMA3 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
 LLAMA3 |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+COMPILED = "compiled"
 TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 SHAPES: dict[str, tuple[type[PreTrainedModel], Callable[..., LlamaConfig | Qwen3Config], dict[str, object]]] = {
     "qwen3-8b": (Qwen3ForCausalLM, Qwen3Config, QWEN3),
@@ -62,6 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gamma", type=int, default=4, help="draft length")
     parser.add_argument("--acceptance", type=float, default=0.8, help="probability that a draft token is accepted")
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--compile", action="store_true", help="also with compiled passes; CUDA graphs on a GPU")
     parser.add_argument("--repeats", type=int, default=3, help="counted runs of every side in a cell")
     options = parser.parse_args()
     if options.shape != "tiny" and not torch.cuda.is_available():
@@ -242,13 +245,14 @@ def theirs(target: PreTrainedModel, assistant: PreTrainedModel | None = None) ->
 
 
 def make_sides(options: argparse.Namespace, target: PreTrainedModel, drafter: DraftModel) -> dict[str, Side]:
-    """Return all ways of decoding by name. A compiled decoder becomes one more entry beside each of ours."""
-    return {
-        "generate": theirs(target),
-        "assisted": theirs(target, drafter.model),
-        "alone, eager": ours(SpeculativeDecoder(target)),
-        "drafter, eager": ours(SpeculativeDecoder(target, drafter, draft_length=options.gamma)),
-    }
+    """Return all ways of decoding by name."""
+    sides = {"generate": theirs(target), "assisted": theirs(target, drafter.model)}
+    for compiled in (False, True) if options.compile else (False,):
+        how = COMPILED if compiled else "eager"
+        sides[f"alone, {how}"] = ours(SpeculativeDecoder(target, compile=compiled))
+        plan = {"draft_length": options.gamma, "compile": compiled}
+        sides[f"drafter, {how}"] = ours(SpeculativeDecoder(target, drafter, **plan))
+    return sides
 
 
 # Measuring.
@@ -261,7 +265,7 @@ class Figures:
     round_ms: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
     tau: list[float] = field(default_factory=list)
-    outside: float = 0.0
+    outside: float = math.nan
 
 
 def measure(cell: Cell, sides: dict[str, Side], models: list[nn.Module], repeats: int) -> dict[str, Figures]:
@@ -284,6 +288,8 @@ def measure(cell: Cell, sides: dict[str, Side], models: list[nn.Module], repeats
                 figures[name].tau.append(decoded.tau)
     with timed_forwards(*models) as forwards:
         for name, side in sides.items():
+            if name.endswith(COMPILED):  # a pass that is timed in Python cannot be compiled
+                continue
             run = Run(device, forwards)
             side(prompts, cell, run)
             figures[name].outside = 1 - sum(forwards) / (now(device) - run.started)

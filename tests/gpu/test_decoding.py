@@ -54,6 +54,22 @@ def test_greedy_texts_are_those_of_generate(name: str, target: LlamaForCausalLM)
         assert [output.tokens for output in decoder.generate_batch(PROMPTS, **settings)] == expected, policy
 
 
+@pytest.mark.parametrize("name", [None, *FAMILIES])
+def test_compiled_passes_return_the_texts_of_eager_ones(name: str | None, target: LlamaForCausalLM) -> None:
+    """In float64, where no two logits are as close as rounding; on a GPU the passes are CUDA graphs."""
+    target.double()
+    drafter = None if name is None else make_drafter(name, target).double()
+    for policy in POLICIES if name in ("draft_model", "eagle3") else POLICIES[:1]:
+        eager, compiled = (
+            SpeculativeDecoder(target, drafter, policy=policy if drafter else None, compile=on) for on in (False, True)
+        )
+        for temperature in (0.0, 1.0):
+            settings = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "temperature": temperature}
+            expected = [output.tokens for output in eager.generate_batch(PROMPTS, **settings)]
+            for _ in range(2):  # the second time with graphs and storage that were used before
+                assert [output.tokens for output in compiled.generate_batch(PROMPTS, **settings)] == expected, policy
+
+
 def test_texts_are_those_of_the_cpu(target: LlamaForCausalLM, device: torch.device) -> None:
     """Sampled ones, too: random numbers are drawn on the host. Prompts may be tensors of either device."""
     here = SpeculativeDecoder(target, make_drafter("eagle3", target), draft_length=3)
