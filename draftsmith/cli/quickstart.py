@@ -70,7 +70,7 @@ def _quickstart(out: Path) -> None:
     show(evaluation, out)
     console.print(f"\nThe quickstart took {(time.perf_counter() - started) / 60:.1f} minutes.")
     pair = ("--target", "embedded", "--drafter", trained["draft_model"])
-    suggest("draftsmith", "generate", *pair, "import os\n\ndef main(", to_stderr=True)
+    suggest("draftsmith", "generate", *pair, "def main(", to_stderr=True)
     suggest("draftsmith", "check", *pair, to_stderr=True)
     suggest("draftsmith", "recipes", RECIPES["mtp"], to_stderr=True)
 

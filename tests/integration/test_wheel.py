@@ -1,5 +1,6 @@
 """The wheel that is built from the source distribution holds every module, recipe and template."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -26,3 +27,12 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     own = {name for name in _files(ROOT / "draftsmith", "draftsmith") if name.split("/")[1] not in LINKED}
     expected = own.union(*(_files(ROOT / name, f"draftsmith/{name}") for name in LINKED))
     assert {name for name in names if Path(name).suffix in SHIPPED and ".dist-info/" not in name} == expected
+
+    installed = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(installed)]
+    subprocess.run([*pip, str(next(tmp_path.glob("*.whl")))], check=True)
+    program = "import draftsmith; from draftsmith.cli import main; print(draftsmith.__file__); main(['recipes'])"
+    where = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(installed)}}
+    ran = subprocess.run([sys.executable, "-c", program], **where, check=True, capture_output=True, text=True)
+    assert ran.stdout.startswith(str(installed))
+    assert "quickstart/draft_model" in ran.stdout
