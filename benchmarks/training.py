@@ -103,6 +103,8 @@ def recipe_of(kind: str, options: argparse.Namespace, folder: Path) -> Recipe:
         "objective": {"chunk_tokens": options.chunk},
         "train": {
             "batch_size": options.batch,
+            "optimizer": "adamw",
+            "learning_rate": 1e-3,
             "mixed_precision": "bf16" if options.bf16 else "no",
             "activation_checkpointing": options.activation_checkpointing,
             "compile": options.compile,

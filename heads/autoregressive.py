@@ -24,8 +24,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import positions_like
-from draftsmith.heads.layers import Attend, CachedAttention, Rope, UnrolledAttention, ready, rotary, windows_of
+from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary, windows_of
 from draftsmith.heads.lm_head import logits_head, weight_of
+from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: B rows, T tokens read, n tokens or nodes, F size of the target's features per position, H hidden size,
 # V vocabulary, D draft vocabulary.

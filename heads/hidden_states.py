@@ -50,11 +50,6 @@ def positions_like(ids_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
     return document_positions(documents_BT)
 
 
-def causal_in_documents(documents_BT: Tensor) -> Tensor:
-    """Return a mask, bool [B, 1, T, T]: each position sees itself and the earlier ones of its own document."""
-    return (documents_BT[:, None, :, None] == documents_BT[:, None, None, :]).tril()
-
-
 # Shapes: B texts, T positions, S positions of the source, H hidden size.
 
 

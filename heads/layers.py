@@ -1,24 +1,19 @@
-"""The decoder layer of drafter networks, and its attention in decoding and in training."""
+"""The decoder layer of drafter networks, and its attention in decoding."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.hidden_states import causal_in_documents
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 
-# Shapes: B rows, T tokens read, Q queries, S keys, J unrolled steps, h heads, d head size, H hidden size, A = h * d.
+# Shapes: B rows, T tokens read, S keys, h heads, d head size, H hidden size, A = h * d.
 
-QUERIES = 512
-"""Queries whose attention scores are in memory at a time in the training-time test."""
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary positions."""
 
@@ -63,86 +58,6 @@ class CachedAttention:
         mask = self._mask[self._kinds[layer]] if isinstance(self._mask, Mapping) else self._mask
         causal = mask is None and q_BhTd.shape[2] > 1
         return attention(q_BhTd, k_BhSd, v_BhSd, mask, causal)
-
-
-class UnrolledAttention:
-    """Attention in training: query i of step j sees the first step's keys up to i, and of each later step the key at i.
-
-    A draft node sees the same when decoding: the committed tokens, read with the target's features, and its own path,
-    read with the drafter's states. Li et al. 2025 (EAGLE-3), arXiv:2503.01840, section 3.2; HASS, arXiv:2408.15766.
-
-    Args:
-        documents_BT: see `TeacherSignals`; queries see only the first step's keys of their own document.
-        windows: see `windows_of`; query i of step j is at position i + j.
-    """
-
-    def __init__(self, documents_BT: Tensor | None, windows: Sequence[int | None]) -> None:
-        self._documents_BT, self._windows = documents_BT, windows
-        self._mask_B1TT = None if documents_BT is None else causal_in_documents(documents_BT)
-        self._first: dict[int, tuple[Tensor, Tensor]] = {}
-        self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
-        if layer not in self._first:
-            self._first[layer] = (k_BhTd, v_BhTd)
-            return self._first_step(q_BhTd, k_BhTd, v_BhTd, self._windows[layer])
-        own, window = self._own.setdefault(layer, []), self._windows[layer]
-        own.append((k_BhTd, v_BhTd))
-        seen = own if window is None else own[-window:]
-        reach = None if window is None else window - len(own)
-        groups = q_BhTd.shape[1] // k_BhTd.shape[1]
-        keys, values = (x.repeat_interleave(groups, 1) for x in self._first[layer])
-        own_k_BhTJd = torch.stack([k for k, _ in seen], 3).repeat_interleave(groups, 1)
-        own_v_BhTJd = torch.stack([v for _, v in seen], 3).repeat_interleave(groups, 1)
-        T, parts = q_BhTd.shape[2], []
-        for start in range(0, T, QUERIES):
-            part = slice(start, start + QUERIES)
-            own_parts = own_k_BhTJd[:, :, part], own_v_BhTJd[:, :, part]
-            inputs = (q_BhTd[:, :, part], keys, values, *own_parts, start, self._documents_BT, reach)
-            # Recomputed in the backward pass where the scores of all queries would be many.
-            parts.append(checkpoint(_attend_own, *inputs, use_reentrant=False) if T > QUERIES else _attend_own(*inputs))
-        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-
-    def _first_step(self, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, window: int | None) -> Tensor:
-        T, mask = q_BhTd.shape[2], self._mask_B1TT
-        if window is not None and window < T:
-            near_TT = torch.ones(T, T, dtype=torch.bool, device=q_BhTd.device).tril().triu(1 - window)
-            mask = near_TT if mask is None else mask & near_TT
-        if mask is None:
-            return attention(q_BhTd, k_BhTd, v_BhTd, None, causal=True)
-        # With a mask and fewer key heads than query heads, torch may fall back to a kernel that keeps all scores.
-        groups = q_BhTd.shape[1] // k_BhTd.shape[1]
-        keys, values = (x.repeat_interleave(groups, 1) for x in (k_BhTd, v_BhTd))
-        return attention(q_BhTd, keys, values, mask)
-
-
-def _attend_own(
-    q_BhQd: Tensor,
-    k_BhTd: Tensor,
-    v_BhTd: Tensor,
-    own_k_BhQJd: Tensor,
-    own_v_BhQJd: Tensor,
-    start: int,
-    documents_BT: Tensor | None,
-    reach: int | None,
-) -> Tensor:
-    """Return attention of queries from `start` on over the first step's keys up to each, and over J keys of its own.
-
-    `reach`: number of the first step's keys, up to each query's own, that are inside the window; None: all of them.
-    """
-    Q, T = q_BhQd.shape[2], k_BhTd.shape[2]
-    q_BhQd = q_BhQd * q_BhQd.shape[-1] ** -0.5
-    every = torch.ones(Q, T, dtype=torch.bool, device=q_BhQd.device)
-    hidden = every.triu(start + 1)
-    if reach is not None:
-        hidden = hidden | every.tril(start - reach)
-    if documents_BT is not None:
-        hidden = hidden | (documents_BT[:, None, start : start + Q, None] != documents_BT[:, None, None])
-    first_BhQT = (q_BhQd @ k_BhTd.transpose(2, 3)).masked_fill(hidden, -torch.inf)
-    own_BhQJ = (own_k_BhQJd @ q_BhQd[..., None])[..., 0]
-    weights = torch.cat([first_BhQT, own_BhQJ], -1).softmax(-1, dtype=torch.promote_types(q_BhQd.dtype, torch.float32))
-    first_BhQT, own_BhQJ = weights.to(v_BhTd.dtype).split([T, own_BhQJ.shape[-1]], -1)
-    return first_BhQT @ v_BhTd + (own_BhQJ[..., None, :] @ own_v_BhQJd)[..., 0, :]
 
 
 def attention(q_BhTd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:

@@ -21,9 +21,10 @@ from draftsmith.heads.autoregressive import NetworkDrafter, shifted
 from draftsmith.heads.base import Context, DraftStates, TeacherSignals
 from draftsmith.heads.eagle3 import Eagle3Network, start_from_target, three_depths, vocabulary_size
 from draftsmith.heads.hidden_states import positions_like
-from draftsmith.heads.layers import UnrolledAttention, layer_config, windows_of
+from draftsmith.heads.layers import layer_config, windows_of
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.multi_head import PathIndependentDrafter
+from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: B rows, T positions, H hidden size, K draft tokens.
 

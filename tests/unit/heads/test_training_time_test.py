@@ -1,9 +1,14 @@
 """The training-time test against a naive version: every (query, step) reads its whole path anew, in fp64."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from conftest import make_llama
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
 from draftsmith.heads.base import TeacherSignals
@@ -120,9 +125,10 @@ def test_states_and_gradients_are_those_of_the_full_paths(name: str) -> None:
         assert mine is None or torch.allclose(mine, other, rtol=1e-9, atol=1e-10)
 
 
-def test_long_texts_are_attended_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries beyond `QUERIES` go through the checkpointed path; states and gradients stay the same."""
-    drafter = drafters()["eagle3"]
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, window of 3", "peagle, window of 3"])
+def test_attention_without_a_fused_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are attended in parts of `QUERIES`; states and gradients stay the same."""
+    drafter = drafters()[name]
     ids_1T = torch.randint(2, 64, (1, 11))
     features = torch.randn(1, 11, 96, dtype=torch.float64)
     mask_1T = torch.ones(1, 11, dtype=torch.bool)
@@ -134,6 +140,48 @@ def test_long_texts_are_attended_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
         return total, gradient
 
     whole = run()
-    monkeypatch.setattr("draftsmith.heads.layers.QUERIES", 4)
-    parts = run()
-    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(whole, parts, strict=True))
+    monkeypatch.setattr("draftsmith.heads.unrolled_attention._fused", lambda _: False)
+    for queries in (512, 4):
+        monkeypatch.setattr("draftsmith.heads.unrolled_attention.QUERIES", queries)
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(whole, run(), strict=True))
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        result = operation(*arguments, **(options or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("documents", [1, 2])
+def test_memory_is_linear_in_the_length(window: int | None, documents: int) -> None:
+    """Count saved elements and the largest tensor, of forward and backward pass, at two lengths."""
+    drafter = drafters()["eagle3"].float()
+    body = drafter.body.config
+    body.layer_types, body.sliding_window = [f"{'full' if window is None else 'sliding'}_attention"], window
+
+    def measure(length: int) -> tuple[int, int]:
+        ids_1T = torch.zeros(1, length, dtype=torch.long)
+        features = torch.randn(1, length, 96)
+        documents_1T = torch.arange(length)[None] * documents // length
+        signals = TeacherSignals(ids_1T, ids_1T + 1, features[..., :32], ids_1T == 0, features)
+        signals = signals if documents == 1 else replace(signals, documents_BT=documents_1T)
+        saved: list[int] = []
+        with Largest() as largest:
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
+                total = sum(entry.hidden_BTD.sin().sum() for entry in drafter.unroll(signals))
+            torch.autograd.grad(total, [drafter.body.fc.weight])
+        return sum(saved), largest.elements
+
+    (saved, largest), (longer_saved, longer_largest) = measure(1200), measure(2400)
+    assert longer_saved < 2.1 * saved
+    assert longer_largest < 2.1 * largest
+    assert longer_largest < 1200 * 1200, "fewer than the scores of one document"

@@ -1,0 +1,246 @@
+"""Attention of the training-time test, in memory that is linear in the length of the text.
+
+A query of a later step sees the text's keys up to its position, as in the first step, and one key of each later step.
+The text's part is computed by a fused kernel, document by document; the few keys of its own are merged into it by the
+log-sum-exp of the scores:
+
+    out = exp(L - M) out_text + sum_j exp(s_j - M) v_j        L = log-sum-exp of the text's scores, M = that of all
+
+The gradient with respect to the text's keys is that of the kernel for the merged output and M, since the probability of
+each key is exp(score - M). Ring attention merges parts of a text in the same way (Liu et al. 2023, arXiv:2310.01889).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Shapes: B rows, T positions, Q queries, S keys, h heads, g key heads, m heads for each key head, d head size.
+
+QUERIES = 512
+"""Queries whose scores are in memory at a time where no fused kernel applies."""
+ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Span:
+    """A document: positions `start` to `end` of some rows."""
+
+    rows: slice
+    start: int
+    end: int
+
+    def of(self, x_BhTd: Tensor) -> Tensor:
+        """Return the part of a tensor [B, h, T, ...]."""
+        return x_BhTd[self.rows, :, self.start : self.end]
+
+
+def spans_of(documents_BT: Tensor) -> list[Span]:
+    """Return the documents of all rows, see `TeacherSignals`. Read from the device in one transfer."""
+    spans = []
+    for row, numbers in enumerate(documents_BT.tolist()):
+        starts = [0, *(place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1])]
+        ends = [*starts[1:], len(numbers)]
+        spans += [Span(slice(row, row + 1), start, end) for start, end in zip(starts, ends, strict=True)]
+    return spans
+
+
+class UnrolledAttention:
+    """Attention in training: query i of step j sees the first step's keys up to i, and of each later step the key at i.
+
+    A draft node sees the same when decoding: the committed tokens, read with the target's features, and its own path,
+    read with the drafter's states. Li et al. 2025 (EAGLE-3), arXiv:2503.01840, section 3.2; HASS, arXiv:2408.15766.
+
+    Args:
+        documents_BT: see `TeacherSignals`; queries see only the first step's keys of their own document.
+        windows: see `windows_of`; query i of step j is at position i + j.
+    """
+
+    def __init__(self, documents_BT: Tensor | None, windows: Sequence[int | None]) -> None:
+        self._windows = windows
+        self._documents = None if documents_BT is None else spans_of(documents_BT)
+        self._text: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+        dtype = v_BhTd.dtype  # under autocast rotated queries and keys are float32
+        q_BhTd, keys = q_BhTd.to(dtype), (k_BhTd.to(dtype), v_BhTd)
+        if layer not in self._text:
+            self._text[layer], self._own[layer] = keys, []
+        else:
+            self._own[layer].append(keys)
+        own, window = self._own[layer], self._windows[layer]
+        reach = None if window is None else window - len(own)
+        seen = own if window is None else own[-window:]
+        spans = self._documents or [Span(slice(None), 0, q_BhTd.shape[2])]
+        out = _TextAndOwn.apply(spans, reach, q_BhTd, *self._text[layer], *(x for pair in seen for x in pair))
+        assert isinstance(out, Tensor)
+        return out
+
+
+class _TextAndOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, spans: Sequence[Span], reach: int | None, q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, *own: Tensor
+    ) -> Tensor:
+        B, h, T, d = q_BhTd.shape
+        # In the layout [B, T, h, d], from which the projection after it reads without a copy.
+        out_BhTd = q_BhTd.new_empty(B, T, h, d).transpose(1, 2)
+        wide = torch.promote_types(q_BhTd.dtype, torch.float32)
+        total_BhT = q_BhTd.new_empty(B, h, T, dtype=wide)
+        for span in spans:
+            part = _text(span.of(q_BhTd), span.of(k_BgTd), span.of(v_BgTd), reach)
+            span.of(out_BhTd).copy_(part[0])
+            span.of(total_BhT).copy_(part[1])
+        if own:
+            scores = [_own_scores(q_BhTd, k) for k in own[::2]]
+            text_BhT = total_BhT
+            total_BhT = torch.stack([text_BhT, *scores]).logsumexp(0)
+            merged = _by_key_head(out_BhTd, k_BgTd).to(wide) * _weight(text_BhT, total_BhT, k_BgTd)
+            for score_BhT, v in zip(scores, own[1::2], strict=True):
+                merged += _weight(score_BhT, total_BhT, k_BgTd) * v[:, :, None]
+            out_BhTd.copy_(merged.flatten(1, 2))
+        ctx.spans, ctx.reach = spans, reach
+        ctx.save_for_backward(out_BhTd, total_BhT, q_BhTd, k_BgTd, v_BgTd, *own)
+        return out_BhTd
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        out_BhTd, total_BhT, q_BhTd, k_BgTd, v_BgTd, *own = ctx.saved_tensors
+        (g_BhTd,) = gradients
+        dq, dk, dv = torch.empty_like(q_BhTd), torch.empty_like(k_BgTd), torch.empty_like(v_BgTd)
+        for span in ctx.spans:
+            g, q, k, v, out, total = (span.of(x) for x in (g_BhTd, q_BhTd, k_BgTd, v_BgTd, out_BhTd, total_BhT))
+            parts = _text_backward(g, q, k, v, out, total, ctx.reach)
+            for whole, part in zip((dq, dk, dv), parts, strict=True):
+                span.of(whole).copy_(part)
+        if not own:
+            return None, None, dq, dk, dv
+        g, q = (_by_key_head(x, k_BgTd).to(total_BhT.dtype) for x in (g_BhTd, q_BhTd))
+        mean = (g * _by_key_head(out_BhTd, k_BgTd)).sum(-1, keepdim=True)
+        scale, more, of_own = q.shape[-1] ** -0.5, torch.zeros_like(q), []
+        for k, v in zip(own[::2], own[1::2], strict=True):
+            weight = _weight(_own_scores(q_BhTd, k), total_BhT, k_BgTd)
+            slope = weight * ((g * v[:, :, None]).sum(-1, keepdim=True) - mean) * scale
+            more += slope * k[:, :, None]
+            of_own += [(slope * q).sum(2).to(k.dtype), (weight * g).sum(2).to(v.dtype)]
+        return None, None, (dq + more.flatten(1, 2)).to(q_BhTd.dtype), dk, dv, *of_own
+
+
+def _by_key_head(x_BhTd: Tensor, k_BgTd: Tensor) -> Tensor:
+    """Return queries or outputs as [B, g, m, T, d], by the key head that they use."""
+    return x_BhTd.unflatten(1, (k_BgTd.shape[1], -1))
+
+
+def _own_scores(q_BhTd: Tensor, k_BgTd: Tensor) -> Tensor:
+    """Return the score [B, h, T] of each query with the key at its position."""
+    wide = torch.promote_types(q_BhTd.dtype, torch.float32)
+    products = _by_key_head(q_BhTd, k_BgTd).to(wide) * k_BgTd[:, :, None]
+    return products.sum(-1).flatten(1, 2) * q_BhTd.shape[-1] ** -0.5
+
+
+def _weight(score_BhT: Tensor, total_BhT: Tensor, k_BgTd: Tensor) -> Tensor:
+    """Return exp(score - total) as [B, g, m, T, 1]."""
+    return _by_key_head((score_BhT - total_BhT).exp()[..., None], k_BgTd)
+
+
+# The text's part. One document: queries and keys at the same positions.
+
+
+def _fused(q_BhTd: Tensor) -> bool:
+    """Return whether a kernel is known that returns the log-sum-exp."""
+    if q_BhTd.device.type == "cuda":
+        return q_BhTd.dtype in (torch.float16, torch.bfloat16) and q_BhTd.shape[-1] % 8 == 0 and q_BhTd.shape[-1] <= 256
+    return q_BhTd.device.type == "cpu"
+
+
+def _text(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, reach: int | None) -> tuple[Tensor, Tensor]:
+    """Return causal attention over the text and the log-sum-exp [B, h, T] of its scores, -inf without any key."""
+    if (reach is None or reach >= q_BhTd.shape[2]) and _fused(q_BhTd):
+        if q_BhTd.device.type == "cpu":
+            return ATEN._scaled_dot_product_flash_attention_for_cpu(q_BhTd, k_BgTd, v_BgTd, 0.0, True)
+        return ATEN._scaled_dot_product_flash_attention(q_BhTd, k_BgTd, v_BgTd, 0.0, True)[:2]
+    outs, sums = [], []
+    for part in _parts(q_BhTd.shape[2], reach):
+        scores = part.scores(q_BhTd, k_BgTd)
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
+        out = weights.to(v_BgTd.dtype) @ v_BgTd[:, :, part.keys]
+        outs.append(part.by_head(out, q_BhTd))
+        sums.append(part.by_head(lse, q_BhTd)[..., 0])
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def _text_backward(
+    g_BhTd: Tensor,
+    q_BhTd: Tensor,
+    k_BgTd: Tensor,
+    v_BgTd: Tensor,
+    out_BhTd: Tensor,
+    total_BhT: Tensor,
+    reach: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, where key s has the probability exp(score - total)."""
+    if (reach is None or reach >= q_BhTd.shape[2]) and _fused(q_BhTd):
+        inputs = (g_BhTd, q_BhTd, k_BgTd, v_BgTd, out_BhTd, total_BhT)
+        if q_BhTd.device.type == "cpu":
+            return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
+        T, unused = (
+            q_BhTd.shape[2],
+            q_BhTd.new_empty(2, dtype=torch.uint64),
+        )  # states of dropout, of which there is none
+        return ATEN._scaled_dot_product_flash_attention_backward(
+            *inputs, None, None, T, T, 0.0, True, unused, unused.new_empty(())
+        )
+    dq, dk, dv = torch.empty_like(q_BhTd), torch.zeros_like(k_BgTd), torch.zeros_like(v_BgTd)
+    mean_BhT1 = (g_BhTd.to(total_BhT.dtype) * out_BhTd).sum(-1, keepdim=True)
+    for part in _parts(q_BhTd.shape[2], reach):
+        k, v = k_BgTd[:, :, part.keys], v_BgTd[:, :, part.keys]
+        g, q, mean, total = (part.by_key_head(x, k_BgTd) for x in (g_BhTd, q_BhTd, mean_BhT1, total_BhT[..., None]))
+        weights = (part.scores(q_BhTd, k_BgTd) - total).exp()
+        slope = (weights * ((g @ v.mT) - mean) * q.shape[-1] ** -0.5).to(q.dtype)
+        dq[:, :, part.queries] = part.by_head(slope @ k, q_BhTd)
+        dk[:, :, part.keys] += slope.mT @ q
+        dv[:, :, part.keys] += weights.to(g.dtype).mT @ g
+    return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some queries of a document, and the keys that at least one of them sees."""
+
+    queries: slice
+    keys: slice
+    reach: int | None
+
+    def by_key_head(self, x_BhTd: Tensor, k_BgTd: Tensor) -> Tensor:
+        """Return the queries' part as [B, g, m * Q, d]."""
+        return _by_key_head(x_BhTd[:, :, self.queries], k_BgTd).flatten(2, 3)
+
+    def by_head(self, x: Tensor, q_BhTd: Tensor) -> Tensor:
+        """Return [B, g, m * Q, d] as [B, h, Q, d]."""
+        return x.unflatten(2, (-1, self.queries.stop - self.queries.start)).flatten(1, 2)
+
+    def scores(self, q_BhTd: Tensor, k_BgTd: Tensor) -> Tensor:
+        """Return the scores [B, g, m * Q, S], -inf for keys that a query does not see."""
+        wide = torch.promote_types(q_BhTd.dtype, torch.float32)
+        scores = self.by_key_head(q_BhTd, k_BgTd) @ k_BgTd[:, :, self.keys].mT
+        query_Q1 = torch.arange(self.queries.start, self.queries.stop, device=q_BhTd.device)[:, None]
+        key_S = torch.arange(self.keys.start, self.keys.stop, device=q_BhTd.device)
+        hidden_QS = key_S > query_Q1
+        if self.reach is not None:
+            hidden_QS = hidden_QS | (key_S <= query_Q1 - self.reach)
+        hidden = hidden_QS.repeat(q_BhTd.shape[1] // k_BgTd.shape[1], 1)
+        return (scores.to(wide) * q_BhTd.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
+
+
+def _parts(length: int, reach: int | None) -> list[_Part]:
+    """Divide the queries of a document."""
+    parts = []
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
+        first = 0 if reach is None else max(0, start - max(reach, 0) + 1)
+        parts.append(_Part(slice(start, stop), slice(min(first, stop - 1), stop), reach))
+    return parts
