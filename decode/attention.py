@@ -23,6 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from draftsmith.heads.model_config import text_config
+
 # Shapes: B rows, K key/value heads, G query heads for each of them, Q queries, S slots, D head size.
 
 GROUPED = "draftsmith"
@@ -35,9 +37,12 @@ _SPECIAL = ("position_bias", "softcap", "s_aux")
 _NAME = "_attn_implementation_internal"
 """The attribute of a config that transformers sets; `_attn_implementation` would set those of nested configs too."""
 _LOCK = RLock()
-Passes = Literal["grouped", "masked", "native"]
+Passes = Literal["grouped", "masked", "native", "copied", "whole"]
 """How a model is run: with `attend` and the decoder's masks; with transformers' own attention function and the
-decoder's masks; or as in `generate`, with masks that the model makes itself, which suits chains only."""
+decoder's masks; or as in `generate`, with masks that the model makes itself, which suits chains only. Of the latter,
+"native" has the decoder's cache, "copied" the model's own, see `Reread`, and "whole" none."""
+WITH_ROLLBACK: tuple[Passes, ...] = ("grouped", "masked", "native")
+"""Those with the decoder's cache."""
 _PASSES: "WeakKeyDictionary[PreTrainedModel, Passes]" = WeakKeyDictionary()
 
 
@@ -103,7 +108,9 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)  # as with sdpa, for callers
 def passes_of(model: PreTrainedModel) -> Passes:
     """Return how `model` is run: as `run_with` set, else grouped where its layers choose their function by name."""
     chosen = _PASSES.get(model, "grouped")
-    if chosen == "grouped" and not getattr(model, "_supports_attention_backend", False):
+    # An indexer's choice becomes a mask only with transformers' own functions; `attend` would not be told of it.
+    indexed = "indexed_attention" in (getattr(text_config(model), "layer_types", None) or ())
+    if chosen == "grouped" and (indexed or not getattr(model, "_supports_attention_backend", False)):
         return "masked"
     return chosen
 

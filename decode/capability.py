@@ -5,6 +5,7 @@ from indices in the cache or ignore masks would give wrong texts without an erro
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,17 +16,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.attention import Passes, passes_of, run_with
+from draftsmith.decode.attention import WITH_ROLLBACK, Passes, passes_of, run_with
 from draftsmith.decode.encoder_decoder import biased_layers
 from draftsmith.decode.kv_cache import refuse_other_layers
 from draftsmith.decode.masks import Attention
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.recurrent_state import is_recurrent
+from draftsmith.decode.reread import cache_name
 from draftsmith.decode.rollback_check import check_rollback
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import evaluating
-from draftsmith.heads.model_config import text_config
+from draftsmith.heads.model_config import context_limit, text_config
 from draftsmith.provenance import has_cxx_compiler
 
 # Shapes: B texts, N draft nodes of one text, V vocabulary.
@@ -33,8 +35,8 @@ from draftsmith.provenance import has_cxx_compiler
 TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
 HALF_TOLERANCE = 0.2
 """Relative to the standard deviation of the logits: above rounding, below the effect of a wrong position or mask."""
-CONTEXT = 6
-"""Tokens before the draft; fewer for the other text of a batch."""
+CONTEXT, DRAFT = 6, 3
+"""Tokens before the draft, fewer for the other text of a batch, and tokens after them; fewer in a shorter context."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,16 @@ class Capability:
 
 
 ALL = Capability("")
-UNVERIFIED = {"moshi": "its logits with a cache differ from those without"}
+UNVERIFIED = {
+    "moshi": "its logits with a cache differ from those without",
+    "reformer": "its attention over long texts draws hash buckets at random",
+}
 """Model types whose texts in `generate` differ from those of forward passes, beyond what the comparison reads."""
+_AGAIN: dict[Passes, str] = {
+    "copied": "each round copies its own cache and reads up to 16 committed tokens again",
+    "whole": "each round reads the whole text again",
+}
+"""How models without rollback read drafts."""
 _KNOWN: "WeakKeyDictionary[PreTrainedModel, Capability]" = WeakKeyDictionary()
 
 
@@ -75,7 +85,10 @@ def capability_of(model: PreTrainedModel) -> Capability:
         return _KNOWN[model]
     best: tuple[Capability, Passes] | None = None
     refused: ConfigError | None = None
-    for passes in _ways(model):
+    ways = _ways(model)
+    for passes in ways:
+        if best is not None and passes not in WITH_ROLLBACK:
+            break
         run_with(model, passes)
         try:
             with evaluating(model):
@@ -89,16 +102,20 @@ def capability_of(model: PreTrainedModel) -> Capability:
             break  # no other way can do more
     if best is None:
         assert refused is not None
+        run_with(model, ways[0])  # a later call tries all of them again
         raise refused
     _KNOWN[model], passes = best
     run_with(model, passes)
+    if passes in _AGAIN:
+        kind = _KNOWN[model].kind
+        warnings.warn(f"model_type={kind!r}: {_AGAIN[passes]}, which may take longer than `generate`", stacklevel=2)
     return _KNOWN[model]
 
 
 def _ways(model: PreTrainedModel) -> Sequence[Passes]:
     if _slides_by_index(model):
         return ("native",)
-    ways: Sequence[Passes] = ("grouped", "masked", "native")
+    ways = WITH_ROLLBACK if model.config.is_encoder_decoder else (*WITH_ROLLBACK, *_AGAIN)
     return ways[ways.index(passes_of(model)) :]
 
 
@@ -111,9 +128,11 @@ def _measured(model: PreTrainedModel) -> Capability:
     kind = str(getattr(model.config, "model_type", type(model).__name__))
     if kind in UNVERIFIED:
         raise ConfigError(f"model_type={kind!r} cannot verify drafts: {UNVERIFIED[kind]}; expected another target")
-    accepted = inspect.signature(model.forward).parameters
-    if not {"past_key_values", "cache_params", "state"} & set(accepted):
+    passes = passes_of(model)
+    if passes != "whole" and not cache_name(inspect.signature(model.forward).parameters):
         raise ConfigError(f"model_type={kind!r} takes no past_key_values; expected a model that reads with a cache")
+    if passes in _AGAIN:
+        return _read_again(model, kind, passes)
     refuse_other_layers(text_config(model))
     if is_recurrent(model):
         tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
@@ -126,11 +145,24 @@ def _measured(model: PreTrainedModel) -> Capability:
     reason = _reason(lambda: _chain_gap(model), model)
     if reason:
         raise ConfigError(f"model_type={kind!r} cannot verify drafts: {reason}; expected another target")
-    if passes_of(model) == "native":
+    if passes == "native":
         own = "it takes its masks and positions from indices in the cache"
         return Capability(kind, no_trees=_structural(model) or own, no_ragged=own)
     found = Capability(kind, no_trees=_structural(model) or _reason(lambda: _tree_gap(model), model))
     return replace(found, no_ragged=_reason(lambda: _ragged_gap(model), model))
+
+
+def _read_again(model: PreTrainedModel, kind: str, passes: Passes) -> Capability:
+    """Return what `model` verifies without the decoder's cache, if `generate` reads texts as plain passes do."""
+    if passes == "copied":
+        check_rollback(model, TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE), 1)
+    reason = _reason(lambda: _chain_gap(model), model)
+    if reason.startswith("logits differ") and passes == "whole":
+        reason = "its logits after a token depend on later tokens"
+    reason = reason or _reason(lambda: _generate_gap(model), model, "in its `generate`, ")
+    if reason:
+        raise ConfigError(f"model_type={kind!r} cannot verify drafts: {reason}; expected another target")
+    return Capability(kind, no_trees=_AGAIN[passes], no_ragged=_AGAIN[passes])
 
 
 def _structural(model: PreTrainedModel) -> str:
@@ -153,21 +185,24 @@ def _slides_by_index(model: PreTrainedModel) -> bool:
     return "local" in getattr(text_config(model), "attention_layers", ())
 
 
-def _reason(gap: Callable[[], float], model: PreTrainedModel) -> str:
-    """Return why the logits that `gap` compares differ, or cannot be computed; empty if they are equal."""
+def _reason(gap: Callable[[], float], model: PreTrainedModel, where: str = "") -> str:
+    """Return why the logits that `gap` compares differ, or cannot be computed; empty if they are equal.
+
+    `where`: the first words of the reason, for logits that were not computed here.
+    """
     dtype = next(model.parameters()).dtype
     try:
         found = gap()
     except ConfigError:
         raise  # it says itself what the model lacks
     except Exception as error:  # models raise errors without a common base class
-        return f"its forward pass over a draft fails ({reason_of(error)})"
+        return f"{where}its forward pass over a draft fails ({reason_of(error)})"
     if found != found:
         name = str(dtype).removeprefix("torch.")
         return f"it returns NaN logits in {name}: its weights are damaged, or overflow in that dtype"
     if found < TOLERANCE.get(dtype, HALF_TOLERANCE):
         return ""
-    return f"logits differ from those of a plain pass by {found:.2g} standard deviations"
+    return f"{where}logits differ from those of a plain pass by {found:.2g} standard deviations"
 
 
 # The comparisons: largest difference of logits, relative to their standard deviation.
@@ -175,7 +210,7 @@ def _reason(gap: Callable[[], float], model: PreTrainedModel) -> str:
 
 def _chain_gap(model: PreTrainedModel) -> float:
     """Compare a chain, and another one after the first was accepted in part."""
-    context, (first, second, third) = _tokens(model, CONTEXT), _tokens(model, 3, seed=1)
+    context, (first, second, third) = _tokens(model, _context(model)), _tokens(model, DRAFT, seed=1)
     runner = _after(model, [context])
     read_NV = runner.tree(_ids(model, [[context[-1], first, second]]), [(-1, 0)])[0]
     gaps = [_gap(model, read_NV[1], [*context, first]), _gap(model, read_NV[2], [*context, first, second])]
@@ -186,7 +221,7 @@ def _chain_gap(model: PreTrainedModel) -> float:
 
 def _tree_gap(model: PreTrainedModel) -> float:
     """Compare the children of two siblings: wrong for wrong positions and for wrong masks."""
-    context, tokens = _tokens(model, CONTEXT), _tokens(model, 4, seed=1)
+    context, tokens = _tokens(model, _context(model)), _tokens(model, 4, seed=1)
     draft = Draft(tuple(tokens), (-1, 0, -1, 2))
     read_NV = _after(model, [context]).tree(_ids(model, [[context[-1], *tokens]]), [draft.parents])[0]
     paths = {node: [*context, *(tokens[step] for step in draft.path(node))] for node in (1, 3)}
@@ -195,15 +230,38 @@ def _tree_gap(model: PreTrainedModel) -> float:
 
 def _ragged_gap(model: PreTrainedModel) -> float:
     """Compare the chains of two texts of different lengths."""
-    contexts, token = [_tokens(model, CONTEXT), _tokens(model, CONTEXT - 2, seed=2)], _tokens(model, 1, seed=1)[0]
+    count, token = _context(model), _tokens(model, 1, seed=1)[0]
+    contexts = [_tokens(model, count), _tokens(model, count - 2, seed=2)]
     roots = [[context[-1], token] for context in contexts]
     read_BNV = _after(model, contexts).tree(_ids(model, roots), [(-1,)])
     return _worst([_gap(model, read_BNV[row, 1], [*context, token]) for row, context in enumerate(contexts)])
 
 
+def _generate_gap(model: PreTrainedModel) -> float:
+    """Compare the logits of the model's own `generate`, which some models give other inputs than the text."""
+    context = _tokens(model, _context(model))
+    ids = _ids(model, [context])
+    settings: dict[str, Any] = {"max_new_tokens": DRAFT, "do_sample": False, "num_beams": 1, "output_logits": True}
+    settings |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "return_dict_in_generate": True}
+    output: Any = model.generate(ids, **settings)  # pyright: ignore[reportCallIssue]
+    text = output.sequences[0].tolist()
+    return _worst([_gap(model, logits[0], text[: len(context) + new]) for new, logits in enumerate(output.logits)])
+
+
 def _worst(gaps: list[float]) -> float:
     """Return the largest number; NaN if any is NaN."""
     return float(torch.tensor(gaps).max())
+
+
+def _context(model: PreTrainedModel) -> int:
+    """Return the number of tokens before the drafts; ConfigError for a model that cannot read enough of them."""
+    limit = context_limit(model.config) or CONTEXT + DRAFT
+    if limit < DRAFT + DRAFT:
+        raise ConfigError(
+            f"model_type={model.config.model_type!r} reads at most {limit} tokens; expected a context of at least "
+            f"{DRAFT + DRAFT}, which drafts are verified in"
+        )
+    return min(CONTEXT, limit - DRAFT)
 
 
 def _tokens(model: PreTrainedModel, count: int, seed: int = 0) -> list[int]:
@@ -225,7 +283,7 @@ def _after(model: PreTrainedModel, contexts: list[list[int]]) -> ModelRunner:
 
 
 def _source(model: PreTrainedModel) -> list[int]:
-    return _tokens(model, CONTEXT, seed=3) if model.config.is_encoder_decoder else []
+    return _tokens(model, _context(model), seed=3) if model.config.is_encoder_decoder else []
 
 
 def _gap(model: PreTrainedModel, read_V: Tensor, tokens: list[int]) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
+from draftsmith.decode.attention import WITH_ROLLBACK, passes_of
 from draftsmith.decode.capability import Capability, capability_of, require_compilable
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft, now
@@ -278,6 +279,8 @@ class SpeculativeDecoder:
         if self._model.config.is_encoder_decoder or self._target.compile:
             what = "compile=True" if self._target.compile else "an encoder-decoder target"
             raise ConfigError(f"inputs with {what}; expected prompts without images")
+        if passes_of(self._model) not in WITH_ROLLBACK:
+            raise ConfigError("inputs with a target that reads tokens again in each round; expected prompts of text")
         inputs = inputs_for(self._model, given)
         if inputs:
             check_prompt(self._model, prompt, inputs)

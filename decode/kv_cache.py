@@ -20,7 +20,7 @@ from draftsmith.errors import ConfigError
 FIRST_SLOTS = 256
 """Slots that are allocated in addition to the first text; storage doubles when they are full."""
 
-ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 OWN_STATES = {
     "minimax": "accepts no cache but its own class",
     "recurrent_gemma": "stores recurrent states in its modules",
@@ -55,6 +55,8 @@ class RollbackLayer(CacheLayerMixin):
     def __init__(self, place: WritePosition, rows: int, longest: int | None, fixed: bool) -> None:
         super().__init__()
         self._place, self._rows, self._longest, self._fixed = place, rows, longest, fixed
+        self.indexer: RollbackLayer | None = None
+        """The keys of the layer's indexer, in attention over the tokens that score best."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         _, heads, Q, head_dim = key_states.shape
@@ -93,6 +95,13 @@ class RollbackLayer(CacheLayerMixin):
             keys[rows_B1, :, slots_BQ] = key_states.transpose(1, 2)
             values[rows_B1, :, slots_BQ] = value_states.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write an indexer's keys [B, Q, index_head_dim] as `update` does and return those of all slots."""
+        if self.indexer is None:
+            self.indexer = RollbackLayer(self._place, self._rows, self._longest, self._fixed)
+        keys_B1QD = indexer_key_states[:, None]
+        return self.indexer.update(keys_B1QD, keys_B1QD[..., :0])[0][:, 0]
 
     @property
     def _storage(self) -> tuple[Tensor, Tensor]:
@@ -170,7 +179,6 @@ class RollbackCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, rows: int, longest: int | None = None, *, fixed: bool = False) -> None:
         text_config = config.get_text_config(decoder=True)
-        refuse_other_layers(text_config)
         depth = getattr(text_config, "num_decoder_layers", None) or text_config.num_hidden_layers
         self.place = WritePosition()
         self.lengths = [0] * rows
@@ -205,7 +213,7 @@ class RollbackCache(Cache):
             start_n1 = torch.tensor(starts, device=device)[:, None]
             to_nk, from_nk = start_n1 + torch.arange(width, device=device), start_n1 + torch.tensor(wide, device=device)
             rows_n1 = torch.tensor(rows, device=device)[:, None]
-            for layer in self._layers:
+            for layer in self._stores():
                 layer.move(rows_n1, to_nk, from_nk)
         self.lengths = [length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)]
 
@@ -213,7 +221,7 @@ class RollbackCache(Cache):
         """Begin again with this number of empty texts."""
         self.place.start, self.place.end, self.place.slots_BQ = 0, 0, None
         self.lengths = [0] * rows
-        for layer in self._layers:
+        for layer in self._stores():
             layer.clear()
 
     @property
@@ -223,9 +231,13 @@ class RollbackCache(Cache):
 
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows."""
-        for layer in self._layers:
+        for layer in self._stores():
             layer.keep_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]
+
+    def _stores(self) -> list[RollbackLayer]:
+        """Return the layers and their indexers."""
+        return [store for layer in self._layers for store in (layer, layer.indexer) if store is not None]
 
 
 def refuse_other_layers(config: PreTrainedConfig) -> None:

@@ -13,7 +13,7 @@ from draftsmith.decode.attention import GROUPED, chain_marker, configs_of, imple
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents
 
-FULL = frozenset({"full_attention", "hybrid"})
+FULL = frozenset({"full_attention", "hybrid", "indexed_attention"})
 SLIDING = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})
 """Layer types of transformers that attend to all tokens, and to those in a window or chunk."""
 
@@ -54,7 +54,8 @@ class Attention:
             raise ConfigError(f"attn_implementation={own!r}; expected sdpa, eager or flash attention")
         passes = passes_of(model)
         grouped = GROUPED if passes == "grouped" else "sdpa"
-        if passes == "native" or own == "eager":
+        native = passes not in ("grouped", "masked")
+        if native or own == "eager":
             chains = masked = own
         elif own == "sdpa":
             chains = masked = "sdpa" if model.config.is_encoder_decoder else grouped
@@ -71,7 +72,7 @@ class Attention:
         slides = window is not None and (not SLIDING.isdisjoint(kinds) if kinds else _all_slide(config))
         mixed = slides and kinds is not None and not FULL.isdisjoint(kinds)
         configs = tuple(configs_of(model, own)) if {chains, masked} != {own} else ()
-        return cls(window if slides else None, chunked, mixed, chains, masked, own, configs, passes == "native")
+        return cls(window if slides else None, chunked, mixed, chains, masked, own, configs, native)
 
     @property
     def is_flash(self) -> bool:

@@ -5,18 +5,20 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.attention import WITH_ROLLBACK, passes_of
 from draftsmith.decode.compiled import HEAD, MOST_WIDTH, CompiledPasses, PassInputs, give_back, take_passes
 from draftsmith.decode.drafted import Drafted
 from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention, tree_mask
 from draftsmith.decode.recurrent_state import Mixers
+from draftsmith.decode.reread import Reread, cache_name
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Parents, chain_parents, depths_of
@@ -63,9 +65,13 @@ class ModelRunner:
         if compile:
             assert longest is not None, "the storage of compiled passes is allocated at once"
             self._passes = take_passes(model, rows, longest)
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_name = cache_name(accepted)
+        passes = passes_of(model)  # some leave the cache to count tokens only
+        self._again = None if passes in WITH_ROLLBACK else Reread(model, passes, rows)
         self._cache = RollbackCache(model.config, rows, longest) if self._passes is None else self._passes.cache
         self._usual = width
-        self._mixers = Mixers(model, text_config(model), self._cache, rows)
+        self._mixers = Mixers(nn.Module() if self._again else model, text_config(model), self._cache, rows)
         self._drafted = Drafted()
         self._attention = Attention.of(model)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
@@ -88,11 +94,9 @@ class ModelRunner:
         self._encoded = Encoded(model, sources or [], encoded) if encodes else None
         self._biased = biased_layers(model.get_decoder()) if encodes and not native else []
         self._last_position = (context_limit(model.config) or sys.maxsize) - 1
-        accepted = inspect.signature(model.forward).parameters
-        self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
         positions = "decoder_position_ids" if encodes else "position_ids"
         self._positions_name = positions if positions in accepted else None
-        if self._positions_name is None and not self._biased:
+        if self._again is not None or (self._positions_name is None and not self._biased):
             self._widths = {}  # positions of padding would follow those of the tokens, maybe beyond the context
         self._takes_keep = "logits_to_keep" in accepted
         self._shift_B1: Tensor | None = None
@@ -340,7 +344,7 @@ class ModelRunner:
             mask = attention.chain(starts[0], width, self._device, self._dtype)
         else:
             mask = attention.plain(visible_BQS, self._dtype)
-        inputs: dict[str, object] = {"use_cache": True}
+        inputs: dict[str, Any] = {"use_cache": True}
         if self._positions_name is not None:
             inputs[self._positions_name] = positions_BQ if self._shift_B1 is None else positions_BQ + self._shift_B1
         if self._takes_keep and keep is not None:
@@ -353,12 +357,16 @@ class ModelRunner:
             inputs["features"] = features_BQF
         watching = nullcontext(self._seen) if self._passes is None else self._passes.watching(self._modules)
         with relative, attention.running(chain=is_chain), watching as seen:
-            output = self.model(**inputs)
+            if self._again is None:
+                output = self.model(**inputs)
+            else:  # whose last columns are the new tokens'
+                output = self._again.read(inputs, starts[0], self.lengths[0], committed=keep is not None)
+                seen.update({layer: states[:, -width:] for layer, states in seen.items()})
         if self._layers:
             self.features_BQF = torch.cat([seen[layer] for layer in self._layers], -1)
         states = seen[HEAD] if HEAD in self._modules else getattr(output, "states", None)
         seen.clear()
-        return _columns(output.logits, states, keep)
+        return _columns(output.logits[:, -width:], states, keep)
 
     def _run_compiled(
         self,

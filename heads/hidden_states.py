@@ -205,7 +205,7 @@ def _keeping(seen: dict[int, Tensor], layer: int, scale: float) -> Callable[...,
 
     def keep(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         state = getattr(output, "last_hidden_state", output)
-        state = state[0] if isinstance(state, tuple) else state
+        state = state[0] if isinstance(state, tuple | list) else state
         seen[layer] = state if scale == 1 else state * scale
 
     return keep

@@ -17,7 +17,7 @@ def context_limit(config: PreTrainedConfig) -> int | None:
     decoder = config.get_text_config(decoder=True)
     for key in ("max_position_embeddings", "n_positions"):
         limit = getattr(decoder, key, None)
-        if limit:
+        if limit and limit > 0:  # -1: none
             return int(limit)
     return None
 

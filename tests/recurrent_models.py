@@ -1,4 +1,7 @@
-"""Tiny random models with recurrent layers of different designs, in float64, and drafters that are right sometimes."""
+"""Tiny random models with recurrent layers of different designs, in float64, and drafters that are right sometimes.
+
+Also models whose caches do not roll back, and with an indexer, which chooses the tokens that attention reads.
+"""
 
 from copy import deepcopy
 from typing import Any
@@ -82,6 +85,29 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FAMILIES = {name: values for name, values in _FAMILIES.items() if name in CONFIG_MAPPING}
 """Those of the installed transformers, with values of their configs."""
+INDEXED = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "n_routed_experts": 4, "n_group": 1}
+INDEXED |= {"topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2, "q_lora_rank": 12}
+_OTHERS: dict[str, dict[str, Any]] = {
+    # No cache at all, states in a list or in the modules, and a cache class of its own.
+    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.8},
+    "rwkv": {"hidden_size": 32, "num_hidden_layers": 2},
+    "recurrent_gemma": {
+        **SIZES, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "head_dim": 8,
+        "w_init_variance_scale": 2.0,
+    },
+    "minimax": {
+        **SIZES, "num_hidden_layers": 2, "head_dim": 8, "num_local_experts": 2, "layer_types": [STATES, FULL],
+    },
+    # An indexer, and compressed keys in the layers of the common cache.
+    "deepseek_v32": {**SIZES, **KDA, **INDEXED},
+    "deepseek_v4": {
+        **SIZES, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2, "q_lora_rank": 12,
+        "qk_rope_head_dim": 8, "o_lora_rank": 8, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 16,
+        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
+}  # fmt: skip
+OTHERS = {name: values for name, values in _OTHERS.items() if name in CONFIG_MAPPING}
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -91,7 +117,7 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """
     torch.manual_seed(seed)
     make: Any = CONFIG_MAPPING[family]
-    config = make(**{"vocab_size": VOCAB, **IDS, **FAMILIES[family], **changes})
+    config = make(**{"vocab_size": VOCAB, **IDS, **{**FAMILIES, **OTHERS}[family], **changes})
     config._experts_implementation = "eager"  # others change their order of summation with the number of tokens
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
@@ -100,6 +126,8 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 parameter.add_(torch.randn_like(parameter) * 0.1)  # norms and biases of 0 or 1 would hide mistakes
             elif family in ("mamba", "falcon_mamba") and "mixer" in name and "A_log" not in name:
                 parameter.mul_(3)
+        if family in OTHERS:  # RWKV's are near zero; padding has zeros, for which an indexer's scores are ties
+            model.get_input_embeddings().weight.normal_(std=0.25)
     model.generation_config.eos_token_id = config.eos_token_id
     return model
 

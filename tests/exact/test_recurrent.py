@@ -1,16 +1,22 @@
-"""Texts of recurrent models have the target's distribution: every outcome of several rounds is enumerated."""
+"""Texts of recurrent models, of models without rollback and with indexers have the target's distribution.
+
+Every outcome of several rounds is enumerated.
+"""
 
 import pytest
 import torch
 from exact.enumeration import Tokens, total_variation, whole_runs
 from exact.test_lossless import HEADS_OF_TARGETS, PROMPT, target_alone, text_of
 from exact.toys import VOCAB
-from recurrent_models import build
+from recurrent_models import OTHERS, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode import reread
+from draftsmith.decode.attention import run_with
+from draftsmith.decode.capability import capability_of
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies import Chain
+from draftsmith.decode.policies import Chain, Policy, StaticTree
 from draftsmith.decode.recurrent_state import Mixer
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.target import TransformersTarget
@@ -18,14 +24,18 @@ from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
 
 COUNT = 4
-ROUNDING = {"lfm2": 1e-10, "falcon_h1": 1e-5, "jamba": 1e-5}
-"""LFM2 computes in float64, the scans of the others in float32."""
+CHAIN, TREE = Chain(2), StaticTree(((0,), (1,), (0, 0)))
+ROUNDING = {"lfm2": 1e-10, "openai-gpt": 1e-10}
+"""These compute in float64; the scans, states and norms of the others, in float32, have 1e-5."""
 SMALL = {"num_hidden_layers": 2, "eos_token_id": None, "vocab_size": VOCAB}
-LAYERS = {"lfm2": {"layer_types": ["conv", "full_attention"]}, "falcon_h1": {}, "jamba": {}}
+LAYERS = {"lfm2": {"layer_types": ["conv", "full_attention"]}, "deepseek_v32": {"index_topk": 2}}
 
 
 def small(family: str, seed: int) -> PreTrainedModel:
-    return build(family, seed, **SMALL, **LAYERS[family])
+    model = build(family, seed, **SMALL, **LAYERS.get(family, {}))
+    if family in OTHERS:
+        capability_of(model)
+    return model
 
 
 @torch.inference_mode()
@@ -42,7 +52,7 @@ def drafter_of(kind: str, target: PreTrainedModel, family: str) -> Drafter:
 
 
 @torch.inference_mode()
-def gap(family: str, kind: str) -> float:
+def gap(family: str, kind: str, policy: Policy = CHAIN) -> float:
     """Return the total variation between the texts of the decoder and those of the target alone."""
     target, processors = small(family, 0), Processors(Sampling(0.8, top_k=2))
     drafter = drafter_of(kind, target, family)
@@ -51,7 +61,7 @@ def gap(family: str, kind: str) -> float:
         return target(input_ids=torch.tensor([text])).logits[0, -1]
 
     def make() -> DecodeLoop:
-        return DecodeLoop(TransformersTarget(target), drafter, Chain(2), [text_of(PROMPT, COUNT)], processors)
+        return DecodeLoop(TransformersTarget(target), drafter, policy, [text_of(PROMPT, COUNT)], processors)
 
     return total_variation(whole_runs(make), target_alone(logits, PROMPT, COUNT, processors))
 
@@ -61,7 +71,23 @@ def gap(family: str, kind: str) -> float:
     [("lfm2", "draft_model"), ("falcon_h1", "draft_model"), ("jamba", "medusa"), ("falcon_h1", "eagle3")],
 )
 def test_recurrent_targets_are_lossless(family: str, kind: str) -> None:
-    assert gap(family, kind) < ROUNDING[family]
+    assert gap(family, kind) < ROUNDING.get(family, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"), [("openai-gpt", CHAIN), ("rwkv", CHAIN), ("deepseek_v32", CHAIN), ("deepseek_v32", TREE)]
+)
+@pytest.mark.filterwarnings("ignore:model_type=")
+def test_models_without_rollback_and_with_an_indexer_are_lossless(family: str, policy: Policy) -> None:
+    """The indexer chooses two tokens; the other models read the text again, or what follows a copied cache."""
+    assert gap(family, "draft_model", policy) < ROUNDING.get(family, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:model_type=")
+def test_a_cache_that_is_not_copied_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reread, "deepcopy", lambda cache: cache)
+    monkeypatch.setitem(globals(), "capability_of", lambda model: run_with(model, "copied"))  # or it would not be used
+    assert gap("rwkv", "draft_model") > 1e-2
 
 
 def test_a_state_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,23 @@ forward passes, and so learns which drafts it can verify exactly:
 Texts of a batch share forward passes where the model accepts rows after different numbers of tokens; otherwise they are
 decoded one after another, with the same texts.
 
+Some models have no cache from which draft tokens can be removed. Their chains are verified in one of two ways, with a
+warning that names it, since a round may then cost more than the tokens that it saves:
+
+* *each round copies its own cache and reads up to 16 committed tokens again*: the model continues a copy of its
+  cache, which costs a copy of its memory in each round (RWKV, DeepSeek-V4);
+* *each round reads the whole text again*: models without a cache, whose `generate` does so for every token (OpenAI
+  GPT), and those that continue their cache by one token at a time only (MiniMax-Text, RecurrentGemma). With the latter,
+  a prompt of a thousand tokens is read in every round: expect less than the speed of `generate`.
+
+A model whose logits after a token depend on later tokens cannot verify several draft tokens in one pass; it is refused.
+
 The table is the outcome of a test: each class is built with random weights and a few layers in float64, and its greedy
 texts are compared with those of `generate`, for chains, trees and a batch of prompts of different lengths, with drafts
 that are wrong at random positions. `exact` means that all tokens are equal. A model is measured again before it is
-used, so other sizes and options than those of the table may be accepted or refused.
+used, so other sizes and options than those of the table may be accepted or refused. Attention that an indexer limits
+to the tokens with the best scores (DeepSeek-V3.2) has no unique outcome where scores are equal; released models have
+enough heads that this does not occur.
 """
 TABLE = """
 | family | class | chains | trees | batch | reason |

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "sliding_window": 8, "attention_chunk_size": 8, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16,
     "mamba_chunk_size": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4, "index_topk": 6, "index_head_dim": 16,
-    "index_n_heads": 2, "rotary_dim": 4, "num_experts_per_token": 2, "num_expert_group": 1,
+    "index_n_heads": 16, "rotary_dim": 4, "num_experts_per_token": 2, "num_expert_group": 1,
     "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_encoder_layers": 2,
     "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4,
 }  # fmt: skip
@@ -62,6 +62,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**MLA, "num_experts_per_tok": 2, "topk_method": "greedy"},
     "deepseek_v3": MLA,
     "deepseek_v32": MLA,
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"num_attention_heads": 4, "num_key_value_heads": 4, "per_layer_config": {}, "head_dim": 8},
     "encoder-decoder": {"encoder": _dims(model_type="bert"), "decoder": _dims(
@@ -88,6 +89,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": MLA,
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 4},
     "minicpm3": MLA,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2,
+                           "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2,
+                           "index_local_blocks": 1},
     "ministral": HEADS,
     "nemotron": {"num_key_value_heads": 2},
     "recurrent_gemma": {"layer_types": None, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8},
@@ -166,6 +170,10 @@ def build(kind: type[PreTrainedModel], seed: int = 0) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases that a fresh model has at 0 or 1 would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        # Padding, which these models write like any other token, is embedded as zeros: an indexer's scores would be
+        # ties, which are broken by chance. Embeddings near zero, as RWKV's, would write the same after all prompts.
+        embedding = model.get_input_embeddings().weight
+        (embedding if embedding.std() < 0.01 else embedding[IDS["pad_token_id"]]).normal_(std=0.25)
     # Without forced tokens, beams and other settings of some families' defaults.
     model.generation_config = GenerationConfig(**{key: value for key, value in IDS.items() if value is not None})
     return model

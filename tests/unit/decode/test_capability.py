@@ -18,6 +18,10 @@ from transformers import (
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     PreTrainedModel,
+    ReformerConfig,
+    ReformerModelWithLMHead,
+    XLMConfig,
+    XLMWithLMHeadModel,
 )
 
 from draftsmith.decode.attention import passes_of
@@ -85,8 +89,11 @@ def test_wrong_positions_show_in_the_logits() -> None:
     like = make_llama(initializer_range=0.3)
     capability = capability_of(IndexedLlama(like.config).eval())
     assert "logits differ from those of a plain pass by" in capability.no_trees
-    with pytest.raises(ConfigError, match="model_type='llama' cannot verify drafts: logits differ from those of a"):
-        capability_of(RestartedLlama(like.config).eval())
+    model = RestartedLlama(like.config).eval()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="'llama' cannot verify drafts: in its `generate`, logits differ from"):
+            capability_of(model)
+        assert passes_of(model) == "grouped", "every way is tried again"
 
 
 @pytest.mark.parametrize(
@@ -154,9 +161,52 @@ def test_a_draft_model_that_reads_chains_only_limits_the_policy() -> None:
     assert [output.tokens for output in outputs] == [output.tokens for output in alone]
 
 
-def test_a_model_without_a_cache_is_refused() -> None:
-    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).eval()
-    with pytest.raises(ConfigError, match="model_type='openai-gpt' takes no past_key_values"):
+def test_a_model_whose_logits_depend_on_later_tokens_is_refused() -> None:
+    torch.manual_seed(0)
+    sizes = {"n_words": 64, "emb_dim": 16, "n_layers": 1, "n_heads": 2}
+    model = XLMWithLMHeadModel(XLMConfig(**sizes, embed_init_std=0.3, init_std=0.3)).eval()
+    with pytest.raises(ConfigError, match="model_type='xlm' cannot verify drafts: its logits after a token depend on"):
+        SpeculativeDecoder(model)
+
+
+def test_a_model_whose_generate_reads_other_inputs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "initializer_range": 0.3}
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes)).eval()
+    monkeypatch.setattr(
+        OpenAIGPTLMHeadModel,
+        "prepare_inputs_for_generation",
+        lambda self, input_ids, attention_mask=None, **_: {"input_ids": input_ids.flip(1)},
+    )
+    with pytest.raises(ConfigError, match="cannot verify drafts: in its `generate`, logits differ from those of a"):
+        SpeculativeDecoder(model)
+
+
+def test_random_attention_is_refused_by_name() -> None:
+    """The comparison reads texts that are too short to notice."""
+    sizes = {"hidden_size": 32, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attn_layers": ["lsh"]}
+    model = ReformerModelWithLMHead(ReformerConfig(vocab_size=64, is_decoder=True, **sizes)).eval()
+    with pytest.raises(
+        ConfigError, match=r"model_type='reformer' cannot verify drafts: .* draws hash buckets at random"
+    ):
+        SpeculativeDecoder(model)
+
+
+@pytest.mark.parametrize("limit", [6, 8])
+def test_a_short_context_is_measured_within_it(limit: int) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": limit}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3)).eval()
+    capability = capability_of(model)
+    assert (capability.no_trees, capability.no_ragged) == ("", "")
+    plain = SpeculativeDecoder(model).generate([3, 4], eos_token_id=None).tokens
+    assert SpeculativeDecoder(model, DraftModel(model)).generate([3, 4], eos_token_id=None).tokens == plain
+    assert len(plain) == limit - 2
+
+
+def test_a_context_shorter_than_the_comparison_is_named() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=5)).eval()
+    with pytest.raises(ConfigError, match="model_type='gpt2' reads at most 5 tokens; expected a context of at least 6"):
         SpeculativeDecoder(model)
 
 

@@ -11,6 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from vision_models import build, prompt
 
 from draftsmith import SpeculativeDecoder
+from draftsmith.decode.attention import run_with
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.errors import ConfigError
 from draftsmith.heads.processor_inputs import extended, inputs_for, prompt_positions
@@ -59,6 +60,10 @@ def test_settings_that_do_not_apply_to_images() -> None:
         decoder.generate_batch([ASKED.ids, [3, 4]], inputs=[ASKED.inputs])
     decoder._target.compile = True  # without the compiler that the constructor asks for
     with pytest.raises(ConfigError, match="inputs with compile=True; expected prompts without images"):
+        decoder.generate(ASKED.ids, inputs=ASKED.inputs)
+    decoder._target.compile = False
+    run_with(model, "copied")
+    with pytest.raises(ConfigError, match="inputs with a target that reads tokens again in each round"):
         decoder.generate(ASKED.ids, inputs=ASKED.inputs)
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "num_heads": 2, "d_ff": 16, "num_layers": 1}
     t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()

@@ -1,0 +1,160 @@
+"""Models without rollback, and with indexers: logits after discarded drafts, states for drafters, texts of a batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB as LLAMA_VOCAB
+from conftest import make_llama
+from recurrent_models import OTHERS, build, noisy
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode import reread
+from draftsmith.decode.attention import passes_of, run_with
+from draftsmith.decode.capability import capability_of
+from draftsmith.decode.kv_cache import RollbackLayer
+from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.recurrent_state import MOST_AGAIN
+from draftsmith.decode.reread import Reread
+from draftsmith.decode.rollback_check import rollback_gap
+from draftsmith.heads.draft_tree import Draft
+
+ROUNDING = 1e-5
+"""Norms and scans are computed in float32; a wrong state changes logits by more than 0.1."""
+PASSES = {"openai-gpt": "whole", "recurrent_gemma": "whole", "minimax": "whole", "rwkv": "copied"}
+PASSES |= {"deepseek_v4": "copied", "deepseek_v32": "masked"}
+AGAIN = [family for family in OTHERS if PASSES[family] != "masked"]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.filterwarnings("ignore:model_type=")
+@torch.inference_mode()
+def test_logits_after_discarded_drafts_are_those_of_plain_passes(family: str) -> None:
+    model = build(family)
+    capability = capability_of(model)
+    assert passes_of(model) == PASSES[family]
+    assert bool(capability.no_trees) == bool(capability.no_ragged) == (family in AGAIN)
+    for rows in (1,) if family in AGAIN else (1, 2):
+        assert rollback_gap(model, rows) < ROUNDING
+
+
+def test_a_model_that_reads_again_is_named_in_a_warning() -> None:
+    with pytest.warns(UserWarning, match="model_type='openai-gpt': each round reads the whole text again, which may"):
+        SpeculativeDecoder(build("openai-gpt"))
+
+
+def same(cache: Any) -> Any:
+    return cache
+
+
+def one_token_late(self: Reread, inputs: dict[str, Any], end: int, *, moves: bool) -> Any:
+    output = CONTINUE(self, inputs, end, moves=moves)
+    self._cached += moves
+    return output
+
+
+CONTINUE = Reread._continue
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"), [(reread, "deepcopy", same), (Reread, "_continue", one_token_late)]
+)
+@torch.inference_mode()
+def test_the_check_notices_wrong_caches(
+    owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("deepseek_v4")
+    run_with(model, "copied")
+    monkeypatch.setattr(owner, name, mutant)
+    assert rollback_gap(model, 1) > 0.1
+
+
+@torch.inference_mode()
+def test_the_cache_moves_on_so_that_few_tokens_are_read_again() -> None:
+    model, widths = build("rwkv"), []
+    run_with(model, "copied")
+    runner = ModelRunner(model, 1, widths={3: 8})  # padding would be in the cache
+    runner.append([[5, 6, 7, 8]])
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+    for _ in range(MOST_AGAIN):
+        runner.tree(torch.tensor([[9, 10, 11]]), [(-1, 0)])
+        runner.commit([[0, 1]])
+    # The first draft after the prompt, then two committed tokens more in each round, up to the pass that moves on.
+    rounds = MOST_AGAIN // 2
+    cycle = [3 + 2 * before for before in range(rounds)]
+    assert widths == [*cycle, MOST_AGAIN, *cycle]
+
+
+@pytest.mark.parametrize(("family", "first"), [("openai-gpt", 1), ("rwkv", 0)])
+@torch.inference_mode()
+def test_states_for_drafters_are_those_of_the_new_tokens(family: str, first: int) -> None:
+    """`first`: where the model's `hidden_states` have the output of the first layer."""
+    model = build(family)
+    run_with(model, PASSES[family])  # pyright: ignore[reportArgumentType]
+    text = [5, 6, 7, 8, 9, 10, 11]
+    runner = ModelRunner(model, 1, remember=True, layers=(1,))
+    expected = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
+    runner.append([text[:4]])
+    torch.testing.assert_close(runner.features_BQF, expected[first][:, :4])
+    torch.testing.assert_close(runner.states, expected[-1][:, 3])
+    runner.tree(torch.tensor([text[4:6]]), [(-1,)])
+    runner.commit([[0]])
+    runner.tree(torch.tensor([text[5:]]), [(-1,)])
+    torch.testing.assert_close(runner.features_BQF, expected[first][:, 5:])
+    torch.testing.assert_close(runner.states, expected[-1][:, 5:])
+
+
+@pytest.mark.parametrize("family", ["openai-gpt", "rwkv"])
+@pytest.mark.filterwarnings("ignore:model_type=")
+def test_texts_of_a_batch_are_decoded_one_after_another(family: str) -> None:
+    """With a draft model that reads again, for a target that does, and for one that does not."""
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
+    for target in (build(family), make_llama().double()):
+        drafter = noisy(build(family, vocab_size=LLAMA_VOCAB)) if target.config.model_type == "llama" else noisy(target)
+        plain = SpeculativeDecoder(target)
+        expected = [plain.generate(prompt, max_new_tokens=40, eos_token_id=None).tokens for prompt in prompts]
+        outputs = SpeculativeDecoder(target, drafter, draft_length=3).generate_batch(
+            prompts, max_new_tokens=40, eos_token_id=None
+        )
+        assert [output.tokens for output in outputs] == expected
+
+
+@torch.inference_mode()
+def test_a_tree_after_more_tokens_than_an_indexer_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("deepseek_v32")
+    context, draft = [*range(3, 33)], Draft((40, 41, 42, 43), (-1, 0, -1, 2))
+    assert len(context) > model.config.index_topk
+
+    def gap() -> float:
+        runner = ModelRunner(model, 2)
+        runner.append([context[:-1], context[2:-1]])
+        runner.tree(torch.tensor([[context[-1], 50, 51], [context[-1], 52, 53]]), [(-1, 0), (-1, 0)])
+        runner.commit([[0], [0]])
+        read_BNV = runner.tree(torch.tensor([[44, *draft.tokens]] * 2), [draft.parents] * 2)
+        gaps = []
+        for row, begin in enumerate((0, 2)):
+            for node in range(4):
+                text = [*context[begin:], 44, *(draft.tokens[step] for step in draft.path(node))]
+                expected_V = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+                gaps.append((read_BNV[row, node + 1] - expected_V).abs().max().item())
+        return max(gaps)
+
+    assert gap() < ROUNDING
+    # As a control: `attend` is not told of the choice, and the comparison before use reads fewer tokens than it.
+    monkeypatch.setattr("draftsmith.decode.attention.text_config", lambda model: None)
+    run_with(model, "grouped")
+    assert gap() > 0.1
+
+
+def test_the_keys_of_an_indexer_follow_those_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("deepseek_v32")
+    moves: list[int] = []
+    move = RollbackLayer.move
+    monkeypatch.setattr(RollbackLayer, "move", lambda self, *args: (moves.append(1), move(self, *args)))
+    with torch.inference_mode():
+        runner = ModelRunner(model, 1)
+        runner.append([[5, 6, 7]])
+        runner.tree(torch.tensor([[8, 9, 10]]), [(-1, -1)])
+        runner.commit([[0, 2]])
+    assert len(moves) == 2 * model.config.num_hidden_layers
