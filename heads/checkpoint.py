@@ -2,7 +2,8 @@
 
 A draft model is saved as a plain transformers checkpoint, which also loads as `assistant_model` in transformers.
 
-Drafters without a checkpoint are built by name: `suffix`, `suffix:datastore=FILE`, `early-exit:layers=2`, `hybrid:…`.
+Drafters without a checkpoint are built by name: `suffix`, `suffix:datastore=FILE`, `early-exit:layers=2`, `native-mtp`,
+`hybrid:…`.
 """
 
 import json
@@ -30,6 +31,7 @@ from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.lora import merged_state
 from draftsmith.heads.model_config import text_config
+from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
 from draftsmith.heads.validation import (
     LONGEST_DRAFT,
@@ -51,6 +53,7 @@ SETTINGS: dict[str, dict[str, type]] = {
     "prompt-lookup": {"max_ngram": int, **_RETRIEVAL},
     "suffix": {"datastore": str, **_RETRIEVAL},
     "early-exit": {"layers": int},
+    "native-mtp": {},
     "hybrid": {"drafter": str, "datastore": str, "min_match": int},
 }
 """Settings of each named drafter, with their types."""
@@ -80,6 +83,10 @@ def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Draf
         return SuffixRetrieval(**values)
     if name == "early-exit":
         return EarlyExit(target, **values)
+    if name == "native-mtp":
+        weight = next(target.parameters())
+        drafter = Mtp.from_target(target, init="native").to(device=weight.device, dtype=weight.dtype)
+        return drafter.eval().requires_grad_(False)
     retrieval = SuffixRetrieval(datastore=values.pop("datastore", None))
     return Hybrid(load(values.pop("drafter")), retrieval, **values)
 

@@ -299,7 +299,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         depends_on="everything before it",
         cost="γ decoder layers",
         own_lm_head=False,
-        exports={"vllm": "speculators.write_mtp_speculator", **CUSTOM_GENERATE},
+        exports={"vllm": "speculators.write_mtp_speculator", "native": "native_mtp.write_native", **CUSTOM_GENERATE},
     ),
     "peagle": DrafterEntry(
         ParallelEagleSection,

@@ -1,6 +1,7 @@
 """The decoder layer of drafter networks, and its attention in decoding."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -67,30 +68,49 @@ def attention(q_BhTd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor, mask: Tensor | Non
 
 
 class Attention(nn.Module):
-    """Rotary self-attention with an optional input size and optional norms of queries and keys (Qwen3)."""
+    """Rotary self-attention.
+
+    Args:
+        input_size: number of inputs; by default the hidden size.
+        qk_norm: normalise queries and keys of each head (Qwen3).
+        gated: multiply outputs by the sigmoid of gates; q_proj has each head's gates after its queries (Qwen3.5).
+        centred: see `norm`.
+    """
 
     def __init__(
-        self, config: LlamaConfig, layer: int, *, input_size: int | None = None, qk_norm: bool = False
+        self,
+        config: LlamaConfig,
+        layer: int,
+        *,
+        input_size: int | None = None,
+        qk_norm: bool = False,
+        gated: bool = False,
+        centred: bool = False,
     ) -> None:
         super().__init__()
         head_dim, key_heads = config.head_dim, config.num_key_value_heads
         assert head_dim is not None, "LlamaConfig sets it"
         assert key_heads is not None, "LlamaConfig sets it"
-        self.layer, self.head_dim = layer, head_dim
+        self.layer, self.head_dim, self.gated = layer, head_dim, gated
         size, bias = input_size or config.hidden_size, config.attention_bias
         inner, outer = (count * head_dim for count in (config.num_attention_heads, key_heads))
-        self.q_proj = nn.Linear(size, inner, bias=bias)
+        self.q_proj = nn.Linear(size, 2 * inner if gated else inner, bias=bias)
         self.k_proj = nn.Linear(size, outer, bias=bias)
         self.v_proj = nn.Linear(size, outer, bias=bias)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
-        self.q_norm = norm(config, self.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = norm(config, self.head_dim) if qk_norm else nn.Identity()
+        self.q_norm = norm(config, self.head_dim, centred=centred) if qk_norm else nn.Identity()
+        self.k_norm = norm(config, self.head_dim, centred=centred) if qk_norm else nn.Identity()
 
     def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        q_BhTd = self.q_norm(self._heads(self.q_proj(x_BTH))).transpose(1, 2)
+        q_BThd, gate_BTA = self.q_proj(x_BTH), None
+        if self.gated:
+            q_BThd, gate_BThd = q_BThd.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+            q_BThd, gate_BTA = q_BThd.flatten(2), gate_BThd.flatten(2)
+        q_BhTd = self.q_norm(self._heads(q_BThd)).transpose(1, 2)
         k_BhTd, v_BhTd = self.keys(x_BTH)
-        q_BhTd, k_BhTd = apply_rotary_pos_emb(q_BhTd, k_BhTd, *rope)
-        return self.o_proj(attend(self.layer, q_BhTd, k_BhTd, v_BhTd).transpose(1, 2).flatten(2))
+        q_BhTd, k_BhTd = rotated(q_BhTd, rope), rotated(k_BhTd, rope)
+        out_BTA = attend(self.layer, q_BhTd, k_BhTd, v_BhTd).transpose(1, 2).flatten(2)
+        return self.o_proj(out_BTA if gate_BTA is None else out_BTA * gate_BTA.sigmoid())
 
     def keys(self, x_BTH: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys, not rotated yet, and values, both [B, h, T, d]."""
@@ -101,15 +121,31 @@ class Attention(nn.Module):
         return x_BTA.unflatten(-1, (-1, self.head_dim))
 
 
-class DecoderLayer(nn.Module):
-    """Llama's decoder layer; `norm_input=False` omits the first norm, as in EAGLE-1."""
+def rotated(x_BhTd: Tensor, rope: Rope) -> Tensor:
+    """Return queries or keys, of which the first values of each head, as many as `rope` has, are rotated."""
+    turned_BhTr, rest_BhTs = x_BhTd.tensor_split([rope[0].shape[-1]], -1)
+    turned_BhTr = apply_rotary_pos_emb(turned_BhTr, turned_BhTr, *rope)[0]
+    return torch.cat([turned_BhTr, rest_BhTs], -1) if rest_BhTs.shape[-1] else turned_BhTr
 
-    def __init__(self, config: LlamaConfig, layer: int, *, norm_input: bool = True, qk_norm: bool = False) -> None:
+
+class DecoderLayer(nn.Module):
+    """Llama's decoder layer; `norm_input=False` omits the first norm, as in EAGLE-1. For the others see `Attention`."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer: int,
+        *,
+        norm_input: bool = True,
+        qk_norm: bool = False,
+        gated: bool = False,
+        centred: bool = False,
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer, qk_norm=qk_norm)
+        self.self_attn = Attention(config, layer, qk_norm=qk_norm, gated=gated, centred=centred)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = norm(config) if norm_input else nn.Identity()
-        self.post_attention_layernorm = norm(config)
+        self.input_layernorm = norm(config, centred=centred) if norm_input else nn.Identity()
+        self.post_attention_layernorm = norm(config, centred=centred)
 
     def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
         x_BTH = x_BTH + self.self_attn(self.input_layernorm(x_BTH), rope, attend)
@@ -123,9 +159,17 @@ class RMSNorm(nn.RMSNorm):
         return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-def norm(config: LlamaConfig, size: int | None = None) -> RMSNorm:
-    """Return a new RMSNorm over `size` values, by default the hidden size."""
-    return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+class CentredRMSNorm(RMSNorm):
+    """RMSNorm whose gain is 1 + weight (Qwen3-Next, Qwen3.5)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = (1 + self.weight.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+        return nn.functional.rms_norm(x, self.normalized_shape, gain, self.eps)
+
+
+def norm(config: LlamaConfig, size: int | None = None, *, centred: bool = False) -> RMSNorm:
+    """Return a new RMSNorm over `size` values, by default the hidden size; `centred`: its gain is 1 + weight."""
+    return (CentredRMSNorm if centred else RMSNorm)(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
 def last_gain(target: PreTrainedModel, default_H: Tensor) -> Tensor:
@@ -135,7 +179,12 @@ def last_gain(target: PreTrainedModel, default_H: Tensor) -> Tensor:
 
 
 def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
-    """Return the rotary position embedding that `config` describes."""
+    """Return the rotary position embedding that `config` describes, of a part of each head where it says so."""
+    part, size = (config.rope_parameters or {}).get("partial_rotary_factor") or 1.0, config.head_dim
+    if part != 1:
+        assert size is not None, "LlamaConfig sets it"
+        config = copy(config)
+        config.head_dim = int(part * size)
     return LlamaRotaryEmbedding(config)
 
 

@@ -161,7 +161,7 @@ def _readme(source: Source, serving: Serving, format: str, revision: str | None,
         "quality": source.drafter.target_quality,
         "notes": serving.notes,
         "folder": folder,
-        "own": format != "gguf" and read_config(source.folder, source.folder)[1] is not None,
+        "own": (source.folder / "config.json").is_file() and read_config(source.folder, source.folder)[1] is not None,
     }
     return markdown_environment().from_string(text).render(values)
 
@@ -241,13 +241,14 @@ def import_from(request: ImportRequest) -> Imported:
 
 
 def _import(request: ImportRequest) -> Imported:
-    folder = _folder(request.drafter)
     check_target_name(request.target)
-    if read_config(folder, request.drafter)[1] is not None:
+    native = request.drafter == "native-mtp"
+    folder = local_folder(request.target) if native else _folder(request.drafter)
+    if not native and read_config(folder, request.drafter)[1] is not None:
         raise ConfigError(f"drafter={request.drafter} is a draftsmith checkpoint; expected another project's layout")
     dtype = stored_dtype(folder) or "float32"
     loaded = _load_target(request, dtype)
-    drafter = load_drafter(folder, loaded.model, loaded.tokenizer)
+    drafter = load_drafter(request.drafter if native else folder, loaded.model, loaded.tokenizer)
     assert isinstance(drafter, TrainableDrafter), "a folder holds a drafter with weights"
     drafter.to(DTYPES[dtype])
     length = request.draft_length or drafter.draft_length_hint or USUAL_LENGTH

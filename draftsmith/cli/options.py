@@ -40,7 +40,7 @@ BatchSizesOption = Annotated[
 CountOption = Annotated[int | None, typer.Option("--count", help="Most prompts to use.")]
 DRAFTER_HELP = (
     "Drafter: a folder or Hub id, optionally with @revision, or without training: prompt-lookup, suffix, "
-    "early-exit:layers=N, hybrid:drafter=FOLDER."
+    "early-exit:layers=N, native-mtp, hybrid:drafter=FOLDER."
 )
 POLICY_HELP = (
     "Draft policy: chain, confidence, adaptive, tree, measured-tree, sampled-tree, dynamic-tree, best-first or "

@@ -17,7 +17,7 @@ def export(
     drafter: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.")],
     target: TargetOption,
     out: OutOption,
-    format: Annotated[str, typer.Option("--format", help="vllm, sglang, gguf, eagle, medusa or transformers.")],
+    format: Annotated[str, typer.Option("--format", help="vllm, sglang, gguf, eagle, medusa, native or transformers.")],
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default the stored one.")
     ] = None,

@@ -20,6 +20,7 @@ from draftsmith.heads.formats.common import (
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
+from draftsmith.heads.mtp import OPTIONS as OPTIONS_OF_MTP
 from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.peagle import ParallelEagle
 
@@ -142,6 +143,11 @@ def write_mtp_speculator(source: Source[Mtp]) -> Serving:
     body = source.drafter.body
     count = body.config.num_hidden_layers
     source.require(count == 1, f"{count} layers", "one layer, or format=transformers")
+    part = (body.config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    source.require(part == 1, f"partial_rotary_factor={part}", "1.0, or format=native or transformers")
+    for option in OPTIONS_OF_MTP:
+        value = source.drafter.options().get(option)
+        source.require(not value, f"{option}=True", "false, or format=native or transformers")
     tensors = source.weights(body, lambda name: f"mtp_layers.0.{name.removeprefix('layers.0.')}")
     state_HH, embedding_HH = tensors["mtp_layers.0.input_proj.weight"].chunk(2, 1)
     tensors["mtp_layers.0.input_proj.weight"] = torch.cat([embedding_HH, state_HH], 1)

@@ -325,10 +325,10 @@ def test_offsets_masks_and_maps(tmp_path: Path, target: LlamaForCausalLM) -> Non
 
 
 def test_every_layout_is_tested() -> None:
-    """A line in LAYOUTS is a line in the table; draft models, `custom_generate` and GGUF have tests of their own."""
+    """A line in LAYOUTS is a line in the table; draft models and the formats below have tests of their own."""
     tested = {(format, kind) for kind, _, format, _, _ in WRITTEN.values()} | {("eagle", "hass"), ("sglang", "eagle")}
     listed = {(format, kind) for format, layout in LAYOUTS.items() for kind in layout if kind != "draft_model"}
-    assert {pair for pair in listed if pair[0] not in ("transformers", "gguf")} == tested
+    assert {pair for pair in listed if pair[0] not in ("transformers", "gguf", "native")} == tested
     assert set(LAYOUTS["transformers"]) == set(TYPES)
 
 
@@ -463,7 +463,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "hydra": ("hydra", {}, "vllm", r"format='vllm'; expected transformers for a drafter of type hydra"),
     "mlp": ("mlp_speculator", {}, "vllm", "expected transformers for a drafter of type mlp_speculator"),
     "eagle in vllm": ("eagle", {}, "vllm", "expected sglang, eagle, transformers for a drafter of type eagle"),
-    "another format": ("eagle", {}, "onnx", "format='onnx'; expected one of vllm, sglang, gguf, eagle, medusa, trans"),
+    "another format": ("eagle", {}, "onnx", "format='onnx'; expected one of vllm, sglang, gguf, eagle, medusa"),
     "residual": ("eagle3", {"norm_before_residual": True}, "sglang", "norm_before_residual=True; expected false, or"),
     "norm": ("eagle3", {"norm_before_fc": True}, "sglang", "norm_before_fc=True; expected false, or format=vllm"),
     "two norms": ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "vllm", "norm_before_fc and fc_norm; expected"),

@@ -1,0 +1,236 @@
+"""Multi-token prediction modules inside the files of targets: read as a drafter, and written back.
+
+    target                 prefix of the module   norms of embedding, state, output                  projection reads
+    MiMo                   model.mtp_layers.0.    token_, hidden_ and final_layernorm                [state; embedding]
+    DeepSeek-V3, GLM-4.5   model.layers.DEPTH.    enorm, hnorm, shared_head.norm                     [embedding; state]
+    Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, norm    [embedding; state]
+
+The state is the output of the target's last norm; embeddings and lm_head are the target's. Qwen3-Next's and Qwen3.5's
+attention is gated, the gains of their norms are 1 + weight, and they rotate a part of each head, as GLM-4.5 does.
+Sources: MtpModel in transformers 5.23 (modeling_layers.py, conversion_mapping.py) and vLLM's mimo_mtp.py,
+deepseek_mtp.py, qwen3_next_mtp.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from draftsmith.errors import ConfigError
+from draftsmith.heads.formats.common import Serving, Source, vllm_command
+from draftsmith.heads.layers import layer_config
+from draftsmith.heads.lm_head import weight_of
+from draftsmith.heads.model_config import text_config
+from draftsmith.heads.mtp import OPTIONS, Mtp, MtpNetwork
+
+# Shapes: H hidden size.
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a module's tensors."""
+
+    prefixes: tuple[str, ...]
+    """Of all names; `{depth}` is the target's number of layers."""
+    names: dict[str, str]
+    """Ours and theirs, without the decoder layer's."""
+    layer: str = ""
+    """Prefix of the decoder layer's tensors after that of the module."""
+    embedding_first: bool = True
+    """The projection reads [embedding; state]; ours reads [state; embedding]."""
+
+    def theirs(self, name: str) -> str:
+        """Return the name in the module of one of our tensors."""
+        if name.startswith("layers.0."):
+            return self.layer + name.removeprefix("layers.0.")
+        part, _, suffix = name.rpartition(".")
+        return f"{self.names[part]}.{suffix}"
+
+
+def _names(*theirs: str) -> dict[str, str]:
+    return dict(zip(("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj"), theirs, strict=True))
+
+
+LAYOUTS = (
+    Layout(
+        ("model.mtp_layers.0.", "mtp_layers.0."),
+        _names("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj"),
+        embedding_first=False,
+    ),
+    Layout(
+        ("model.layers.{depth}.", "model.language_model.layers.{depth}."),
+        _names("enorm", "hnorm", "shared_head.norm", "eh_proj"),
+    ),
+    Layout(
+        ("mtp.", "model.mtp."), _names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"), layer="layers.0."
+    ),
+)
+SHARED = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
+"""Tensors of a module that must be the target's own."""
+UNREAD = {
+    "mlp.experts.": "a mixture of experts",
+    "mlp.gate.": "a mixture of experts",
+    "self_attn.kv_a_proj_with_mqa.": "latent attention",
+    "layers.1.": "two layers behind one projection",
+}
+"""Beginnings of names in the module that no drafter here has, and what they show."""
+TARGETS = ("llama", "mimo", "mistral", "qwen2", "qwen3", "qwen3_next", "qwen3_5", "qwen3_5_text", "glm4_moe")
+TARGETS += ("deepseek_v3",)
+"""Model types whose modules have the conventions above, and rotate the halves of a head."""
+UNCLEAR = {kind: "engines disagree on the norm after its block" for kind in ("ernie4_5", "ernie4_5_moe")}
+"""Model types whose modules are not read, and the reason."""
+
+
+def read_native(target: PreTrainedModel) -> tuple[LlamaConfig, dict[str, bool], dict[str, Tensor]]:
+    """Return config, options and weights of the module in the target's files, by the names of `MtpNetwork`.
+
+    Raises:
+        ConfigError: for a target without such a module, and for a module that `MtpNetwork` cannot represent.
+    """
+    layout, _, tensors = _find(target)
+    for name, of in SHARED.items():
+        tensor, own = tensors.pop(name, None), weight_of(getattr(target, of)()).detach().cpu()
+        if tensor is not None and not any(torch.equal(tensor.to(d), own.to(d)) for d in (own.dtype, tensor.dtype)):
+            raise _refusal(f"{name} is not the target's", "a module that shares embeddings and lm_head")
+    body, options = _shape(target, layout, tensors)
+    shapes = {name: list(value.shape) for name, value in MtpNetwork(body, **options).state_dict().items()}
+    weights = {name: tensors.pop(layout.theirs(name), None) for name in shapes}
+    for name in sorted(tensors):
+        raise _refusal(f"unexpected tensor {name}", "none of that name")
+    for name, value in weights.items():
+        if value is None or list(value.shape) != shapes[name]:
+            found = "missing" if value is None else list(value.shape)
+            raise _refusal(f"tensor {layout.theirs(name)} is {found}", f"{shapes[name]}")
+    return body, options, _swapped(layout, {name: value for name, value in weights.items() if value is not None})
+
+
+def _find(target: PreTrainedModel) -> tuple[Layout, str, dict[str, Tensor]]:
+    """Return layout, prefix and tensors, by their names in the module, of the first module in the target's files."""
+    kind = text_config(target).model_type
+    if kind not in TARGETS:
+        raise _refusal(f"model_type={kind!r} ({UNCLEAR.get(kind, 'unknown')})", f"one of {', '.join(TARGETS)}")
+    folder, depth = _folder(target), text_config(target).num_hidden_layers
+    read: dict[str, Tensor] = {}
+    tried = []
+    for layout in LAYOUTS:
+        for pattern in layout.prefixes:
+            prefix = pattern.format(depth=depth)
+            tried.append(prefix + layout.names["input_proj"])
+            read = {
+                name.removeprefix(prefix): tensors.get_tensor(name)
+                for _, tensors in _files(folder)
+                for name in tensors.keys()  # noqa: SIM118 - not a dict
+                if name.startswith(prefix)
+            }
+            if f"{layout.names['input_proj']}.weight" in read:
+                return layout, prefix, read
+    raise _refusal(f"{folder} holds none of {', '.join(tried)}", "a target with an MTP module, or drafter.init=random")
+
+
+def _folder(target: PreTrainedModel) -> Path:
+    """Return the folder of the target's files, which may be in the cache of the Hub."""
+    name = target.config._name_or_path
+    if name and Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(
+            snapshot_download(name, revision=getattr(target.config, "_commit_hash", None), local_files_only=True)
+        )
+    except (LocalEntryNotFoundError, ValueError) as error:
+        raise _refusal(f"the files of {name!r} are not on this machine", "a target loaded from a folder") from error
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield the folder's safetensors files, open."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                yield file, tensors
+        except SafetensorError as error:
+            raise ConfigError(f"{file} cannot be read ({error}); expected whole safetensors weights") from error
+
+
+def _shape(target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]) -> tuple[LlamaConfig, dict[str, bool]]:
+    """Return the config and the options of the module's layer; ConfigError for a layer that is not Llama-like."""
+    for name in sorted(tensors):
+        for start, problem in UNREAD.items():
+            if name.startswith((start, layout.layer + start)):
+                raise _refusal(f"its layer has {problem} ({name})", "attention and an MLP")
+    text = text_config(target)
+    if text.hidden_act != "silu":
+        raise _refusal(f"hidden_act={text.hidden_act!r}", "silu")
+
+    def rows(name: str) -> int:
+        value = tensors.get(f"{layout.layer}{name}.weight")
+        return 0 if value is None else value.shape[0]
+
+    bias = f"{layout.layer}self_attn.q_proj.bias" in tensors
+    body = layer_config(target, 1, attention_bias=bias, intermediate_size=rows("mlp.gate_proj") or None)
+    rope = text.rope_parameters or {}
+    part = rope.get("full_attention", rope).get("partial_rotary_factor", 1.0)
+    body.rope_parameters = {k: v for k, v in (body.rope_parameters or {}).items() if not k.startswith("mrope")}
+    if part != 1:
+        body.rope_parameters["partial_rotary_factor"] = part
+    assert body.head_dim is not None, "LlamaConfig sets it"
+    gated = rows("self_attn.q_proj") == 2 * body.num_attention_heads * body.head_dim
+    values = rows("self_attn.q_norm") > 0, gated, _centred(target)
+    return body, {name: True for name, value in zip(OPTIONS, values, strict=True) if value}
+
+
+@torch.no_grad()
+def _centred(target: PreTrainedModel) -> bool:
+    """Return whether the gain of the target's last norm is 1 + weight, measured on ones."""
+    norm = getattr(target.get_decoder(), "norm", None)
+    if norm is None:
+        return False
+    weight_H = weight_of(norm)
+    gain_H = norm(torch.ones_like(weight_H))
+    return bool((gain_H - weight_H - 1).abs().sum() < (gain_H - weight_H).abs().sum())
+
+
+def _swapped(layout: Layout, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with the halves of the projection in the other order where the layout has it."""
+    if layout.embedding_first:
+        halves = weights["input_proj.weight"].chunk(2, 1)
+        weights = weights | {"input_proj.weight": torch.cat(halves[::-1], 1)}
+    return weights
+
+
+def write_native(source: Source[Mtp]) -> Serving:
+    """Write the files of the target that contain its module, with the drafter's weights in place of the module's."""
+    layout, prefix, _ = _find(source.target)
+    body, options, weights = read_native(source.target)
+    own = {name: value.detach().cpu() for name, value in source.drafter.body.state_dict().items()}
+    same = {name: value.shape for name, value in own.items()} == {name: value.shape for name, value in weights.items()}
+    mine = {name: True for name in OPTIONS if source.drafter.options().get(name)}
+    rope = source.drafter.body.config.rope_parameters == body.rope_parameters
+    source.require(same and mine == options and rope, "another shape than the target's module", "drafter.init=native")
+    tensors = {prefix + layout.theirs(name): value for name, value in _swapped(layout, own).items()}
+    for file, stored in _files(_folder(source.target)):
+        names = list(stored.keys())
+        if tensors.keys().isdisjoint(names):
+            continue
+        whole = {name: stored.get_tensor(name) for name in names}
+        whole |= {name: tensors[name].to(whole[name].dtype).contiguous() for name in names if name in tensors}
+        save_file(whole, source.folder / file.name, metadata=stored.metadata())
+    usage = "cp {folder}/*.safetensors TARGET_FOLDER/\n" + vllm_command(
+        "TARGET_FOLDER", {"method": "mtp"}, "{folder}", source.draft_length
+    ).replace('"model": "{folder}", ', "")
+    notes = [
+        f"TARGET_FOLDER is a copy of {source.target_name}: these are its files that contain the module ({prefix}*), "
+        "with every other tensor unchanged, in the dtypes of the target's files.",
+        "The state is the output of the target's last norm, in every step; engines feed later steps as they see fit.",
+    ]
+    return Serving("vLLM, SGLang or transformers", usage, notes=notes)
+
+
+def _refusal(problem: str, expected: str) -> ConfigError:
+    return ConfigError(f"the target's own MTP module: {problem}; expected {expected}")

@@ -1,0 +1,301 @@
+"""MTP modules in the files of targets: logits of the plain formula and of transformers' MtpModel; bit-equal files."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from parity.published_files import DRAFTED, HEADS, HIDDEN, INNER, KV_HEADS, PROMPT, VOCAB, random_tensors
+from recording import decoded_logits
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from draftsmith import ConfigError, load_drafter
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.layers import rotary
+from draftsmith.hub.export import ImportRequest, export_drafter, import_from
+
+HEAD, DEPTH = 16, 4
+SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": DEPTH}
+SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "initializer_range": 0.2}
+SIZES |= {"max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+FULL = {"layer_types": ["full_attention"] * DEPTH, "rope_parameters": HALF | {"mrope_section": [2, 1, 1]}}
+ROUTED = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "first_k_dense_replace": DEPTH}
+
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "MiMo": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "DeepSeek's names": ("qwen3", {}),
+    "GLM-4.5": ("glm4_moe", {"rope_parameters": HALF, "use_qk_norm": True, "attention_bias": True, **ROUTED}),
+    "Qwen3.5": ("qwen3_5_text", FULL),
+}
+ROOTS = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
+PREFIXES = {"MiMo": "model.mtp_layers.0.", "Qwen3.5": "mtp."}
+THEIRS = {"MiMo": ROOTS, "Qwen3.5": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")}
+
+
+def make_target(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A tiny target whose files contain a module, and the module's tensors by the names of a list of layers."""
+    kind, changes = TARGETS[name]
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes)).to(dtype)
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.weight.data += 0.1 * torch.randn_like(module.weight)
+    model.save_pretrained(folder)
+    inner, outer, gated = HEADS * HEAD, KV_HEADS * HEAD, 2 if name == "Qwen3.5" else 1
+    shapes: dict[str, tuple[int, ...]] = {f"{root}.weight": (HIDDEN,) for root in ROOTS[:3]}
+    shapes |= {"input_proj.weight": (HIDDEN, 2 * HIDDEN), "layers.0.self_attn.o_proj.weight": (HIDDEN, inner)}
+    shapes |= {"layers.0.self_attn.q_proj.weight": (gated * inner, HIDDEN)}
+    shapes |= {f"layers.0.self_attn.{part}_proj.weight": (outer, HIDDEN) for part in "kv"}
+    shapes |= {f"layers.0.mlp.{part}_proj.weight": (INNER, HIDDEN) for part in ("gate", "up")}
+    shapes |= {"layers.0.mlp.down_proj.weight": (HIDDEN, INNER)}
+    shapes |= {f"layers.0.{part}_layernorm.weight": (HIDDEN,) for part in ("input", "post_attention")}
+    if name != "MiMo":
+        shapes |= {f"layers.0.self_attn.{part}_norm.weight": (HEAD,) for part in "qk"}
+    if name in ("MiMo", "GLM-4.5"):
+        sizes = zip("qkv", (inner, outer, outer), strict=True)
+        shapes |= {f"layers.0.self_attn.{part}_proj.bias": (size,) for part, size in sizes}
+    module = {part: value.to(dtype) for part, value in random_tensors(shapes, 3).items()}
+    write(folder, {theirs(name, part): value for part, value in module.items()})
+    return AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False), module
+
+
+def theirs(name: str, part: str) -> str:
+    """The target's name of a tensor of the module."""
+    prefix = PREFIXES.get(name, f"model.layers.{DEPTH}.")
+    if part.startswith("layers.0."):
+        return prefix + (part if name == "Qwen3.5" else part.removeprefix("layers.0."))
+    root, _, suffix = part.rpartition(".")
+    own = THEIRS.get(name, ("enorm", "hnorm", "shared_head.norm", "eh_proj"))
+    return f"{prefix}{dict(zip(ROOTS, own, strict=True))[root]}.{suffix}"
+
+
+def write(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    """Add tensors to the folder's file, or take them out."""
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt", "kept": "too"})
+
+
+def reference(name: str, w: dict[str, Tensor], target: PreTrainedModel, tokens: list[int], states: Tensor) -> Tensor:
+    """The module's output [T, H] by the plain formula; `tokens[t]` comes after the position of `states[t]`."""
+    centred, part = name == "Qwen3.5", 0.5 if name in ("GLM-4.5", "Qwen3.5") else 1.0
+    embeds, eps = target.get_input_embeddings().weight[torch.tensor(tokens)], target.config.rms_norm_eps
+
+    def rms(x: Tensor, part: str) -> Tensor:
+        weight = w[f"{part}.weight"]
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + weight if centred else weight)
+
+    both = [rms(embeds, "token_layernorm"), rms(states, "hidden_layernorm")]
+    x = torch.cat(both[::-1] if name == "MiMo" else both, -1) @ w["input_proj.weight"].T
+    h = rms(x, "layers.0.input_layernorm")
+
+    def heads(p: str) -> Tensor:
+        y = h @ w[f"layers.0.self_attn.{p}_proj.weight"].T + w.get(f"layers.0.self_attn.{p}_proj.bias", torch.zeros(1))
+        return y.unflatten(-1, (KV_HEADS if p in "kv" else HEADS, -1)).transpose(0, 1)
+
+    q, k, v = (heads(p) for p in "qkv")
+    q, gate = q[..., :HEAD], q[..., HEAD:]
+    theta = target.config.rope_parameters["rope_theta"]
+    turned = int(part * HEAD)
+    # Angles in float32, as transformers has them whatever the dtype.
+    rates = 1.0 / theta ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned)
+    angles = (torch.arange(len(tokens)).float()[:, None] * rates).repeat(1, 2)
+
+    def placed(y: Tensor, p: str) -> Tensor:
+        if f"layers.0.self_attn.{p}_norm.weight" in w:
+            y = rms(y, f"layers.0.self_attn.{p}_norm")
+        first, rest = y[..., :turned], y[..., turned:]
+        halves = torch.cat([-first[..., turned // 2 :], first[..., : turned // 2]], -1)
+        return torch.cat([first * angles.cos().to(y) + halves * angles.sin().to(y), rest], -1)
+
+    q, k = placed(q, "q"), placed(k, "k").repeat_interleave(HEADS // KV_HEADS, 0)
+    hidden = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+    weights = (q @ k.transpose(1, 2) / HEAD**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    out = (weights @ v.repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1).flatten(1)
+    if gate.numel():
+        out = out * gate.transpose(0, 1).flatten(1).sigmoid()
+    x = x + out @ w["layers.0.self_attn.o_proj.weight"].T
+    h = rms(x, "layers.0.post_attention_layernorm")
+    up = torch.nn.functional.silu(h @ w["layers.0.mlp.gate_proj.weight"].T) * (h @ w["layers.0.mlp.up_proj.weight"].T)
+    return rms(x + up @ w["layers.0.mlp.down_proj.weight"].T, "final_layernorm")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_logits_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
+    """Decoded in float64, several steps deep, with the target's states at first and the module's own after."""
+    target, module = make_target(name, tmp_path / "t")
+    drafter = load_drafter("native-mtp", target)
+    target, drafter = target.double(), drafter.double()
+    w = {part: value.double() for part, value in module.items()}
+    states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1][0]
+    tokens, logits = [*PROMPT[1:], DRAFTED[0]], []
+    for token in DRAFTED[1:]:
+        out = reference(name, w, target, tokens, states)
+        logits.append(target.lm_head(out[-1]))
+        tokens, states = [*tokens, token], torch.cat([states, out[-1:]])
+    ours = decoded_logits(drafter, target, PROMPT, DRAFTED)
+    assert (ours - torch.stack(logits)).abs().max() < 1e-12 * ours.abs().max()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """One step of its MtpModel, which takes the layer's class from the target; its norms compute in float32."""
+    target, module = make_target(name, tmp_path / "t")
+    drafter = load_drafter("native-mtp", target).double()
+    target.double().config.num_mtp_layers = 1
+    target.config.mtp_layer_types = ["full_attention"]
+    target.config.mtp_hidden_states_first = name == "MiMo"
+    model = MtpModel(target, 1).double().eval()
+    if name == "GLM-4.5":  # whose published modules have experts
+        model.layers[0].mtp_block.mlp = type(target.model.layers[0].mlp)(target.config).double()
+    roots = dict(zip(ROOTS, ("enorm", "hnorm", "post_norm", "eh_proj"), strict=True))
+    state = {}
+    for part, value in module.items():
+        root, _, suffix = part.rpartition(".")
+        own = f"mtp_block.{part.removeprefix('layers.0.')}" if "layers.0." in part else f"{roots[root]}.{suffix}"
+        state[f"layers.0.{own}"] = value.double()
+    missing = model.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    assert all(part.startswith(("embed_tokens", "shared_head", "rotary")) for part in missing.missing_keys)
+    states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1]
+    ids, places = torch.tensor([[*PROMPT[1:], DRAFTED[0]]]), torch.arange(len(PROMPT))[None]
+    with torch.no_grad():
+        theirs_TV = target.lm_head(model.forward_layer(0, states, places, None, input_ids=ids))[0]
+    ours = decoded_logits(drafter, target, PROMPT, DRAFTED)[0]
+    assert (ours - theirs_TV[-1]).abs().max() < 1e-6 * ours.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_files_come_back_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Read, saved as ours, loaded and written into the target's layout: the file is the same, metadata included."""
+    target, module = make_target(name, tmp_path / "t", dtype)
+    drafter = load_drafter("native-mtp", target)
+    made_for = describe_target(target, None, "tiny")
+    save_drafter(drafter, tmp_path / "ours", target=made_for, recipe=None, draft_length=3)
+    again = load_drafter(tmp_path / "ours", target)
+    assert all(torch.equal(value, again.state_dict()[part]) for part, value in drafter.state_dict().items())
+    out = export_drafter(again, target, "native", tmp_path / "out", target_name="org/target").folder
+    assert sorted(file.name for file in out.iterdir()) == ["README.md", "model.safetensors"]
+    before, after = load_file(tmp_path / "t" / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(after[part].dtype == value.dtype and torch.equal(after[part], value) for part, value in before.items())
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "kept": "too"}
+    assert theirs(name, next(iter(module))) in after
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_fine_tuned_module_is_the_targets_next_one(name: str, tmp_path: Path) -> None:
+    """Changed weights go into the module's tensors alone; a copy of the target with that file has the new module."""
+    target, module = make_target(name, tmp_path / "t")
+    drafter = load_drafter("native-mtp", target)
+    for parameter in drafter.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape)
+    out = export_drafter(drafter, target, "native", tmp_path / "out", target_name="org/target").folder
+    before, after = load_file(tmp_path / "t" / "model.safetensors"), load_file(out / "model.safetensors")
+    changed = {part for part, value in before.items() if not torch.equal(value, after[part])}
+    assert changed == {theirs(name, part) for part in module}
+    shutil.copytree(tmp_path / "t", tmp_path / "copy")
+    shutil.copy(out / "model.safetensors", tmp_path / "copy" / "model.safetensors")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "copy").eval().requires_grad_(False)
+    again = load_drafter("native-mtp", served)
+    ours, after_copy = (decoded_logits(each, served, PROMPT, DRAFTED) for each in (drafter, again))
+    assert torch.equal(ours, after_copy)
+
+
+def test_only_files_with_the_module_are_written(tmp_path: Path) -> None:
+    target, module = make_target("MiMo", tmp_path / "t")
+    own = {theirs("MiMo", part): value for part, value in module.items()}
+    write(tmp_path / "t", dict.fromkeys(own))
+    save_file(own, tmp_path / "t" / "mtp.safetensors")
+    drafter = load_drafter("native-mtp", target)
+    result = export_drafter(drafter, target, "native", tmp_path / "out", target_name="org/target")
+    assert sorted(file.name for file in result.folder.iterdir()) == ["README.md", "mtp.safetensors"]
+    assert '"method": "mtp", "num_speculative_tokens"' in result.usage
+    assert "cp " in result.usage
+
+
+def test_import_saves_the_targets_own_module(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    target, module = make_target("DeepSeek's names", tmp_path / "t")
+    tiny_tokenizer.save_pretrained(tmp_path / "t")
+    request = ImportRequest("native-mtp", str(tmp_path / "t"), tmp_path / "ours", self_test=False)
+    assert import_from(request).drafter.type == "mtp"
+    again = load_drafter(tmp_path / "ours", target)
+    assert torch.equal(again.body.layers[0].mlp.up_proj.weight, module["layers.0.mlp.up_proj.weight"])
+    own = {"model.layers.4.embed_tokens.weight": target.get_input_embeddings().weight.clone()}
+    own |= {"model.layers.4.shared_head.head.weight": target.lm_head.weight.clone()}
+    write(tmp_path / "t", own)
+    load_drafter("native-mtp", target)
+
+
+PLACE = f"model.layers.{DEPTH}."
+REFUSED: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "experts": ({f"{PLACE}mlp.experts.0.up_proj.weight": torch.zeros(1)}, "its layer has a mixture of experts"),
+    "router": ({f"{PLACE}mlp.gate.weight": torch.zeros(1)}, "its layer has a mixture of experts"),
+    "latent attention": ({f"{PLACE}self_attn.kv_a_proj_with_mqa.weight": torch.zeros(1)}, "has latent attention"),
+    "another tensor": ({f"{PLACE}extra.weight": torch.zeros(1)}, "unexpected tensor extra.weight; expected none"),
+    "a missing norm": ({f"{PLACE}hnorm.weight": None}, r"tensor hnorm.weight is missing; expected \[32\]"),
+    "a missing projection": ({f"{PLACE}eh_proj.weight": None}, "holds none of model.mtp_layers.0.input_proj"),
+    "a shape": ({f"{PLACE}enorm.weight": torch.zeros(3)}, r"tensor enorm.weight is \[3\]; expected \[32\]"),
+    "own embeddings": ({f"{PLACE}embed_tokens.weight": torch.zeros(3)}, "embed_tokens.weight is not the target's"),
+    "own lm_head": ({f"{PLACE}shared_head.head.weight": torch.zeros(3)}, "shared_head.head.weight is not the target's"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_modules_that_cannot_be_represented_are_refused(name: str, tmp_path: Path) -> None:
+    target, _ = make_target("DeepSeek's names", tmp_path / "t")
+    changes, message = REFUSED[name]
+    write(tmp_path / "t", changes)
+    with pytest.raises(ConfigError, match=message):
+        load_drafter("native-mtp", target)
+
+
+def test_targets_without_a_known_module_are_refused(tmp_path: Path) -> None:
+    target, _ = make_target("Qwen3.5", tmp_path / "t")
+    write(tmp_path / "t", {"mtp.layers.1.mlp.up_proj.weight": torch.zeros(1)})
+    with pytest.raises(ConfigError, match="two layers behind one projection"):
+        load_drafter("native-mtp", target)
+    target.config._name_or_path = "nobody/nothing"
+    with pytest.raises(
+        ConfigError, match="files of 'nobody/nothing' are not on this machine; expected a target loaded"
+    ):
+        load_drafter("native-mtp", target)
+    target.config.model_type = "ernie4_5"
+    with pytest.raises(ConfigError, match=r"model_type='ernie4_5' \(engines disagree on the norm after its block\)"):
+        load_drafter("native-mtp", target)
+
+
+def test_other_modules_do_not_fit_into_the_targets_files(tmp_path: Path) -> None:
+    from draftsmith.heads.mtp import Mtp
+
+    target, _ = make_target("DeepSeek's names", tmp_path / "t")
+    plain = Mtp.from_target(target)
+    plain.draft_length_hint = 3
+    with pytest.raises(ConfigError, match="another shape than the target's module; expected drafter"):
+        export_drafter(plain, target, "native", tmp_path / "out", target_name="org/target")
+    other = load_drafter("native-mtp", target)
+    with pytest.raises(ConfigError, match="qk_norm=True; expected false, or format=native or transformers"):
+        export_drafter(other, target, "vllm", tmp_path / "out", target_name="org/target")
+
+
+def test_a_part_of_each_head_is_rotated() -> None:
+    from draftsmith.heads.layers import layer_config, rotated
+
+    config = layer_config(make_llama(), 1)
+    config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": 0.25}
+    cos, sin = rotary(config)(torch.zeros(1, 3, 4), torch.arange(3)[None])
+    assert cos.shape[-1] == config.head_dim // 4
+    x = torch.randn(1, 2, 3, config.head_dim)
+    assert torch.equal(rotated(x, (cos, sin))[..., config.head_dim // 4 :], x[..., config.head_dim // 4 :])
+    assert not torch.equal(rotated(x, (cos, sin))[..., 1, :4], x[..., 1, :4])
