@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
