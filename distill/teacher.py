@@ -5,6 +5,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
@@ -71,6 +72,8 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
     refusal = f"data.pack=True with a {role} of model_type={model.config.model_type!r}"
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{refusal}, an encoder-decoder; expected data.pack=false")
+    if isinstance(next(model.parameters()), FakeTensor):
+        return  # only its memory is estimated
     device, training = next(model.parameters()).device, model.training
     texts = [[1, 2, 3, 4, 5], [6, 7, 8, 9], [9, 8, 7], [6, 5, 4, 3, 2, 1]]  # two rows: some kernels only support one
     ids_BT = torch.tensor([texts[0] + texts[1], texts[2] + texts[3]], device=device)

@@ -63,14 +63,15 @@ def final_states(
 ) -> Tensor:
     """Return the model's final hidden states [B, T, H], the input of its lm_head.
 
-    An encoder-decoder model reads the source in its encoder and the input ids in its decoder.
+    Rows are padded on the right, where states are undefined. An encoder-decoder model reads the source in its encoder
+    and the input ids in its decoder.
 
     `documents_BT`: see `TeacherSignals`. Not every model separates documents, see `require_packable`.
     """
     if documents_BT is not None:
         inputs = _packed(model, input_ids_BT, attention_mask_BT, documents_BT)
-    elif source_BS is None:
-        inputs = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
+    elif source_BS is None:  # no token sees the padding after it; with a mask, attention would need a dense one
+        inputs = {"input_ids": input_ids_BT}
     else:
         source_mask_BS = torch.ones_like(source_BS) if source_mask_BS is None else source_mask_BS
         inputs = {"input_ids": source_BS, "attention_mask": source_mask_BS, "decoder_input_ids": input_ids_BT}

@@ -123,18 +123,17 @@ def _drafter(recipe: Recipe, target: PreTrainedModel) -> TrainableDrafter:
 
 
 def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:
-    """Return the largest batch of a process in one accumulation step."""
+    """Return the largest batch of a process in one accumulation step; with packing, every row is one document."""
     rows = max(1, recipe.train.batch_size // (processes * recipe.train.gradient_accumulation))
-    source_BS = source_mask_BS = documents_BT = None
+    source_BS = source_mask_BS = None
     if config.is_encoder_decoder:
         source_BS = torch.zeros(rows, recipe.data.prompt_tokens, dtype=torch.long)
         ids_BT = torch.zeros(rows, recipe.data.response_tokens + 1, dtype=torch.long)
         source_mask_BS = torch.ones_like(source_BS)
     else:
         ids_BT = torch.zeros(rows, sequence_length(recipe), dtype=torch.long)
-        documents_BT = torch.zeros_like(ids_BT) if recipe.data.pack else None
     mask_BT = torch.ones_like(ids_BT)
-    return Batch(ids_BT, mask_BT, mask_BT.bool(), source_BS, source_mask_BS, list(range(rows)), documents_BT)
+    return Batch(ids_BT, mask_BT, mask_BT.bool(), source_BS, source_mask_BS, list(range(rows)))
 
 
 def _teacher(recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter) -> Teacher:
@@ -189,6 +188,8 @@ def without_data(device: torch.device | str, marked_share: float = 1.0) -> Itera
         LiveBytes(marked_share) as live,
         torch.device(device),
         patch.object(nn.Module, "_apply", _replace_parameters),
+        # transformers makes a dense mask where it cannot read whether positions restart.
+        patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),
     ):
         yield live
 

@@ -11,6 +11,7 @@ import torch
 from conftest import make_llama
 from datasets import Dataset
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from unit.heads.test_families import FAMILIES, make, target_model
 
@@ -196,6 +197,37 @@ def test_targets_that_keep_documents_apart(kind: str) -> None:
         for text_T, states_TH in documents:
             alone_1TH = final_states(model, text_T[None], torch.ones_like(text_T[None]))
             torch.testing.assert_close(states_TH, alone_1TH[0], rtol=1e-4, atol=1e-5)  # fp32, other kernels
+
+
+class Attention(TorchFunctionMode):
+    """Records the masks that attention is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor | None] = []
+
+    def __torch_function__(self, function: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        options = options or {}
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.masks.append(options["attn_mask"])
+        return function(*arguments, **options)
+
+
+@pytest.mark.parametrize("kind", [*PACKABLE, *LEAKING])
+def test_padded_rows_are_read_without_a_mask(kind: str) -> None:
+    """No token sees the padding on its right, in any family: states are those of each text alone."""
+    model = small(kind, {**PACKABLE, **LEAKING}[kind]).eval()
+    lengths = [13, 5, 9]
+    ids_BT = torch.randint(2, 64, (3, 13))
+    seen_BT = (torch.arange(13) < torch.tensor(lengths)[:, None]).long()
+    with Attention() as attention:
+        padded_BTH = final_states(model, ids_BT * seen_BT, seen_BT)
+    for row, length in enumerate(lengths):
+        text_1T = ids_BT[row : row + 1, :length]
+        alone_1TH = final_states(model, text_1T, torch.ones_like(text_1T))
+        torch.testing.assert_close(padded_BTH[row, :length], alone_1TH[0], rtol=1e-4, atol=1e-5)
+    if kind in ("llama", "gpt2"):
+        assert attention.masks == [None, None]
 
 
 @pytest.mark.parametrize("kind", LEAKING)

@@ -162,6 +162,15 @@ def test_sampling_takes_what_is_foretold(prompt: int, response: int) -> None:
     assert memory.estimate_memory(text, make_llama(**longer).config).cache == 0
 
 
+def test_packed_rows_are_estimated_as_one_document_each() -> None:
+    config = make_llama(**WIDE).config
+    plain, packed = (
+        memory.estimate_memory(recipe_of({"type": "eagle3", "layers": [1, 2]}, data={"pack": pack}), config)
+        for pack in (False, True)
+    )
+    assert packed == plain
+
+
 def test_the_larger_phase_is_announced_first() -> None:
     small, config = {"prompt_tokens": 4, "response_tokens": 4, "batch_size": 4, "count": 150}, make_llama(**WIDE).config
     short = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 1}), config)
