@@ -240,17 +240,24 @@ class SpeculativeDecoder:
                         on_tokens(sequence.number, new, record)
         return prefill_seconds
 
-    def calibrate(self, prompts: Sequence[list[int]], **settings: Unpack[GenerateSettings]) -> None:
+    def calibrate(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        inputs: Sequence[ProcessorInputs | None] | None = None,
+        **settings: Unpack[GenerateSettings],
+    ) -> None:
         """Decode `prompts` and keep what the policy learns: later calls of `generate` start from it.
 
-        Use a few texts at each temperature that will be used. Without effect on policies that do not learn.
+        Use a few texts at each temperature that will be used. Without effect on policies that do not learn. `inputs`:
+        as for `generate_batch`.
         """
         policy = self.policy
         if policy is None or not policy.learns:
             return
         for seed, prompt in enumerate(prompts):
             self.policy = exploring(policy, True)
-            self.generate(prompt, seed=seed, **settings)
+            self.generate(prompt, inputs=None if inputs is None else inputs[seed], seed=seed, **settings)
             policy = self._last.policy
             assert policy is not None, "every text of this call had a policy"
         self.policy = exploring(policy, False)

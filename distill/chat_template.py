@@ -15,11 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.detokenize import text_after
+from draftsmith.distill.images import as_parts, images_in, opened
 from draftsmith.distill.sources import ASSISTANT, Conversation, Message
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.processor_inputs import ProcessorInputs
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.reading import read_text
 
@@ -29,6 +32,8 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "\ue000"
 RENDERING_SECONDS = 5.0
 """CPU time that a chat template may take for one conversation."""
+IMAGE_SECONDS = 60.0
+"""CPU time that a processor may take for the images of one."""
 LARGEST_TEMPLATE = 2**20
 """Bytes."""
 LONGEST_TEXT = 2**22
@@ -68,17 +73,21 @@ class Chat:
         template: replaces the tokenizer's template: a file, or one of `SHIPPED`.
         options: arguments of the template besides the messages, such as `enable_thinking`.
         longest: most characters of a text; tokenising a longer one raises `TooLongText`.
+        processor: the target's, for messages with images.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     longest: int = LONGEST_TEXT
+    processor: Any = None
 
     def __post_init__(self) -> None:
-        if self.template is None:
-            return
-        self.tokenizer.chat_template = template_text(self.template)
+        if self.template is not None:
+            self.tokenizer.chat_template = template_text(self.template)
+        if self.processor is not None:
+            own = None if self.template is not None else self.processor.chat_template
+            self.processor.chat_template = self.tokenizer.chat_template = own or self.tokenizer.chat_template
 
     def prompt(self, dialogue: Conversation) -> list[int]:
         """Return the tokens that the target's first answer follows."""
@@ -92,9 +101,28 @@ class Chat:
 
     def generation_prompt(self, messages: list[Message], of: Conversation) -> list[int]:
         """Return the tokens of messages and of the start of an answer; without a template, of the messages on lines."""
+        _require_text(messages, of)
         if not self.tokenizer.chat_template:
             return self.plain("\n".join(str(message["content"]) for message in messages), of.place)
         return self._ids(self._render(messages, of, opened=True), of.place, add_special_tokens=False)
+
+    def prompt_inputs(self, messages: list[Message], of: Conversation) -> tuple[list[int], ProcessorInputs | None]:
+        """Return the tokens of `generation_prompt`, and the processor's tensors of the images in the messages.
+
+        Raises:
+            ConfigError: for images that cannot be read, or a target without a processor of images.
+        """
+        sources = images_in(messages)
+        if not sources:
+            return self.generation_prompt(messages, of), None
+        if self.processor is None or not self.processor.chat_template:
+            what = "processor" if self.processor is None else "chat template of its processor"
+            raise ConfigError(f"{of.place}: an image, and the target has no {what}; expected a vision-language target")
+        parts = as_parts(messages, [opened(of.place, source) for source in sources])
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        encoded = self._apply(parts, of, IMAGE_SECONDS, **options)
+        inputs = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
+        return inputs.pop("input_ids")[0].tolist(), inputs
 
     def answer(self, messages: list[Message], of: Conversation, prompt: list[int], tokens: list[int]) -> str:
         """Return the content of the message whose tokens were generated after `prompt`, which shows `messages`.
@@ -104,9 +132,9 @@ class Chat:
         text = text_after(self.tokenizer, prompt, tokens)
         if not self.tokenizer.chat_template:
             return text
-        opened = self._render(messages, of, opened=True)
+        before = self._render(messages, of, opened=True)
         whole = self._render([*messages, {"role": ASSISTANT, "content": PLACEHOLDER}], of, opened=False)
-        return text.removeprefix(whole[len(opened) :].partition(PLACEHOLDER)[0]) if whole.startswith(opened) else text
+        return text.removeprefix(whole[len(before) :].partition(PLACEHOLDER)[0]) if whole.startswith(before) else text
 
     def encode(self, whole: Conversation, prompt_tokens: int) -> list[Encoded]:
         """Return the tokens of a conversation with its answers; several samples if later turns change earlier ones.
@@ -116,6 +144,7 @@ class Chat:
         Raises:
             ConfigError: for a conversation without an answer, or a template that does not show where answers are.
         """
+        _require_text(whole.messages, whole)
         if whole.input_ids is not None and whole.tokenizer in (None, tokenizer_fingerprint(self.tokenizer)):
             return [_checked(whole, len(self.tokenizer))]
         if not whole.messages:
@@ -204,15 +233,19 @@ class Chat:
         return [start, places[-1] + 1 if places else end]
 
     def _render(self, messages: list[Message], of: Conversation, *, opened: bool) -> str:
+        if self.processor is not None:  # many of their templates read parts only
+            messages = as_parts(messages, images_in(messages))
         return self._apply(messages, of, tokenize=False, add_generation_prompt=opened)
 
-    def _apply(self, messages: list[Message], of: Conversation, **how: Any) -> Any:
+    def _apply(self, messages: list[Message], of: Conversation, seconds: float | None = None, **how: Any) -> Any:
+        seconds = RENDERING_SECONDS if seconds is None else seconds
+        render = (self.tokenizer if self.processor is None else self.processor).apply_chat_template
         try:
-            with _computing_at_most(RENDERING_SECONDS):
-                return self.tokenizer.apply_chat_template(messages, tools=of.tools, **how, **self.options)
+            with _computing_at_most(seconds):
+                return render(messages, tools=of.tools, **how, **self.options)
         except _OutOfTime as error:
             raise ConfigError(
-                f"{of.place}: the chat template is still running after {RENDERING_SECONDS:g} seconds; expected one "
+                f"{of.place}: the chat template is still running after {seconds:g} seconds; expected one "
                 "that ends (data.chat_template names another template)"
             ) from error
         except Exception as error:  # expressions of a template may raise anything
@@ -232,6 +265,11 @@ class Chat:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ConfigError(f"{place}: unpaired surrogate {text[error.start]!r}; expected Unicode") from error
+
+
+def _require_text(messages: list[Message], of: Conversation) -> None:
+    if images_in(messages):
+        raise ConfigError(f"{of.place}: an image; expected text: images are read by generate, eval and check only")
 
 
 def _unanswered(place: str) -> ConfigError:

@@ -10,12 +10,15 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
@@ -80,6 +83,24 @@ def load_tokenizer(
         ) from error
 
 
+def load_processor(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Return the processor of a target that reads images; ConfigError where it has none, or a package is missing."""
+    folder = Path(name).expanduser()
+    if is_adapter(folder):
+        return load_processor(adapter_base(folder), revision=revision, trust_remote_code=trust_remote_code)
+    refusal = f"target={name} cannot read images"
+    try:
+        processor = AutoProcessor.from_pretrained(str(folder), revision=revision, trust_remote_code=trust_remote_code)
+    except ImportError as error:
+        reason = f"{reason_of(error)}; pip install 'draftsmith[images]' installs what processors need"
+        raise ConfigError(f"{refusal} here: {reason}") from error
+    except Exception as error:  # processors raise errors without a common base
+        raise ConfigError(f"{refusal} ({reason_of(error)}); expected a target with a processor") from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ConfigError(f"{refusal}: it has a tokenizer only; expected a target with a processor of images")
+    return processor
+
+
 def _require_regular(folder: Path) -> None:
     if folder.is_dir():
         require_regular(folder)
@@ -94,6 +115,7 @@ def load_target(
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
     progress: bool = True,
+    images: bool = False,
 ) -> LoadedTarget:
     """Load and freeze a target.
 
@@ -103,6 +125,7 @@ def load_target(
         attn_implementation: sdpa, eager or a flash attention, see `check_attention`; default: transformers chooses.
         trust_remote_code: run code from the repository.
         device: by default the accelerator, if there is one.
+        images: load the class that reads images, where transformers has another one for text alone.
 
     Raises:
         ConfigError: if the target is not found or cannot be read.
@@ -122,6 +145,7 @@ def load_target(
             trust_remote_code=trust_remote_code,
             device=device,
             progress=progress,
+            images=images,
         )
         return LoadedTarget(
             with_adapter(base.model, folder).eval().requires_grad_(False), base.tokenizer, name, revision
@@ -131,7 +155,7 @@ def load_target(
     try:
         _require_regular(folder)
         require_whole_model("target", source, revision)
-        model, tokenizer = _read(source, dtype, attn_implementation, options)
+        model, tokenizer = _read(source, dtype, attn_implementation, images, options)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers, configs and weights raise errors without a common base
@@ -143,15 +167,22 @@ def load_target(
 
 
 def _read(
-    source: str, dtype: str, attn_implementation: str | None, options: dict[str, Any]
+    source: str, dtype: str, attn_implementation: str | None, images: bool, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model and the tokenizer of `source`."""
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     config = AutoConfig.from_pretrained(source, **options)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else _auto(config, images)
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **attention, **options)
     return model, tokenizer
+
+
+def _auto(config: PreTrainedConfig, images: bool) -> Any:
+    """Return the class for a decoder-only target; those for images of `auto_map` are their authors' own."""
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
+    return AutoModelForCausalLM if text_alone and not (images and reads_images) else AutoModelForImageTextToText
 
 
 def _unreadable(name: str, attn_implementation: str | None, error: Exception) -> ConfigError:

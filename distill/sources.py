@@ -13,6 +13,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset, load_from_disk, logging
 
+from draftsmith.distill.images import images_in, with_images
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.reading import parse_json
 
@@ -73,6 +74,11 @@ class Conversation:
         return [turn for turn in turns if turn]
 
     @property
+    def images(self) -> bool:
+        """Some message has an image."""
+        return bool(images_in(self.messages))
+
+    @property
     def asked(self) -> list[Message]:
         """The messages before the first answer; empty if the conversation begins with an answer."""
         begins = bool(self.messages) and self.messages[0]["role"] != ASSISTANT
@@ -84,15 +90,20 @@ class Conversation:
         return self.text or json.dumps(self.asked, sort_keys=True, default=str)
 
 
-def conversation(place: str, row: dict[str, Any]) -> Conversation:
+def conversation(place: str, row: dict[str, Any], images: Path | None = None) -> Conversation:
     """Parse a row with `messages`, `conversations` (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`.
 
+    Args:
+        images: folder of the images that messages name; default: the folder of the file.
+
     Raises:
-        ConfigError: naming `place`, for a row that has none of these keys, or only empty ones.
+        ConfigError: naming `place`, for a row that has none of these keys, or only empty ones, and for images that
+            cannot be used, see `with_images`.
     """
     kept = {key: row[key] for key in ("input_ids", "spans", "tokenizer") if row.get(key) is not None}
     tools = _tools(place, row.get("tools"))
     messages = _messages(place, row)
+    messages = [{**each, "content": with_images(place, each["content"], images)} for each in messages]
     if messages:
         answer = _answer(row)
         if answer is not None and messages[-1]["role"] != ASSISTANT:

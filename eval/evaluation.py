@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,7 +77,7 @@ def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: PreTrained
     return {
         "prompt": prompt.id,
         "category": prompt.category,
-        "question": str(tokenizer.decode(prompt.input_ids)),
+        "question": _question(prompt, tokenizer),
         "drafter": cell.drafter,
         "policy": cell.policy,
         "temperature": cell.temperature,
@@ -84,6 +85,12 @@ def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: PreTrained
         "rounds": rounds,
         "cut": len(text.tokens) > TOKENS,
     }
+
+
+def _question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the prompt's text, in which the placeholder of an image stands once."""
+    ids = [token for token, _ in groupby(prompt.input_ids)] if prompt.inputs else prompt.input_ids
+    return str(tokenizer.decode(ids))
 
 
 def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> list[str]:
@@ -146,6 +153,7 @@ def evaluate(
     settings: Settings,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    processor: Any = None,
     journal: Path | None = None,
     diagnose: Diagnose | None = None,
     progress: bool = True,
@@ -158,13 +166,14 @@ def evaluate(
 
     Args:
         tokenizer: the target's, for prompts of several turns and for samples in the report.
+        processor: the target's, for prompts of several turns with images.
         journal: file to which every finished cell is appended; an existing file is continued.
         diagnose: computes statistics of each drafter by draft position.
 
     Raises:
         ConfigError: for models or prompts that do not fit together, or a journal of another run.
     """
-    run = Run(target, drafters, prompts, settings, tokenizer, Journal(journal))
+    run = Run(target, drafters, prompts, settings, tokenizer, Journal(journal), processor)
     run.measure(progress)
     rows = []
     with stage("computing the numbers and their intervals", len(run.arms) - 1, shown=progress) as done:
@@ -172,7 +181,11 @@ def evaluate(
             if arm != BASELINE:
                 rows += _rows(run, arm, decoder)
                 done()
-    undiagnosed = [] if diagnose is None else _diagnose(run, rows, diagnose, progress)
+    undiagnosed: list[str] = []
+    if any(asked.inputs for asked in prompts):
+        undiagnosed = ["No diagnostics by draft position: prompts have images."]
+    elif diagnose is not None:
+        undiagnosed = _diagnose(run, rows, diagnose, progress)
     dtypes = {"target": dtype_of(target), **{name: dtype_of(drafter) for name, drafter in drafters.items()}}
     where = {**environment(), "torch_threads": run.journal.facts["threads"]}
     return Evaluation(
@@ -277,6 +290,6 @@ def _texts(run: Run, temperature: float, category: str | None) -> list[tuple[lis
     for cell in run.cells(BASELINE, temperature, run.settings.batch_sizes[0], category):
         if cell.repeat == 0:
             place = BatchKey(0, temperature, cell.batch_size, cell.group, cell.turn)
-            asked = {prompt.id: ids for prompt, ids in run.asked(place)}
+            asked = {prompt.id: prompt.input_ids for prompt in run.asked(place)}
             texts += [(asked[text.prompt] + text.tokens, len(asked[text.prompt])) for text in cell.texts]
     return texts

@@ -76,8 +76,8 @@ REPEAT_APART, TURN_APART = 10_007, 1_000_003
 """Differences between the seeds of two repeats and of two turns."""
 
 
-Questions = list[tuple[Prompt, list[int]]]
-"""Prompts, each with the tokens after which its next turn is answered."""
+Questions = list[Prompt]
+"""Prompts up to the turn that is answered next."""
 
 
 @dataclass
@@ -95,6 +95,8 @@ class Run:
     tokenizer: Any = None
     """The target's; needed for prompts of several turns."""
     journal: Journal = field(default_factory=Journal)
+    processor: Any = None
+    """The target's; needed for prompts of several turns with images."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -104,7 +106,7 @@ class Run:
         if self.tokenizer is None and any(prompt.turns > 1 for prompt in self.prompts):
             raise ConfigError("tokenizer=None; expected the target's, for prompts of several turns")
         template = (self.settings.chat_template, self.settings.template_options)
-        self.chat = None if self.tokenizer is None else Chat(self.tokenizer, *template)
+        self.chat = None if self.tokenizer is None else Chat(self.tokenizer, *template, processor=self.processor)
         limits = [context_limit(self.target.config), *(drafter.context_limit for drafter in self.drafters.values())]
         self.context = min((limit for limit in limits if limit is not None), default=None)
         self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}
@@ -134,9 +136,8 @@ class Run:
                     self._warm_up()
                 self._decode_all(progress)
             if "plain" not in self.journal.facts:
-                prompts = [prompt.input_ids for prompt in self.prompts]
                 with stage("comparing the target alone with transformers' generate", shown=progress):
-                    speeds = compare_with_generate(self.target, prompts, compile=self.settings.compile)
+                    speeds = compare_with_generate(self.target, self.prompts, compile=self.settings.compile)
                     self.journal.fact("plain", speeds)
 
     def identity(self) -> dict[str, Any]:
@@ -166,7 +167,7 @@ class Run:
         ]
 
     def _asked(self, place: BatchKey) -> Questions | None:
-        """Return the prompts of a batch that have this turn, each with the tokens after which it is answered.
+        """Return the prompts of a batch that have this turn, each up to it.
 
         Earlier turns are followed by the target's own answers, from the baseline in this repeat and batch size, so that
         all variants read the same text. A question that leaves no room in the context is omitted. None if the baseline
@@ -184,9 +185,9 @@ class Run:
             before = answers.get(prompt.id, [])
             if prompt.turns <= place.turn or len(before) < place.turn:
                 continue
-            ids = prompt.after(before, self.chat)
-            if place.turn == 0 or self.context is None or len(ids) < self.context:
-                questions.append((prompt, ids))
+            asked = prompt.after(before, self.chat)
+            if place.turn == 0 or self.context is None or len(asked.input_ids) < self.context:
+                questions.append(asked)
         return questions
 
     def asked(self, place: BatchKey) -> Questions:
@@ -257,9 +258,9 @@ class Run:
         """Decode a few texts at each temperature, untimed, for policies that learn."""
         for decoder in self.arms.values():
             for temperature in self.settings.temperatures if decoder.learns else ():
-                rows = [prompt.input_ids for prompt in self.prompts[:CALIBRATION]]
+                prompts = self.prompts[:CALIBRATION]
                 options = {"max_new_tokens": self.settings.max_new_tokens, **self._sampling(temperature)}
-                decoder.calibrate(rows, **options)
+                decoder.calibrate([p.input_ids for p in prompts], inputs=[p.inputs for p in prompts], **options)
 
     def _warm_up(self) -> None:
         """Decode once with every variant, unmeasured: first calls allocate memory and choose kernels.
@@ -299,12 +300,13 @@ class Run:
         while graphs != built_graphs():
             graphs = built_graphs()
             outputs = self.arms[arm].generate_batch(
-                [ids for _, ids in asked],
+                [prompt.input_ids for prompt in asked],
+                inputs=[prompt.inputs for prompt in asked],
                 max_new_tokens=tokens,
-                seeds=[first + self._numbers[prompt.id] for prompt, _ in asked],
+                seeds=[first + self._numbers[prompt.id] for prompt in asked],
                 **self._sampling(place.temperature),
             )
-        return Measurement.of(arm, place, [prompt.id for prompt, _ in asked], outputs)
+        return Measurement.of(arm, place, [prompt.id for prompt in asked], outputs)
 
     def _sampling(self, temperature: float) -> dict[str, Any]:
         cuts = {"top_k": self.settings.top_k, "top_p": self.settings.top_p} if temperature > 0 else {}

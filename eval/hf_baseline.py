@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.results import PlainSpeeds
 from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.processor_inputs import inputs_for
 
 PROMPTS, TOKENS, TRIALS = 4, 32, 3
 
@@ -19,10 +21,12 @@ PROMPTS, TOKENS, TRIALS = 4, 32, 3
 class _Generates(Protocol):
     """The part of transformers' `GenerationMixin` that is used here: `PreTrainedModel` itself does not have it."""
 
-    def generate(self, inputs: Tensor, *, attention_mask: Tensor, generation_config: GenerationConfig) -> Tensor: ...
+    def generate(
+        self, inputs: Tensor, *, attention_mask: Tensor, generation_config: GenerationConfig, **tensors: Tensor
+    ) -> Tensor: ...
 
 
-def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]], *, compile: bool = False) -> PlainSpeeds:
+def compare_with_generate(target: PreTrainedModel, prompts: list[Prompt], *, compile: bool = False) -> PlainSpeeds:
     """Return greedy tokens per second, prefill included, of `target.generate` and of our target alone.
 
     `generate_tokens_per_second` and `baseline_tokens_per_second` are medians over a few prompts, each the best of three
@@ -31,10 +35,11 @@ def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]], *, 
     """
     decoder = SpeculativeDecoder(target, compile=compile)
 
-    def ours(prompt: list[int], tokens: int) -> list[int]:
-        return decoder.generate(prompt, max_new_tokens=tokens, eos_token_id=None).tokens
+    def ours(prompt: Prompt, tokens: int) -> list[int]:
+        out = decoder.generate(prompt.input_ids, inputs=prompt.inputs, max_new_tokens=tokens, eos_token_id=None)
+        return out.tokens
 
-    def theirs(prompt: list[int], tokens: int) -> list[int]:
+    def theirs(prompt: Prompt, tokens: int) -> list[int]:
         return _generate(target, prompt, tokens)
 
     limit = context_limit(target.config)
@@ -42,7 +47,9 @@ def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]], *, 
     identical = 0
     chosen = prompts[:PROMPTS]
     for number, prompt in enumerate(chosen):
-        tokens = TOKENS if limit is None or target.config.is_encoder_decoder else min(TOKENS, limit - len(prompt))
+        tokens = (
+            TOKENS if limit is None or target.config.is_encoder_decoder else min(TOKENS, limit - len(prompt.input_ids))
+        )
         if number == 0:  # first calls allocate and choose kernels
             ours(prompt, tokens)
             theirs(prompt, tokens)
@@ -62,16 +69,17 @@ def compare_with_generate(target: PreTrainedModel, prompts: list[list[int]], *, 
     }
 
 
-def _timed(decode: Callable[[list[int], int], list[int]], prompt: list[int], tokens: int) -> tuple[list[int], float]:
+def _timed(decode: Callable[[Prompt, int], list[int]], prompt: Prompt, tokens: int) -> tuple[list[int], float]:
     started = time.perf_counter()
     out = decode(prompt, tokens)
     return out, time.perf_counter() - started
 
 
 @torch.inference_mode()
-def _generate(target: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
+def _generate(target: PreTrainedModel, prompt: Prompt, tokens: int) -> list[int]:
     """Decode the same number of tokens with `generate`, without EOS."""
-    ids = torch.tensor([prompt], device=next(target.parameters()).device)
+    ids = torch.tensor([prompt.input_ids], device=next(target.parameters()).device)
+    inputs = inputs_for(target, prompt.inputs or {})
     own = target.generation_config
     config = GenerationConfig(
         max_new_tokens=tokens,
@@ -86,8 +94,9 @@ def _generate(target: PreTrainedModel, prompt: list[int], tokens: int) -> list[i
     )
     before, target.generation_config = own, config  # unset values would be taken from the model's own
     try:
-        out = cast(_Generates, target).generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        mask = torch.ones_like(ids)
+        out = cast(_Generates, target).generate(ids, attention_mask=mask, generation_config=config, **inputs)
     finally:
         target.generation_config = before
-    start = 1 if target.config.is_encoder_decoder else len(prompt)
+    start = 1 if target.config.is_encoder_decoder else len(prompt.input_ids)
     return out[0, start:].tolist()

@@ -1,8 +1,9 @@
 """Prompt sets (the embedded held-out text, a file or a Hub data set), and their batches."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.distill.sources import ASSISTANT, Conversation, conversation, read_source
 from draftsmith.errors import ConfigError
+from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
 from draftsmith.provenance import fingerprint
 
 EMBEDDED_PROMPT_TOKENS = 48
@@ -32,24 +34,26 @@ class Prompt:
     input_ids: list[int]
     conversation: Conversation | None = None
     """The conversation of a prompt with several turns; None for one turn."""
+    inputs: ProcessorInputs | None = field(default=None, compare=False, repr=False)
+    """The processor's tensors of a prompt with images."""
 
     @property
     def turns(self) -> int:
         return 1 if self.conversation is None else len(self.conversation.turns)
 
-    def after(self, answers: list[list[int]], chat: Chat | None) -> list[int]:
-        """Return the token ids of the conversation up to the turn after `answers` (token ids each)."""
-        ids, asked = self.input_ids, self.conversation
+    def after(self, answers: list[list[int]], chat: Chat | None) -> "Prompt":
+        """Return the prompt of the conversation up to the turn after `answers` (token ids each)."""
+        ids, inputs, asked = self.input_ids, self.inputs, self.conversation
         if not answers:
-            return ids
+            return self
         assert asked is not None, "only prompts of several turns have answers"
         assert chat is not None
         messages = list(asked.turns[0])
         for answer, turn in zip(answers, asked.turns[1:], strict=False):
             content = chat.answer(messages, asked, ids, answer)
             messages += [{"role": ASSISTANT, "content": content}, *turn]
-            ids = chat.generation_prompt(messages, asked)
-        return ids
+            ids, inputs = chat.prompt_inputs(messages, asked)
+        return replace(self, input_ids=ids, inputs=inputs)
 
 
 @dataclass(frozen=True)
@@ -65,18 +69,28 @@ class PromptRows:
 
     rows: list[_Row] | None
 
+    @property
+    def images(self) -> bool:
+        """Some prompt has an image."""
+        return any(row.asked.images for row in self.rows or ())
+
     @classmethod
-    def read(cls, source: str, subset: str | None = None, split: str = "train") -> "PromptRows":
+    def read(
+        cls, source: str, subset: str | None = None, split: str = "train", images: str | None = None
+    ) -> "PromptRows":
         """Read the rows of `source`: "embedded", a file or a Hub data set.
 
         Rows with `turns` (Spec-Bench, MT-Bench) or messages go through the chat template, and every turn is asked; rows
         with `prompt` (HumanEval), `question` (GSM8K), `instruction` or `text` are continued as they are. `category` and
-        an id (`question_id`, `task_id` or `id`) are read where a row has them.
+        an id (`question_id`, `task_id` or `id`) are read where a row has them. `images`: folder of the images that
+        messages name; default: the folder of the file.
 
         Raises:
             ConfigError: naming the line of a malformed row or of a repeated id.
         """
-        return cls(None if source == EMBEDDED else _read(source, subset, split))
+        return cls(
+            None if source == EMBEDDED else _read(source, subset, split, None if images is None else Path(images))
+        )
 
     def encode(
         self,
@@ -86,10 +100,12 @@ class PromptRows:
         context: int | None = None,
         chat_template: str | None = None,
         template_options: dict[str, Any] | None = None,
+        processor: Any = None,
     ) -> list[Prompt]:
         """Return at most `count` prompts as token ids (default: all of a file, 12 of the embedded text).
 
-        Fewer prompts than rows are taken in turn from the categories, in the order of the file.
+        Fewer prompts than rows are taken in turn from the categories, in the order of the file. `processor`: the
+        target's, for prompts with images.
 
         Raises:
             ConfigError: naming the line of a prompt whose questions alone fill a context of `context` tokens.
@@ -98,7 +114,7 @@ class PromptRows:
             rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
             return [Prompt(row.id, row.category, row.input_ids) for row in rows]
         longest = LONGEST_TEXT if context is None else characters(context)
-        chat = Chat(tokenizer, chat_template, template_options or {}, longest)
+        chat = Chat(tokenizer, chat_template, template_options or {}, longest, processor)
         return [_tokens(row, chat, context) for row in _spread(self.rows, count)]
 
 
@@ -118,10 +134,10 @@ def load_prompts(
     )
 
 
-def _read(source: str, subset: str | None, split: str) -> list[_Row]:
+def _read(source: str, subset: str | None, split: str, images: Path | None) -> list[_Row]:
     rows, places = [], {}
     for number, (place, row) in enumerate(read_source(source, subset, split), 1):
-        asked = conversation(place, row)
+        asked = conversation(place, row, images)
         _require_questions(asked)
         name = next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), f"#{number}")
         name = str(name)
@@ -161,10 +177,10 @@ def _spread(rows: list[_Row], count: int | None) -> list[_Row]:
 
 def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
     asked = row.asked
-    ids = chat.prompt(asked)
+    ids, inputs = chat.prompt_inputs(asked.asked, asked) if asked.images else (chat.prompt(asked), None)
     turns = len(asked.turns)
-    prompt = Prompt(row.id, row.category, ids, asked if turns > 1 else None)
-    longest = len(prompt.after([[]] * (turns - 1), chat))
+    prompt = Prompt(row.id, row.category, ids, asked if turns > 1 else None, inputs)
+    longest = len(prompt.after([[]] * (turns - 1), chat).input_ids)
     if context is not None and longest >= context:
         raise ConfigError(f"{asked.place}: prompt={longest} tokens; expected fewer than the context of {context}")
     if not ids:
@@ -174,9 +190,11 @@ def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
 
 def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
     """Return a fingerprint of everything in the prompts that decoded texts depend on."""
-    return fingerprint(
-        [[p.id, p.category, p.input_ids, None if p.conversation is None else p.conversation.turns] for p in prompts]
-    )
+    asked: list[list[Any]] = []
+    for p in prompts:
+        images = [] if p.inputs is None else [inputs_fingerprint(p.inputs)]
+        asked.append([p.id, p.category, p.input_ids, None if p.conversation is None else p.conversation.turns, *images])
+    return fingerprint(asked)
 
 
 @dataclass(frozen=True)

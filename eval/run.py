@@ -42,6 +42,7 @@ def measure(
             session.prompts,
             settings,
             tokenizer=session.tokenizer,
+            processor=session.processor,
             journal=out / JOURNAL,
             diagnose=diagnose,
         )
@@ -59,7 +60,7 @@ def _validated(settings: Settings, out: Path) -> PromptRows:
     require_valid(settings, counts={**several, **counts}, unique={**several, "policy": settings.policies}, out=out)
     if settings.repeats > MOST_REPEATS:
         raise ConfigError.of("repeats", settings.repeats, f"at most {MOST_REPEATS}")
-    return PromptRows.read(settings.prompts, settings.subset, settings.split)
+    return PromptRows.read(settings.prompts, settings.subset, settings.split, settings.images)
 
 
 def show(evaluation: Evaluation, out: Path) -> None:

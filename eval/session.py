@@ -1,12 +1,13 @@
 """Loading for `draftsmith eval`, `check`, `forecast` and `generate`: the target, its drafters and the prompts, once."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.decoder import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
-from draftsmith.distill.load_target import EMBEDDED, load_target, load_tokenizer
+from draftsmith.distill.load_target import EMBEDDED, load_processor, load_target, load_tokenizer
 from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
@@ -25,16 +26,24 @@ class Session:
     """By the names in `PairSettings.drafters`."""
     prompts: list[Prompt]
     """Prompts that fit into the context of the target and of every drafter."""
+    processor: Any = None
+    """The target's, where prompts have images."""
 
 
 def load_session(
-    settings: PairSettings, rows: PromptRows | None, *, trust_remote_code: bool = False, progress: bool = True
+    settings: PairSettings,
+    rows: PromptRows | None,
+    *,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+    images: bool = False,
 ) -> Session:
     """Load what validated settings name.
 
     Args:
         rows: the prompts, from `PromptRows.read`; None for a session without prompts.
         progress: name the stage on stderr.
+        images: load the target's processor; done in any case where `rows` have images.
 
     Raises:
         ConfigError: for a target or a drafter that cannot be loaded, a policy with branches for a model that reads
@@ -46,9 +55,16 @@ def load_session(
         template, options = settings.chat_template, settings.template_options
         assert rows is not None
         return rows.encode(
-            tokenizer, count=settings.count, context=context, chat_template=template, template_options=options
+            tokenizer,
+            count=settings.count,
+            context=context,
+            chat_template=template,
+            template_options=options,
+            processor=processor,
         )
 
+    images = images or (rows is not None and rows.images)
+    processor = load_processor(settings.target, trust_remote_code=trust_remote_code) if images else None
     prompts, limit = [], None
     if rows is not None:
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
@@ -61,6 +77,7 @@ def load_session(
             dtype=settings.dtype,
             attn_implementation=settings.attn_implementation,
             trust_remote_code=trust_remote_code,
+            images=images,
         )
         drafters = {
             name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
@@ -74,4 +91,4 @@ def load_session(
     shortest = min((value for value in limits if value is not None), default=None)
     if rows is not None and shortest != limit:
         prompts = encode(loaded.tokenizer, shortest)
-    return Session(loaded.model, loaded.tokenizer, drafters, prompts)
+    return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor)

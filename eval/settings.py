@@ -46,6 +46,8 @@ class PairSettings:
     """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template in addition to the messages."""
+    images: str | None = None
+    """Folder of the images that prompts name; None: the folder of their file."""
 
     def policies_of(self, drafter: str) -> tuple[str, ...]:
         """Return the policies of the drafter with this name."""
@@ -111,6 +113,8 @@ def require_valid(
     if settings.dtype not in DTYPES:
         raise ConfigError.of("dtype", settings.dtype, f"one of {', '.join(DTYPES)}")
     check_attention("attn_implementation", settings.attn_implementation, settings.dtype)
+    if settings.images is not None and not Path(settings.images).is_dir():
+        raise ConfigError.of("images", settings.images, "a folder")
     if settings.chat_template is not None:
         template_text(settings.chat_template)
     check_target_name(settings.target)

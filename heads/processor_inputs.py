@@ -3,6 +3,7 @@
 A target reads them with its prompt; all tokens after the prompt are text.
 """
 
+import hashlib
 import inspect
 from collections.abc import Mapping
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
+from draftsmith.provenance import fingerprint
 
 # Shapes: T tokens of the prompt, A axes of positions.
 
@@ -57,9 +59,17 @@ def prompt_positions(model: PreTrainedModel, ids_1T: Tensor, inputs: ProcessorIn
     models whose positions are indices.
     """
     locate = getattr(model.base_model, "get_rope_index", None)
-    if locate is None:
+    if locate is None or not inputs:
         return None, 0
     accepted = inspect.signature(locate).parameters
     arguments = {name: value for name, value in inputs.items() if name in accepted}
     positions_A1T, shift_11 = locate(input_ids=ids_1T, **arguments)
     return positions_A1T, int(shift_11)
+
+
+def inputs_fingerprint(inputs: ProcessorInputs | None) -> str | None:
+    """Return a fingerprint of the tensors' names and numbers."""
+    if not inputs:
+        return None
+    contents = {name: value.flatten().view(torch.uint8).numpy().tobytes() for name, value in inputs.items()}
+    return fingerprint({name: hashlib.sha256(content).hexdigest() for name, content in contents.items()})

@@ -1,11 +1,21 @@
 """Tiny random vision-language models in float64, and prompts with random images as tensors of a processor."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import make_tokenizer
+from PIL import Image
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    LlavaProcessor,
+    PreTrainedModel,
+)
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 VOCAB, IMAGE = 61, 60
 """Size of the vocabulary, and the placeholder of an image's embeddings."""
@@ -111,3 +121,34 @@ def two_images(family: str, seed: int, after: list[int]) -> ImagePrompt:
     axis = {"mm_token_type_ids": 1, "token_type_ids": 1, "pixel_values": by_image}
     joined = {name: torch.cat([value, second.inputs[name]], axis.get(name, 0)) for name, value in first.inputs.items()}
     return ImagePrompt(first.ids + second.ids, joined)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
+)
+
+
+def save_target(folder: Path, *, seed: int = 2, processor: bool = True, **text: Any) -> Path:
+    """Save a LLaVA with a tokenizer of characters, and a processor that makes 16 tokens of each image."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    model = build("llava", seed, image=image, vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, **text).float()
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if processor:
+        size = {"height": 8, "width": 8}
+        images = LlavaImageProcessorPil(size=size, crop_size=size)
+        options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        LlavaProcessor(images, tokenizer, patch_size=2, chat_template=TEMPLATE, **options).save_pretrained(folder)
+    return folder
+
+
+def save_image(file: Path, seed: int = 0) -> str:
+    """Save a small random image; return its name."""
+    pixels = torch.randint(256, (10, 14, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save(file)
+    return file.name

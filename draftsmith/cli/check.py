@@ -12,6 +12,7 @@ from draftsmith.cli.options import (
     CompileOption,
     CountOption,
     DtypeOption,
+    ImagesOption,
     JsonOption,
     RuleOption,
     SeedOption,
@@ -55,6 +56,7 @@ def check(
     seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
+    images: ImagesOption = None,
     dtype: DtypeOption = "float32",
     attn_implementation: AttentionOption = None,
     compile: CompileOption = False,
@@ -80,6 +82,7 @@ def check(
         seed=seed,
         chat_template=chat_template,
         template_options=template_options(template_option),
+        images=images,
         dtype=dtype,
         attn_implementation=attn_implementation,
         compile=compile,
@@ -110,7 +113,7 @@ def _validated(settings: "CheckSettings", out: Path | None) -> "PromptRows":
         raise ConfigError.of("tokens", settings.tokens, f">= {LEAST_TOKENS}")
     if settings.draft_length is not None and settings.policies:
         raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
-    return PromptRows.read(settings.prompts)
+    return PromptRows.read(settings.prompts, images=settings.images)
 
 
 def _require_folder(settings: "CheckSettings", out: Path) -> None:

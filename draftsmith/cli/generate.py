@@ -2,13 +2,16 @@
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.text import Text
 
 from draftsmith.cli.options import measuring, suggest
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import Round
+from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import IncrementalText
+from draftsmith.distill.sources import Conversation, conversation
 from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.session import load_session
 from draftsmith.eval.settings import PairSettings, require_valid
@@ -27,12 +30,23 @@ class GenerateRequest(PairSettings):
     draft_length: int | None = None
     max_new_tokens: int = 128
     stop_strings: tuple[str, ...] = ()
+    image_files: tuple[str, ...] = ()
+    """Images before the prompt, which then goes through the chat template."""
+
+
+def _asked(prompt: str, files: tuple[str, ...]) -> Conversation:
+    """Return the question about these images; ConfigError where a file does not exist."""
+    parts = [{"type": "image", "path": str(Path(file).expanduser().absolute())} for file in files]
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
+    return conversation("--image", {"messages": [message]}, Path(Path.cwd().anchor))
 
 
 def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) -> None:
     """Decode `prompt` and print the text as it is decoded; the summary is printed to stderr."""
     require_valid(request, counts={"gamma": [request.draft_length]})
-    session = load_session(request, None, trust_remote_code=trust_remote_code, progress=False)
+    images = bool(request.image_files)
+    asked = _asked(prompt, request.image_files) if images else None
+    session = load_session(request, None, trust_remote_code=trust_remote_code, progress=False, images=images)
     tokenizer, drafter = session.tokenizer, next(iter(session.drafters.values()), None)
     (temperature,) = request.temperatures
     decoder = SpeculativeDecoder(
@@ -45,14 +59,16 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
     )
     console, log = Terminal(soft_wrap=True, files_as_is=True), Terminal(stderr=True)
     encoder_decoder = session.target.config.is_encoder_decoder
-    ids = tokenizer(prompt)["input_ids"]
+    ids, inputs = tokenizer(prompt)["input_ids"], None
+    if asked is not None:
+        ids, inputs = Chat(tokenizer, processor=session.processor).prompt_inputs(asked.messages, asked)
     text = IncrementalText(tokenizer, () if encoder_decoder else ids)
     if drafter is not None and console.is_terminal:
         log.print(Text.assemble(("proposed by the drafter", DRAFTED), ", ", ("chosen by the target", OWN)))
 
     def on_tokens(tokens: list[int], record: Round | None) -> None:
         if record is None:  # not before: an error about a setting stands on a line of its own
-            console.print(Text(prompt), end="\n" if encoder_decoder else "")
+            console.print(Text(prompt), end="\n" if encoder_decoder or images else "")
         drafted = record.accepted if record is not None else 0
         for place, token in enumerate(tokens):
             console.print(Text(text.add(token), style=DRAFTED if place < drafted else OWN), end="")
@@ -61,6 +77,7 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
     with threads(fastest_threads(session.target, ids[-PROBE_PROMPT:], PROBE_TOKENS)):
         out = decoder.generate(
             ids,
+            inputs=inputs,
             on_tokens=on_tokens,
             tokenizer=tokenizer,
             max_new_tokens=request.max_new_tokens,

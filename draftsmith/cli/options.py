@@ -31,6 +31,9 @@ TemplateOption = Annotated[
 TemplateOptionsOption = Annotated[
     list[str] | None, typer.Option("--template-option", help="Variable key=value of the chat template; repeatable.")
 ]
+ImagesOption = Annotated[
+    str | None, typer.Option("--images", help="Folder of the images that prompts name; default: that of the prompts.")
+]
 TemperaturesOption = Annotated[
     list[float] | None, typer.Option("--temperature", help="Temperature; repeatable; default: 0 and 1.")
 ]

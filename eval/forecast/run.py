@@ -166,7 +166,10 @@ def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> t
         raise ConfigError.of(
             "save-profile", str(files.save_profile), "one --temperature: rounds cost more when tokens are drawn"
         )
-    return hardware, PromptRows.read(settings.prompts)
+    rows = PromptRows.read(settings.prompts)
+    if rows.images:
+        raise ConfigError(f"prompts={settings.prompts} have images; expected prompts of text alone for a forecast")
+    return hardware, rows
 
 
 def show(outcome: Outcome, out: Path | None) -> None:

@@ -135,7 +135,8 @@ def _decoders(
             decoder = SpeculativeDecoder(target, drafter, **plan)
             for temperature in settings.temperatures:
                 cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
-                decoder.calibrate([p.input_ids for p in prompts[:CALIBRATION]], temperature=temperature, **cuts)
+                rows, inputs = zip(*((p.input_ids, p.inputs) for p in prompts[:CALIBRATION]), strict=True)
+                decoder.calibrate(rows, inputs=inputs, temperature=temperature, **cuts)
             shown = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
             decoders[(name, shown)] = decoder  # drafters that only retrieve ignore the policy
     return decoders
@@ -145,7 +146,8 @@ def _target_alone(target: PreTrainedModel, prompts: list[Prompt], done: Done) ->
     """Return the target's own greedy text for each prompt, decoded one token per forward pass."""
     decoder, texts = SpeculativeDecoder(target), []
     for prompt in prompts:
-        texts.append(decoder.generate(prompt.input_ids, max_new_tokens=GREEDY_TOKENS).tokens)
+        output = decoder.generate(prompt.input_ids, inputs=prompt.inputs, max_new_tokens=GREEDY_TOKENS)
+        texts.append(output.tokens)
         done(len(texts[-1]))
     return texts
 

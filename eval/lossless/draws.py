@@ -178,12 +178,12 @@ class SampledTarget:
         self.model = model
         self._processors = Processors(sampling)
 
-    def p(self, prompt: list[int], texts_BT: Tensor, *, width: int | None = None) -> Tensor:
+    def p(self, prompt: Prompt, texts_BT: Tensor, *, width: int | None = None) -> Tensor:
         """Return the distribution [B, T, V] of each token."""
         logits_BTV = read(self.model, prompt, texts_BT, width=width)
         return self._processors.probabilities(logits_BTV.flatten(0, 1), list).view(logits_BTV.shape)
 
-    def p_after(self, prompt: list[int], strings: Sequence[String], *, width: int | None = None) -> Tensor:
+    def p_after(self, prompt: Prompt, strings: Sequence[String], *, width: int | None = None) -> Tensor:
         """Return p [n, V] after the prompt and each of `strings`, which have one length."""
         vocabulary = vocabulary_size(self.model)
         rows = []
@@ -226,9 +226,10 @@ def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, d
     jobs = _jobs(target.model, plan)
     for start in range(0, len(jobs), BATCH):
         batch = jobs[start : start + BATCH]
-        rows, seeds = [prompt.input_ids for prompt, _ in batch], [seed for _, seed in batch]
-        outputs = decoder.generate_batch(rows, seeds=seeds, **plan.settings(TEXT_TOKENS))
-        decoded = zip([prompt for prompt, _ in batch], outputs, strict=True)
+        prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
+        rows, inputs = [prompt.input_ids for prompt in prompts], [prompt.inputs for prompt in prompts]
+        outputs = decoder.generate_batch(rows, inputs=inputs, seeds=seeds, **plan.settings(TEXT_TOKENS))
+        decoded = zip(prompts, outputs, strict=True)
         for _, same in groupby(decoded, key=lambda pair: id(pair[0])):
             of_prompt = list(same)
             _transform(target, of_prompt[0][0], [output for _, output in of_prompt], texts, v)
@@ -256,11 +257,11 @@ def _transform(
     tokens_BT = torch.tensor([output.tokens for output in outputs])
     if not texts.u:
         sample = tokens_BT[:TOLERANCE_TEXTS]
-        p_BTV, again_BTV = (target.p(prompt.input_ids, sample, width=width) for width in (None, 1))
+        p_BTV, again_BTV = (target.p(prompt, sample, width=width) for width in (None, 1))
         texts.tolerance = float((p_BTV.double() - again_BTV.double()).abs().sum(-1).mean() / 2)
     vocabulary = vocabulary_size(target.model)
     for part in chunks(len(outputs), vocabulary * tokens_BT.shape[1]):
-        p_BTV = target.p(prompt.input_ids, tokens_BT[part])
+        p_BTV = target.p(prompt, tokens_BT[part])
         own_N = tokens_BT[part].flatten().to(p_BTV.device)
         p_NV = p_BTV.flatten(0, 1)
         v_N = torch.rand(len(own_N), generator=v, dtype=torch.float64).to(p_NV.device)
@@ -288,8 +289,8 @@ def draw_continuations(target: SampledTarget, decoder: SpeculativeDecoder, plan:
     """
     prompt = _open_end(target, plan.prompts)
     count = plan.continuations
-    cells = partition(lambda strings: target.p_after(prompt.input_ids, strings), count)
-    again_C = cells.again(lambda strings: target.p_after(prompt.input_ids, strings, width=1))
+    cells = partition(lambda strings: target.p_after(prompt, strings), count)
+    again_C = cells.again(lambda strings: target.p_after(prompt, strings, width=1))
     counts_C = torch.zeros_like(cells.probabilities_C)
     read_before = 1 if target.model.config.is_encoder_decoder else len(prompt.input_ids)
     criteria = [_After(read_before + DEPTH)]
@@ -297,7 +298,7 @@ def draw_continuations(target: SampledTarget, decoder: SpeculativeDecoder, plan:
     for start in range(0, count, BATCH):
         rows = [prompt.input_ids] * min(BATCH, count - start)
         settings = {**plan.settings(TEXT_TOKENS), "stopping_criteria": criteria}
-        for output in decoder.generate_batch(rows, seeds=first + start, **settings):
+        for output in decoder.generate_batch(rows, inputs=[prompt.inputs] * len(rows), seeds=first + start, **settings):
             counts_C[cells.cell(output.tokens)] += 1
         done(DEPTH * len(rows))
     expected_C = count * cells.probabilities_C
@@ -326,6 +327,7 @@ def _open_end(target: SampledTarget, prompts: list[Prompt]) -> Prompt:
     if limit is not None and limit <= DEPTH:
         raise ConfigError(f"target with a context of {limit}; expected more than {DEPTH}, for a short continuation")
     length = OPEN_TOKENS if limit is None else min(OPEN_TOKENS, limit - DEPTH)
-    ends = [replace(prompt, input_ids=prompt.input_ids[-length:]) for prompt in prompts]
-    entropies = [float(torch.special.entr(target.p_after(end.input_ids, [()]).double()).sum()) for end in ends]
+    # A prompt with images stays whole.
+    ends = [prompt if prompt.inputs else replace(prompt, input_ids=prompt.input_ids[-length:]) for prompt in prompts]
+    entropies = [float(torch.special.entr(target.p_after(end, [()]).double()).sum()) for end in ends]
     return ends[max(range(len(ends)), key=entropies.__getitem__)]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.model_config import start_token
+from draftsmith.heads.processor_inputs import inputs_for, prompt_positions
 
 # Shapes: B texts after one prompt, T tokens of each, V vocabulary.
 
@@ -25,18 +26,20 @@ BLOCK = 5
 
 
 @torch.inference_mode()
-def read(model: PreTrainedModel, prompt: list[int], texts_BT: Tensor, *, width: int | None = None) -> Tensor:
+def read(model: PreTrainedModel, prompt: Prompt, texts_BT: Tensor, *, width: int | None = None) -> Tensor:
     """Return the logits [B, T, V] from which each token of `texts_BT` is chosen, on the model's device.
 
     Args:
-        prompt: tokens before every text; for an encoder-decoder model, the encoder's input.
+        prompt: tokens before every text, and its images; for an encoder-decoder model, the encoder's input.
         texts_BT: [B, T]; the last token of a text makes no difference.
         width: tokens per forward pass after the prompt's; None reads everything in one pass.
     """
     device = next(model.parameters()).device
     texts_BT = texts_BT.to(device)
     B, T = texts_BT.shape
-    prompt_BP = torch.tensor([prompt], device=device).expand(B, -1)
+    if prompt.inputs or hasattr(model.base_model, "get_rope_index"):
+        return torch.cat([_read_one_by_one(model, prompt, text_1T, width) for text_1T in texts_BT.split(1)])
+    prompt_BP = torch.tensor([prompt.input_ids], device=device).expand(B, -1)
     fixed: dict[str, object] = {}
     name = "input_ids"
     if model.config.is_encoder_decoder:
@@ -56,6 +59,30 @@ def read(model: PreTrainedModel, prompt: list[int], texts_BT: Tensor, *, width: 
         output = model(**{name: ids[:, start:end]}, **fixed, **keep, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         logits.append(output.logits[:, -1:] if start == 0 else output.logits)
+    return torch.cat(logits, 1)
+
+
+def _read_one_by_one(model: PreTrainedModel, prompt: Prompt, text_1T: Tensor, width: int | None) -> Tensor:
+    """Return the logits [1, T, V] from which each token of one text is chosen.
+
+    The prompt has a pass of its own: a text may contain the placeholder of an image, for which there is none.
+    """
+    device, first = text_1T.device, len(prompt.input_ids)
+    inputs = inputs_for(model, prompt.inputs or {})
+    prompt_1P = torch.tensor([prompt.input_ids], device=device)
+    accepted = inspect.signature(model.forward).parameters
+    _, shift = prompt_positions(model, prompt_1P, inputs)
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+    output = model(input_ids=prompt_1P, **inputs, **keep, use_cache=True)
+    logits = [output.logits[:, -1:]]
+    width = width or text_1T.shape[1]
+    for start in range(0, text_1T.shape[1] - 1, width):
+        part_1W = text_1T[:, start : min(start + width, text_1T.shape[1] - 1)]
+        # Without them, models with M-RoPE take the shift from the prompt that they have read last.
+        positions_1W = torch.arange(part_1W.shape[1], device=device)[None] + first + start + shift
+        where = {"position_ids": positions_1W} if "position_ids" in accepted else {}
+        output = model(input_ids=part_1W, **where, past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits)
     return torch.cat(logits, 1)
 
 
@@ -123,7 +150,8 @@ def check_greedy(
     identical = tokens = drafted = 0
     differing: list[Divergence] = []
     for prompt, own in zip(prompts, alone, strict=True):
-        output = decoder.generate(prompt.input_ids, max_new_tokens=max_new_tokens, temperature=0.0)
+        options = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
+        output = decoder.generate(prompt.input_ids, inputs=prompt.inputs, **options)
         identical += output.tokens == own
         tokens += len(output.tokens)
         drafted += sum(record.drafted for record in output.rounds)
@@ -161,7 +189,7 @@ def _judge(
 
 
 def _logits(target: PreTrainedModel, prompt: Prompt, tokens: list[int], width: int | None = None) -> Tensor:
-    return read(target, prompt.input_ids, torch.tensor([tokens]), width=width)[0]
+    return read(target, prompt, torch.tensor([tokens]), width=width)[0]
 
 
 def _single_and_bound(

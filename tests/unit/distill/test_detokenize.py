@@ -105,7 +105,7 @@ def test_the_next_turn_reads_what_was_generated(piece_tokenizer: PreTrainedToken
     assert text_after(piece_tokenizer, first, answer) == " b c"
     second = piece_tokenizer("u x a. b cu y a.")["input_ids"]
     asked = Conversation("f:1", [message for turn in TURNS for message in turn])
-    assert Prompt("p", "c", first, asked).after([answer], chat) == second
+    assert Prompt("p", "c", first, asked).after([answer], chat).input_ids == second
     text = _Asked(0, first, json.dumps({"turns": TURNS, "tools": None}))
     text.add(answer, chat)
     assert text.ask(chat, 1, lambda _: True)

@@ -55,12 +55,12 @@ def test_later_turns_follow_the_baselines_answers(run: Run, tiny_tokenizer: PreT
             asked = []
             for turn in range(3):
                 place = BatchKey(repeat, temperature, 1, 0, turn)
-                ((prompt, ids),) = run.asked(place)
-                asked.append(tiny_tokenizer.decode(ids))
+                (prompt,) = run.asked(place)
+                asked.append(tiny_tokenizer.decode(prompt.input_ids))
                 own = run.journal.cells[(*BASELINE, temperature, 1, 0, repeat, turn)].texts[0].tokens
-                again = run.arms[BASELINE].generate(
-                    ids, max_new_tokens=6, temperature=temperature, seed=10_007 * repeat + 1_000_003 * turn
-                )
+                seed = 10_007 * repeat + 1_000_003 * turn
+                options = {"max_new_tokens": 6, "temperature": temperature, "seed": seed}
+                again = run.arms[BASELINE].generate(prompt.input_ids, **options)
                 assert again.tokens == own, "the text that is read is the one that was asked"
                 asked.append(tiny_tokenizer.decode(own, skip_special_tokens=True))
             unknown = tiny_tokenizer.decode(tiny_tokenizer("\n")["input_ids"])
@@ -166,7 +166,7 @@ def test_the_baseline_is_compared_with_generate_on_the_same_tokens(
     monkeypatch.setattr("draftsmith.eval.hf_baseline.TOKENS", 40)
     tiny_target.generation_config.update(do_sample=True, repetition_penalty=3.0, no_repeat_ngram_size=1, max_length=9)
     before = tiny_target.generation_config
-    found = compare_with_generate(tiny_target, [[5, 6, 7], [9]])
+    found = compare_with_generate(tiny_target, [Prompt("a", "c", [5, 6, 7]), Prompt("b", "c", [9])])
     assert (found["prompts"], found["identical"]) == (2, 2)
     assert found["generate_tokens_per_second"] > 0
     assert found["best_ratio"] >= found["ratio"] > 0

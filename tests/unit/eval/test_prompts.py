@@ -63,7 +63,7 @@ def test_another_template_and_its_options(tmp_path: Path, tiny_tokenizer: PreTra
     assert [tiny_tokenizer.decode(row.input_ids) for row in (plain, other)] == ["abx", "mabx"]
     chat = Chat(tiny_tokenizer, str(template), {"mode": "m"})
     answers = [tiny_tokenizer("cd", add_special_tokens=False)["input_ids"]]
-    assert tiny_tokenizer.decode(other.after(answers, chat)) == "mabmcdmefx", "later turns too"
+    assert tiny_tokenizer.decode(other.after(answers, chat).input_ids) == "mabmcdmefx", "later turns too"
 
 
 @pytest.mark.skipif(not ASSETS.is_dir(), reason="no prompt files: set DRAFTSMITH_ASSETS")

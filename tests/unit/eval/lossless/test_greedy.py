@@ -4,11 +4,14 @@ import pytest
 import torch
 from conftest import make_llama
 from transformers import LlamaForCausalLM
+from vision_models import build
+from vision_models import prompt as image_prompt
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.eval.lossless.greedy import check_greedy, divergences
+from draftsmith.eval.lossless.greedy import check_greedy, divergences, read
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.processor_inputs import extended
 
 PROMPT = Prompt("p", "x", [5, 9, 33, 2])
 LENGTH = 16
@@ -90,3 +93,20 @@ def test_a_whole_check() -> None:
     checked = check_greedy(target, decoder, prompts, alone, max_new_tokens=20, done=done.append)
     assert checked.identical == 1
     assert checked.divergences[0].position == 5
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llava"])
+def test_readings_of_a_text_after_an_image(family: str) -> None:
+    """In parts and in one pass, as without a cache; a text after it does not read the position of the image."""
+    model = build(family)
+    asked, text = image_prompt(family, 0, [7, 8], [20]), torch.tensor([[9, 10, 11, 12, 13, 14]])
+    prompt, plain = Prompt("p", "c", asked.ids, inputs=asked.inputs), Prompt("t", "c", [7, 8, 20])
+    whole = extended(asked.inputs, len(asked.ids), len(asked.ids) + 5)
+    ids = torch.tensor([asked.ids + text[0, :-1].tolist()])
+    expected = model(input_ids=ids, **whole, use_cache=False).logits[:, -6:]
+    ids = torch.tensor([plain.input_ids + text[0, :-1].tolist()])
+    expected_plain = model(input_ids=ids, position_ids=torch.arange(8)[None], use_cache=False).logits[:, -6:]
+    for width in (None, 1, 4):
+        torch.testing.assert_close(read(model, prompt, text, width=width), expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(read(model, plain, text, width=width), expected_plain, rtol=0, atol=1e-9)

@@ -152,10 +152,11 @@ def test_readings_in_any_order_are_one(kind: str) -> None:
     """In fp64: T5 scales no scores, so that in fp32 sums in another order differ by 4e-4 on some CPUs."""
     model = (make_llama() if kind == "llama" else tiny_t5(2)).double()
     texts = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3]])
-    whole = read(model, [5, 6, 7], texts)
+    prompt = Prompt("p", "c", [5, 6, 7])
+    whole = read(model, prompt, texts)
     assert whole.shape == (2, 7, 64)
     for width in (1, 3, 5):
-        torch.testing.assert_close(read(model, [5, 6, 7], texts, width=width), whole, rtol=0, atol=1e-10)
+        torch.testing.assert_close(read(model, prompt, texts, width=width), whole, rtol=0, atol=1e-10)
     assert not torch.allclose(whole[0, 0], whole[0, 1])
     torch.testing.assert_close(whole[0, 0], whole[1, 0], rtol=0, atol=1e-10)
 

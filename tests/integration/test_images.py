@@ -1,0 +1,146 @@
+"""Images from the command line: `generate`, `eval` and `check` with a vision-language target and its processor."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from vision_models import save_image, save_target
+
+from draftsmith.cli import main
+
+MOST = 12
+
+
+def run(*arguments: object, code: int = 0) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    assert stop.value.code == code
+
+
+def asked(*images: str, text: str = "ab") -> dict[str, Any]:
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return save_target(tmp_path / "target")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file with an image by path, two images one of which is a data URI, no image, and two turns."""
+    (tmp_path / "data" / "pictures").mkdir(parents=True)
+    names = [f"pictures/{save_image(tmp_path / 'data' / 'pictures' / f'{seed}.png', seed)}" for seed in range(2)]
+    uri = "data:image/png;base64," + base64.b64encode((tmp_path / "data" / names[1]).read_bytes()).decode()
+    turns = asked(names[0])["messages"] + [{"role": "user", "content": "cd"}]
+    rows = [asked(names[0]), asked(names[1], uri, text="b"), asked(text="abcd"), {"messages": turns}]
+    file = tmp_path / "data" / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def generated(target: Path, image: Path, text: str) -> list[int]:
+    """Return the tokens of transformers' own `generate`."""
+    processor = AutoProcessor.from_pretrained(target)
+    parts = [{"type": "image", "image": Image.open(image)}, {"type": "text", "text": text}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": parts}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    model = AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32)
+    return model.generate(**inputs, max_new_tokens=MOST, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def test_generate_with_an_image(target: Path, prompts: Path, capsys: pytest.CaptureFixture) -> None:
+    pictures = [prompts.parent / "pictures" / f"{seed}.png" for seed in range(2)]
+    texts = [generated(target, picture, "ab") for picture in pictures]
+    expected = [AutoTokenizer.from_pretrained(target).decode(text, skip_special_tokens=True) for text in texts]
+    assert expected[0] != expected[1]
+    for picture, text in zip(pictures, expected, strict=True):
+        options = ("--target", target, "--image", picture, "--max-new-tokens", MOST, "--drafter", "suffix")
+        run("generate", "ab", *options)
+        assert capsys.readouterr().out.split("\n")[:2] == ["ab", text]
+
+
+def test_eval_and_check(target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    options = ("--target", target, "--prompts", prompts, "--drafter", "early-exit:layers=1")
+    out = tmp_path / "eval"
+    run("eval", *options, "--batch-size", 2, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 8, "--out", out)
+    found = json.loads((out / "eval.json").read_text())
+    assert "No diagnostics by draft position: prompts have images." in found["notes"]
+    assert not found["guards"]
+    assert found["plain"]["identical"] == found["plain"]["prompts"] == 4, "the target alone is `generate` with images"
+    cells = [
+        row["cell"] for line in (out / "cells.jsonl").read_text().splitlines() if "cell" in (row := json.loads(line))
+    ]
+    first = [text["tokens"] for cell in cells for text in cell["texts"] if (text["prompt"], cell["turn"]) == ("#1", 0)]
+    assert first == [generated(target, prompts.parent / "pictures" / "0.png", "ab")[:8]] * 2
+    assert {text["prompt"] for cell in cells for text in cell["texts"] if cell["turn"] == 1} == {"#4"}
+    capsys.readouterr()
+    run("check", *options, "--tokens", 1000)
+    assert "LOSSLESS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (
+            asked("https://example.org/a.png"),
+            r"prompts.jsonl:1: image='https://example.org/a.png'; expected a file, or",
+        ),
+        (asked("../secret.png"), "image='../secret.png' lies outside"),
+        (asked("none.png"), "image='none.png' is no file in"),
+        (asked("prompts.jsonl"), "/prompts.jsonl cannot be read (cannot identify image"),
+        (asked("data:image/png;base64,AAAA"), "image=a data URI of 26 characters cannot be read"),
+        (asked("data:image/png,AAAA"), "the data URI is not in base64"),
+        ({"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]}, "a part of type 'video'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image with keys ['type']; expected one"),
+    ],
+    ids=["network", "outside", "missing", "no image", "damaged URI", "plain URI", "video", "no name"],
+)
+def test_bad_images_are_refused_in_one_line(
+    row: dict, line: str, target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "secret.png").write_bytes((prompts.parent / "pictures" / "0.png").read_bytes())
+    prompts.write_text(json.dumps(row) + "\n")
+    run("check", "--target", target, "--prompts", prompts, "--drafter", "suffix", code=2)
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+
+
+def test_images_of_another_folder(target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A path may lead out of the folder of the prompts only where the option names a folder."""
+    elsewhere = tmp_path / "elsewhere.jsonl"
+    elsewhere.write_text(json.dumps(asked("pictures/0.png")) + "\n")
+    options = ("--target", target, "--prompts", elsewhere, "--drafter", "suffix", "--temperature", 0)
+    run("check", *options, code=2)
+    assert "image='pictures/0.png' is no file in" in capsys.readouterr().err
+    run("check", *options, "--images", prompts.parent)
+    assert "LOSSLESS" in capsys.readouterr().out
+    run("check", *options, "--images", tmp_path / "none", code=2)
+    assert "expected a folder" in capsys.readouterr().err
+
+
+def test_targets_and_commands_without_images(
+    target: Path, prompts: Path, tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    picture = prompts.parent / "pictures" / "0.png"
+    run("generate", "ab", "--target", tiny_target_folder, "--image", picture, code=2)
+    assert f"target={tiny_target_folder} cannot read images" in capsys.readouterr().err
+    bare = save_target(tmp_path / "bare", processor=False)
+    run("generate", "ab", "--target", bare, "--image", picture, code=2)
+    assert f"target={bare} cannot read images" in capsys.readouterr().err
+    run("generate", "ab", "--target", target, "--image", tmp_path / "none.png", code=2)
+    assert "--image: image=" in capsys.readouterr().err
+    run("forecast", "--target", target, "--drafter", "suffix", "--prompts", prompts, "--out", tmp_path / "f", code=2)
+    assert "have images; expected prompts of text alone for a forecast" in capsys.readouterr().err
