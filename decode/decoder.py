@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
-from draftsmith.decode.attention import WITH_ROLLBACK, passes_of
 from draftsmith.decode.capability import Capability, capability_of, require_compilable
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft, now
@@ -19,7 +18,7 @@ from draftsmith.decode.policies import MAY_BRANCH, Policy, default_policy, explo
 from draftsmith.decode.policies.base import usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
-from draftsmith.decode.prompt_check import check_prompt
+from draftsmith.decode.prompt_check import usable_inputs
 from draftsmith.decode.prompts import prompt_rows, require_known
 from draftsmith.decode.recurrent_state import is_recurrent
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng, require_seed
@@ -31,7 +30,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import start_token
-from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_for
+from draftsmith.heads.processor_inputs import ProcessorInputs
 
 OnTokens = Callable[[list[int], Round | None], None]
 OnBatchTokens = Callable[[int, list[int], Round | None], None]
@@ -207,7 +206,7 @@ class SpeculativeDecoder:
         if inputs is not None and len(inputs) != len(rows):
             raise ConfigError.of("inputs", len(inputs), f"one entry for each of the {len(rows)} prompts")
         for sequence, given in zip(sequences, inputs or (), strict=False):
-            sequence.inputs = self._inputs(sequence.tokens, given) if given else None
+            sequence.inputs = usable_inputs(self._model, sequence.tokens, given, compile=self._target.compile)
         prefill_seconds = self._decode(sequences, processors, on_tokens)
         self._last = sequences[0]
         return [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
@@ -280,18 +279,6 @@ class SpeculativeDecoder:
         length = len(prompt) + max_new_tokens
         length = length if limit is None else min(length, limit)
         return DecodeSequence(list(prompt), length, SeededRng(seed), stops, number=number)
-
-    def _inputs(self, prompt: list[int], given: ProcessorInputs) -> ProcessorInputs:
-        """Return the processor's tensors of a prompt, placed for the target; ConfigError where it cannot read them."""
-        if self._model.config.is_encoder_decoder or self._target.compile:
-            what = "compile=True" if self._target.compile else "an encoder-decoder target"
-            raise ConfigError(f"inputs with {what}; expected prompts without images")
-        if passes_of(self._model) not in WITH_ROLLBACK:
-            raise ConfigError("inputs with a target that reads tokens again in each round; expected prompts of text")
-        inputs = inputs_for(self._model, given)
-        if inputs:
-            check_prompt(self._model, prompt, inputs)
-        return inputs
 
     def _prompts(
         self, rows: list[list[int]], decoder_input_ids: Sequence[list[int]] | None

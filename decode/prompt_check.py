@@ -6,13 +6,35 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.decode.attention import WITH_ROLLBACK, passes_of
 from draftsmith.decode.capability import HALF_TOLERANCE, TOLERANCE
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.processor_inputs import ProcessorInputs, extended
+from draftsmith.heads.processor_inputs import ProcessorInputs, extended, inputs_for
 
 CHAIN = 3
 _CHECKED: "WeakKeyDictionary[PreTrainedModel, set[frozenset[str]]]" = WeakKeyDictionary()
+
+
+def usable_inputs(
+    model: PreTrainedModel, ids: list[int], given: ProcessorInputs | None, *, compile: bool
+) -> ProcessorInputs | None:
+    """Return the processor's tensors of a prompt, placed for the model; None without any.
+
+    Raises:
+        ConfigError: for a model that does not read them, or does not continue the prompt as `check_prompt` requires.
+    """
+    if not given:
+        return None
+    if model.config.is_encoder_decoder or compile:
+        what = "compile=True" if compile else "an encoder-decoder target"
+        raise ConfigError(f"inputs with {what}; expected prompts without images")
+    if passes_of(model) not in WITH_ROLLBACK:
+        raise ConfigError("inputs with a target that reads tokens again in each round; expected prompts of text")
+    inputs = inputs_for(model, given)
+    if inputs:
+        check_prompt(model, ids, inputs)
+    return inputs
 
 
 def check_prompt(model: PreTrainedModel, ids: list[int], inputs: ProcessorInputs) -> None:
