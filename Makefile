@@ -8,10 +8,16 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # Tests run in as many processes as there are cores, four at most, each with one thread of torch.
 WORKERS := OMP_NUM_THREADS=1
 
-.PHONY: quickstart test test-slow test-gpu test-lowest lint format docs clean
+.PHONY: quickstart demo test test-slow test-gpu test-lowest lint format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftsmith quickstart
+
+# A page at http://127.0.0.1:7860 with the quickstart's drafter, which is trained first where there is none.
+demo: $(VENV)/.installed
+	$(PIP) --editable ".[demo]"
+	test -d runs/quickstart/draft_model/drafter || $(BIN)/draftsmith quickstart
+	$(BIN)/draftsmith demo --target embedded --drafter hybrid:drafter=runs/quickstart/draft_model/drafter
 
 test: $(VENV)/.installed-dev lint docs
 	$(WORKERS) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"

@@ -22,11 +22,15 @@ from draftsmith.cli.options import (
     RuleOption,
     SeedOption,
     TargetOption,
+    TemplateOption,
+    TemplateOptionsOption,
     TopKOption,
     TopPOption,
     TrustOption,
+    named_drafters,
     print_json,
     suggest,
+    template_options,
 )
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
@@ -200,6 +204,34 @@ def generate(
         compile=compile,
     )
     stream(prompt, request, trust_remote_code=trust_remote_code)
+
+
+@app.command()
+def demo(
+    target: TargetOption,
+    drafter: Annotated[str, typer.Option("--drafter", help=DRAFTER_HELP)],
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; others can reach 0.0.0.0.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 7860,
+    chat_template: TemplateOption = None,
+    template_option: TemplateOptionsOption = None,
+    dtype: DtypeOption = "float32",
+    attn_implementation: AttentionOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Serve a page on this machine that decodes a prompt with and without the drafter, side by side."""
+    from draftsmith.cli.demo import DemoRequest, serve
+
+    request = DemoRequest(
+        target,
+        named_drafters([drafter]),
+        host=host,
+        port=port,
+        chat_template=chat_template,
+        template_options=template_options(template_option),
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+    )
+    serve(request, trust_remote_code=trust_remote_code)
 
 
 @app.command()

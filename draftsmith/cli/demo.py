@@ -1,0 +1,219 @@
+"""`draftsmith demo`: a page on which a prompt is decoded by the target alone and with a drafter, side by side."""
+
+import html
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from draftsmith.cli.race import Lane, race
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.profiling import measure_costs
+from draftsmith.decode.sequence import acceptance_at
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.sources import Conversation
+from draftsmith.errors import ConfigError, one_line, reason_of
+from draftsmith.eval.harness import fastest_threads, threads
+from draftsmith.eval.session import Session, load_session
+from draftsmith.eval.settings import PairSettings, require_valid
+from draftsmith.safe_text import printable
+
+LOOPBACK = "127.0.0.1"
+EXAMPLES = ("    def test_close(self):\n", "Once upon a time", "Why is speculative decoding lossless?")
+LONGEST_DRAFT, MOST_TOKENS = 16, 1024
+CHAIN, DEFAULT = "chain of that length", "the drafter's default"
+POLICIES = (CHAIN, DEFAULT, "adaptive", "best-first:size=8,depth=4", "tree:widths=2x1x1", "optimal-tree")
+EVERY = 0.05
+"""Seconds between two updates of the page."""
+STYLE = """
+.lane { white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace; font-size: 0.9rem; line-height: 1.5;
+  min-height: 18rem; padding: 0.8rem; border: 1px solid var(--border-color-primary); border-radius: 6px; }
+.lane .prompt { opacity: 0.55; }
+.lane .drafted { background: #009E7333; border-radius: 2px; }
+.speed { font-size: 1.1rem; font-weight: 600; }
+.bars, .bars tr, .bars td { border: none !important; vertical-align: middle; }
+.bars td { padding: 0 0.5rem 0 0 !important; }
+.bars .bar { height: 0.8rem; background: #0072B2; border-radius: 2px; }
+"""
+
+
+@dataclass(frozen=True)
+class DemoRequest(PairSettings):
+    """A target, one drafter, and the address of the page."""
+
+    host: str = LOOPBACK
+    port: int = 7860
+
+
+class Demo:
+    """The loaded pair, and what the page shows of it."""
+
+    def __init__(self, request: DemoRequest, session: Session) -> None:
+        self.target, self.tokenizer, self.request = session.target, session.tokenizer, request
+        ((self.name, self.drafter),) = session.drafters.items()
+        self.cpu_threads = fastest_threads(self.target, self.tokenizer(EXAMPLES[0])["input_ids"])
+        self._costs: Costs | None = None
+        self._chat = Chat(self.tokenizer, request.chat_template, request.template_options)
+
+    @property
+    def costs(self) -> Costs | None:
+        """Seconds of passes of both models, measured once, before the first text."""
+        if self._costs is None and not self.drafter.only_retrieves:
+            with threads(self.cpu_threads):
+                self._costs = measure_costs(self.target, self.drafter)
+        return self._costs
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def decoder(self, policy: str, draft_length: int) -> SpeculativeDecoder:
+        """Return the decoder for a choice on the page."""
+        if self.drafter.only_retrieves or policy == DEFAULT:
+            return SpeculativeDecoder(self.target, self.drafter, costs=self.costs)
+        if policy == CHAIN:
+            return SpeculativeDecoder(self.target, self.drafter, draft_length=draft_length, costs=self.costs)
+        return SpeculativeDecoder(self.target, self.drafter, policy=policy, costs=self.costs)
+
+    def prompt(self, text: str, as_chat: bool) -> list[int]:
+        """Return the tokens of a text, or of a user's message and the start of an answer."""
+        message = Conversation("prompt", messages=[{"role": "user", "content": text}])
+        return self._chat.prompt(message) if as_chat else self._chat.plain(text)
+
+    def decode(
+        self,
+        text: str,
+        temperature: float,
+        policy: str,
+        draft_length: int,
+        max_new_tokens: int,
+        seed: int,
+        as_chat: bool = False,
+    ) -> Iterator[tuple[str, str, str, str]]:
+        """Decode with both and yield what the page shows: the two texts, acceptance by position, and the comparison.
+
+        Raises:
+            ConfigError: for a choice that the pair does not support.
+        """
+        ids = self.prompt(text, as_chat)
+        settings = {"temperature": temperature, "max_new_tokens": int(max_new_tokens), "seed": int(seed)}
+        decoders = SpeculativeDecoder(self.target), self.decoder(policy, int(draft_length))
+        lanes = [Lane(decoder, self.tokenizer, ids, settings, self.cpu_threads) for decoder in decoders]
+        shown = time.monotonic()
+        for _ in race(lanes):
+            if time.monotonic() - shown >= EVERY:
+                shown = time.monotonic()
+                yield self._page(text, lanes, temperature)
+        yield self._page(text, lanes, temperature)
+
+    def _page(self, prompt: str, lanes: list[Lane], temperature: float) -> tuple[str, str, str, str]:
+        alone, drafted = lanes
+        return (
+            _lane(prompt, alone, "target alone"),
+            _lane(prompt, drafted, self.name),
+            _bars(acceptance_at(drafted.rounds)),
+            _comparison(alone, drafted, temperature),
+        )
+
+
+def _lane(prompt: str, lane: Lane, name: str) -> str:
+    pieces = [
+        f'<span class="drafted">{_safe(piece.text)}</span>' if piece.drafted else _safe(piece.text)
+        for piece in lane.pieces
+    ]
+    speed = f"{lane.speed:.0f} tokens/s, tau {lane.tau:.2f}" if lane.rounds else "reading the prompt"
+    end = " – done" if lane.finished else ""
+    text = f'<span class="prompt">{_safe(prompt)}</span>{"".join(pieces)}'
+    return f'<div class="speed">{_safe(name)}: {speed}{end}</div><div class="lane">{text}</div>'
+
+
+def _bars(shares: list[float]) -> str:
+    """Return a bar chart of acceptance by draft position."""
+    rows = [
+        f"<tr><td>{place}</td><td style='width:16rem'><div class='bar' style='width:{share:.0%}'></div></td>"
+        f"<td>{share:.0%}</td></tr>"
+        for place, share in enumerate(shares, 1)
+    ]
+    return f"<table class='bars'>{''.join(rows)}</table>"
+
+
+def _comparison(alone: Lane, drafted: Lane, temperature: float) -> str:
+    if not (alone.rounds and drafted.rounds):
+        return ""
+    said = f"{drafted.speed / alone.speed:.2f} times as fast as the target alone"
+    if alone.finished and drafted.finished and temperature == 0:
+        said += "; the texts are identical" if alone.tokens == drafted.tokens else "; the texts differ by rounding"
+    elif alone.finished and drafted.finished:
+        said += "; sampled texts differ, their distribution is the same"
+    return f"<div class='speed'>{said}</div>"
+
+
+def _safe(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def gradio() -> Any:
+    """Return the package gradio; ConfigError where it is not installed."""
+    try:
+        return import_module("gradio")
+    except ImportError as error:
+        raise ConfigError("demo needs the package gradio; expected: pip install 'draftsmith[demo]'") from error
+
+
+def make_page(demo: Demo) -> Any:
+    """Return the page as gradio's Blocks."""
+    gr = gradio()
+
+    def decode(*choices: Any) -> Iterator[tuple[str, str, str, str]]:
+        try:
+            yield from demo.decode(*choices)
+        except ConfigError as error:
+            raise gr.Error(one_line(str(error), 300)) from error
+        except Exception as error:  # the page stays usable
+            raise gr.Error(one_line(reason_of(error), 300)) from error
+
+    with gr.Blocks(title="draftsmith", analytics_enabled=False) as page:
+        gr.Markdown(
+            "# draftsmith\nOne prompt, decoded by the target alone and with a drafter, which take turns on this "
+            "machine: each continues when its rounds have taken less time. The drafter's accepted tokens are green."
+        )
+        prompt = gr.Textbox(EXAMPLES[0], label="Prompt", lines=3, elem_id="prompt")
+        with gr.Row():
+            temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature")
+            policy = gr.Dropdown(list(POLICIES), value=DEFAULT, label="Policy")
+            longest = demo.drafter.max_draft_length or LONGEST_DRAFT
+            length = gr.Slider(1, longest, min(4, longest), step=1, label="Draft length of a chain")
+            count = gr.Slider(8, MOST_TOKENS, 128, step=8, label="Tokens")
+            seed = gr.Number(0, label="Seed", precision=0, minimum=0)
+            as_chat = gr.Checkbox(demo.has_template, label="Chat template", visible=demo.has_template)
+        with gr.Row():
+            start = gr.Button("Decode", variant="primary", elem_id="decode")
+            stop = gr.Button("Stop")
+        comparison = gr.HTML(elem_id="comparison")
+        with gr.Row():
+            alone, drafted = gr.HTML(elem_id="alone"), gr.HTML(elem_id="drafted")
+        gr.Markdown("**Acceptance by draft position**, of the draft tokens whose predecessors were accepted")
+        bars = gr.HTML(elem_id="acceptance")
+        gr.Examples([[text] for text in EXAMPLES], prompt)
+        choices = [prompt, temperature, policy, length, count, seed, as_chat]
+        running = start.click(decode, choices, [alone, drafted, bars, comparison], show_progress="hidden")
+        stop.click(None, cancels=[running])
+    return page
+
+
+def serve(request: DemoRequest, *, trust_remote_code: bool = False) -> None:
+    """Load the pair and serve the page until Ctrl-C."""
+    gradio()
+    require_valid(request, counts={})
+    if not 1 <= request.port <= 65535:
+        raise ConfigError.of("port", request.port, "1 to 65535")
+    demo = Demo(request, load_session(request, None, trust_remote_code=trust_remote_code))
+    theme = gradio().themes.Default(font=["sans-serif"], font_mono=["monospace"])  # none is loaded from elsewhere
+    try:
+        make_page(demo).launch(
+            server_name=request.host, server_port=request.port, share=False, css=STYLE, theme=theme, ssr_mode=False
+        )
+    except OSError as error:
+        raise ConfigError(f"port={request.port}: {reason_of(error)}; expected another --port") from error
