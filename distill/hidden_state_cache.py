@@ -2,7 +2,7 @@
 
 States are kept, H numbers a token (and the features that a drafter reads); the lm_head computes the full logits from
 them again. Rows are stored in shards, which are written atomically one by one and have a checksum: a kill loses one
-shard, and a damaged shard is rebuilt alone.
+shard, and a damaged shard is rebuilt alone. A shard is hashed when it is written, and again where it has changed since.
 """
 
 import hashlib
@@ -29,6 +29,8 @@ VERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 FLOAT8_MAX = 448.0
 """The largest number of float8_e4m3fn; each token is scaled to it."""
+TOGETHER = 16
+"""Rows that the target reads together while the cache is built."""
 
 # Shapes: B texts, T positions, N tokens of a shard, W = H + F numbers a token, H hidden size, F features.
 
@@ -73,7 +75,7 @@ class SignalCache:
         return wanted, problems
 
     def build(
-        self, shards: Iterable[int], teacher: OnlineTeacher, done: Callable[[], None], *, batch: int = 16
+        self, shards: Iterable[int], teacher: OnlineTeacher, done: Callable[[], None], *, batch: int = TOGETHER
     ) -> None:
         """Run the target over the rows of these shards and write each; `done` is called after each."""
         for shard in shards:
@@ -117,9 +119,18 @@ class SignalCache:
             known = json.loads(note.read_text(encoding="utf-8"))
             if known["key"] != self.key:
                 return f"was made for {known['key']}, not {self.key}"
-            return None if known["sha256"] == _sha256(file) else "does not match its checksum"
+            if known.get("state") == _state(file):
+                return None  # as it was when it was hashed
+            if known["sha256"] != _sha256(file):
+                return "does not match its checksum"
         except (OSError, ValueError, KeyError):
             return "has no readable checksum file"
+        self._write_note(shard, known["sha256"])
+        return None
+
+    def _write_note(self, shard: int, sha256: str) -> None:
+        file = self._file(shard)
+        write_json(file.with_suffix(".json"), {"key": self.key, "sha256": sha256, "state": _state(file)})
 
     def _write(self, shard: int, states_NW: Tensor) -> None:
         tensors = {"states": states_NW.to(DTYPES[self.dtype])}
@@ -137,7 +148,7 @@ class SignalCache:
                 with temporary.open("rb+") as handle:
                     os.fsync(handle.fileno())
                 temporary.replace(file)
-                write_json(file.with_suffix(".json"), {"key": self.key, "sha256": digest})
+                self._write_note(shard, digest)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -184,6 +195,12 @@ def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list
     parts = [signals.hidden_BTH] + ([] if signals.features_BTF is None else [signals.features_BTF])
     states_BTW = torch.cat(parts, -1).cpu()
     return [states_BTW[place, : len(text)] for place, text in enumerate(texts)]
+
+
+def _state(file: Path) -> list[int]:
+    """Return size and time of the last change, which show whether a file is the one that was hashed."""
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns]
 
 
 def _sha256(file: Path) -> str:

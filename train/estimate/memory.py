@@ -8,13 +8,25 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.kv_cache import FIRST_SLOTS
+from draftsmith.distill.hidden_state_cache import DTYPES as SHARD_DTYPES
+from draftsmith.distill.hidden_state_cache import TOGETHER
 from draftsmith.distill.load_target import DTYPES, load_tokenizer
+from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
+from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.hidden_states import final_states, layer_lists
 from draftsmith.train.accelerator import precision
 from draftsmith.train.context import RunContext
-from draftsmith.train.estimate.fake_run import LiveBytes, dry_step, marked_share, require_plain, target_of, without_data
+from draftsmith.train.estimate.fake_run import (
+    LiveBytes,
+    dry_step,
+    marked_share,
+    require_plain,
+    sequence_length,
+    target_of,
+    without_data,
+)
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
@@ -27,7 +39,7 @@ Measured with glibc on both quickstart recipes, see docs/training.md."""
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Peak memory of one process in bytes, by use: in a training step, and while it samples responses."""
+    """Peak memory of one process in bytes, by use: in a training step, while it samples, and while it caches states."""
 
     target: int
     drafter: int
@@ -39,6 +51,8 @@ class MemoryEstimate:
     """Keys and values of the texts that are decoded together before training; 0 where none are sampled."""
     reading: int
     """Other memory while it reads their prompts, in later rounds including the optimizer's state."""
+    caching: int = 0
+    """Other memory while the target's states are cached; 0 without a cached teacher."""
     on_host: bool = False
     """Whether all of it is in host memory, where libraries and the allocator need memory too."""
 
@@ -53,7 +67,7 @@ class MemoryEstimate:
     @property
     def peak(self) -> int:
         """Bytes of tensors, without libraries and allocator."""
-        return max(self.training, self.sampling)
+        return max(self.training, self.sampling, self.target + self.drafter + self.caching)
 
     @property
     def phases(self) -> dict[str, dict[str, int]]:
@@ -63,9 +77,11 @@ class MemoryEstimate:
         phases = {"in training": {**models, **kept, "activations": self.activations}}
         if self.cache:
             phases["while sampling"] = {**models, "cache": self.cache, "prompts": self.reading}
+        if self.caching:
+            phases["while caching"] = {**models, "states": self.caching}
         if self.on_host:
             for parts in phases.values():
-                passing = sum(parts.get(name, 0) for name in ("activations", "cache", "prompts"))
+                passing = sum(parts.get(name, 0) for name in ("activations", "cache", "prompts", "states"))
                 parts["libraries and allocator"] = LIBRARIES + round(KEPT * passing)
         return dict(sorted(phases.items(), key=lambda phase: -sum(phase[1].values())))
 
@@ -133,6 +149,10 @@ def estimate_memory(
             if data.refresh_every:
                 reading += moments  # later rounds are sampled during training
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated
+        caching = 0
+        if recipe.teacher.kind == "cached":
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bf16):
+                caching = _caching_bytes(recipe, target, step.drafter, live, not beside_host)
         return MemoryEstimate(
             target=weights - _elsewhere(recipe, target, beside_host, processes),
             drafter=drafted,
@@ -141,6 +161,7 @@ def estimate_memory(
             activations=rest,
             cache=cache,
             reading=reading,
+            caching=caching,
             on_host=not beside_host,
         )
 
@@ -205,6 +226,25 @@ def _reading_bytes(recipe: Recipe, target: PreTrainedModel, live: LiveBytes) -> 
     assert lm_head is not None, "a target without an lm_head has been refused with the drafter"
     lm_head(states_BTH[:, -1:]).float().softmax(-1)
     return live.peak - before
+
+
+def _caching_bytes(
+    recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter, live: LiveBytes, on_host: bool
+) -> int:
+    """Return the bytes of the target's passes over a shard's rows; with `on_host` also those of the shard's states."""
+    teacher, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
+    rows = min(settings.shard_rows, recipe.data.count * recipe.data.responses)
+    before = live.peak = live.now
+    ids_BT = torch.zeros(min(TOGETHER, rows), sequence_length(recipe), dtype=torch.long)
+    signals = teacher.signals(ids_BT, torch.ones_like(ids_BT), ids_BT == 0)
+    states_BTW = torch.cat([signals.hidden_BTH, *([] if signals.features_BTF is None else [signals.features_BTF])], -1)
+    one_pass = live.peak - before
+    if not on_host:
+        return one_pass
+    shard = states_BTW.numel() // len(ids_BT) * rows
+    kept, stored = shard * states_BTW.element_size(), shard * SHARD_DTYPES[settings.dtype].itemsize
+    copied = 0 if states_BTW.dtype == SHARD_DTYPES[settings.dtype] else stored
+    return kept + max(one_pass, kept + copied)  # the rows' states, and then one tensor of them all
 
 
 def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:

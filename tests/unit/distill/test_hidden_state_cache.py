@@ -1,5 +1,6 @@
 """The hidden-state cache: states are read as they were written, and damage invalidates one shard."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,20 @@ def test_a_killed_build_continues_and_damage_costs_one_shard(monkeypatch: pytest
     again = SignalCache(model, rows, LAYERS, "float32", shard_rows=4)
     again.build(wanted, teacher, lambda: None)
     assert file.read_bytes() == whole
+
+
+def test_shards_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start hashes the shards that have changed since they were hashed, such as copies, and remembers that."""
+    rows, hashed, sha256 = rows_of(), [], signal_cache._sha256
+    monkeypatch.setattr(signal_cache, "_sha256", lambda file: (hashed.append(file.name), sha256(file))[1])
+    cache, teacher = built("float32", rows)
+    assert len(hashed) == cache.shards
+    file = cache.folder / "shard-00001.safetensors"
+    os.utime(file, ns=(0, 0))
+    hashed.clear()
+    for _ in range(2):
+        assert SignalCache(teacher.model, rows, LAYERS, "float32", shard_rows=4).missing() == ([], [])
+    assert hashed == [file.name]
 
 
 def test_another_target_data_layers_or_dtype_is_another_cache() -> None:

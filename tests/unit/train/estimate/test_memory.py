@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
+from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.distill.hidden_state_cache import SignalCache
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS
@@ -160,6 +162,25 @@ def test_sampling_takes_what_is_foretold(prompt: int, response: int) -> None:
     assert estimate.sampling == pytest.approx(live.peak, rel=0.15)
     text = recipe_of({"type": "medusa"}, data={**lengths, "response": "text"})
     assert memory.estimate_memory(text, make_llama(**longer).config).cache == 0
+
+
+def test_the_pass_that_builds_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    teacher_section = {"kind": "cached", "shard_rows": 40}
+    recipe = recipe_of({"type": "eagle3", "layers": [1, 2]}, teacher=teacher_section)
+    target = wide_target()
+    estimate = memory.estimate_memory(recipe, target.config)
+    rows = Dataset.from_list([{"input_ids": [5] * (PROMPT + RESPONSE)}] * 40)
+    teacher = OnlineTeacher(target.requires_grad_(False), (1, 2))
+    cache = SignalCache(target, rows, (1, 2), "bfloat16", shard_rows=40)
+    with LiveBytes() as live:
+        cache.build([0], teacher, lambda: None)
+    assert estimate.caching == pytest.approx(live.peak, rel=0.15)
+    assert estimate.peak >= estimate.target + estimate.drafter + estimate.caching
+    assert "while caching" in str(estimate)
+    on_device = memory.estimate_memory(recipe, target.config, accelerated=True)
+    assert 0 < on_device.caching < 0.7 * estimate.caching, "the shard is in host memory"
+    assert "while caching" not in str(memory.estimate_memory(recipe_of({"type": "medusa"}), target.config))
 
 
 def test_packed_rows_are_estimated_as_one_document_each() -> None:
