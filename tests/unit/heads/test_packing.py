@@ -98,7 +98,7 @@ def test_a_packed_row_trains_as_its_documents_do(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["hass", "eagle3, 32 tokens", "mtp", "peagle"])
 def test_long_rows_are_attended_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.heads.unrolled_attention._fused", lambda _: False)
+    monkeypatch.setattr("draftsmith.heads.unrolled_attention._fused", lambda *_: False)
     monkeypatch.setattr("draftsmith.heads.unrolled_attention.QUERIES", 4)
     require_same(name, OBJECTIVES["kl"])
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from draftsmith.heads import unrolled_attention
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.eagle import Hass
@@ -140,7 +141,7 @@ def test_attention_without_a_fused_kernel(name: str, monkeypatch: pytest.MonkeyP
         return total, gradient
 
     whole = run()
-    monkeypatch.setattr("draftsmith.heads.unrolled_attention._fused", lambda _: False)
+    monkeypatch.setattr("draftsmith.heads.unrolled_attention._fused", lambda *_: False)
     for queries in (512, 4):
         monkeypatch.setattr("draftsmith.heads.unrolled_attention.QUERIES", queries)
         assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(whole, run(), strict=True))
@@ -160,8 +161,27 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("window", [None, 8])
+def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU its signature is that of the installed torch: measured here with the kernel for the CPU."""
+    arguments = (torch.device("cpu"), torch.float32, 8, 2)
+    kernel_agrees = unrolled_attention._kernel_agrees.__wrapped__
+    assert kernel_agrees(*arguments)
+
+    def of_another_scale(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = unrolled_attention._text_in_parts(2 * q, k, v, None)
+        return out, lse
+
+    def of_another_release(*_: Tensor) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("expected at most 3 arguments")
+
+    for kernel, reason in {of_another_scale: "differs", of_another_release: "at most 3 arguments"}.items():
+        monkeypatch.setattr(unrolled_attention, "_fused_text", kernel)
+        with pytest.warns(UserWarning, match=reason):
+            assert not kernel_agrees(*arguments)
+
+
 @pytest.mark.parametrize("documents", [1, 2])
+@pytest.mark.parametrize("window", [None, 8])
 def test_memory_is_linear_in_the_length(window: int | None, documents: int) -> None:
     """Count saved elements and the largest tensor, of forward and backward pass, at two lengths."""
     drafter = drafters()["eagle3"].float()
