@@ -169,12 +169,16 @@ class Chat:
         answer = next(message["content"] for message in whole.messages if message["role"] == ASSISTANT)
         return self._answered(self.generation_prompt(whole.asked, whole), str(answer), whole.place)
 
-    def _answered(self, prompt: list[int], answer: str, place: str) -> Encoded:
+    def response(self, prompt: list[int], answer: str, place: str) -> list[int]:
+        """Return the tokens of a text that follows `prompt`, without EOS."""
         ids, unspaced = (
             self._ids(text, place, add_special_tokens=False) for text in (answer, answer.removeprefix(" "))
         )
-        if ids != unspaced and text_after(self.tokenizer, prompt, unspaced) == answer:
-            ids = unspaced  # sentencepiece tokenizers add a space before the first word
+        # Sentencepiece tokenizers add a space before the first word.
+        return unspaced if ids != unspaced and text_after(self.tokenizer, prompt, unspaced) == answer else ids
+
+    def _answered(self, prompt: list[int], answer: str, place: str) -> Encoded:
+        ids = self.response(prompt, answer, place)
         if not ids:
             raise _unanswered(place)
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]

@@ -21,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
+from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.load_target import LoadedTarget
-from draftsmith.distill.sources import ASSISTANT, Conversation
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
@@ -109,11 +109,11 @@ class Sampler:
         There is one row a question, or several if the chat template renders an earlier turn differently later. The seed
         depends on the question and on `response`, the number of the response.
         """
-        texts = [_Asked(index, list(row["input_ids"]), row["turns"]) for row, index in zip(rows, indices, strict=True)]
+        texts = [Asked(index, list(row["input_ids"]), row["turns"]) for row, index in zip(rows, indices, strict=True)]
         running, turn = texts, 0
         while running:
             for text, output in zip(running, self._decode(running, turn, response), strict=True):
-                text.add(output.tokens, self.chat)
+                text.add_tokens(output.tokens, self.chat)
             turn += 1
             running = [text for text in running if text.ask(self.chat, turn, self._fits)]
         return [row for text in texts for row in text.rows()]
@@ -121,7 +121,7 @@ class Sampler:
     def _fits(self, prompt: list[int]) -> bool:
         return self._limit is None or len(prompt) + self.settings.response_tokens <= self._limit
 
-    def _decode(self, texts: list["_Asked"], turn: int, response: int) -> list[DecodeOutput]:
+    def _decode(self, texts: list[Asked], turn: int, response: int) -> list[DecodeOutput]:
         outputs: dict[int, DecodeOutput] = {}
         by_drafter = [text for text in texts if self._own is not None and self._drawn(text.index, response)]
         others = [text for text in texts if text not in by_drafter]
@@ -155,45 +155,6 @@ class _Part:
     file: Path
     indices: list[int]
     response: int
-
-
-class _Asked:
-    """A conversation while it is answered turn by turn."""
-
-    def __init__(self, index: int, prompt: list[int], turns: str) -> None:
-        self.index, self.prompt = index, prompt
-        question = json.loads(turns) if turns else {"turns": [[]], "tools": None}
-        self._turns, self._tools = question["turns"], question["tools"]
-        self._messages = list(self._turns[0])
-        self._rows: list[dict[str, Any]] = []
-
-    def add(self, answer: list[int], chat: Chat) -> None:
-        ids = [*self.prompt, *answer]
-        spans = [[len(self.prompt), len(ids)]]
-        if self._rows and self.prompt[: len(self._rows[-1]["input_ids"])] == self._rows[-1]["input_ids"]:
-            spans = [*self._rows.pop()["spans"], *spans]
-        if self._messages:
-            content = chat.answer(self._messages, self._as_conversation(), self.prompt, answer)
-            self._messages.append({"role": ASSISTANT, "content": content})
-        messages = json.dumps(self._messages) if self._messages else ""
-        self._rows.append({"input_ids": ids, "spans": spans, "question": self.index, "messages": messages})
-
-    def ask(self, chat: Chat, turn: int, fits: Callable[[list[int]], bool]) -> bool:
-        """Append the next question to the last answer; return False if there is none, or no room for its answer."""
-        if turn >= len(self._turns):
-            return False
-        messages = [*self._messages, *self._turns[turn]]
-        prompt = chat.generation_prompt(messages, self._as_conversation())
-        if not fits(prompt):
-            return False
-        self._messages, self.prompt = messages, prompt
-        return True
-
-    def rows(self) -> list[dict[str, Any]]:
-        return self._rows
-
-    def _as_conversation(self) -> Conversation:
-        return Conversation(f"question {self.index}", tools=self._tools)
 
 
 def target_samples(

@@ -143,6 +143,8 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
     kind = model.config.model_type
     if recipe.teacher.kind == "cached" and model.config.is_encoder_decoder:
         raise ConfigError(f"teacher.kind='cached' with a target of model_type={kind!r}; expected 'online'")
+    if recipe.data.server is not None and model.config.is_encoder_decoder:
+        raise ConfigError(f"data.server with a target of model_type={kind!r}; expected a decoder-only one")
     if recipe.data.pack:
         require_packable(model)
         if isinstance(drafter, DraftModel):

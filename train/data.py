@@ -5,6 +5,7 @@ The rows of a step depend on seed and step alone, so that resuming needs no save
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -171,12 +172,28 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
         heldout = _heldout(evaluation.prompts or EMBEDDED, chat, target, recipe)
     if data.response == "text":
         return TrainingData(_packed(examples, data, console), heldout)
+    rows = _sampled(context, chat, target, drafter, examples)
+    return TrainingData(_packed(rows, data, console), heldout, examples)
+
+
+def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Drafter, examples: Dataset) -> Dataset:
+    """Return the target's responses, from servers where the recipe names some."""
     from draftsmith.distill.regeneration import Sampler, target_samples
 
-    writer = drafter if data.drafter_share else None
-    sampler = Sampler(target, chat, _sample_settings(recipe, recipe.train.seed), writer, speculate=False)
-    rows = target_samples(sampler, examples, share=_share(context), progress=console.visible)
-    return TrainingData(_packed(rows, data, console), heldout, examples)
+    recipe, console = context.recipe, context.console
+    settings = _sample_settings(recipe, recipe.train.seed)
+    if recipe.data.server is None:
+        writer = drafter if recipe.data.drafter_share else None
+        sampler = Sampler(target, chat, settings, writer, speculate=False)
+        return target_samples(sampler, examples, share=_share(context), progress=console.visible)
+    from draftsmith.distill.server.probe import check_servers
+    from draftsmith.distill.server.sampling import ServerSampler, server_samples
+
+    model = None if recipe.target.sharded else target.model
+    check = partial(check_servers, target=target.name, model=model)
+    asker = ServerSampler(recipe.data.server, chat, settings, context_limit(target.model.config))
+    with context.accelerator.main_process_first():  # the others read what it has stored
+        return server_samples(asker, examples, console.say, check, progress=console.visible)
 
 
 def _from_logprobs(context: RunContext, chat: Chat, target: LoadedTarget) -> TrainingData:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftsmith.distill.chat_template import template_text
 from draftsmith.distill.load_target import EMBEDDED, check_target_name
+from draftsmith.distill.server.settings import require_client
 from draftsmith.distill.sources import conversation, looks_local, read_source
 from draftsmith.errors import ConfigError
 from draftsmith.provenance import has_cxx_compiler
@@ -22,6 +23,8 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
     if training:
         _require_tracker(recipe.tracker)
         _require_compiler(recipe)
+    if recipe.data.server is not None:
+        require_client()
     check_target_name(recipe.target.model)
     if recipe.data.chat_template is not None:
         template_text(recipe.data.chat_template)

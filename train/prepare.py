@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from draftsmith.distill.regeneration import (
     sampling_counts,
     target_samples,
 )
+from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.model_config import context_limit
@@ -39,6 +42,7 @@ from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
 
 READ, TRAINED = "dim", "bold green"
+TRAINS = "data.prompts={out} data.response=text trains on them"
 BRACKETS = ("⟦", "⟧")
 """Marks around trained text where there are no colours."""
 
@@ -120,10 +124,19 @@ def _table(rows: Dataset) -> Table:
     return table
 
 
-def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, drafter: str | None, dtype: str) -> None:
+def regenerate(
+    request: DataRequest,
+    settings: SampleSettings,
+    out: Path,
+    *,
+    drafter: str | None,
+    dtype: str,
+    server: ServerSection | None = None,
+) -> None:
     """Sample the target's response to every prompt, and write JSON lines that recipes can use as data.
 
-    After an interruption, the same call continues with the batch that was not finished.
+    After an interruption, the same call continues with the batch that was not finished. With `server`, running servers
+    answer, of the target only the tokenizer is loaded, and the call continues with what was not answered.
 
     Raises:
         ConfigError: for a file that exists, a seed or a temperature out of range, or prompts that cannot be read.
@@ -133,40 +146,77 @@ def regenerate(request: DataRequest, settings: SampleSettings, out: Path, *, dra
     with hold_name("--out", out):
         if out.exists():
             raise ConfigError(f"--out {out} exists; expected a new file")
-        _regenerate(request, settings, out, drafter, dtype)
+        if server is None:
+            _regenerate(request, settings, out, drafter, dtype)
+        else:
+            _regenerate_from(server, request, settings, out)
 
 
 def _regenerate(request: DataRequest, settings: SampleSettings, out: Path, drafter: str | None, dtype: str) -> None:
     loaded = load_target(request.target, dtype=dtype, trust_remote_code=request.trust_remote_code)
-    chat = Chat(loaded.tokenizer, request.chat_template, request.template_options)
-    if request.every_turn and not loaded.tokenizer.chat_template:
-        raise ConfigError("--turns all with a tokenizer without a chat template; expected first, or --chat-template")
+    chat = _chat(request, loaded.tokenizer)
     console = Console(True)
     questions = read_examples(chat, request.examples(answered=False), context_limit(loaded.model.config), console.say)
     writer = None if drafter is None else load_drafter(drafter, loaded.model, loaded.tokenizer)
     sampler = Sampler(loaded, chat, settings, writer)
     folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
     rows = target_samples(sampler, questions, folder=folder)
-    made_with = tokenizer_fingerprint(loaded.tokenizer)
     separate = loaded.model.config.is_encoder_decoder
-    with writing(out, "all answers are kept, and the same command writes them once there is room"):
-        lines = (_line(rows[index], chat, made_with, separate) for index in range(len(rows)))
-        write_text(out, "".join(json.dumps(line) + "\n" for line in lines))
+    _write_lines(out, (_line(rows[index], chat, separate) for index in range(len(rows))))
     sampled = sampling_counts(folder, settings.responses)
     for place in response_folders(folder, settings.responses):
         shutil.rmtree(place)
     if sampled:
         console.say(f"{sampled['tokens']:,} tokens with tau {sampled['tau']:.2f}")
-    console.say(f"{out}: {len(rows):,} samples; data.prompts={out} data.response=text trains on them")
+    console.say(f"{out}: {len(rows):,} samples; {TRAINS.format(out=out)}")
 
 
-def _line(row: dict[str, Any], chat: Chat, tokenizer: str, separate: bool) -> dict[str, Any]:
+def _chat(request: DataRequest, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    chat = Chat(tokenizer, request.chat_template, request.template_options)
+    if request.every_turn and not tokenizer.chat_template:
+        raise ConfigError("--turns all with a tokenizer without a chat template; expected first, or --chat-template")
+    return chat
+
+
+def _regenerate_from(server: ServerSection, request: DataRequest, settings: SampleSettings, out: Path) -> None:
+    """Write the responses that servers sample, each with the model, the settings and the usage."""
+    from draftsmith.distill.server.probe import check_servers
+    from draftsmith.distill.server.sampling import ServerSampler, server_samples
+
+    tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
+    if config.is_encoder_decoder:
+        raise ConfigError(f"--server with {request.target}, an encoder-decoder; expected a decoder-only target")
+    chat, console = _chat(request, tokenizer), Console(True)
+    questions = read_examples(chat, request.examples(answered=False), context_limit(config), console.say)
+    sampler = ServerSampler(server, chat, settings, context_limit(config))
+    folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
+    check = partial(check_servers, target=request.target)
+    rows = server_samples(sampler, questions, console.say, check, folder=folder)
+    source, count = sampler.described(), len(rows)
+    _write_lines(
+        out,
+        (
+            {**_line(row, chat), "server": source, "usage": json.loads(row["usage"])}
+            for row in (rows[index] for index in range(count))
+        ),
+    )
+    del rows  # its file is open until then
+    shutil.rmtree(folder)
+    console.say(f"{out}: {count:,} samples from {server.model}; {TRAINS.format(out=out)}")
+
+
+def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:
+    with writing(out, "all answers are kept, and the same command writes them once there is room"):
+        write_text(out, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _line(row: dict[str, Any], chat: Chat, separate: bool = False) -> dict[str, Any]:
     """Return a sample as text, and as the token ids that were sampled with the fingerprint of their tokenizer.
 
     `separate`: the response is a text of its own, as with an encoder-decoder.
     """
     ids, spans = row["input_ids"], row["spans"]
-    kept = {"input_ids": ids, "spans": spans, "tokenizer": tokenizer}
+    kept = {"input_ids": ids, "spans": spans, "tokenizer": tokenizer_fingerprint(chat.tokenizer)}
     if row["messages"]:
         return {"messages": json.loads(row["messages"]), **kept}
     start, end = spans[0]

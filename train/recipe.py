@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from draftsmith.config import Section
+from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
 from draftsmith.reading import LARGEST_YAML, parse_assignment, parse_yaml, read_json, read_text
@@ -92,6 +93,19 @@ class Recipe(Section):
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if data.responses > 1 and why is not None:
             raise ConfigError(f"data.responses={data.responses} with {why}; expected 1")
+        self._check_server()
+
+    def _check_server(self) -> None:
+        data = self.data
+        reasons = {
+            "data.response='text', whose responses are in the file": data.response == "text",
+            "teacher.kind='logprobs', whose responses are in its file": self.teacher.kind == "logprobs",
+            "data.refresh_every, which samples with the current drafter": data.refresh_every is not None,
+            "data.drafter_share, which samples from the drafter": data.drafter_share > 0,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        if data.server is not None and why is not None:
+            raise ConfigError(f"data.server with {why}; expected one of the two")
 
     def _check_teacher(self) -> None:
         kind, file = self.teacher.kind, self.teacher.file
@@ -272,6 +286,8 @@ def _keys(sections: list[str], kind: str | None) -> list[str]:
     """Return the keys of a section; without one, those of the recipe itself."""
     if not sections:
         return list(Recipe.model_fields)
+    if sections == ["data", "server"]:
+        return list(ServerSection.model_fields)
     section = DRAFTERS[str(kind)].section if sections[0] == "drafter" else SECTIONS[sections[0]]
     return list(section.model_fields)
 

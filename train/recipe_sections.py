@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from draftsmith.config import Count, Number, Section, no_as_written, no_truth_value
 from draftsmith.decode.sampling import LARGEST_SEED
+from draftsmith.distill.server.settings import ServerSection
 
 MONTH = 30 * 24 * 60
 """Minutes in 30 days."""
@@ -67,6 +68,9 @@ class DataSection(Section):
     """Share of the prompts whose responses the current drafter writes by itself; for draft models."""
     refresh_every: Count | None = None
     """Sample all responses again every so many steps, with the current drafter."""
+    server: ServerSection | None = None
+    """Sample the responses from running servers of the target instead of in this process; see
+    distill/server/settings.py."""
     speculate: bool = True
     """Speed up that sampling with the drafter; false is faster where verifying a batch costs as much as decoding."""
     chat_template: str | None = None

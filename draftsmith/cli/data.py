@@ -1,7 +1,7 @@
 """The commands of `draftsmith data`. Packages are imported inside each command, so that `--help` stays fast."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,10 +12,15 @@ from draftsmith.cli.options import (
     TargetOption,
     TemplateOption,
     TemplateOptionsOption,
+    TopPOption,
     TrustOption,
     template_options,
 )
 from draftsmith.errors import ConfigError
+from draftsmith.reading import parse_json
+
+if TYPE_CHECKING:
+    from draftsmith.distill.server.settings import ServerSection
 
 data_app = typer.Typer(
     help="Preview samples, sample responses from a target, prepare a recipe's data.", no_args_is_help=True
@@ -24,7 +29,28 @@ SourceArgument = Annotated[
     str, typer.Argument(help="A file or folder (JSONL, JSON, Parquet, text), or a Hub data set.")
 ]
 PromptTokensOption = Annotated[int, typer.Option("--prompt-tokens", help="Longer prompts are left out and counted.")]
-ResponseTokensOption = Annotated[int, typer.Option("--response-tokens", help="The longest response.")]
+ResponseTokensOption = Annotated[int, typer.Option("--response-tokens", "--max-tokens", help="The longest response.")]
+ServerOption = Annotated[
+    list[str] | None,
+    typer.Option("--server", help="Address of a server that speaks OpenAI's API and answers instead; repeatable."),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The name under which the server has the target.")]
+RouteOption = Annotated[
+    str | None, typer.Option("--route", help="'chat', 'completion' or 'auto': chat for conversations.")
+]
+ThinkingOption = Annotated[
+    str | None, typer.Option("--thinking", help="'keep' or 'drop' what the server returns as reasoning_content.")
+]
+ExtraBodyOption = Annotated[
+    str | None, typer.Option("--extra-body", help="JSON object with further fields of every request, such as top_k.")
+]
+ConcurrencyOption = Annotated[
+    int | None, typer.Option("--concurrency", help="Most requests to a server at a time; default: 64.")
+]
+TimeoutOption = Annotated[float | None, typer.Option("--timeout", help="Seconds for one answer; default: 600.")]
+FailuresOption = Annotated[
+    int | None, typer.Option("--failures", help="Conversations that may fail after all retries; default: 20.")
+]
 
 
 @data_app.command(name="preview")
@@ -82,8 +108,20 @@ def data_regenerate(
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
     trust_remote_code: TrustOption = False,
+    server: ServerOption = None,
+    model: ModelOption = None,
+    route: RouteOption = None,
+    top_p: TopPOption = None,
+    thinking: ThinkingOption = None,
+    extra_body: ExtraBodyOption = None,
+    concurrency: ConcurrencyOption = None,
+    timeout: TimeoutOption = None,
+    failures: FailuresOption = None,
 ) -> None:
     """Sample the target's response to every prompt; an interrupted command continues when it is run again."""
+    options = {"model": model, "route": route, "top_p": top_p, "thinking": thinking, "extra_body": extra_body}
+    options |= {"concurrency": concurrency, "timeout_seconds": timeout, "failures": failures}
+    asked = _server(server, drafter, options)
     if turns not in ("first", "all"):
         raise ConfigError.of("--turns", turns, "'first' or 'all'")
     if responses > 1 and temperature == 0:
@@ -105,7 +143,32 @@ def data_regenerate(
         trust_remote_code=trust_remote_code,
     )
     settings = SampleSettings(response_tokens, temperature, batch_size, seed, responses=responses)
-    regenerate(request, settings, out, drafter=drafter, dtype=dtype)
+    regenerate(request, settings, out, drafter=drafter, dtype=dtype, server=asked)
+
+
+def _server(addresses: list[str] | None, drafter: str | None, options: dict[str, Any]) -> "ServerSection | None":
+    """Return the section that `--server` and its options describe; ConfigError for options that do not fit."""
+    if not addresses:
+        given = next((name for name, value in options.items() if value is not None), None)
+        if given is not None:
+            raise ConfigError(f"--{given.replace('_', '-')} without --server; expected the address of a server")
+        return None
+    if drafter is not None:
+        raise ConfigError(f"--drafter {drafter} with --server; expected one of the two")
+    if options["model"] is None:
+        raise ConfigError("--model is missing; expected the name under which the server has the target")
+    from draftsmith.distill.server.settings import server_section
+
+    return server_section(url=addresses, **{**options, "extra_body": _json_object(options["extra_body"])})
+
+
+def _json_object(text: str | None) -> Any:
+    try:
+        return None if text is None else parse_json(text)
+    except ValueError as error:
+        raise ConfigError(
+            f'--extra-body={text} is not JSON ({error}); expected an object such as {{"top_k": 20}}'
+        ) from error
 
 
 @data_app.command(name="prepare")

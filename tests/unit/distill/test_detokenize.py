@@ -8,9 +8,9 @@ import pytest
 from piece_tokenizer import make_piece_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import WINDOW, IncrementalText, text_after
-from draftsmith.distill.regeneration import _Asked
 from draftsmith.distill.sources import Conversation, conversation
 from draftsmith.eval.evaluation import token_texts
 from draftsmith.eval.prompts import Prompt
@@ -106,11 +106,11 @@ def test_the_next_turn_reads_what_was_generated(piece_tokenizer: PreTrainedToken
     second = piece_tokenizer("u x a. b cu y a.")["input_ids"]
     asked = Conversation("f:1", [message for turn in TURNS for message in turn])
     assert Prompt("p", "c", first, asked).after([answer], chat).input_ids == second
-    text = _Asked(0, first, json.dumps({"turns": TURNS, "tools": None}))
-    text.add(answer, chat)
+    text = Asked(0, first, json.dumps({"turns": TURNS, "tools": None}))
+    text.add_tokens(answer, chat)
     assert text.ask(chat, 1, lambda _: True)
     assert text.prompt == second
-    text.add(answer, chat)
+    text.add_tokens(answer, chat)
     (row,) = text.rows()
     assert row["spans"] == [[len(first), len(first) + 2], [len(second), len(second) + 2]]
     said = [message["content"] for message in json.loads(row["messages"]) if message["role"] == "assistant"]

@@ -1,0 +1,60 @@
+"""A conversation while a target answers it turn by turn, and the samples that it becomes."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.sources import ASSISTANT, Conversation, Message
+
+
+class Asked:
+    """A conversation while it is answered.
+
+    Args:
+        index: the number of the question.
+        prompt: the tokens that the first answer follows.
+        turns: the user's turns and the tools as JSON; '' for plain text.
+    """
+
+    def __init__(self, index: int, prompt: list[int], turns: str) -> None:
+        self.index, self.prompt = index, prompt
+        question = json.loads(turns) if turns else {"turns": [[]], "tools": None}
+        self._turns, self.tools = question["turns"], question["tools"]
+        self.messages: list[Message] = list(self._turns[0])
+        """The messages that `prompt` shows; empty for plain text."""
+        self._rows: list[dict[str, Any]] = []
+
+    def add_tokens(self, answer: list[int], chat: Chat) -> None:
+        """Append an answer that was sampled as tokens."""
+        content = chat.answer(self.messages, self.as_conversation(), self.prompt, answer) if self.messages else ""
+        self.add([*self.prompt, *answer], len(self.prompt), {"role": ASSISTANT, "content": content})
+
+    def add(self, ids: list[int], start: int, message: Message) -> None:
+        """Append an answer: `ids` are the conversation up to its end, and the answer begins at `start`."""
+        spans, last = [[start, len(ids)]], self._rows[-1]["input_ids"] if self._rows else []
+        if last and len(last) <= start and ids[: len(last)] == last:
+            spans = [*self._rows.pop()["spans"], *spans]
+        if self.messages:
+            self.messages.append(message)
+        messages = json.dumps(self.messages) if self.messages else ""
+        self._rows.append({"input_ids": ids, "spans": spans, "question": self.index, "messages": messages})
+
+    def ask(self, chat: Chat, turn: int, fits: Callable[[list[int]], bool]) -> bool:
+        """Append the next question to the last answer; return False if there is none, or no room for its answer."""
+        if turn >= len(self._turns):
+            return False
+        messages = [*self.messages, *self._turns[turn]]
+        prompt = chat.generation_prompt(messages, self.as_conversation())
+        if not fits(prompt):
+            return False
+        self.messages, self.prompt = messages, prompt
+        return True
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the samples so far: `input_ids`, `spans`, `question` and `messages`."""
+        return self._rows
+
+    def as_conversation(self) -> Conversation:
+        """Return what the chat template reads besides the messages."""
+        return Conversation(f"question {self.index}", tools=self.tools)

@@ -1,0 +1,233 @@
+"""Requests to the chat and completion routes, their answers, and the tokens of an answer.
+
+Tokens are those that the server returns (`return_token_ids`, vLLM and SGLang). Without them the text is tokenised
+again, and left out unless it is the same text after that.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from draftsmith.distill.asked import Asked
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.detokenize import REPLACED, text_after
+from draftsmith.distill.server.client import BadAnswer
+from draftsmith.distill.sources import ASSISTANT, Message
+from draftsmith.errors import ConfigError
+from draftsmith.reading import parse_json
+
+CHAT, COMPLETION = "/chat/completions", "/completions"
+STOPPED, CUT, CALLED = "stop", "length", "tool_calls"
+USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """What the servers accept beyond OpenAI's API; the greedy probe finds out."""
+
+    token_ids: bool = True
+    """The field `return_token_ids`."""
+    token_prompts: bool = True
+    """Prompts that are lists of tokens."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered."""
+
+    text: str
+    finish: str
+    """`STOPPED`, `CUT` or `CALLED`."""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[int] | None = None
+    stop_reason: str | int | None = None
+    """The string or token that stopped it, where the server says so (vLLM)."""
+    usage: dict[str, int] = field(default_factory=dict)
+    same_prompt: bool | None = None
+    """Whether the server read the tokens that the local chat template gives; None if it does not say."""
+
+
+class NoTokens(Exception):
+    """An answer whose tokens are not known for certain; the message says why."""
+
+
+def prompt_fields(asked: Asked, chat: Chat, path: str, accepts: Accepts) -> dict[str, Any]:
+    """Return the fields of a request that hold the prompt; `NoTokens` for one that no text expresses."""
+    fields: dict[str, Any] = {"return_token_ids": True} if accepts.token_ids else {}
+    if path == COMPLETION:
+        return {**fields, "prompt": asked.prompt if accepts.token_prompts else _as_text(asked.prompt, chat)}
+    if asked.tools:
+        fields["tools"] = asked.tools
+    if chat.options:
+        fields["chat_template_kwargs"] = chat.options
+    return {**fields, "messages": [_with_json_arguments(message) for message in asked.messages]}
+
+
+def _as_text(prompt: list[int], chat: Chat) -> str:
+    """Return the text of which the tokenizer makes exactly these tokens, special tokens that it adds included."""
+    for skip in (True, False):
+        text = chat.tokenizer.decode(prompt, skip_special_tokens=skip)
+        if isinstance(text, str) and chat.plain(text) == prompt:
+            return text
+    raise NoTokens("have prompts that are not the same tokens again when they are sent as text")
+
+
+def _with_json_arguments(message: Message) -> Message:
+    """Return a message whose tool calls have their arguments as JSON text, as OpenAI's API expects."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_call(call, json.dumps) for call in message["tool_calls"]]}
+
+
+def _call(call: Any, convert: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) == (convert is json.dumps):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": convert(function.get("arguments"))}}
+    except (TypeError, ValueError):
+        return call
+
+
+def read_answer(payload: Any, path: str, prompt: list[int]) -> Answer:
+    """Return the first choice of an answer of either route; `BadAnswer` for anything else."""
+    choices = payload.get("choices") if isinstance(payload, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise BadAnswer("no choices")
+    choice = choices[0]
+    message = choice.get("message") if path == CHAT else {"content": choice.get("text")}
+    if not isinstance(message, dict) or choice.get("finish_reason") not in (STOPPED, CUT, CALLED):
+        raise BadAnswer(f"finish_reason={choice.get('finish_reason')!r}; expected an answer that ended")
+    text = message.get("content")
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    calls = message.get("tool_calls") or []
+    if text is None and (reasoning or calls):
+        text = ""
+    tokens, stop = choice.get("token_ids"), choice.get("stop_reason")
+    if not isinstance(text, str) or not isinstance(reasoning, str) or not _objects(calls):
+        raise BadAnswer("no text")
+    if tokens is not None and not whole_numbers(tokens):
+        raise BadAnswer("token_ids that are no numbers")
+    given = payload.get("usage")
+    usage = {key: given[key] for key in USAGE if type(given.get(key)) is int} if isinstance(given, dict) else {}
+    return Answer(
+        text,
+        choice["finish_reason"],
+        reasoning,
+        [_call(call, parse_json) for call in calls],
+        tokens,
+        stop if isinstance(stop, str | int) else None,
+        usage,
+        _same_prompt(choice.get("prompt_token_ids") or payload.get("prompt_token_ids"), usage, prompt),
+    )
+
+
+def _same_prompt(ids: Any, usage: dict[str, int], prompt: list[int]) -> bool | None:
+    if whole_numbers(ids) and ids:
+        return ids == prompt
+    count = usage.get("prompt_tokens")
+    return None if count is None else count == len(prompt)
+
+
+def whole_numbers(values: Any) -> bool:
+    """Return whether this is a list of numbers that are not negative."""
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _objects(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
+
+
+@dataclass(frozen=True)
+class AnswerReader:
+    """Turns answers into tokens, with the mask of local responses: an answer and the token that ended it.
+
+    Args:
+        most: the longest answer in tokens.
+        thinking: whether thinking is kept.
+    """
+
+    chat: Chat
+    most: int
+    thinking: bool
+
+    def add(self, asked: Asked, answer: Answer, path: str) -> None:
+        """Append the answer of a route to the conversation; `NoTokens` if its tokens are not known for certain."""
+        if answer.same_prompt is False:
+            raise NoTokens("have prompts of which the server makes other tokens than the tokenizer's chat template")
+        message: Message = {"role": ASSISTANT, "content": answer.text}
+        if answer.reasoning and self.thinking:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["tool_calls"] = answer.tool_calls
+        ids, start = self._tokens(asked, answer, message)
+        if len(ids) - start > self.most:
+            raise NoTokens(f"have answers of more than the {self.most} tokens that were asked for")
+        if start == len(ids):
+            raise NoTokens("have answers without a token")
+        if path == COMPLETION:
+            asked.add_tokens(ids[start:], self.chat)
+        else:
+            asked.add(ids, start, message)
+
+    def _tokens(self, asked: Asked, answer: Answer, message: Message) -> tuple[list[int], int]:
+        """Return the tokens of the conversation up to the end of the answer, and the place where the answer begins."""
+        if answer.tokens is not None and (self.thinking or not answer.reasoning):
+            return [*asked.prompt, *self._returned(asked.prompt, answer, answer.tokens)], len(asked.prompt)
+        if answer.tool_calls:
+            raise NoTokens("have tool calls without the tokens that wrote them")
+        if answer.reasoning:
+            return self._rendered(asked, answer, message)
+        return [*asked.prompt, *self._again(asked.prompt, answer)], len(asked.prompt)
+
+    def _returned(self, prompt: list[int], answer: Answer, tokens: list[int]) -> list[int]:
+        size = len(self.chat.tokenizer)
+        if any(token >= size for token in tokens):
+            raise NoTokens(f"have tokens beyond the tokenizer's {size}")
+        shown, text = _bare(text_after(self.chat.tokenizer, prompt, tokens)), _bare(answer.text)
+        parsed = bool(answer.reasoning or answer.tool_calls)
+        if text not in shown if parsed else text != shown:
+            raise NoTokens("have tokens that are another text for the tokenizer")
+        return [*tokens, *self._end(answer, tokens)]
+
+    def _again(self, prompt: list[int], answer: Answer) -> list[int]:
+        """Tokenise the text; `NoTokens` unless the tokens give the same text."""
+        try:
+            tokens = self.chat.response(prompt, answer.text, "answer")
+        except ConfigError as error:
+            raise NoTokens("have answers that cannot be tokenised") from error
+        if text_after(self.chat.tokenizer, prompt, tokens) != answer.text:
+            raise NoTokens("have answers that are another text after tokenising them again")
+        return [*tokens, *self._end(answer, tokens)]
+
+    def _end(self, answer: Answer, tokens: list[int]) -> list[int]:
+        """Return the token that ended the answer, unless the answer has it."""
+        tokenizer = self.chat.tokenizer
+        special = tokenizer.added_tokens_decoder.get(tokens[-1]) if tokens else None
+        end = tokenizer.eos_token_id
+        ended = special is not None and special.special
+        if ended or answer.finish == CUT or isinstance(answer.stop_reason, str) or not isinstance(end, int):
+            return []
+        return [end]
+
+    def _rendered(self, asked: Asked, answer: Answer, message: Message) -> tuple[list[int], int]:
+        """Return what the template makes of an answer with thinking, or of one whose thinking is left out."""
+        if answer.finish == CUT:
+            raise NoTokens("have thinking, are cut, and come without their tokens")
+        whole = asked.as_conversation()
+        try:
+            *_, last = self.chat.encode(replace(whole, messages=[*asked.messages, message]), len(asked.prompt))
+        except ConfigError as error:
+            raise NoTokens("have thinking, and a chat template that does not show where answers are") from error
+        start, end = last.spans[-1]
+        shown = text_after(self.chat.tokenizer, last.input_ids[:start], last.input_ids[start:end])
+        wanted = [answer.text, *([answer.reasoning] if self.thinking else [])]
+        if any(_bare(part) not in shown for part in wanted):
+            raise NoTokens("have thinking that the chat template does not show (thinking='drop' leaves it out)")
+        return last.input_ids[:end], start
+
+
+def _bare(text: str) -> str:
+    """Return the text without the spaces around it and without characters of which only a part was generated."""
+    return text.strip().rstrip(REPLACED).rstrip()

@@ -1,0 +1,134 @@
+"""The check that servers serve the target: its name, and greedy answers to a few prompts."""
+
+import asyncio
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from draftsmith.distill.asked import Asked
+from draftsmith.distill.server.answers import COMPLETION, Accepts, Answer, AnswerReader, NoTokens
+from draftsmith.distill.server.client import RequestFailed, Servers
+from draftsmith.distill.server.sampling import ServerSampler
+from draftsmith.errors import ConfigError
+
+PROBES = 3
+"""Prompts that every server answers greedily."""
+PROBE_TOKENS = 24
+"""Tokens of such an answer."""
+AGREEMENT = 0.9
+"""Share of the tokens that have to be the target's own most likely ones: an engine rounds differently, and another
+model of the same family agrees less."""
+
+
+async def check_servers(
+    sampler: ServerSampler, questions: Dataset, servers: Servers, *, target: str, model: PreTrainedModel | None = None
+) -> None:
+    """Check that the servers serve `target`, and set what they accept (`sampler.accepts`).
+
+    Args:
+        target: the name of the target.
+        model: the target, if it is loaded; the answers are then compared with its own most likely tokens.
+
+    Raises:
+        ConfigError: for a name that is not served or belongs to another model, prompts of which the server makes other
+            tokens, answers that the tokenizer reads as another text, and another model's answers.
+    """
+    name = sampler.server.model
+    require_related(target, name)
+    for url, names in zip(servers.settings.urls, await servers.models(), strict=True):
+        if names and name not in names:
+            raise ConfigError(f"server {url} does not serve {name}; expected one of {', '.join(names)}")
+    shortest = sorted(range(len(questions)), key=lambda index: len(questions[index]["input_ids"]))[:PROBES]
+    sampler.accepts = await _accepted(sampler, questions, shortest[0], servers)
+    for only in servers.alone():
+        answers = await asyncio.gather(*(_probe(sampler, questions, index, only) for index in shortest))
+        _require_target(sampler, answers, only.settings.urls[0], model)
+
+
+def require_related(target: str, name: str) -> None:
+    """Raise ConfigError for a served name that is another model's on the Hub.
+
+    A name without an owner is an alias, and a quantised model begins with the target's name.
+    """
+    if name.count("/") != 1 or Path(target).expanduser().is_dir() or target.count("/") != 1:
+        return
+    ours, theirs = (part.rpartition("/")[2].lower() for part in (target, name))
+    if not theirs.startswith(ours) and not ours.startswith(theirs):
+        raise ConfigError(f"server.model={name} with the target {target}; expected the name of the target")
+
+
+async def _accepted(sampler: ServerSampler, questions: Dataset, index: int, servers: Servers) -> Accepts:
+    """Return the most that the servers accept: their own token ids, and prompts as tokens."""
+    asked = _asked(questions, index)
+    token_prompts = (True, False) if sampler.path(asked) == COMPLETION else (True,)
+    refusals: list[str] = []
+    for prompts, ids in itertools.product(token_prompts, (True, False)):
+        trial = replace(sampler, accepts=Accepts(token_ids=ids, token_prompts=prompts))
+        try:
+            await trial.ask(servers, asked, [index], temperature=0.0, max_tokens=1)
+        except (RequestFailed, NoTokens) as error:
+            refusals.append(str(error))
+        else:
+            return trial.accepts
+    raise ConfigError(f"server refuses every form of a request ({refusals[-1]}); expected an answer")
+
+
+def _asked(questions: Dataset, index: int) -> Asked:
+    row = questions[index]
+    return Asked(index, list(row["input_ids"]), row["turns"])
+
+
+async def _probe(sampler: ServerSampler, questions: Dataset, index: int, servers: Servers) -> tuple[Asked, Answer]:
+    asked = _asked(questions, index)
+    most = min(PROBE_TOKENS, sampler.settings.response_tokens)
+    try:
+        return asked, await sampler.ask(servers, asked, [index], temperature=0.0, max_tokens=most)
+    except (RequestFailed, NoTokens) as error:
+        raise ConfigError(f"server does not answer the greedy probe ({error}); expected an answer") from error
+
+
+def _require_target(
+    sampler: ServerSampler, answers: list[tuple[Asked, Answer]], url: str, model: PreTrainedModel | None
+) -> None:
+    """Raise ConfigError unless the answers are in the target's tokens, and, with `model`, its own."""
+    thinking, problems, read = sampler.server.thinking == "keep", list[str](), 0
+    reader = AnswerReader(sampler.chat, PROBE_TOKENS, thinking)
+    for asked, answer in answers:
+        if answer.same_prompt is False:
+            counted = answer.usage.get("prompt_tokens")
+            raise ConfigError(
+                f"server {url} reads a prompt of {len(asked.prompt)} tokens as others ({counted} tokens); expected the "
+                "target's tokenizer and chat template (chat_template, template_options)"
+            )
+        if answer.reasoning and (answer.tokens is None or not thinking):
+            continue  # the answer is cut inside the thinking
+        read += 1
+        try:
+            reader.add(asked, answer, sampler.path(asked))
+        except NoTokens as reason:
+            problems.append(str(reason))
+    if problems and len(problems) == read:
+        raise ConfigError(f"server {url}: all greedy answers {problems[0]}; expected the target's")
+    rows = [row for asked, _ in answers for row in asked.rows()]
+    if model is not None and rows and (share := _agreement(model, rows)) < AGREEMENT:
+        raise ConfigError(
+            f"server {url}: {share:.0%} of the tokens of greedy answers are the target's most likely ones; expected "
+            f"at least {AGREEMENT:.0%}: it serves another model"
+        )
+
+
+@torch.no_grad()
+def _agreement(model: PreTrainedModel, rows: list[dict]) -> float:
+    """Return the share of the answers' tokens that `model` finds most likely after the tokens before them."""
+    same = total = 0
+    for row in rows:
+        ids = torch.tensor([row["input_ids"]], device=model.device)
+        ((start, end),) = row["spans"]
+        best = model(input_ids=ids).logits[0, start - 1 : end - 1].argmax(-1)
+        same += int((best == ids[0, start:end]).sum())
+        total += end - start
+    return same / total

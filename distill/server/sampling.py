@@ -1,0 +1,297 @@
+"""Responses of the target that running servers sample, as rows like those of `draftsmith.distill.regeneration`."""
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, List, Value
+from datasets.arrow_writer import ArrowWriter
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from draftsmith.distill.asked import Asked
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.regeneration import SampleSettings
+from draftsmith.distill.server.answers import (
+    CHAT,
+    COMPLETION,
+    Accepts,
+    Answer,
+    AnswerReader,
+    NoTokens,
+    prompt_fields,
+    read_answer,
+)
+from draftsmith.distill.server.client import LOST, RequestFailed, Servers
+from draftsmith.distill.server.journal import KEPT, Journal
+from draftsmith.distill.server.settings import ServerSection, require_client
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.locks import hold_cache
+from draftsmith.provenance import fingerprint, tokenizer_fingerprint
+from draftsmith.safe_text import Terminal
+from draftsmith.storage import cache_dir, writing
+
+VERSION = 1
+ANSWERS = "answers.jsonl"
+LEFT_OUT_FIRST = 20
+"""Answers that may be left out before half of all answers must be usable."""
+FEATURES = Features(
+    {
+        "input_ids": List(Value("int64")),
+        "spans": List(List(Value("int64"))),
+        "question": Value("int64"),
+        "messages": Value("string"),
+        "usage": Value("string"),
+    }
+)
+"""Columns of the rows. `usage`: the numbers of tokens that the server counted for each span, as JSON."""
+
+
+@dataclass
+class ServerSampler:
+    """Ask servers for the responses to all questions.
+
+    Args:
+        chat: the target's tokenizer, with the chat template that the servers use.
+        settings: the parts for responses; batches and drafters are the server's own.
+        context: the target's context limit.
+    """
+
+    server: ServerSection
+    chat: Chat
+    settings: SampleSettings
+    context: int | None
+    accepts: Accepts = field(default_factory=Accepts)
+    """What the greedy probe has found."""
+
+    def __post_init__(self) -> None:
+        thinking = self.server.thinking == "keep"
+        self._reader = AnswerReader(self.chat, self.settings.response_tokens, thinking)
+
+    def key(self, questions: Dataset) -> str:
+        """Return the cache key of the answers, from everything that they depend on except their number."""
+        settings = {name: getattr(self.settings, name) for name in ("response_tokens", "temperature", "seed")}
+        texts = [list(questions["input_ids"]), list(questions["turns"])]
+        template = [str(self.chat.tokenizer.chat_template), self.chat.options]
+        tokenizer = tokenizer_fingerprint(self.chat.tokenizer)
+        return fingerprint([VERSION, self.server.sampling, settings, fingerprint(texts), template, tokenizer])
+
+    def described(self) -> dict[str, Any]:
+        """Return the model and the settings that are stored with the answers."""
+        names = ("response_tokens", "temperature", "seed")
+        return {**self.server.sampling, **{name: getattr(self.settings, name) for name in names}}
+
+    def path(self, asked: Asked) -> str:
+        """Return the route of a conversation; ConfigError for the chat route and plain text."""
+        if self.server.route == "completion" or (self.server.route == "auto" and not self._templated(asked)):
+            return COMPLETION
+        if not self._templated(asked):
+            raise ConfigError("route='chat' with plain text or a target without a chat template; expected 'completion'")
+        return CHAT
+
+    def _templated(self, asked: Asked) -> bool:
+        return bool(asked.messages) and bool(self.chat.tokenizer.chat_template)
+
+    def fits(self, prompt: list[int]) -> bool:
+        """Return whether a prompt and the longest response fit the target's context."""
+        return self.context is None or len(prompt) + self.settings.response_tokens <= self.context
+
+    async def ask(self, servers: Servers, asked: Asked, seed: list[int], **instead: Any) -> Answer:
+        """Return the answer to the last question; `instead` replaces fields of the request.
+
+        Raises:
+            NoTokens: for a prompt that cannot be sent.
+        """
+        path = self.path(asked)
+        body = {
+            "model": self.server.model,
+            "temperature": self.settings.temperature,
+            "top_p": self.server.top_p,
+            "max_tokens": self.settings.response_tokens,
+            "seed": request_seed(self.settings.seed, *seed),
+            **prompt_fields(asked, self.chat, path, self.accepts),
+            **self.server.extra_body,
+            **instead,
+        }
+        return await servers.ask(path, body, lambda payload: read_answer(payload, path, asked.prompt))
+
+    def add(self, asked: Asked, answer: Answer, turn: int) -> bool:
+        """Append an answer and the next question; return False when the conversation is complete.
+
+        Raises:
+            NoTokens: for an answer that is left out, with the rest of the conversation.
+        """
+        self._reader.add(asked, answer, self.path(asked))
+        return asked.ask(self.chat, turn + 1, self.fits)
+
+
+def request_seed(*parts: int) -> int:
+    """Return a seed of 31 bits, which every engine accepts; different for different parts."""
+    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def server_samples(
+    sampler: ServerSampler,
+    questions: Dataset,
+    say: Callable[[str], None],
+    check: Callable[[ServerSampler, Dataset, Servers], Any],
+    *,
+    folder: Path | None = None,
+    progress: bool = True,
+) -> Dataset:
+    """Return the servers' responses to all questions as rows (`FEATURES`), those of the first response first.
+
+    Answers are stored as they come. After a kill the same call asks only for the others; if more responses are asked
+    for later, only the new ones.
+
+    Args:
+        say: called with the numbers and reasons of what is left out.
+        check: an async function that checks the servers before anything is asked, see `check_servers`.
+        folder: store the answers here instead of in the cache.
+
+    Raises:
+        ConfigError: for servers that serve another model, and if no answer can be used.
+        DraftsmithError: for too many failures; the answers are kept.
+    """
+    folder = folder or cache_dir() / "samples" / f"server-{sampler.key(questions)}"
+    rows = folder / f"rows-{sampler.settings.responses}.arrow"
+    with nullcontext() if rows.exists() else hold_cache(folder):
+        if not rows.exists():
+            require_client()
+            with Journal(folder / ANSWERS, sampler.described()) as journal:
+                run = _Run(sampler, questions, journal, say)
+                asyncio.run(run.complete(check, progress))
+                run.write(rows)
+    return Dataset.from_file(str(rows))
+
+
+class _Run:
+    """The conversations of one call, and what became of them."""
+
+    def __init__(
+        self, sampler: ServerSampler, questions: Dataset, journal: Journal, say: Callable[[str], None]
+    ) -> None:
+        self.sampler, self.questions, self.journal, self.say = sampler, questions, journal, say
+        self.left_out: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of every response and question."""
+        for response in range(self.sampler.settings.responses):
+            for question in range(len(self.questions)):
+                yield response, question
+
+    def replay(self, response: int, question: int) -> tuple[Asked, int | None]:
+        """Return a conversation with its stored answers, and the turn that is to be asked; None if it is complete."""
+        row = self.questions[question]
+        asked, turn = Asked(question, list(row["input_ids"]), row["turns"]), 0
+        while (answer := self.journal.get((response, question, turn))) is not None:
+            if not self._add(asked, answer, turn):
+                return asked, None
+            turn += 1
+        return asked, turn
+
+    def _add(self, asked: Asked, answer: Answer, turn: int) -> bool:
+        try:
+            return self.sampler.add(asked, answer, turn)
+        except NoTokens as reason:
+            self.left_out[str(reason)] += 1
+            return False
+
+    async def complete(self, check: Callable[..., Any], progress: bool) -> None:
+        """Ask for everything that is not stored yet."""
+        pending = [place for place in self.places() if self.replay(*place)[1] is not None]
+        total = len(self.questions) * self.sampler.settings.responses
+        if not pending:
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        state = TextColumn("{task.fields[state]}")
+        async with Servers(self.sampler.server) as servers:
+            await check(self.sampler, self.questions, servers)
+            with Progress(*columns, state, console=Terminal(stderr=True), disable=not progress) as bar:
+                task = bar.add_task("asking the server", total=total, completed=total - len(pending), state="")
+                todo = iter(pending)
+                most = len(servers.settings.urls) * servers.settings.concurrency
+                await together(
+                    [self._work(todo, servers, bar, task) for _ in range(min(most, len(pending)))],
+                )
+
+    async def _work(self, todo: Iterator[tuple[int, int]], servers: Servers, bar: Progress, task: TaskID) -> None:
+        for response, question in todo:
+            try:
+                await self._converse(response, question, servers)
+            except RequestFailed as error:
+                self._failed(str(error))
+            except NoTokens as reason:
+                self.left_out[str(reason)] += 1
+            state = f"{servers.running} running" + (f", {len(self.failures)} failed" if self.failures else "")
+            bar.update(task, advance=1, state=state)
+
+    async def _converse(self, response: int, question: int, servers: Servers) -> None:
+        asked, turn = self.replay(response, question)
+        while turn is not None:
+            answer = await self.sampler.ask(servers, asked, [response, question, turn])
+            self.journal.add((response, question, turn), answer)
+            turn = turn + 1 if self._add(asked, answer, turn) else None
+            self._require_usable()
+
+    def _failed(self, reason: str) -> None:
+        self.failures.append(reason)
+        most = self.sampler.server.failures
+        if len(self.failures) > most:
+            raise DraftsmithError(
+                f"{len(self.failures)} conversations failed, more than failures={most} ({reason}); {LOST}"
+            )
+
+    def _require_usable(self) -> None:
+        """Stop where more than half of the answers are left out: the server has another tokenizer or template."""
+        count = sum(self.left_out.values())
+        if count > LEFT_OUT_FIRST and count > len(self.journal) / 2:
+            reason, _ = self.left_out.most_common(1)[0]
+            raise DraftsmithError(f"{count} of {len(self.journal)} answers {reason}; expected a server of the target")
+
+    def write(self, file: Path) -> None:
+        """Write the rows of all conversations in the order of the questions, and report what is left out."""
+        self.left_out.clear()
+        temporary, count = file.with_suffix(".tmp"), 0
+        with writing(file, KEPT), ArrowWriter(features=FEATURES, path=str(temporary)) as writer:
+            for place in self.places():
+                for row in self._rows(*place):
+                    writer.write(row)
+                    count += 1
+            writer.finalize()
+        for reason, number in self.left_out.items():
+            self.say(f"server: {number:,} conversations {reason}: left out from there on")
+        if self.failures:
+            self.say(f"server: {len(self.failures):,} conversations failed ({self.failures[-1]}): left out")
+        if not count:
+            raise ConfigError(
+                f"server: {'; '.join(self.left_out) or 'no answers'}; expected at least one that is usable"
+            )
+        temporary.replace(file)
+
+    def _rows(self, response: int, question: int) -> Iterator[dict[str, Any]]:
+        asked, _ = self.replay(response, question)
+        turn = 0
+        for row in asked.rows():
+            turns = range(turn, turn + len(row["spans"]))
+            answers = [self.journal.get((response, question, number)) for number in turns]
+            turn = turns.stop
+            yield {**row, "usage": json.dumps([answer.usage for answer in answers if answer is not None])}
+
+
+async def together(jobs: list[Any]) -> None:
+    """Run coroutines until all are done; the first error cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,242 @@
+"""Responses of a running server, from the command to a trained drafter."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import LETTERS, make_llama
+from engine_server import Engine, answer_tokens, chat_tokenizer, model_answers
+from transformers_server import free_port, serving
+
+from draftsmith.cli import main
+from draftsmith.distill.load_target import load_target
+from draftsmith.distill.server import client
+from draftsmith.distill.server.sampling import request_seed
+from draftsmith.errors import ConfigError
+from draftsmith.train import trainer
+from draftsmith.train.prepare import prepare
+from draftsmith.train.recipe import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(client, "FIRST_PAUSE", 0.001)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The tiny target with a chat template."""
+    make_llama().save_pretrained(tmp_path / "target")
+    chat_tokenizer().save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    """Six of two turns, with a system prompt, and one with tools."""
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "system", "content": "s"}, *({"role": "user", "content": letter * 3} for _ in "ab")]}
+        for letter in "abcdef"
+    ]
+    rows.append({"messages": rows[0]["messages"], "tools": [{"type": "function", "function": {"name": "f"}}]})
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def run(*arguments: Any) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    return int(left.value.code or 0)
+
+
+def regenerate(prompts: Path, target: Path, engine: Engine, out: Path, *more: Any) -> list[dict[str, Any]]:
+    options = ("--prompt-tokens", 40, "--response-tokens", 12, "--out", out, *more)
+    code = run("data", "regenerate", prompts, "--target", target, "--server", engine.url, "--model", "tiny", *options)
+    assert code == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("returns_ids", [True, False])
+@pytest.mark.parametrize("route", ["auto", "completion"])
+def test_every_turn_is_answered_in_order(
+    returns_ids: bool, route: str, folder: Path, conversations: Path, tmp_path: Path
+) -> None:
+    """With the engine's tokens, and by tokenising its text again; each turn follows the answer before it."""
+    engine = Engine(returns_ids=returns_ids, strict=True, token_prompts=returns_ids)
+    with engine.running():
+        rows = regenerate(conversations, folder, engine, tmp_path / "out.jsonl", "--turns", "all", "--route", route)
+    assert len(rows) == 7
+    for index, row in enumerate(rows):
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["system", "user", "assistant", "user", "assistant"]
+        assert len(row["spans"]) == 2
+        for turn, (start, end) in enumerate(row["spans"]):
+            seed = request_seed(0, 0, index, turn)
+            assert row["input_ids"][start:end] == answer_tokens(row["input_ids"][:start], seed, 12)
+        assert row["usage"][1]["prompt_tokens"] == row["spans"][1][0]
+        assert row["server"]["model"] == "tiny"
+        assert row["server"]["temperature"] == 1.0
+    assert [body.get("tools") is not None for body in engine.asked if body["temperature"]].count(True) == (
+        2 if route == "auto" else 0
+    )
+    assert not list(tmp_path.glob(".out*")), "nothing else is left"
+
+
+def test_thinking_is_trained_or_left_out(folder: Path, conversations: Path, tmp_path: Path) -> None:
+    with Engine(thinks=True, returns_ids=False, strict=True).running() as engine:
+        kept = regenerate(conversations, folder, engine, tmp_path / "kept.jsonl")
+        dropped = regenerate(conversations, folder, engine, tmp_path / "dropped.jsonl", "--thinking", "drop")
+    thought = [row["messages"][-1].get("reasoning_content") for row in kept]
+    assert sum(value is not None for value in thought) > 3
+    for one, other in zip(kept, dropped, strict=True):
+        assert one["messages"][-1]["content"] == other["messages"][-1]["content"]
+        assert "reasoning_content" not in other["messages"][-1]
+        assert len(other["input_ids"]) < len(one["input_ids"]) or "reasoning_content" not in one["messages"][-1]
+
+
+def test_options_reach_the_server(folder: Path, conversations: Path, tmp_path: Path) -> None:
+    more = ("--temperature", 0.5, "--top-p", 0.9, "--seed", 3, "--extra-body", '{"top_k": 5}', "--responses", 2)
+    with Engine().running() as engine:
+        rows = regenerate(conversations, folder, engine, tmp_path / "out.jsonl", *more)
+    assert len(rows) == 14
+    sent = [body for body in engine.asked if body["temperature"] > 0]
+    assert {(body["temperature"], body["top_p"], body["top_k"], body["max_tokens"]) for body in sent} == {
+        (0.5, 0.9, 5, 12)
+    }
+    assert len({body["seed"] for body in sent}) == 14
+
+
+def test_a_recipe_samples_from_a_server_and_trains(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The served model is the target's own, so that the greedy answers are compared with it; more responses later."""
+    with Engine(answer=model_answers(make_llama())).running() as engine:
+        server = [f"data.server={{url: {engine.url}, model: tiny}}"]
+        prepare(load_recipe(str(recipe_file), server))
+        first = [body for body in engine.asked if body["temperature"] > 0]
+        assert len(first) == 36, "the held-out prompts are not asked"
+        trainer.train(load_recipe(str(recipe_file), [*server, "data.responses=2"]))
+        assert len(engine.asked) - len(first) < 36 + 12, "the first responses are not asked for again"
+    assert "checkpoint" not in capsys.readouterr().err
+
+
+def test_another_model_is_refused_before_the_run(recipe_file: Path) -> None:
+    with Engine(answer=model_answers(make_llama(seed=1))).running() as engine:
+        recipe = load_recipe(str(recipe_file), [f"data.server={{url: {engine.url}, model: tiny}}"])
+        with pytest.raises(ConfigError, match=r"of the tokens of greedy answers .*it serves another model"):
+            prepare(recipe)
+        assert all(body["temperature"] == 0 for body in engine.asked)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["data.response=text"], "response='text'"),
+        (["data.refresh_every=5"], "refresh_every"),
+        (["data.drafter_share=0.5"], "drafter_share"),
+        (["data.server.url=h"], "expected an address"),
+        (["data.server.route=post"], "'auto', 'chat' or 'completion'"),
+        (["data.server.top=1"], r"did you mean data\.server\.top_p"),
+    ],
+)
+def test_recipes_that_do_not_fit(keys: list[str], message: str, recipe_file: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(str(recipe_file), ["data.server={url: 'http://h', model: tiny}", *keys])
+
+
+def test_options_that_do_not_fit(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, message in (
+        (["--model", "m"], "--model without --server"),
+        (["--top-p", "0.5"], "--top-p without --server"),
+        (["--server", "http://h"], "--model is missing"),
+        (["--server", "http://h", "--model", "m", "--drafter", "suffix"], "--drafter suffix with --server"),
+        (["--server", "http://h", "--model", "m", "--extra-body", "{"], "is not JSON"),
+        (["--server", "http://h", "--model", "m", "--extra-body", "[]"], "server.extra_body"),
+        (["--server", "http://u:hunter2@h", "--model", "m"], "DRAFTSMITH_SERVER_KEY"),
+    ):
+        assert run("data", "regenerate", "x", "--target", folder, "--out", tmp_path / "o", *more) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
+        assert "hunter2" not in err
+
+
+def test_without_the_extra_a_server_is_refused(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.distill.server.settings.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'draftsmith\[serve\]'"):
+        prepare(load_recipe(str(recipe_file), ["data.server={url: 'http://h', model: tiny}"]))
+
+
+@pytest.mark.slow
+def test_a_killed_command_asks_only_for_the_rest(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "many.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{a}{b}{a}"}) + "\n" for a in "abcdefgh" for b in "ijklmnop"))
+
+    def slowly(*asked: Any) -> list[int]:
+        time.sleep(0.1)
+        return answer_tokens(*asked)
+
+    with Engine(answer=slowly).running() as engine:
+        command = ["data", "regenerate", prompts, "--target", folder, "--server", engine.url, "--model", "tiny"]
+        command += ["--prompt-tokens", 9, "--response-tokens", 8, "--concurrency", 2, "--out", tmp_path / "out.jsonl"]
+        child = subprocess.Popen([sys.executable, "-m", "draftsmith", *map(str, command)], env={**os.environ})
+        while sum(engine.answered.values()) < 10:
+            assert child.poll() is None
+            time.sleep(0.05)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        (journal,) = tmp_path.glob(".out.jsonl.*/answers.jsonl")
+        lines = [line for line in journal.read_bytes().splitlines(keepends=True)[1:] if line.endswith(b"\n")]
+        stored = {request_seed(0, *json.loads(line)["place"]) for line in lines}
+        engine.asked.clear()
+        assert run(*command) == 0
+        again = [body["seed"] for body in engine.asked if body["temperature"] > 0]
+    assert len(stored) >= 8
+    assert not stored & set(again)
+    assert len(stored) + len(again) == 64
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    prompt_ids = [load_target(str(folder)).tokenizer(f"{a}{b}{a}")["input_ids"] for a in "abcdefgh" for b in "ijklmnop"]
+    assert [row["input_ids"][:3] for row in rows] == prompt_ids
+
+
+@pytest.mark.slow
+def test_transformers_serve_is_killed_and_so_are_we(folder: Path, recipe_file: Path, tmp_path: Path) -> None:
+    """Both end in the middle and start again; a drafter is trained on the target's greedy answers."""
+    (tmp_path / "home" / "hub").mkdir(parents=True)
+    prompts = tmp_path / "many.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [letter * 2, "x", "y"]}) + "\n" for letter in LETTERS))
+    port = free_port()
+    out = tmp_path / "out.jsonl"
+    command = ["data", "regenerate", prompts, "--target", folder, "--server", f"http://127.0.0.1:{port}", "--model"]
+    command += [folder, "--turns", "all", "--temperature", 0, "--prompt-tokens", 60, "--response-tokens", 20]
+    command += ["--concurrency", 2, "--out", out]
+    with serving(folder, tmp_path / "home", port):
+        child = subprocess.Popen([sys.executable, "-m", "draftsmith", *map(str, command)], env={**os.environ})
+        while not any(file.read_bytes().count(b"\n") > 8 for file in tmp_path.glob(".out.jsonl.*/answers.jsonl")):
+            assert child.poll() is None
+            time.sleep(0.02)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    assert not out.exists()
+    with serving(folder, tmp_path / "home", port):
+        assert run(*command) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == len(LETTERS)
+    target = load_target(str(folder))
+    for row in rows:
+        assert len(row["spans"]) == 3
+        for start, end in row["spans"]:
+            ids = torch.tensor([row["input_ids"][:start]])
+            whole = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+            text = target.tokenizer.decode(whole[0, start:], skip_special_tokens=True)
+            assert target.tokenizer.decode(row["input_ids"][start:end], skip_special_tokens=True) == text
+    settings = [f"target.model={folder}", f"data.prompts={out}", "data.response=text", "data.prompt_tokens=60"]
+    trainer.train(load_recipe(str(recipe_file), [*settings, "data.response_tokens=100"]))

@@ -1,0 +1,285 @@
+"""Servers that fail: every answer arrives once, nothing that was answered is asked again, and nothing hangs."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, chat_tokenizer
+
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.regeneration import SampleSettings
+from draftsmith.distill.server import client, sampling
+from draftsmith.distill.server.journal import Journal
+from draftsmith.distill.server.probe import check_servers
+from draftsmith.distill.server.sampling import ServerSampler, request_seed, server_samples
+from draftsmith.distill.server.settings import ServerSection
+from draftsmith.errors import ConfigError, DraftsmithError
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
+QUESTIONS = 6
+Fault = Callable[[int, dict[str, Any]], str | None]
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(client, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+
+
+def questions(seed: int = 0, count: int = QUESTIONS) -> Dataset:
+    """Plain prompts of different lengths."""
+    rng = random.Random(seed)
+    rows = [[index + 2, *(rng.randint(2, 60) for _ in range(rng.randint(2, 8)))] for index in range(count)]
+    return Dataset.from_list([{"input_ids": ids, "turns": "", "spans": [], "opening": ""} for ids in rows])
+
+
+def sample(
+    engines: list[Engine], folder: Path, asked: Dataset, said: list[str] | None = None, **server: Any
+) -> Dataset:
+    section = ServerSection(url=[engine.url for engine in engines], model="tiny", **server)
+    sampler = ServerSampler(section, Chat(chat_tokenizer()), SampleSettings(8, 1.0, 4, 0), 64)
+    say = ([] if said is None else said).append
+    return server_samples(sampler, asked, say, partial(check_servers, target="tiny"), folder=folder, progress=False)
+
+
+def expected(asked: Dataset, index: int) -> list[int]:
+    prompt = asked[index]["input_ids"]
+    return [*prompt, *answer_tokens(prompt, request_seed(0, 0, index, 0), 8)]
+
+
+def asked_for_text(engine: Engine) -> list[str]:
+    """Prompt and seed of every request but the greedy probe's."""
+    return [json.dumps([body["prompt"], body["seed"]]) for body in engine.asked if body["temperature"] > 0]
+
+
+def some_fail(kind: str, seed: int) -> Fault:
+    """At most six requests fail, fewer than a request is tried; the greedy probe may be among them."""
+    rng = random.Random(f"{kind}{seed}")
+    numbers = set(rng.sample(range(12), 6))
+    return lambda number, _: kind if number in numbers else None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", FLEETING)
+def test_faults_that_pass_lose_nothing(kind: str, seed: int, tmp_path: Path) -> None:
+    slow, asked = kind in ("slow", "drip"), questions(seed)
+    with Engine(fault=some_fail(kind, seed)).running() as engine:
+        rows = sample([engine], tmp_path / "s", asked, timeout_seconds=SLOW / 3 if slow else 60)
+    assert rows["question"] == list(range(QUESTIONS))
+    assert [row["input_ids"] for row in rows] == [expected(asked, index) for index in range(QUESTIONS)]
+    if not slow:  # an answer that came too late is asked for again
+        assert set(engine.answered.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", LASTING)
+def test_what_cannot_be_used_is_left_out_and_counted(kind: str, seed: int, tmp_path: Path) -> None:
+    """Two of the prompts always fail."""
+    asked, said = questions(seed), list[str]()
+    bad = set(random.Random(seed).sample(range(QUESTIONS), 2))
+    prompts = [asked[index]["input_ids"] for index in bad]
+
+    def fault(_: int, body: dict[str, Any]) -> str | None:
+        return kind if body["temperature"] > 0 and body["prompt"] in prompts else None
+
+    with Engine(fault=fault).running() as engine:
+        rows = sample([engine], tmp_path / "s", asked, said)
+    assert rows["question"] == [index for index in range(QUESTIONS) if index not in bad]
+    assert [row["input_ids"] for row in rows] == [expected(asked, index) for index in rows["question"]]
+    assert any("2 conversations" in line and "left out" in line for line in said), said
+    assert max(asked_for_text(engine).count(text) for text in asked_for_text(engine)) == 1
+
+
+@pytest.mark.parametrize("stop", [0, 3, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (1, 2, 4, 5))])
+def test_nothing_is_asked_twice_after_an_interruption(
+    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted after each answer, with a torn last line; with faults in both calls."""
+    asked, original = questions(stop), Journal.add
+
+    def interrupted(self: Journal, place: Any, answer: Any) -> None:
+        if len(self) == stop:
+            self._file.write(b'{"place": [0,')
+            raise KeyboardInterrupt
+        original(self, place, answer)
+
+    with Engine(fault=some_fail("broken", stop)).running() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "add", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sample([engine], tmp_path / "s", asked, concurrency=1)
+        stored = [
+            json.loads(line)["place"][1] for line in (tmp_path / "s" / "answers.jsonl").read_bytes().splitlines()[1:-1]
+        ]
+        assert len(stored) == stop
+        engine.asked.clear()
+        rows = sample([engine], tmp_path / "s", asked)
+        again = {json.loads(text)[1] for text in asked_for_text(engine)}
+        assert again == {request_seed(0, 0, index, 0) for index in range(QUESTIONS) if index not in stored}
+        engine.asked.clear()
+        assert [row["input_ids"] for row in rows] == [expected(asked, index) for index in range(QUESTIONS)]
+        sample([engine], tmp_path / "s", asked)
+        assert not engine.asked, "everything is stored"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_storm_of_overload_passes(seed: int, tmp_path: Path) -> None:
+    """More refusals in a row than a request is tried; the number of requests falls, and rises again."""
+    with Engine(fault=lambda number, _: "busy" if 6 <= number < 46 else None).running() as engine:
+        rows = sample([engine], tmp_path / "s", questions(seed, 40))
+    assert len(rows) == 40
+    assert set(engine.answered.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_several_servers_share_the_requests(seed: int, tmp_path: Path) -> None:
+    """One of three goes away after the greedy probe; the others answer all questions."""
+    asked = questions(seed, 30)
+    with ExitStack() as stack:
+        bad = Engine(fault=lambda number, _: "dropped" if number > 4 else None)
+        engines = [stack.enter_context(engine.running()) for engine in (Engine(), bad, Engine())]
+        rows = sample(engines, tmp_path / "s", asked, concurrency=2)
+    assert [row["input_ids"] for row in rows] == [expected(asked, index) for index in range(30)]
+    counts = [sum(engine.answered.values()) for engine in engines]
+    assert counts[0] > 8
+    assert counts[2] > 8
+    assert max(engine.most_running for engine in engines) <= 3, "two, or one more while an answer is being closed"
+
+
+def test_requests_are_bounded_and_grow(tmp_path: Path) -> None:
+    with Engine(fault=lambda number, _: None).running() as engine:
+        sample([engine], tmp_path / "one", questions(0, 20), concurrency=1)
+        assert engine.most_running <= 2
+
+    def slowly(*asked: Any) -> list[int]:
+        time.sleep(0.02)
+        return answer_tokens(*asked)
+
+    with Engine(answer=slowly).running() as engine:
+        sample([engine], tmp_path / "many", questions(0, 60), concurrency=16)
+        assert 4 < engine.most_running <= 17
+
+
+@pytest.mark.parametrize("kind", ["dropped", "busy", "down", "slow"])
+def test_servers_that_are_gone_end_the_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "OUTAGE_SECONDS", 0.05)
+    asked = questions()
+    with Engine(
+        fault=lambda number, body: kind if body["temperature"] > 0 and number > 6 else None
+    ).running() as engine:
+        with pytest.raises(DraftsmithError, match=r"no answer for 0\.05 seconds .*; answers so far are kept"):
+            sample([engine], tmp_path / "s", asked, timeout_seconds=0.3, concurrency=1)
+        engine.fault = lambda *_: None
+        assert len(sample([engine], tmp_path / "s", asked)) == QUESTIONS
+    with pytest.raises(DraftsmithError, match=r"does not answer|cannot be reached"):
+        sample([engine], tmp_path / "gone", asked)
+
+
+def test_too_many_failures_end_the_run(tmp_path: Path) -> None:
+    asked = questions()
+    with Engine(fault=lambda _, body: "refused" if body["temperature"] > 0 else None).running() as engine:
+        with pytest.raises(DraftsmithError, match=r"3 conversations failed, more than failures=2 .*prompt is too long"):
+            sample([engine], tmp_path / "s", asked, failures=2)
+        engine.fault = lambda number, body: "broken" if body["temperature"] > 0 else None
+        with pytest.raises(DraftsmithError, match=r"1 conversations failed, more than failures=0 .*status 500"):
+            sample([engine], tmp_path / "s", asked, failures=0)
+        engine.fault = lambda *_: None
+        assert len(sample([engine], tmp_path / "s", asked)) == QUESTIONS
+
+
+def test_a_server_with_another_tokenizer_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes the greedy probe, and more than half of its later answers cannot be used."""
+    monkeypatch.setattr(sampling, "LEFT_OUT_FIRST", 3)
+    with (
+        Engine(fault=lambda _, body: "other_text" if body["temperature"] > 0 else None).running() as engine,
+        pytest.raises(DraftsmithError, match="4 of 4 answers have tokens that are another text"),
+    ):
+        sample([engine], tmp_path / "s", questions(0, 30), concurrency=1)
+
+
+@pytest.mark.parametrize("kind", ["other_text", "beyond"])
+def test_another_tokenizer_is_refused_before_the_run(kind: str, tmp_path: Path) -> None:
+    with (
+        Engine(fault=lambda number, _: kind if number else None).running() as engine,
+        pytest.raises(ConfigError, match="all greedy answers have tokens"),
+    ):
+        sample([engine], tmp_path / "s", questions())
+    assert not asked_for_text(engine)
+
+
+def test_another_template_is_refused_before_the_run(tmp_path: Path) -> None:
+    with (
+        Engine(fault=lambda number, _: "other_prompt" if number else None).running() as engine,
+        pytest.raises(ConfigError, match="expected the target's tokenizer and chat template"),
+    ):
+        sample([engine], tmp_path / "s", questions())
+    assert not asked_for_text(engine)
+
+
+def test_unknown_models_and_routes_end_the_run(tmp_path: Path) -> None:
+    with (
+        Engine(model="other").running() as engine,
+        pytest.raises(ConfigError, match=r"does not serve tiny.*one of other"),
+    ):
+        sample([engine], tmp_path / "s", questions())
+    assert not engine.asked
+    with Engine(model="other", names=[]).running() as engine, pytest.raises(DraftsmithError, match="does not exist"):
+        sample([engine], tmp_path / "s", questions())
+
+
+def test_the_key_comes_from_the_environment_and_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(key=KEY, fault=lambda number, body: "broken" if body["temperature"] > 0 else None).running() as engine:
+        with pytest.raises(DraftsmithError, match=r"status 401 .*expected its key in \$DRAFTSMITH_SERVER_KEY"):
+            sample([engine], tmp_path / "s", questions())
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        with pytest.raises(DraftsmithError, match="status 401"):
+            sample([engine], tmp_path / "s", questions())
+        monkeypatch.setenv("DRAFTSMITH_SERVER_KEY", KEY)
+        said: list[str] = []
+        with pytest.raises(DraftsmithError, match=r"whatever Bearer \*\*\* says"):
+            sample([engine], tmp_path / "s", questions(), said, failures=0)
+        engine.fault = lambda *_: None
+        assert len(sample([engine], tmp_path / "s", questions(), said)) == QUESTIONS
+    stored = b"".join(file.read_bytes() for file in (tmp_path / "s").iterdir())
+    captured = capsys.readouterr()
+    assert KEY not in f"{said}{stored.decode(errors='replace')}{captured.out}{captured.err}"
+
+
+def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
+    with Engine().running() as engine:
+        sample([engine], tmp_path / "s", questions())
+        (tmp_path / "s" / "rows-1.arrow").unlink()
+        file = tmp_path / "s" / "answers.jsonl"
+        lines = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(b"".join([*lines[:2], b"{}\n", *lines[3:]]))
+        with pytest.raises(ConfigError, match="is damaged"):
+            sample([engine], tmp_path / "s", questions())
+
+
+def test_the_number_of_requests_adapts_to_the_server(tmp_path: Path) -> None:
+    """A server that takes three at a time refuses few requests once that is known."""
+    engine, refused = Engine(), list[int]()
+
+    def fault(number: int, _: dict[str, Any]) -> str | None:
+        time.sleep(0.005)
+        if engine.busy > 3:
+            refused.append(number)
+            return "busy"
+        return None
+
+    engine.fault = fault
+    with engine.running():
+        rows = sample([engine], tmp_path / "s", questions(0, 120), concurrency=32)
+    assert len(rows) == 120
+    assert len(refused) < 40
