@@ -324,6 +324,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         own_lm_head=False,
         exports={
             "vllm": "speculators.write_dflash_speculator",
+            "sglang": "blocks.write_dflash_for_sglang",
             "gguf": "llama_cpp.write_dflash",
             **CUSTOM_GENERATE,
         },

@@ -23,7 +23,15 @@ from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS
-from draftsmith.heads.formats.common import SGLANG, UNSERVED, VLLM, sglang_command, vllm_command, vllm_type
+from draftsmith.heads.formats.common import (
+    RARE_IN_SGLANG,
+    SGLANG,
+    UNSERVED,
+    VLLM,
+    sglang_command,
+    vllm_command,
+    vllm_type,
+)
 from draftsmith.heads.formats.transformers import CODE
 from draftsmith.heads.validation import read_config, shapes_in
 from draftsmith.safe_text import SECRET, markdown_environment
@@ -305,7 +313,7 @@ def _engines(section: dict[str, Any], base_model: str | None) -> _Engines:
     kind, length = vllm_type(section["type"], section["drafter"]), section["draft_length"]
     served = MERGED if section["target"].get("quality") else base_model or SERVED
     vllm = vllm_command(served, VLLM[kind], EXPORTED, length) if kind in VLLM and kind not in UNSERVED else None
-    algorithm = SGLANG.get(section["type"])
+    algorithm = None if section["type"] in RARE_IN_SGLANG else SGLANG.get(section["type"])
     sglang = None if algorithm is None else sglang_command(served, algorithm, EXPORTED, length)
     own = base_model or last_part(_target_name(section))
     return _Engines(vllm, sglang, ADAPTER if section["target"].get("quality") else own)

@@ -1,4 +1,5 @@
-"""Published block drafters, DFlash and DSpark: the layouts of vLLM's speculators, of z-lab and of DeepSpec.
+"""Published block drafters, DFlash and DSpark: the layouts of vLLM's speculators, of z-lab (SpecForge, SGLang) and of
+DeepSpec. The writer of speculators' layout is in `speculators`.
 
     layout        layer ids k             first predicting position    embeddings and lm_head
     speculators   `hidden_states[k]`      by `sample_from_anchor`      stored; lm_head may have fewer rows
@@ -10,6 +11,7 @@ modeling/dspark and eval/dspark (github.com/deepseek-ai/DeepSpec, afdfa7c).
 """
 
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +19,19 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.heads.dflash import DFlash
+from draftsmith.heads.formats.common import SGLANG, Serving, Source, llama_fields, name_of, with_output_biases
 from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
+from draftsmith.heads.formats.speculators import mask_token_of
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
 
 # Shapes: H hidden size, V vocabulary, D draft vocabulary.
 
 BOTH = (True, False)
+PLAIN = {"projector_type": "dflash", "output_multiplier": 1.0, "input_embedding_scale": 1.0}
+PLAIN |= {"attention_value_scale": 1.0, "final_logit_softcapping": 0.0, "rope_is_neox_style": True, "use_swa": False}
+PLAIN |= {"conv_kernel_size": None, "selector_rank": None, "use_correction_target_fusion": False}
+"""Keys of z-lab's layout that change a drafter's numbers, with the values that leave them as here."""
 
 
 def read_speculators_block(published: Published) -> DFlash:
@@ -51,6 +59,8 @@ def read_zlab(published: Published) -> DFlash:
     published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
     for key in ("causal", "is_causal"):  # of drafters whose masks see the masks before them only
         published.allow(key, config.get(key, False), (False,))
+    for key, plain in PLAIN.items():
+        published.allow(key, config.get(key), (None, plain))
     count = body.num_hidden_layers
     evenly = [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)] if count > 1 else [depth // 2]
     return _read(
@@ -138,3 +148,44 @@ def _mask_embedding(published: Published, mask_token: int) -> Tensor:
     theirs_VH[mask_token] = own_VH[mask_token].to(theirs_VH.dtype)
     published.drop_shared("embed_tokens.weight", embeddings)
     return mask_H
+
+
+def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
+    """Write DFlash in z-lab's layout, which SGLang reads: without embeddings and lm_head, which are the target's."""
+    drafter, otherwise = source.drafter, "format=vllm or transformers"
+    source.require(drafter.markov is None, f"markov_rank={drafter.options()['markov_rank']}", f"0, or {otherwise}")
+    source.require(drafter.confidence is None, "a confidence head", f"none, or {otherwise}")
+    source.require(drafter.body.first == 1, "sample_from_anchor=True", f"false, or {otherwise}")
+    source.require(drafter.body.lm_head is None, "an lm_head of its own", f"the target's, or {otherwise}")
+    window = next((size for size in drafter.body.windows.sizes if size is not None), None)
+    source.require(window is None, f"a window of {window} tokens", f"full attention, or {otherwise}")
+    layers = list(drafter.needs.layers)
+    source.require(min(layers) >= 1, "the final state among its features", f"layers, or {otherwise}")
+    mask_token, embeddings = mask_token_of(source)
+    source.require(not embeddings, "a trained mask embedding", f"the embedding of a token, or {otherwise}")
+    body, dtype = drafter.body.config, name_of(source.dtype)
+    config = llama_fields(
+        body,
+        model_type="qwen3",
+        architectures=["DFlashDraftModel"],
+        layer_types=["full_attention"] * body.num_hidden_layers,
+        block_size=drafter.block_size,
+        num_target_layers=source.text.num_hidden_layers,
+        dflash_config={"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask_token},
+        dtype=dtype,
+        torch_dtype=dtype,
+    )
+    tensors = source.weights(drafter.body)
+    del tensors["mask_embedding"]
+    source.write(config, with_output_biases(tensors, body))
+    usage = (
+        f"python -m sglang.launch_server --model-path {shlex.quote(source.target_name)} --dtype {dtype} \\\n"
+        f"  --speculative-algorithm {SGLANG['dflash']} --speculative-draft-model-path {{folder}} \\\n"
+        f"  --speculative-num-draft-tokens {drafter.block_size}"
+    )
+    notes = [
+        f"Layer ids count blocks from 0: {[layer - 1 for layer in layers]} here is {layers} in vLLM's layout.",
+        "SGLang counts the last committed token as a draft token: their number is the size of a block.",
+        "The mask is the target's embedding of the token `mask_token_id`.",
+    ]
+    return Serving("SGLang", usage, notes=notes)

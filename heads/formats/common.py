@@ -30,7 +30,10 @@ VLLM: dict[str, dict[str, Any]] = {
 UNSERVED = ("mtp",)
 """Types that are exported in vLLM's layout but not served by vLLM without changes, see docs/serving.md."""
 SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "hass": "EAGLE", "eagle3": "EAGLE3"}
+SGLANG |= {"dflash": "DFLASH"}
 """Values of `--speculative-algorithm` by type of drafter."""
+RARE_IN_SGLANG = ("dflash",)
+"""Types whose drafters SGLang's layout can rarely hold, since their masks are trained; model cards do not name it."""
 
 
 def vllm_type(kind: str, drafter: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ def read_eagle3(published: Published) -> Eagle3 | ParallelEagle:
     published.drop_shared("embed_tokens.weight", published.target.get_input_embeddings())
     config, kind = published.config, published.config.get("speculators_model_type")
     eagle_config, depth = published.part("eagle_config"), published.text.num_hidden_layers
-    first = "layers.0." if kind else "midlayer."
+    flat = any(name.startswith("midlayer.") for name in published.tensors)
+    first = "midlayer." if flat and not kind else "layers.0."
     if not kind:  # engines disagree about the ids outside of eagle_config
         published.allow(LAYER_IDS, config.get(LAYER_IDS), (None,))
         published.allow("use_aux_hidden_state", eagle_config.get("use_aux_hidden_state", True), (True,))

@@ -29,16 +29,22 @@ SPECULATORS: dict[str, Reader] = {
 """Readers of the layout of vLLM's speculators, by `speculators_model_type`."""
 ARCHITECTURES: dict[str, Reader] = {
     "DFlashDraftModel": read_zlab,
+    "Eagle3LlamaForCausalLM": read_eagle3,
     "LlamaForCausalLMEagle3": read_eagle3,
     "Qwen3DSparkModel": read_deepspec,
     "Qwen3Eagle3Model": read_deepspec_eagle3,
 }
 """Readers of flat layouts, by the class that config.json names."""
 UNREAD = {
+    "DFlash2DraftModel": "its layers have convolutions, and a selector chooses among candidates",
+    "DominoDraftModel": "a recurrent network corrects its logits by the tokens before",
+    "Eagle3DeepseekV2ForCausalLM": "its layer has latent attention",
+    "EagleDeepseekV3ForCausalLM": "its layer has latent attention",
     "Gemma4DSparkModel": "its layers scale embeddings and norm values",
     "Gemma4Eagle3Model": "its layers scale embeddings and norm values",
+    "MLPSpeculatorPreTrainedModel": "its norm does not subtract the mean",
 }
-"""Classes of DeepSpec that no drafter here can represent, and the reason."""
+"""Classes that no drafter here can represent, and the reason."""
 
 
 def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel) -> TrainableDrafter | None:

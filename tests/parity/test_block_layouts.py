@@ -1,0 +1,145 @@
+"""Published block drafters, DFlash and DSpark, give the logits that their layouts describe (fp32, 1e-5)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from parity.published_files import (
+    CLOSE,
+    DRAFTED,
+    HIDDEN,
+    KEPT,
+    PROMPT,
+    VOCAB,
+    attended,
+    close,
+    dflash_tensors,
+    embedded,
+    heads_of,
+    hidden_states,
+    llama_config,
+    mlp,
+    random_tensors,
+    rms,
+    rotated,
+    six_layers,
+    speculators,
+    vocabulary_maps,
+    written,
+)
+from recording import decoded_confidences, decoded_logits
+from transformers import LlamaForCausalLM
+
+from draftsmith import load_drafter
+
+
+@pytest.fixture
+def target() -> LlamaForCausalLM:
+    return six_layers()
+
+
+@pytest.mark.parametrize("sees", [True, False], ids=["sure of the token before", "sure of the state alone"])
+@pytest.mark.parametrize("rank", [0, 5], ids=["dflash", "dspark"])
+@pytest.mark.parametrize("first", [1, 0], ids=["from the mask", "from the anchor"])
+@pytest.mark.parametrize("kept", [None, KEPT[::-1]], ids=["whole", "draft vocabulary in any order"])
+@pytest.mark.parametrize("causal", [None, True, False], ids=["", "causal in a window", "in a window"])
+def test_dflash(
+    causal: bool | None,
+    kept: list[int] | None,
+    first: int,
+    rank: int,
+    sees: bool,
+    tmp_path: Path,
+    target: LlamaForCausalLM,
+) -> None:
+    """Keys and values of projected features, a bidirectional block of the anchor and masks.
+
+    The lm_head is the target's or, for a draft vocabulary, the drafter's own.
+    """
+    w, after = dflash_tensors(), [*DRAFTED, 9]
+    config = speculators("dspark" if rank else "dflash", block_size=4, mask_token_id=17, markov_rank=rank)
+    config |= {"aux_hidden_state_layer_ids": [2, 4], "enable_confidence_head": bool(rank)}
+    if (first == 0 and not rank) or (first == 1 and rank):  # otherwise the default
+        config["sample_from_anchor"] = first == 0
+    n, seen = len(PROMPT), torch.ones(4, len(PROMPT) + 4, dtype=torch.bool)
+    if causal is not None:  # the last three features, and causal attention in the block by default
+        config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 3}
+        config |= {} if causal else {"sliding_window_non_causal": True}
+        seen[:, : n - 3] = False
+        seen[:, n:] = torch.ones(4, 4, dtype=torch.bool).tril() if causal else True
+    outputs = VOCAB if kept is None else len(kept)
+    if kept is not None:
+        config["draft_vocab_size"] = outputs
+        w |= random_tensors({"lm_head.weight": (outputs, HIDDEN)}, 5) | vocabulary_maps(kept)
+    if rank:
+        w |= random_tensors(
+            {"markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (outputs, rank)}, 3
+        )
+        w |= random_tensors(
+            {"confidence_head.proj.weight": (1, HIDDEN + rank * sees), "confidence_head.proj.bias": (1,)}, 4
+        )
+    drafter = load_drafter(written(tmp_path / "d", config, w), target)
+    name = "layers.0.self_attn"
+    context = rms(hidden_states(target, [2, 4]) @ w["fc.weight"].T, w["hidden_norm.weight"])
+    block = embedded(target, [DRAFTED[0], 17, 17, 17])
+    x = rms(block, w["layers.0.input_layernorm.weight"])
+    both = torch.cat([context, x])
+    q = rotated(rms(heads_of(x @ w[f"{name}.q_proj.weight"].T), w[f"{name}.q_norm.weight"]), list(range(n, n + 4)))
+    k = rotated(rms(heads_of(both @ w[f"{name}.k_proj.weight"].T), w[f"{name}.k_norm.weight"]), list(range(n + 4)))
+    v = heads_of(both @ w[f"{name}.v_proj.weight"].T)
+    h = block + attended(q, k, v, seen) @ w[f"{name}.o_proj.weight"].T
+    h = h + mlp(w, rms(h, w["layers.0.post_attention_layernorm.weight"]))
+    states = rms(h, w["norm.weight"])[first:]
+    logits = states @ w.get("lm_head.weight", target.lm_head.weight).T
+    if rank:
+        before = w["markov_head.markov_w1.weight"][torch.tensor(after[: 4 - first])]
+        logits = logits + before @ w["markov_head.markov_w2.weight"].T
+        read = torch.cat([states, before], -1) if sees else states
+        sure = read @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]
+    reference = logits
+    if kept is not None:
+        reference = logits.new_full((len(logits), VOCAB), -torch.inf)
+        reference[:, kept] = logits
+    with torch.no_grad():
+        assert close(decoded_logits(drafter, target, PROMPT, after[: 5 - first]), reference)
+        confidences = decoded_confidences(drafter, after[1 : 4 - first])
+    assert not confidences if not rank else torch.allclose(torch.stack(confidences), sure[1:].sigmoid(), atol=CLOSE)
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "DeepSpec"])
+def test_block_drafters_of_other_projects(layout: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Flat configs, ids that count blocks; a block of DeepSpec predicts from its anchor."""
+    w, deepspec = dflash_tensors(), layout == "DeepSpec"
+    config = llama_config(model_type="qwen3", block_size=4, num_target_layers=6, layer_types=["full_attention"])
+    theirs = speculators("dspark" if deepspec else "dflash", block_size=4, mask_token_id=17)
+    theirs |= {"aux_hidden_state_layer_ids": [2, 4]}
+    if deepspec:
+        w |= random_tensors({f"markov_head.markov_w{i}.weight": (VOCAB, 5) for i in (1, 2)}, 3)
+        w |= random_tensors({"confidence_head.proj.weight": (1, HIDDEN + 5), "confidence_head.proj.bias": (1,)}, 4)
+        config |= {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 17, "target_layer_ids": [1, 3]}
+        config |= {"markov_rank": 5, "markov_head_type": "vanilla", "num_anchors": 512, "enable_confidence_head": True}
+        stored = {"embed_tokens.weight": target.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
+    else:
+        config |= {"architectures": ["DFlashDraftModel"]}
+        config["dflash_config"] = {"target_layer_ids": [1, 3], "mask_token_id": 17}
+        stored = {}
+    known = load_drafter(written(tmp_path / "known", theirs, w), target)
+    drafter = load_drafter(written(tmp_path / "d", config, w | stored), target)
+    assert drafter.max_draft_length == (4 if deepspec else 3)
+    assert drafter.body.lm_head is None, "the stored one is the target's"
+    after = [*DRAFTED, 9]
+    wanted = decoded_logits(known, target, PROMPT, after)
+    assert torch.equal(decoded_logits(drafter, target, PROMPT, after), wanted)
+    if not deepspec:  # evenly spaced by default; one draft layer reads the middle
+        del config["dflash_config"]["target_layer_ids"]
+        w["fc.weight"] = w["fc.weight"][:, :HIDDEN]
+        assert load_drafter(written(tmp_path / "middle", config, w), target).needs.layers == (4,)
+
+
+def test_an_lm_head_that_is_not_the_targets_is_kept(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    config = speculators("dflash", block_size=4, mask_token_id=17, aux_hidden_state_layer_ids=[2, 4])
+    own = random_tensors({"lm_head.weight": (VOCAB, HIDDEN)}, 5)
+    drafter = load_drafter(written(tmp_path / "d", config, dflash_tensors() | own), target)
+    assert torch.equal(drafter.body.lm_head.weight, own["lm_head.weight"])
+    assert drafter.draft_vocabulary is None
+    assert decoded_logits(drafter, target, PROMPT, DRAFTED).isfinite().all()

@@ -1,0 +1,104 @@
+"""Values that a layout stores in another way than draftsmith, or not at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from parity.published_files import DRAFTED, HIDDEN, PROMPT
+from parity.test_exports import exported, made
+from parity.test_exports import target as target
+from recording import decoded_logits
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from draftsmith import ConfigError, load_drafter
+from draftsmith.heads.block_attention import Windows
+
+
+@pytest.mark.parametrize("format", ["vllm", "sglang", "eagle"])
+def test_windows_are_written_or_refused(format: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = made("eagle3", target, layers=[2, 4, 5])
+    drafter.body.config.layer_types, drafter.body.config.sliding_window = ["sliding_attention"], 5
+    if format != "vllm":
+        with pytest.raises(ConfigError, match="sliding_window=5; expected full attention, or format=vllm"):
+            exported(drafter, target, format, tmp_path / "out")
+        return
+    out = exported(drafter, target, format, tmp_path / "out").folder
+    layers = json.loads((out / "config.json").read_text())["transformer_layer_config"]
+    assert (layers["layer_types"], layers["sliding_window"]) == (["sliding_attention"], 5)
+    again = load_drafter(out, target)
+    assert torch.equal(decoded_logits(again, target, PROMPT, DRAFTED), decoded_logits(drafter, target, PROMPT, DRAFTED))
+
+
+@pytest.mark.parametrize("format", ["vllm", "sglang"])
+def test_norms_of_heads_are_refused(format: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    with pytest.raises(ConfigError, match="qk_norm=True; expected false, or format="):
+        exported(made("eagle3", target, layers=[2, 4, 5], qk_norm=True), target, format, tmp_path / "out")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_of_blocks_are_written(causal: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = made("dflash", target, block_size=4)
+    drafter.body.windows = Windows((3, None), causal)
+    again = load_drafter(exported(drafter, target, "vllm", tmp_path / "out").folder, target)
+    assert again.body.windows == drafter.body.windows
+    drafter.body.windows = Windows((3, 5), causal)
+    with pytest.raises(ConfigError, match=r"windows of \[3, 5\] tokens; expected one size"):
+        exported(drafter, target, "vllm", tmp_path / "other")
+
+
+def test_a_mask_that_is_a_tokens_embedding_needs_no_embeddings(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = made("dflash", target, block_size=4)
+    with torch.no_grad():
+        drafter.body.mask_embedding.copy_(target.get_input_embeddings().weight[17])
+    out = exported(drafter, target, "vllm", tmp_path / "out").folder
+    assert json.loads((out / "config.json").read_text())["mask_token_id"] == 17
+    assert "embed_tokens.weight" not in load_file(out / "model.safetensors")
+    assert torch.equal(load_drafter(out, target).body.mask_embedding, drafter.body.mask_embedding)
+
+
+def test_embeddings_with_another_row_than_the_masks_are_refused(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    out = exported(made("dflash", target, block_size=4), target, "vllm", tmp_path / "out").folder
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"mask_token_id": 3}))
+    with pytest.raises(ConfigError, match="embeddings of their own are not supported"):
+        load_drafter(out, target)
+
+
+def test_biases_of_attention_have_one_after_it_too(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Engines allocate it where `attention_bias` is true and leave it uninitialised."""
+    from draftsmith.heads.layers import layer_config
+    from draftsmith.heads.mtp import Mtp
+
+    drafter = Mtp(layer_config(target, 1, attention_bias=True)).eval().requires_grad_(False)
+    drafter.attach(target)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_()
+    out = exported(drafter, target, "vllm", tmp_path / "out").folder
+    tensors = load_file(out / "model.safetensors")
+    assert torch.equal(tensors["mtp_layers.0.self_attn.o_proj.bias"], torch.zeros(HIDDEN))
+    assert json.loads((out / "config.json").read_text())["transformer_layer_config"]["attention_bias"] is True
+    again = load_drafter(out, target).state_dict()
+    assert all(torch.equal(value, again[part]) for part, value in drafter.state_dict().items())
+
+
+def test_one_lm_head_is_written_for_each_head(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """The original Medusa layout has no other way."""
+    drafter = made("medusa", target, shared_lm_head=True)
+    out = exported(drafter, target, "medusa", tmp_path / "out").folder
+    again = load_drafter(out, target)
+    ours, theirs = (decoded_logits(each, target, PROMPT, DRAFTED) for each in (drafter, again))
+    assert torch.equal(ours, theirs)
+
+
+def test_scaled_positions_are_told_in_both_ways(tmp_path: Path) -> None:
+    """`rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for older versions."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    scaled = make_llama(num_hidden_layers=8, rope_parameters=rope).requires_grad_(False)
+    out = exported(made("eagle3", scaled), scaled, "sglang", tmp_path / "out").folder
+    config = json.loads((out / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (500.0, {"rope_type": "linear", "factor": 2.0})
+    assert load_drafter(out, scaled).body.config.rope_parameters == rope

@@ -1,0 +1,74 @@
+"""Exports that a layout cannot express are refused by name, and nothing is written."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.published_files import KEPT
+from parity.test_exports import eight_layers, exported, made
+from parity.test_exports import target as target
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from draftsmith import ConfigError, load_drafter
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "hydra": ("hydra", {}, "vllm", r"format='vllm'; expected transformers for a drafter of type hydra"),
+    "mlp": ("mlp_speculator", {}, "vllm", "expected transformers for a drafter of type mlp_speculator"),
+    "eagle in vllm": ("eagle", {}, "vllm", "expected sglang, eagle, transformers for a drafter of type eagle"),
+    "another format": ("eagle", {}, "onnx", "format='onnx'; expected one of vllm, sglang, gguf, eagle, medusa"),
+    "residual": ("eagle3", {"norm_before_residual": True}, "sglang", "norm_before_residual=True; expected false, or"),
+    "norm": ("eagle3", {"norm_before_fc": True}, "sglang", "norm_before_fc=True; expected false, or format=vllm"),
+    "two norms": ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "vllm", "norm_before_fc and fc_norm; expected"),
+    "layers": ("eagle3", {"num_hidden_layers": 2}, "sglang", "2 layers; expected one layer, or format=vllm"),
+    "features": ("eagle3", {"layers": [1, 4]}, "sglang", r"features of layers \[1, 4\]; expected three of them"),
+    "other features": ("eagle3", {"layers": [1, 4, 5]}, "eagle", r"\[1, 4, 5\]; expected \[2, 4, 5\], or format=vllm"),
+    "one feature twice": ("eagle3", {"layers": [1, 1, 5]}, "vllm", r"\[1, 1, 5\]; expected different layers"),
+    "eagle3.1": ("eagle3", {"fc_norm": True}, "eagle", "fc_norm=True; expected false, or format=vllm"),
+    "mtp of two layers": ("mtp", {"num_hidden_layers": 2}, "vllm", "2 layers; expected one layer"),
+    "draft vocabulary": ("medusa", {"draft_vocabulary": KEPT}, "medusa", "a draft vocabulary; expected format=vllm"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_layout_cannot_say_is_refused(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    kind, options, format, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message) as refusal:
+        exported(made(kind, target, **options), target, format, tmp_path / "out")
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mask_state_that_no_features_give_is_refused(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = made("peagle", target)
+    with torch.no_grad():
+        drafter.body.fc.weight[0] = 0
+    with pytest.raises(
+        ConfigError, match=r"a mask state that fc cannot produce \(relative error .*%\); expected an fc of"
+    ):
+        exported(drafter, target, "vllm", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    (tmp_path / "out").mkdir()
+    exported(made("medusa", target), target, "vllm", tmp_path / "out")
+    before = (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(ConfigError, match="out exists already; expected a new or an empty folder"):
+        exported(made("medusa", target), target, "medusa", tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text() == before
+
+
+def test_draft_models_of_another_vocabulary_or_kind_go_to_transformers_alone(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    t5 = T5ForConditionalGeneration(T5Config(**sizes, d_kv=16, decoder_start_token_id=0)).eval()
+    drafter = made("draft_model", t5)
+    with pytest.raises(ConfigError, match="an encoder-decoder model; expected format=transformers"):
+        exported(drafter, t5, "vllm", tmp_path / "vllm")
+    out = exported(drafter, t5, "transformers", tmp_path / "out").folder
+    again = load_drafter(out, t5).state_dict()
+    assert all(torch.equal(value, again[part]) for part, value in drafter.state_dict().items())
+    drafter.vocab_size = 60
+    with pytest.raises(ConfigError, match="a vocabulary of 60 beside the target's 64; expected the same size"):
+        exported(drafter, eight_layers(), "sglang", tmp_path / "sglang")

@@ -1,0 +1,278 @@
+"""Their file, read and saved as ours, is written again bit for bit; conversions keep logits to 1e-12 in float64."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.published_files import (
+    DRAFTED,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    KEPT,
+    KV_HEADS,
+    PROMPT,
+    VLLM,
+    VOCAB,
+    Tensors,
+    dflash_tensors,
+    eagle3_tensors,
+    layer_shapes,
+    llama_config,
+    random_tensors,
+    six_layers,
+    speculators,
+    vocabulary_maps,
+    written,
+)
+from parity.test_exports import made
+from recording import decoded_logits
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from draftsmith import ConfigError, load_drafter
+from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.hub.export import export_drafter
+
+LAYER = "layers.0."
+Folder = tuple[dict[str, Any], Tensors]
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return six_layers()
+
+
+def speculators_eagle3(target: LlamaForCausalLM) -> Folder:
+    return speculators("eagle3", **VLLM), eagle3_tensors()
+
+
+def speculators_eagle3_of_8_tokens_in_a_window(target: LlamaForCausalLM) -> Folder:
+    norms = {f"fc_norm.{k}.weight": (HIDDEN,) for k in range(3)}
+    config = speculators("eagle3", **VLLM, fc_norm=True, norm_output=True, draft_vocab_size=len(KEPT))
+    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 3}
+    return config, eagle3_tensors(KEPT) | random_tensors(norms, 1)
+
+
+def speculators_dflash(target: LlamaForCausalLM) -> Folder:
+    config = speculators("dflash", block_size=4, mask_token_id=17, sample_from_anchor=False)
+    config["transformer_layer_config"]["model_type"] = "qwen3"
+    return config | {"aux_hidden_state_layer_ids": [2, 4]}, dflash_tensors()
+
+
+def speculators_dflash_with_a_trained_mask(target: LlamaForCausalLM) -> Folder:
+    config, tensors = speculators_dflash(target)
+    embeddings = target.get_input_embeddings().weight.clone()
+    embeddings[-1] = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(0))
+    return config | {"mask_token_id": VOCAB - 1}, tensors | {"embed_tokens.weight": embeddings}
+
+
+def speculators_dspark(target: LlamaForCausalLM) -> Folder:
+    config = speculators("dspark", block_size=4, mask_token_id=17, markov_rank=5, sample_from_anchor=True)
+    config |= {"aux_hidden_state_layer_ids": [2, 4], "enable_confidence_head": True, "draft_vocab_size": len(KEPT)}
+    config["transformer_layer_config"]["model_type"] = "qwen3"
+    shapes = {"markov_head.markov_w1.weight": (VOCAB, 5), "markov_head.markov_w2.weight": (len(KEPT), 5)}
+    shapes |= {"confidence_head.proj.weight": (1, HIDDEN + 5), "confidence_head.proj.bias": (1,)}
+    shapes |= {"lm_head.weight": (len(KEPT), HIDDEN)}
+    return config, dflash_tensors() | random_tensors(shapes, 3) | vocabulary_maps(KEPT)
+
+
+def speculators_mtp(target: LlamaForCausalLM) -> Folder:
+    shapes = {f"mtp_layers.0.{name.removeprefix(LAYER)}": shape for name, shape in layer_shapes().items()}
+    shapes |= {f"mtp_layers.0.{norm}_layernorm.weight": (HIDDEN,) for norm in ("final", "hidden", "token")}
+    shapes |= {"mtp_layers.0.input_proj.weight": (HIDDEN, 2 * HIDDEN)}
+    config = speculators("mtp", num_nextn_predict_layers=1)
+    config["transformer_layer_config"]["num_hidden_layers"] = 6  # the target's
+    del config["draft_vocab_size"]
+    return config, random_tensors(shapes)
+
+
+def sglang_eagle3(target: LlamaForCausalLM) -> Folder:
+    """SpecForge's files, SpecBundle's and AngelSlim's."""
+    config = llama_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(KEPT))
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    return config, {name.replace(LAYER, "midlayer."): value for name, value in eagle3_tensors(KEPT).items()}
+
+
+def angelslim_eagle3(target: LlamaForCausalLM) -> Folder:
+    config, tensors = sglang_eagle3(target)
+    return config | {"architectures": ["Eagle3LlamaForCausalLM"]}, tensors
+
+
+def zlab_dflash(target: LlamaForCausalLM) -> Folder:
+    """z-lab's files, SpecForge's, and what SGLang reads."""
+    config = llama_config(model_type="qwen3", architectures=["DFlashDraftModel"], num_target_layers=6, block_size=4)
+    config["dflash_config"] = {"target_layer_ids": [1, 3], "mask_token_id": 17}
+    config["layer_types"] = ["full_attention"]
+    return config, dflash_tensors()
+
+
+def eagle1(target: LlamaForCausalLM) -> Folder:
+    shapes = {name: shape for name, shape in layer_shapes().items() if "input_layernorm" not in name}
+    shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "fc.bias": (HIDDEN,)}
+    embeddings = {"embed_tokens.weight": target.get_input_embeddings().weight}
+    return llama_config(bias=True), random_tensors(shapes) | embeddings
+
+
+def medusa_of_vllm(target: LlamaForCausalLM) -> Folder:
+    shapes = {
+        f"blocks.{k}.layers.0.{part}": (HIDDEN,) * n for k in range(2) for part, n in (("weight", 2), ("bias", 1))
+    }
+    shapes |= {f"lm_heads.{k}.weight": (len(KEPT), HIDDEN) for k in range(2)}
+    config = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1, "medusa_fc_bias": True}
+    config |= {"hidden_size": HIDDEN, "vocab_size": VOCAB, "truncated_vocab_size": len(KEPT)}
+    return config, random_tensors(shapes) | {"token_map": torch.tensor(KEPT)}
+
+
+def medusa_of_the_original(target: LlamaForCausalLM) -> Folder:
+    shapes = {f"{k}.0.linear.{part}": (HIDDEN,) * n for k in range(2) for part, n in (("weight", 2), ("bias", 1))}
+    shapes |= {f"{k}.1.weight": (VOCAB, HIDDEN) for k in range(2)}
+    return {"medusa_num_heads": 2, "medusa_num_layers": 1}, random_tensors(shapes)
+
+
+def plain_llama(target: LlamaForCausalLM) -> Folder:
+    outer, inner = KV_HEADS * HEAD, HEADS * HEAD
+    shapes = {f"model.{name}": shape for name, shape in layer_shapes().items()}
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    shapes |= {"model.embed_tokens.weight": (VOCAB, HIDDEN), f"model.{LAYER}self_attn.o_proj.weight": (HIDDEN, inner)}
+    assert shapes[f"model.{LAYER}self_attn.k_proj.weight"] == (outer, HIDDEN)
+    return llama_config(architectures=["LlamaForCausalLM"]), random_tensors(shapes)
+
+
+LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
+    (speculators_eagle3, "vllm"),
+    (speculators_eagle3_of_8_tokens_in_a_window, "vllm"),
+    (speculators_dflash, "vllm"),
+    (speculators_dflash_with_a_trained_mask, "vllm"),
+    (speculators_dspark, "vllm"),
+    (speculators_mtp, "vllm"),
+    (sglang_eagle3, "sglang"),
+    (angelslim_eagle3, "sglang"),
+    (zlab_dflash, "sglang"),
+    (eagle1, "eagle"),
+    (medusa_of_vllm, "vllm"),
+    (medusa_of_the_original, "medusa"),
+    (plain_llama, "transformers"),
+    (plain_llama, "vllm"),
+]
+RENAMED = {"architectures": ["LlamaForCausalLMEagle3"]}
+"""The class that SGLang has, for AngelSlim's name of it."""
+
+
+def ours(folder: Folder, target: LlamaForCausalLM, tmp_path: Path) -> TrainableDrafter:
+    """Their folder, read, saved as a checkpoint and loaded again."""
+    config, tensors = folder
+    drafter = load_drafter(written(tmp_path / "theirs", config, tensors), target)
+    assert isinstance(drafter, TrainableDrafter)
+    made_for = describe_target(target, None, "tiny")
+    save_drafter(drafter, tmp_path / "ours", target=made_for, recipe=None, draft_length=3)
+    again = load_drafter(tmp_path / "ours", target)
+    assert isinstance(again, TrainableDrafter)
+    return again
+
+
+@pytest.mark.parametrize(("layout", "format"), LAYOUTS, ids=[f"{make.__name__}-{name}" for make, name in LAYOUTS])
+def test_files_come_back(
+    layout: Callable[[LlamaForCausalLM], Folder], format: str, tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    """Every tensor bit for bit, and every key of the config that describes the drafter."""
+    config, tensors = layout(target)
+    drafter = ours((config, tensors), target, tmp_path)
+    out = export_drafter(drafter, target, format, tmp_path / "again", target_name="org/target").folder
+    (file,) = out.glob("*.safetensors")
+    again = load_file(file)
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], value) for name, value in tensors.items())
+    stored = json.loads((out / "config.json").read_text())
+    kept = config | (RENAMED if layout is angelslim_eagle3 else {})
+    bookkeeping = {"speculators_version", "speculators_config", "rope_theta"}
+    changed = {key for key in kept.keys() - bookkeeping if not _within(kept[key], stored.get(key))}
+    assert not changed
+
+
+def _within(wanted: Any, found: Any) -> bool:
+    """Return whether a mapping has all keys and values of another one, in nested mappings too."""
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and all(_within(value, found.get(key)) for key, value in wanted.items())
+    return wanted == found
+
+
+CONVERSIONS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
+    (zlab_dflash, "vllm"),  # ids count from 1, the convention of the anchor is written
+    (sglang_eagle3, "vllm"),  # ids count from 1, norm_before_residual is written
+    (speculators_eagle3, "sglang"),
+    (speculators_eagle3, "transformers"),
+    (speculators_dspark, "transformers"),
+    (eagle1, "sglang"),  # without embeddings
+    (medusa_of_the_original, "vllm"),
+]
+
+
+@pytest.mark.parametrize(("layout", "format"), CONVERSIONS, ids=[f"{m.__name__}-{name}" for m, name in CONVERSIONS])
+def test_conversions_keep_the_logits(
+    layout: Callable[[LlamaForCausalLM], Folder], format: str, tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    drafter = ours(layout(target), target, tmp_path)
+    out = export_drafter(drafter, target, format, tmp_path / "again", target_name="org/target").folder
+    again = load_drafter(out, target)
+    wide, logits = six_layers().double(), []
+    for each in (drafter, again):
+        assert isinstance(each, TrainableDrafter)
+        each.attach(wide)
+        logits.append(decoded_logits(each.double(), wide, PROMPT, DRAFTED))
+    assert torch.equal(logits[0].isinf(), logits[1].isinf())
+    assert (logits[0] - logits[1]).nan_to_num(0.0).abs().max() < 1e-12
+
+
+def test_peagles_mask_comes_back_as_an_equivalent_one(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """The stored vector is an input of fc with one output; every other tensor comes back bit for bit."""
+    tensors = eagle3_tensors() | random_tensors({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=2)
+    drafter = ours((speculators("peagle", **VLLM, mask_token_id=17), tensors), target, tmp_path)
+    out = export_drafter(drafter, target, "vllm", tmp_path / "again", target_name="org/target").folder
+    again = load_file(out / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], value) for name, value in tensors.items() if name != "mask_hidden")
+    one, other = (w["mask_hidden"][0, 0].double() @ w["fc.weight"].T.double() for w in (tensors, again))
+    assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_deepspecs_dspark_in_speculators_layout(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """The same block tensors, with ids that count from 1, and without the target's embeddings and lm_head."""
+    config = llama_config(model_type="qwen3", block_size=4, num_target_layers=6, layer_types=["full_attention"])
+    config |= {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 17, "target_layer_ids": [1, 3], "markov_rank": 5}
+    own = dflash_tensors() | random_tensors({f"markov_head.markov_w{i}.weight": (VOCAB, 5) for i in (1, 2)}, 3)
+    shared = {"embed_tokens.weight": target.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
+    drafter = ours((config, own | shared), target, tmp_path)
+    out = export_drafter(drafter, target, "vllm", tmp_path / "again", target_name="org/target").folder
+    again, stored = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+    assert again.keys() == own.keys()
+    assert all(torch.equal(again[name], value) for name, value in own.items())
+    assert (stored["aux_hidden_state_layer_ids"], stored["sample_from_anchor"]) == ([2, 4], True)
+
+
+UNSUITED: dict[str, tuple[dict[str, Any], str]] = {
+    "a trained mask": ({}, "a trained mask embedding; expected the embedding of a token, or format=vllm"),
+    "the anchor": ({"sample_from_anchor": True}, "sample_from_anchor=True; expected false, or format=vllm"),
+    "Markov": ({"markov_rank": 3}, "markov_rank=3; expected 0, or format=vllm"),
+    "confidence": ({"confidence_head": True}, "a confidence head; expected none, or format=vllm"),
+    "own lm_head": ({"draft_vocabulary": KEPT}, "an lm_head of its own; expected the target's, or format=vllm"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUITED)
+def test_what_sglangs_dflash_cannot_hold_is_refused(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    options, message = UNSUITED[name]
+    with pytest.raises(ConfigError, match=message):
+        export_drafter(made("dflash", target, **options), target, "sglang", tmp_path / "out", target_name="org/target")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sglangs_command_counts_the_anchor(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = ours(zlab_dflash(target), target, tmp_path)
+    result = export_drafter(drafter, target, "sglang", tmp_path / "out", target_name="org/target")
+    assert "--speculative-algorithm DFLASH" in result.usage
+    assert "--speculative-num-draft-tokens 4" in result.usage
