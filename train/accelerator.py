@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.distill.embedded.training import bf16_is_fast
@@ -51,7 +56,8 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         mixed_precision="no",
         log_with=None if recipe.tracker == "none" else recipe.tracker,
         project_dir=str(folder / TRACKER_FOLDER),
-        kwargs_handlers=[group],
+        # Gradients are views of the buffers that are reduced: DDP would hold a second copy of them.
+        kwargs_handlers=[group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         **options,
     )
     require_divisible(recipe, accelerator.num_processes)  # launchers other than torchrun set other variables

@@ -239,7 +239,8 @@ def optimizers(
 ) -> Optimizers:
     """Return optimizers with a learning rate of 0, which every step sets.
 
-    Muon optimizes the matrices inside the layers and AdamW the rest, as Muon's authors recommend.
+    Muon optimizes the matrices inside the layers and AdamW the rest, as Muon's authors recommend. The fused AdamW needs
+    no memory beside the moments; an accelerator's default, which updates lists of tensors, needs that of the weights.
 
     Args:
         kind: the recipe's `train.optimizer`.
@@ -257,9 +258,9 @@ def optimizers(
         made.append(Muon(matrices, lr=0.0, weight_decay=weight_decay, dtype=dtype))
     if adapters is not None:
         group = {"params": list(adapters), "ratio": ratio}
-        made.append(torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=0.0))
+        made.append(torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True))
     if rest:
-        made.append(torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=weight_decay))
+        made.append(torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True))
     return made
 
 

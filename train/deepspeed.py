@@ -208,7 +208,7 @@ class ZeroEngine:
         """Allocate the moments as AdamW's first step would, so that they can be set."""
         for flat in self._flats():
             moments = {key: torch.zeros_like(flat) for key in MOMENTS}
-            self._zero.optimizer.state[flat] = {"step": torch.tensor(count), **moments}
+            self._zero.optimizer.state[flat] = {"step": torch.tensor(count, device=flat.device), **moments}
         if not self._sharded:
             self._zero._lazy_init_hp_params_optimizer_state()
 

@@ -139,7 +139,9 @@ class TorchEngine:
                 moments = state.moments.get(names[parameter])
                 if moments:
                     optimizer.state[parameter] = {
-                        key: value if key == "step" else like(value.to(parameter.device), parameter)
+                        key: value.to(parameter.device)
+                        if key == "step"
+                        else like(value.to(parameter.device), parameter)
                         for key, value in moments.items()
                     }
 

@@ -74,6 +74,8 @@ class DryStep:
     batch: Callable[[], Batch]
     device: str
     bf16: bool
+    keeps_gradients: bool = False
+    """Whether the gradients' memory is kept between steps, as DDP's buckets are."""
 
     def run(self) -> None:
         """Take a step with a single accumulation step."""
@@ -91,7 +93,7 @@ class DryStep:
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
 
 def dry_step(recipe: Recipe, target: PreTrainedModel, *, device: str, processes: int, bf16: bool) -> DryStep:

@@ -133,13 +133,13 @@ def estimate_memory(
         target = target_of(recipe, config)
         weights = live.now
         step = dry_step(recipe, target, device=device, processes=processes, bf16=bf16)
+        step.keeps_gradients = processes > 1 and not sharded
         drafted = live.now - weights
         trained = sum(p.numel() * p.element_size() for p in step.module.parameters() if p.requires_grad)
         for _ in range(2):
             live.peak = live.now
             step.run()
         moments = _moments(step.optimizers)
-        copies = 2 if processes > 1 and not sharded else 1  # DDP also keeps gradients in buckets
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
         if data.response == "target" and recipe.teacher.kind != "logprobs":
@@ -156,7 +156,7 @@ def estimate_memory(
         return MemoryEstimate(
             target=weights - _elsewhere(recipe, target, beside_host, processes),
             drafter=drafted,
-            gradients=copies * trained,
+            gradients=trained,
             optimizer=moments // processes if sharded else moments,
             activations=rest,
             cache=cache,

@@ -135,6 +135,12 @@ def test_launch_configs_are_accelerates_own(name: str) -> None:
     assert config.distributed_type == engine
 
 
+def test_ddp_keeps_one_copy_of_the_gradients(recipe_file: Path, tmp_path: Path) -> None:
+    handler = launching.make_accelerator(load_recipe(str(recipe_file)), tmp_path).ddp_handler
+    assert handler is not None
+    assert handler.gradient_as_bucket_view
+
+
 def test_launch_configs_are_no_recipes() -> None:
     assert CONFIGS
     assert not any(name.startswith("accelerate/") for name in shipped_recipes())

@@ -15,6 +15,7 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import Medusa
 from draftsmith.train.builders import optimizers, step_and_optimizers
 from draftsmith.train.data import collate
+from draftsmith.train.estimate.fake_run import LiveBytes
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Last
 
@@ -110,6 +111,17 @@ def test_muon_takes_the_matrices_inside_the_layers() -> None:
     assert every == {id(weight) for weight in drafter.parameters()}
     (alone,) = optimizers(drafter, "adamw", 0.0)
     assert len(alone.param_groups[0]["params"]) == len(list(drafter.parameters()))
+
+
+def test_adamw_needs_no_memory_beside_its_moments() -> None:
+    drafter = Medusa.from_target(make_llama())
+    (adamw,) = optimizers(drafter, "adamw", 0.1)
+    for weight in drafter.parameters():
+        weight.grad = torch.ones_like(weight)
+    adamw.step()
+    with LiveBytes() as live:
+        adamw.step()
+    assert live.peak < max(weight.numel() * weight.element_size() for weight in drafter.parameters())
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)])
