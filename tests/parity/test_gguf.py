@@ -32,10 +32,12 @@ SIZES = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2,
 SIZES |= {"num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 128, "initializer_range": 0.2}
 
 
-def byte_tokenizer(split: Any = None, **changes: Any) -> PreTrainedTokenizerFast:
+def byte_tokenizer(
+    split: Any = None, more: tuple[tuple[str, str], ...] = (), **changes: Any
+) -> PreTrainedTokenizerFast:
     """Byte-level: 2 special tokens, 256 bytes, 3 pairs and 2 added tokens; by default split as GPT-2's."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("r", "e"), ("Ġ", "x"), ("re", "t")]
+    merges = [("r", "e"), ("Ġ", "x"), ("re", "t"), *more]
     pieces = ["<|pad|>", "<|eos|>", *alphabet, *("".join(pair) for pair in merges)]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **changes))

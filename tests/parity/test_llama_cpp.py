@@ -15,10 +15,11 @@ import pytest
 import torch
 from parity.llama_cpp_engine import Engine
 from parity.test_exports import made
-from parity.test_gguf import SIZES, VOCAB, byte_tokenizer, draft_model, read, written
+from parity.test_gguf import BYTES, SIZES, VOCAB, byte_tokenizer, draft_model, read, sequence, split, written
 from parity.test_gguf import target as target
 from piece_tokenizer import make_piece_tokenizer
 from recording import decoded_confidences, decoded_logits
+from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -68,18 +69,28 @@ def test_the_same_logits_and_texts(name: str, tmp_path: Path, target: LlamaForCa
     assert [next(drawn) for _ in range(24)] == text.tolist()
 
 
-@pytest.mark.parametrize("kind", ["bytes", "pieces"])
-def test_the_same_tokens(kind: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
-    tokenizer = (
-        byte_tokenizer() if kind == "bytes" else make_piece_tokenizer(metaspace=False, fallback=bytes(range(256)))
-    )
+MORE = (("1", "2"), ("12", "3"), ("123", "4"), ("Ċ", "Ċ"), ("Ġ", "Ġ"), ("ĠĠ", "Ġ"), ("'", "v"))
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+PIECES = make_piece_tokenizer(metaspace=False, fallback=bytes(range(256)))
+TOKENIZERS = {
+    "GPT-2": byte_tokenizer(more=MORE),
+    "SmolLM": byte_tokenizer(sequence(DIGITS, pre_tokenizers.ByteLevel(add_prefix_space=False)), MORE),
+    "Llama 3": byte_tokenizer(sequence(split(r"\p{N}{1,3}"), BYTES), MORE, ignore_merges=True),
+    "Qwen2": byte_tokenizer(sequence(split(r"\p{N}"), BYTES), MORE),
+    "Llama 2": PIECES,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_same_tokens(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """The byte-level vocabulary has merges that cross the borders of each splitting."""
     wide = made("draft_model", target, config={"model_type": "llama", **SIZES})
     wide.vocab_size = 400
     wide.model.resize_token_embeddings(400)
-    file = written(wide, target, tmp_path / "out", tokenizer=tokenizer).folder / "drafter.gguf"
+    file = written(wide, target, tmp_path / "out", tokenizer=TOKENIZERS[name]).folder / "drafter.gguf"
     engine = loaded(file)
     for text in TEXTS:
-        assert engine.tokenize(text.encode(), add_bos=False, special=False) == tokenizer(text)["input_ids"], text
+        assert engine.tokenize(text.encode(), add_bos=False, special=False) == TOKENIZERS[name](text)["input_ids"], text
 
 
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -228,7 +228,7 @@ def test_only_files_with_the_module_are_written(tmp_path: Path) -> None:
 def test_import_saves_the_targets_own_module(tmp_path: Path, tiny_tokenizer: Any) -> None:
     target, module = make_target("DeepSeek's names", tmp_path / "t")
     tiny_tokenizer.save_pretrained(tmp_path / "t")
-    request = ImportRequest("native-mtp", str(tmp_path / "t"), tmp_path / "ours", self_test=False)
+    request = ImportRequest("native-mtp", str(tmp_path / "t"), tmp_path / "ours")
     assert import_from(request).drafter.type == "mtp"
     again = load_drafter(tmp_path / "ours", target)
     assert torch.equal(again.body.layers[0].mlp.up_proj.weight, module["layers.0.mlp.up_proj.weight"])
