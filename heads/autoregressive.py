@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.hidden_states import positions_like
+from draftsmith.heads.hidden_states import positions_like, require_layers
 from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary, windows_of
 from draftsmith.heads.lm_head import logits_head, weight_of
 from draftsmith.heads.unrolled_attention import UnrolledAttention
@@ -128,6 +128,7 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
         self.vocab_size, self.context_limit = body.config.vocab_size, body.config.max_position_embeddings
 
     def attach(self, target: PreTrainedModel) -> None:
+        require_layers(target, self.needs.layers)
         self.body.attach(target)
 
     @property

@@ -229,21 +229,33 @@ def _of_target(
 ) -> PreTrainedModel:
     """Return a model of the target's architecture, with fewer layers and optionally other widths."""
     config = deepcopy(target.config)
-    depth = config.num_hidden_layers
+    depth = getattr(config, "num_hidden_layers", None)
+    if depth is None:
+        raise ConfigError(
+            f"model_type={config.model_type!r} is made of several models; expected drafter.config or drafter.model"
+        )
     if not isinstance(keep, str):
         if not keep or any(not 0 <= layer < depth for layer in keep) or sorted(set(keep)) != keep:
             raise ConfigError.of("drafter.keep", keep, f"rising layers of the target, 0 to {depth - 1}")
         num_hidden_layers = len(keep)
     if not 1 <= num_hidden_layers <= depth:
         raise ConfigError.of("drafter.num_hidden_layers", num_hidden_layers, f"1 to the target's {depth}")
+    if init == "random" and getattr(config, "altup_num_inputs", 1) > 1:
+        raise ConfigError(
+            f"model_type={config.model_type!r} with random weights has no finite gradients at padding; "
+            "expected drafter.config with another model_type, such as llama"
+        )
     chosen = kept_layers(keep, num_hidden_layers, depth)
-    _resize(config, chosen, widths)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
+        config = _resized(config, chosen, widths)
         model = _built(lambda kind: auto.from_config(config, dtype=torch.float32, attn_implementation=kind))
-    except (RuntimeError, MemoryError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # architectures have conditions of their own, and errors without a common base class
         raise ConfigError(
-            f"drafter of sizes {tuple(widths)} cannot be built ({reason_of(error)}); expected smaller sizes"
+            f"drafter of layers {chosen} and sizes {tuple(widths)} cannot be built ({reason_of(error)}); expected "
+            "other layers or sizes, drafter.config or drafter.model"
         ) from error
     if init == "target_layers":
         if widths != _Widths():
@@ -263,17 +275,24 @@ def kept_layers(keep: str | list[int], count: int, depth: int) -> list[int]:
     return list(range(depth - count, depth))
 
 
-def _resize(config: PreTrainedConfig, layers: list[int], widths: _Widths) -> None:
-    """Change `config` in place to the number of these layers and to the given widths."""
+def _resized(config: PreTrainedConfig, layers: list[int], widths: _Widths) -> PreTrainedConfig:
+    """Return `config` with the number of these layers and the given widths; it is changed."""
     hidden, intermediate, heads = widths
+    own = config.to_dict().get("per_layer_config") or {}  # Gemma 4: values of single layers
+    if getattr(config, "num_kv_shared_layers", 0):
+        config.num_kv_shared_layers = 0  # a few layers have keys of their own
     config.num_hidden_layers = len(layers)
     if config.is_encoder_decoder:
         config.num_decoder_layers = len(layers)
     _keep_types(config, layers)
+    if own:  # made again as it is when a checkpoint is loaded, where the last layer becomes a full one
+        values = {name: value for name, value in config.to_dict().items() if name != "per_layer_config"}
+        kept = {new: own[key] for new, old in enumerate(layers) for key in (old, str(old)) if key in own}
+        config = type(config)(**{**values, "per_layer_config": kept})
     if intermediate is not None:
         config.intermediate_size = intermediate
     if hidden is None and heads is None:
-        return
+        return config
     config.hidden_size = hidden or config.hidden_size
     config.num_attention_heads = heads or config.num_attention_heads
     if config.hidden_size % config.num_attention_heads:
@@ -284,13 +303,14 @@ def _resize(config: PreTrainedConfig, layers: list[int], widths: _Widths) -> Non
         config.num_key_value_heads = config.num_attention_heads
     if hasattr(config, "head_dim"):
         config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
 
 
 def _keep_types(config: PreTrainedConfig, layers: list[int]) -> None:
-    """Keep the types of these layers in place; a config that derives them from the layers' numbers is unchanged."""
-    for name in ("layer_types", "mlp_layer_types"):
+    """Keep the types and sizes of these layers in place; where derived from the layers' numbers, they are unchanged."""
+    for name in ("layer_types", "mlp_layer_types", "intermediate_size", "activation_sparsity_pattern"):
         stored = getattr(type(config), config.attribute_map.get(name, name), None)
-        if not isinstance(stored, property) and getattr(config, name, None):
+        if not isinstance(stored, property) and isinstance(getattr(config, name, None), list | tuple):
             setattr(config, name, [getattr(config, name)[layer] for layer in layers])
 
 
@@ -343,6 +363,11 @@ def first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
     """Return `target` with only its first `count` layers; the modules are the target's own, not copies."""
     config = deepcopy(target.config)
     text = config.get_text_config(decoder=True)
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        raise ConfigError(
+            f"model_type={config.model_type!r} has one table of embeddings for all layers; expected another target for "
+            "early exit"
+        )
     try:
         text.num_hidden_layers = count
     except NotImplementedError as error:  # ProphetNet has an encoder's and a decoder's number

@@ -218,7 +218,20 @@ def require_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
         return
     if model.config.is_encoder_decoder:
         raise ConfigError(f"model_type={model.config.model_type!r}; expected a decoder-only target for these features")
+    if set(layers) != {FINAL}:
+        _require_one_stream(model)
     depth = text_config(model).num_hidden_layers
     wrong = [layer for layer in layers if layer != FINAL and not 1 <= layer <= depth]
     if wrong:
         raise ConfigError.of("drafter layers", list(layers), f"1 to {depth}, which is what the target has")
+
+
+def _require_one_stream(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a target whose layers return several hidden states of each token."""
+    config = text_config(model)
+    for name in ("altup_num_inputs", "hc_mult", "hc_count"):
+        if (count := getattr(config, name, None) or 1) > 1:
+            raise ConfigError(
+                f"model_type={config.model_type!r} has {count} streams of hidden states between its layers ({name}); "
+                "expected a drafter that reads the last state only, such as 'medusa', 'eagle' or 'mtp'"
+            )

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.lm_head import weight_of
-from draftsmith.heads.model_config import text_config
+from draftsmith.heads.model_config import layer_value, text_config
 
 # Shapes: B rows, T tokens read, S keys, h heads, d head size, H hidden size, A = h * d.
 
@@ -190,9 +190,12 @@ def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
 
 
 def layer_config(target: PreTrainedModel, num_hidden_layers: int, **changes: Any) -> LlamaConfig:
-    """Return a Llama config with the width, heads, MLP size and positions of a target of any architecture."""
+    """Return a Llama config with the width, heads, MLP size and positions of a target of any architecture.
+
+    Where layers differ (Gemma 3n and 4), heads and MLP size are those of the first one, whose attention slides.
+    """
     config = text_config(target)
-    hidden, attends = config.hidden_size, getattr(config, "num_attention_heads", None)
+    hidden, attends = config.hidden_size, layer_value(config, "num_attention_heads")
     heads = attends or max(1, hidden // 64)  # a purely recurrent target has none
     width = weight_of(target.get_input_embeddings()).shape[1]
     if width != hidden:
@@ -202,11 +205,11 @@ def layer_config(target: PreTrainedModel, num_hidden_layers: int, **changes: Any
     values = {
         "vocab_size": config.vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * hidden,
+        "intermediate_size": layer_value(config, "intermediate_size") or 4 * hidden,
         "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": (getattr(config, "head_dim", None) if attends else None) or hidden // heads,
+        "num_key_value_heads": layer_value(config, "num_key_value_heads") or heads,
+        "head_dim": (layer_value(config, "head_dim") if attends else None) or hidden // heads,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 4096,
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
         "rope_parameters": _rope_parameters(config),
@@ -226,7 +229,9 @@ def ready(config: LlamaConfig) -> LlamaConfig:
 def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the config's rotary parameters, for rotation of the whole head."""
     rope = getattr(config, "rope_parameters", None) or {}
-    if "full_attention" in rope:  # one entry per type of layer
-        rope = rope["full_attention"]
+    if "full_attention" in rope:  # one entry per type of layer, None for one without rotation
+        rope = rope["full_attention"] or rope.get("sliding_attention") or {}
     rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    if rope.get("rope_type") == "proportional":  # Gemma 4: the default one, for a part of each head
+        rope["rope_type"] = "default"
     return {"rope_type": "default", "rope_theta": 10000.0, **rope}

@@ -1,5 +1,7 @@
 """Values of a transformers model's config that architectures store in different ways."""
 
+from typing import Any
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
@@ -8,6 +10,14 @@ from draftsmith.errors import ConfigError
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the config of the model's text decoder, which for most models is the model's config."""
     return model.config.get_text_config(decoder=True)
+
+
+def layer_value(config: PreTrainedConfig, name: str, layer: int = 0) -> Any:
+    """Return a config's value for one layer, None if it has none; layers of Gemma 3n and 4 differ."""
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+    value = getattr(config, name, None)
+    return value[layer] if isinstance(value, list | tuple) else value
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:

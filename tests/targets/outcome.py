@@ -3,16 +3,23 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.distill.objective import Objective
+from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.model_config import start_token
+from draftsmith.train.data import collate
+from draftsmith.train.step import AgreementStep, Last
 
 from .tiny import VOCAB, build
 
@@ -73,6 +80,10 @@ class Outcome:
     trees: str = ""
     batch: str = ""
     early_exit: str = ""
+    draft_model: str = ""
+    """One training step of a draft model of the target's architecture; empty where the target is refused."""
+    medusa: str = ""
+    eagle3: str = ""
 
 
 def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
@@ -87,13 +98,35 @@ def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
         return replace(empty, broken=_line(error))
     expected = [*texts.values()]
     chains, trees = (NoisyReference(texts, branches=branches) for branches in (False, True))
-    return replace(
+    outcome = replace(
         empty,
         chains=_tried(lambda: _alone(SpeculativeDecoder(model, chains)) == expected),
         trees=_tried(lambda: _alone(SpeculativeDecoder(model, trees)) == expected),
         batch=_tried(lambda: _together(SpeculativeDecoder(model, chains)) == expected),
         early_exit=_tried(lambda: _alone(SpeculativeDecoder(model, EarlyExit(model), draft_length=3)) == expected),
     )
+    if outcome.chains != EXACT:
+        return outcome
+    model.float()  # eager masks of float64 are infinite where a row of padding sees nothing
+    return replace(
+        outcome,
+        draft_model=_tried(lambda: trains(model, "draft_model")),
+        medusa=_tried(lambda: trains(model, "medusa")),
+        eagle3=_tried(lambda: trains(model, "eagle3", layers=[1])),
+    )
+
+
+def trains(target: PreTrainedModel, kind: str, **options: Any) -> bool:
+    """Return whether one step of a new drafter in float32 has a loss and gradients that are finite."""
+    target.requires_grad_(False)
+    drafter = HEADS[kind].from_target(target, **options)
+    step = AgreementStep(drafter, Objective(), OnlineTeacher(target, drafter.needs.layers))
+    start = start_token(target) if target.config.is_encoder_decoder else None
+    rows = Dataset.from_list([{"input_ids": [*text, *text], "spans": [[len(text), 2 * len(text)]]} for text in PROMPTS])
+    loss = step(collate(rows, [*range(len(PROMPTS))], torch.device("cpu"), start), 0.0, Last())[0]
+    loss.backward()
+    gradients = [weight.grad for weight in drafter.parameters() if weight.grad is not None]
+    return bool(gradients) and all(value.isfinite().all() for value in [loss, *gradients])
 
 
 def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:

@@ -7,6 +7,8 @@ import transformers
 from .outcome import EXACT, Outcome
 
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
+ENCODER_DECODER = "model_type={!r}; expected a decoder-only target for these features"
+"""EAGLE-3 with every encoder-decoder class, which is said once above the table."""
 VERSION = f"transformers {transformers.__version__}"
 HEAD = """# Targets
 
@@ -35,14 +37,17 @@ A model whose logits after a token depend on later tokens cannot verify several 
 
 The table is the outcome of a test: each class is built with random weights and a few layers in float64, and its greedy
 texts are compared with those of `generate`, for chains, trees and a batch of prompts of different lengths, with drafts
-that are wrong at random positions. `exact` means that all tokens are equal. A model is measured again before it is
-used, so other sizes and options than those of the table may be accepted or refused. Attention that an indexer limits
-to the tokens with the best scores (DeepSeek-V3.2) has no unique outcome where scores are equal; released models have
-enough heads that this does not occur.
+that are wrong at random positions. `exact` means that all tokens are equal. `trains` means that one training step of a
+new drafter in float32 has finite gradients. The draft model of that step has the target's architecture;
+`drafter.config` and `drafter.model` choose another. EAGLE-3 reads decoder-only targets.
+
+A model is measured again before it is used, so other sizes and options than those of the table may be accepted or
+refused. Attention that an indexer limits to the tokens with the best scores (DeepSeek-V3.2) has no unique outcome where
+scores are equal; released models have enough heads that this does not occur.
 """
 TABLE = """
-| family | class | chains | trees | batch | reason |
-|---|---|---|---|---|---|
+| family | class | chains | trees | batch | draft model | Medusa | EAGLE-3 | reason |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -50,14 +55,23 @@ def row(outcome: Outcome) -> str:
     """Return the table row of one class."""
     cells = [outcome.chains, outcome.trees, outcome.batch]
     shown = [cell if cell == EXACT else "refused" for cell in cells]
-    return " | ".join([f"| `{outcome.family}`", f"`{outcome.name}`", *shown, f"{_reason(outcome)} |"])
+    shown += ["trains" if cell == EXACT else "refused" if cell else "" for cell in _trained(outcome).values()]
+    return " | ".join([f"| `{outcome.family}`", f"`{outcome.name}`", *shown, f"{_reasons(outcome)} |"])
 
 
-def _reason(outcome: Outcome) -> str:
-    """Return why the class is refused, or only for trees, in a cell of the table."""
+def _trained(outcome: Outcome) -> dict[str, str]:
+    return {"draft model": outcome.draft_model, "Medusa": outcome.medusa, "EAGLE-3": outcome.eagle3}
+
+
+def _reasons(outcome: Outcome) -> str:
+    """Return why the class is refused, or only for trees or single drafters, in a cell of the table."""
     text = next((cell for cell in (outcome.chains, outcome.trees) if cell != EXACT), "")
-    text = text.split("reads chains only: ")[-1].removeprefix(f"model_type='{outcome.family}' ")
-    return text.split("; expected")[0].replace("|", "/").replace("[", "").replace("]", "")
+    reasons = [text.split("reads chains only: ")[-1]] if text else []
+    for name, cell in _trained(outcome).items():
+        if cell not in ("", EXACT, ENCODER_DECODER.format(outcome.family)):
+            reasons.append(f"{name}: {cell}")
+    plain = [text.replace(f"model_type='{outcome.family}' ", "").split("; expected")[0] for text in reasons]
+    return "; ".join(plain).replace("|", "/").replace("[", "").replace("]", "")
 
 
 def page(outcomes: list[Outcome]) -> str:

@@ -27,7 +27,8 @@ def test_texts_are_those_of_generate_or_the_class_is_refused(name: str) -> None:
     if name in FAST:
         assert outcome.chains == EXACT
         assert outcome.batch == EXACT
-    for cell in (outcome.chains, outcome.trees, outcome.batch, outcome.early_exit):
+    decoded = (outcome.chains, outcome.trees, outcome.batch, outcome.early_exit)
+    for cell in (*decoded, outcome.draft_model, outcome.medusa, outcome.eagle3):
         assert cell != "wrong"
         assert not cell.startswith("CRASH")
     page = PAGE.read_text(encoding="utf-8")

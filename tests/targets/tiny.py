@@ -42,6 +42,12 @@ def _dims(**more: Any) -> dict[str, Any]:
 MLA = {"num_key_value_heads": 4, "head_dim": 8}
 """Latent attention has as many key heads as query heads, and rotates heads of `qk_rope_head_dim`."""
 HEADS = {"head_dim": 8}
+GEMMA_4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "per_layer_config": {1: {"head_dim": 16}, 3: {"head_dim": 16}},
+    "head_dim": 8,
+}
 ZAMBA = ["linear_attention", "hybrid", "linear_attention"]
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": MLA,
@@ -56,7 +62,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}},
     "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_length": 4, "position_bias_num_buckets": 8,
                "position_bias_max_distance": 12},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 1e4},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
              "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
              "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
     "deepseek_v2": {**MLA, "num_experts_per_tok": 2, "topk_method": "greedy"},
@@ -64,7 +70,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v32": MLA,
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "dots3_note_text": {"num_attention_heads": 4, "num_key_value_heads": 4, "per_layer_config": {}, "head_dim": 8},
+    "dots3_note_text": {"num_attention_heads": 4, "num_key_value_heads": 4, "per_layer_config": {}, "head_dim": 16},
     "encoder-decoder": {"encoder": _dims(model_type="bert"), "decoder": _dims(
         model_type="bert", is_decoder=True, add_cross_attention=True)},
     "falcon": {"head_dim": None},
@@ -72,8 +78,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "laurel_rank": 4, "intermediate_size": [48] * 4,
                      "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
                      "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma4_text": {"per_layer_config": {1: {"head_dim": 16}}, "head_dim": 8},
-    "gemma4_unified_text": {"per_layer_config": {1: {"head_dim": 16}}, "head_dim": 8},
+    "gemma4_text": GEMMA_4,
+    "gemma4_unified_text": {**GEMMA_4, "hidden_size_per_layer_input": 0},
     "glm4_moe_lite": MLA,
     "glm_moe_dsa": MLA,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
@@ -139,6 +145,7 @@ def tiny_config(kind: type[PreTrainedModel]) -> PreTrainedConfig:
     make = kind.config_class
     assert make is not None
     default = make()
+    default.allow_global_per_layer_attribute_access = True  # Gemma 4 has sizes that differ between layers
     values = {}
     for key, value in SIZES.items():
         try:

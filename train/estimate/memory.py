@@ -16,6 +16,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.hidden_states import final_states, layer_lists
+from draftsmith.heads.model_config import layer_value
 from draftsmith.train.accelerator import precision
 from draftsmith.train.context import RunContext
 from draftsmith.train.estimate.fake_run import (
@@ -253,10 +254,13 @@ def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:
     `config`: of the model that decodes them.
     """
     text, data = config.get_text_config(decoder=True), recipe.data
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = (
-        getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
-    )
+    values = 0
+    for layer in range(text.num_hidden_layers):
+        heads = layer_value(text, "num_attention_heads", layer)
+        if heads is None:  # a purely recurrent model has none
+            break
+        size = layer_value(text, "head_dim", layer) or getattr(text, "d_kv", None) or text.hidden_size // heads
+        values += 2 * size * (layer_value(text, "num_key_value_heads", layer) or heads)
     prompt = 1 if config.is_encoder_decoder else data.prompt_tokens
     slots = prompt + min(FIRST_SLOTS, data.response_tokens)
     while slots < prompt + data.response_tokens:
@@ -264,7 +268,7 @@ def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:
     if config.is_encoder_decoder:
         slots += data.prompt_tokens  # the encoder's, read by every layer of the decoder
     bytes_each = torch.empty(0, dtype=DTYPES[recipe.target.dtype]).element_size()
-    return 2 * text.num_hidden_layers * _together(recipe) * heads * size * slots * bytes_each
+    return values * _together(recipe) * slots * bytes_each
 
 
 def _together(recipe: Recipe) -> int:
