@@ -109,7 +109,7 @@ class Attention(nn.Module):
             q_BThd, gate_BTA = q_BThd.flatten(2), gate_BThd.flatten(2)
         q_BhTd = self.q_norm(self._heads(q_BThd)).transpose(1, 2)
         k_BhTd, v_BhTd = self.keys(x_BTH)
-        q_BhTd, k_BhTd = rotated(q_BhTd, rope), rotated(k_BhTd, rope)
+        q_BhTd, k_BhTd = rotated(q_BhTd, k_BhTd, rope)
         out_BTA = attend(self.layer, q_BhTd, k_BhTd, v_BhTd).transpose(1, 2).flatten(2)
         return self.o_proj(out_BTA if gate_BTA is None else out_BTA * gate_BTA.sigmoid())
 
@@ -122,11 +122,13 @@ class Attention(nn.Module):
         return x_BTA.unflatten(-1, (-1, self.head_dim))
 
 
-def rotated(x_BhTd: Tensor, rope: Rope) -> Tensor:
-    """Return queries or keys, of which the first values of each head, as many as `rope` has, are rotated."""
-    turned_BhTr, rest_BhTs = x_BhTd.tensor_split([rope[0].shape[-1]], -1)
-    turned_BhTr = apply_rotary_pos_emb(turned_BhTr, turned_BhTr, *rope)[0]
-    return torch.cat([turned_BhTr, rest_BhTs], -1) if rest_BhTs.shape[-1] else turned_BhTr
+def rotated(q_BhTd: Tensor, k_BhTd: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Return queries and keys, of which the first values of each head, as many as `rope` has, are rotated."""
+    turned = rope[0].shape[-1]
+    if turned == q_BhTd.shape[-1]:
+        return apply_rotary_pos_emb(q_BhTd, k_BhTd, *rope)
+    q_BhTr, k_BhTr = apply_rotary_pos_emb(q_BhTd[..., :turned], k_BhTd[..., :turned], *rope)
+    return torch.cat([q_BhTr, q_BhTd[..., turned:]], -1), torch.cat([k_BhTr, k_BhTd[..., turned:]], -1)
 
 
 class DecoderLayer(nn.Module):

@@ -296,6 +296,7 @@ def test_a_part_of_each_head_is_rotated() -> None:
     config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": 0.25}
     cos, sin = rotary(config)(torch.zeros(1, 3, 4), torch.arange(3)[None])
     assert cos.shape[-1] == config.head_dim // 4
-    x = torch.randn(1, 2, 3, config.head_dim)
-    assert torch.equal(rotated(x, (cos, sin))[..., config.head_dim // 4 :], x[..., config.head_dim // 4 :])
-    assert not torch.equal(rotated(x, (cos, sin))[..., 1, :4], x[..., 1, :4])
+    q, k = torch.randn(2, 1, 2, 3, config.head_dim)
+    for before, after in zip((q, k), rotated(q, k, (cos, sin)), strict=True):
+        assert torch.equal(after[..., config.head_dim // 4 :], before[..., config.head_dim // 4 :])
+        assert not torch.equal(after[..., 1, :4], before[..., 1, :4])
