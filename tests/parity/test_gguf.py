@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import make_llama
+from packaging.version import Version
 from parity.test_exports import exported, made
 from piece_tokenizer import make_piece_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -141,6 +143,8 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path, target
     out = written(drafter, target, tmp_path / "out").folder
     again = AutoModelForCausalLM.from_pretrained(out, gguf_file="drafter.gguf", dtype=torch.float32)
     assert torch.equal(again(PROMPT).logits, drafter.model(PROMPT).logits)
+    if Version(transformers.__version__) < Version("5.23") and name in ("llama", "mistral"):
+        return  # 5.17 reads the tokenizer of a Llama with a BOS token only
     tokenizer = AutoTokenizer.from_pretrained(out, gguf_file="drafter.gguf")
     assert tokenizer(TEXT)["input_ids"] == byte_tokenizer()(TEXT)["input_ids"]
 
