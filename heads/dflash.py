@@ -352,12 +352,14 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         return (*self.body.head_parameters(), *own)
 
     def _anchors(self, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """Return random positions [B, A] whose next token is trained (`mask_BT`), -1 where a text has fewer."""
-        order_BT = torch.rand(mask_BT.shape, device=mask_BT.device).masked_fill(~mask_BT, 2.0)
-        order_BT = order_BT.masked_fill(
-            positions_BT == 0, 2.0
-        )  # the first token of a document has no features before it
-        best = order_BT.topk(min(self.anchors, mask_BT.shape[1]), largest=False)
+        """Return random positions [B, A] whose next token is trained (`mask_BT`), -1 where a text has fewer.
+
+        A is the number of the text that has most, at least 1, and at most `anchors`.
+        """
+        known_BT = mask_BT & (positions_BT > 0)  # the first token of a document has no features before it
+        most = known_BT.sort(1, descending=True).values.any(0).nonzero().shape[0]
+        order_BT = torch.rand(mask_BT.shape, device=mask_BT.device).masked_fill(~known_BT, 2.0)
+        best = order_BT.topk(max(1, min(self.anchors, most)), largest=False)
         return torch.where(best.values < 2.0, best.indices, -1)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.distill.load_target import load_target
 from draftsmith.train.__main__ import main
+from draftsmith.train.estimate.memory import estimate_memory
 from draftsmith.train.recipe import load_recipe, shipped_recipes
 from draftsmith.train.run_folder import read_metrics
 
@@ -81,3 +82,11 @@ def test_a_header_is_what_is_computed(name: str, monkeypatch: pytest.MonkeyPatch
     assert f"# Hardware: {hardware}\n" in header
     assert f"# Time:     {time}\n" in header
     sys.modules.pop("recipe_costs")
+
+
+def test_blocks_at_many_anchors_fit_an_accelerator() -> None:
+    """512 blocks of 16 positions a text, for a target of 8B on one process."""
+    recipe = load_recipe("dflash/any_prompts", ["target.dtype=bfloat16"])
+    config = AutoConfig.for_model(**SHAPES["meta-llama/Llama-3.1-8B-Instruct"])
+    estimate = estimate_memory(recipe, config, bf16=True, accelerated=True)
+    assert estimate.peak < 0.9 * 80e9

@@ -1,0 +1,89 @@
+"""Attention of blocks at many anchors against a loop over single queries, in fp64, and its memory."""
+
+import pytest
+import torch
+from conftest import make_llama
+from torch import Tensor
+
+from draftsmith.heads import block_attention
+from draftsmith.heads.base import TeacherSignals
+from draftsmith.heads.block_attention import AnchoredBlocks, Windows
+from draftsmith.heads.dflash import DFlash
+
+B, A, BLOCK, T, HEADS, GROUPS, SIZE = 2, 5, 3, 9, 4, 2, 8
+
+
+def plain(
+    q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], anchors: Tensor, documents: Tensor | None
+) -> dict[tuple[int | None, bool], Tensor]:
+    """Return the output of every query by window and causality, each from its own list of keys."""
+    results = {}
+    for window in (None, 3):
+        for causal in (True, False):
+            out = torch.zeros_like(q)
+            for b in range(B):
+                for x in range(A * BLOCK):
+                    anchor, first = int(anchors[b, x // BLOCK]), x // BLOCK * BLOCK
+                    seen = [t for t in range(anchor) if window is None or t >= anchor - window]
+                    if documents is not None:
+                        seen = [t for t in seen if documents[b, t] == documents[b, anchor]]
+                    last = x + 1 if window is not None and causal else first + BLOCK
+                    for head in range(HEADS):
+                        pairs = [(context[0][b, head // 2, t], context[1][b, head // 2, t]) for t in seen]
+                        pairs += [(own[0][b, head // 2, y], own[1][b, head // 2, y]) for y in range(first, last)]
+                        scores = torch.stack([q[b, head, x] @ key for key, _ in pairs]) / SIZE**0.5
+                        out[b, head, x] = scores.softmax(0) @ torch.stack([value for _, value in pairs])
+            results[window, causal] = out
+    return results
+
+
+@pytest.mark.parametrize("queries", [1, 6, 512])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_attend_as_single_queries_do(queries: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_attention, "QUERIES", queries)
+    torch.manual_seed(0)
+    q = torch.randn(B, HEADS, A * BLOCK, SIZE, dtype=torch.float64, requires_grad=True)
+    own = [torch.randn(B, GROUPS, A * BLOCK, SIZE, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    context = [torch.randn(B, GROUPS, T, SIZE, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    anchors = torch.stack([torch.randperm(T - 1)[:A] + 1 for _ in range(B)])
+    documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2]) if packed else None
+    leaves = [q, *own, *context]
+    for (window, causal), expected in plain(q, (*context,), (*own,), anchors, documents).items():
+        attend = AnchoredBlocks([(*context,)], anchors, BLOCK, documents, Windows((window,), causal))
+        ours = attend(0, q, *own)
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+        pairs = [torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True) for out in (ours, expected)]
+        for mine, other in zip(*pairs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+def signals_of(mask_BT: Tensor) -> TeacherSignals:
+    ids_BT = torch.zeros_like(mask_BT, dtype=torch.long)
+    features = torch.randn(*mask_BT.shape, 64)
+    return TeacherSignals(ids_BT, ids_BT + 1, features[..., :32], mask_BT, features)
+
+
+def test_saved_memory_is_linear_in_the_anchors() -> None:
+    """Masks and copies of the features' keys are not kept for each group of blocks."""
+    drafter = DFlash.from_target(make_llama().requires_grad_(False), layers=[1, 2], block_size=4)
+
+    def saved(anchors: int) -> int:
+        drafter.anchors, sizes = anchors, []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+            drafter.unroll(signals_of(torch.ones(1, 1200, dtype=torch.bool)))
+        return sum(sizes)
+
+    assert saved(1000) < 2.1 * saved(500)
+
+
+def test_blocks_are_made_where_something_is_trained() -> None:
+    """As many as the text with most trained positions has, without the first position, which has no features."""
+    drafter = DFlash.from_target(make_llama().requires_grad_(False), layers=[1, 2], block_size=4, anchors=6)
+    mask_BT = torch.zeros(2, 12, dtype=torch.bool)
+    counts = []
+    for trained in (0, 1, 4, 9):
+        mask_BT[1, :trained] = True
+        places = [entry.places_BT for entry in drafter.unroll(signals_of(mask_BT))]
+        counts.append(places[0].shape[1])
+        assert (places[0] >= 0).sum() == min(6, max(0, trained - 1))
+    assert counts == [1, 1, 3, 6]
