@@ -116,6 +116,8 @@ def _drafter(recipe: Recipe, target: PreTrainedModel) -> TrainableDrafter:
     options = recipe.drafter_options()
     if options.get("model") is not None:  # only its shapes matter
         options |= {"model": None, "config": pretrained_config(options["model"])}
+    if options.get("init") == "native":  # files cannot be read here; a new module has about the same size
+        options |= {"init": "random"}
     size = checked_size(recipe.draft_vocab_size, logit_count(target))
     if size is not None:
         options["draft_vocabulary"] = list(range(size))

@@ -241,6 +241,13 @@ def test_a_pretrained_drafter_is_known_by_its_config(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 1
 
 
+def test_the_targets_own_module_counts_as_a_new_one() -> None:
+    """Its files are not read, which have no data here."""
+    config = make_llama(**WIDE).config
+    sizes = [memory.estimate_memory(recipe_of({"type": "mtp", "init": init}), config) for init in ("native", "random")]
+    assert sizes[0].drafter == sizes[1].drafter > 0
+
+
 def test_a_drafter_that_does_not_fit_is_refused_before_anything_is_loaded() -> None:
     recipe = recipe_of({"type": "draft_model", "num_hidden_layers": 9, "init": "target_layers"})
     with pytest.raises(ConfigError, match="num_hidden_layers=9; expected 1 to the target's 2"):
