@@ -21,6 +21,17 @@ REAL = [name for name in shipped_recipes() if load_recipe(name).target.model != 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 64}
 SMALL |= {"n_embd": 32, "n_layer": 6, "n_head": 4, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2}
 SMALL |= {"max_position_embeddings": 256, "n_positions": 256, "num_heads": 4, "query_pre_attn_scalar": 8}
+SMALL |= {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
+SMALL |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8, "v_head_dim": 8}
+SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+SMALL |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0}
+SMALL |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -51,6 +62,8 @@ def test_a_recipe_trains_on_a_small_model_of_the_kind(
     small = [f"output={out}", f"target.model={target}", f"data.prompts={prompts}", "data.response_tokens=16"]
     small += ["data.prompt_tokens=48", "train.steps=2", "train.evaluate_every=2", "train.batch_size=8"]
     small += ["evaluation.count=2", "evaluation.max_new_tokens=8"]
+    if recipe.target.sharded:  # over several processes
+        small.append("target.sharded=false")
     if recipe.draft_vocab_size is not None:
         small.append("drafter.draft_vocab_size=40")
     if getattr(recipe.drafter, "model", None) is not None:
@@ -66,7 +79,8 @@ def test_a_recipe_trains_on_a_small_model_of_the_kind(
 @pytest.mark.parametrize("name", REAL)
 def test_a_header_tells_hardware_time_and_what_to_approach(name: str) -> None:
     header = shipped_recipes()[name].split("\nname:")[0]
-    for line in ("# Launch:   accelerate launch", "# Hardware: one GPU of", "# Time:     about", "# Approach: "):
+    gpus = "several GPUs, with target.sharded" if load_recipe(name).target.sharded else "one GPU of"
+    for line in ("# Launch:   accelerate launch", f"# Hardware: {gpus}", "# Time:     about", "# Approach: "):
         assert header.count(f"\n{line}") == 1, line
 
 
