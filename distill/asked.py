@@ -6,6 +6,7 @@ from typing import Any
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.sources import ASSISTANT, Conversation, Message
+from draftsmith.heads.processor_inputs import ProcessorInputs
 
 
 class Asked:
@@ -19,6 +20,8 @@ class Asked:
 
     def __init__(self, index: int, prompt: list[int], turns: str) -> None:
         self.index, self.prompt = index, prompt
+        self.inputs: ProcessorInputs | None = None
+        """The processor's tensors of the prompt; a conversation with images has one turn."""
         question = json.loads(turns) if turns else {"turns": [[]], "tools": None}
         self._turns, self.tools = question["turns"], question["tools"]
         self.messages: list[Message] = list(self._turns[0])

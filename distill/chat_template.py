@@ -4,6 +4,7 @@ The assistant's tokens follow from the chat template: from its `{% generation %}
 rendering each conversation up to a turn and including it. Text is never searched for markers.
 """
 
+import json
 import re
 import signal
 import threading
@@ -22,7 +23,7 @@ from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.images import as_parts, images_in, opened
 from draftsmith.distill.sources import ASSISTANT, Conversation, Message
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.reading import read_text
 
@@ -46,6 +47,10 @@ Span = list[int]
 
 class TooLongText(ConfigError):
     """A text with too many characters to be tokenised."""
+
+
+class ImageAfterAnswer(ConfigError):
+    """A conversation that cannot be trained on, because an image follows an answer."""
 
 
 def characters(tokens: int) -> int:
@@ -124,6 +129,45 @@ class Chat:
         inputs = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
         return inputs.pop("input_ids")[0].tolist(), inputs
 
+    def row_inputs(self, images: str, ids: list[int]) -> ProcessorInputs | None:
+        """Return the processor's tensors for a text of a data set.
+
+        Args:
+            images: see `FEATURES` of distill/dataset.py; empty for a text without images.
+            ids: the text; it begins with the prompt that has the images.
+
+        Raises:
+            ConfigError: for images that are not those from which the text was made.
+        """
+        if not images:
+            return None
+        row = json.loads(images)
+        of = Conversation(row["place"], row["messages"], tools=row["tools"])
+        prompt, inputs = self.prompt_inputs(of.messages, of)
+        if prompt != ids[: len(prompt)] or inputs_fingerprint(inputs) != row["content"]:
+            raise ConfigError(f"{of.place}: an image has changed since its text was read; expected the same images")
+        return inputs
+
+    def _after_images(self, whole: Conversation) -> list[Encoded]:
+        """Return the samples of a conversation with images before its first answer.
+
+        The template shows each image as one placeholder; the processor's tokens of the prompt take its place.
+        """
+        if images_in(whole.messages[len(whole.asked) :]):
+            raise ImageAfterAnswer(f"{whole.place}: an image after an answer; expected images before the first one")
+        shown = self._ids(self._render(whole.asked, whole, opened=True), whole.place, add_special_tokens=False)
+        prompt, _ = self.prompt_inputs(whole.asked, whole)
+        samples, more = [], len(prompt) - len(shown)
+        for sample in self._turn_by_turn(whole):
+            if sample.input_ids[: len(shown)] != shown or sample.spans[0][0] < len(shown):
+                raise ConfigError(
+                    f"{whole.place}: the chat template does not show the answer after the prompt with images; "
+                    "expected another template (data.chat_template)"
+                )
+            spans = [[start + more, end + more] for start, end in sample.spans]
+            samples.append(Encoded(prompt + sample.input_ids[len(shown) :], spans))
+        return samples
+
     def answer(self, messages: list[Message], of: Conversation, prompt: list[int], tokens: list[int]) -> str:
         """Return the content of the message whose tokens were generated after `prompt`, which shows `messages`.
 
@@ -144,7 +188,8 @@ class Chat:
         Raises:
             ConfigError: for a conversation without an answer, or a template that does not show where answers are.
         """
-        _require_text(whole.messages, whole)
+        if whole.images:
+            return self._after_images(whole)
         if whole.input_ids is not None and whole.tokenizer in (None, tokenizer_fingerprint(self.tokenizer)):
             return [_checked(whole, len(self.tokenizer))]
         if not whole.messages:
@@ -273,7 +318,7 @@ class Chat:
 
 def _require_text(messages: list[Message], of: Conversation) -> None:
     if images_in(messages):
-        raise ConfigError(f"{of.place}: an image; expected text: images are read by generate, eval and check only")
+        raise ConfigError(f"{of.place}: an image; expected text: a recipe reads images with data.images")
 
 
 def _unanswered(place: str) -> ConfigError:

@@ -14,26 +14,29 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
 
-from draftsmith.distill.chat_template import Chat, Encoded, TooLongText, characters
+from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, TooLongText, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.distill.sources import Conversation, conversation, read_source, source_stamp
 from draftsmith.errors import ConfigError
+from draftsmith.heads.processor_inputs import inputs_fingerprint
 from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint, tokenizer_fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, write_json
 
-VERSION = 1
+VERSION = 2
 FEATURES = Features(
     {
         "input_ids": List(Value("int64")),
         "spans": List(List(Value("int64"))),
         "opening": Value("string"),
         "turns": Value("string"),
+        "images": Value("string"),
     }
 )
 """Columns of examples. An example without spans is a prompt for the target. `opening`: equal for conversations with the
-same first messages; `turns`: the user's turns as JSON, '' for plain text."""
+same first messages; `turns`: the user's turns as JSON, '' for plain text. `images`: '', or as JSON the messages with
+images that the text begins with, their row and a fingerprint of the processor's tensors."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class ExampleSettings:
     seed: int = 0
     subset: str | None = None
     split: str = "train"
+    images: str | None = None
+    """Folder of the images; None: rows with images are refused."""
 
 
 @dataclass
@@ -83,6 +88,8 @@ def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, re
         return _embedded(chat, settings)
     stamp = source_stamp(settings.source, settings.subset, settings.split)
     written = [str(chat.tokenizer.chat_template), chat.options]
+    if settings.images is not None:
+        stamp = [stamp, source_stamp(settings.images), str(chat.processor)]
     key = fingerprint([VERSION, stamp, tokenizer_fingerprint(chat.tokenizer), written, asdict(settings), context])
     folder = cache_dir() / "examples" / key
     with nullcontext() if folder.is_dir() else hold_cache(folder):
@@ -117,21 +124,27 @@ def _write(file: Path, chat: Chat, settings: ExampleSettings, context: int | Non
 
 def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts: Counts) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
+    folder = None if settings.images is None else Path(settings.images).expanduser()
     for place, row in read_source(settings.source, settings.subset, settings.split):
         counts.rows += 1
-        dialogue = conversation(place, row)
+        dialogue = conversation(place, row, folder)
         if dialogue.messages and not dialogue.asked:
             counts.leave_out("begin with an answer")
             continue
         try:
-            samples = _samples(chat, dialogue, settings)
+            samples, images = _samples(chat, dialogue, settings)
+        except ImageAfterAnswer:
+            counts.leave_out("have an image after an answer")
+            continue
         except TooLongText:
             counts.leave_out(f"have more than {chat.longest:,} characters")
             continue
         for sample in samples:
             reason = _too_long(sample, settings, context)
             if reason is None and settings.deduplicate:
-                twin = fingerprint([sample.input_ids, dialogue.turns if settings.every_turn else None])
+                seen_images = json.loads(images)["content"] if images else None
+                turns = dialogue.turns if settings.every_turn else None
+                twin = fingerprint([sample.input_ids, turns, seen_images])
                 reason = "are the same as another" if twin in seen else None
                 seen.add(twin)
             if reason is not None:
@@ -142,13 +155,22 @@ def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts
                 "spans": sample.spans,
                 "opening": fingerprint(dialogue.opening),
                 "turns": _turns(dialogue, settings.every_turn),
+                "images": images,
             }
 
 
-def _samples(chat: Chat, dialogue: Conversation, settings: ExampleSettings) -> list[Encoded]:
+def _samples(chat: Chat, dialogue: Conversation, settings: ExampleSettings) -> tuple[list[Encoded], str]:
+    """Return the samples of a conversation, and the column `images`, which all of them share."""
+    if not dialogue.images or settings.images is None:  # without the folder, images are refused
+        if settings.answered:
+            return chat.encode(dialogue, settings.prompt_tokens), ""
+        return [Encoded(chat.prompt(dialogue), [])], ""
+    ids, inputs = chat.prompt_inputs(dialogue.asked, dialogue)
+    row = {"place": dialogue.place, "messages": dialogue.asked, "tools": dialogue.tools}
+    images = json.dumps({**row, "content": inputs_fingerprint(inputs)}) if inputs else ""
     if settings.answered:
-        return chat.encode(dialogue, settings.prompt_tokens)
-    return [Encoded(chat.prompt(dialogue), [])]
+        return chat.encode(dialogue, settings.prompt_tokens), images
+    return [Encoded(ids, [])], images
 
 
 def _too_long(sample: Encoded, settings: ExampleSettings, context: int | None) -> str | None:
@@ -181,12 +203,19 @@ def _embedded(chat: Chat, settings: ExampleSettings) -> Dataset:
     rows = embedded_prompts(chat.tokenizer, "train", settings.count, window, settings.seed)
     spans = [[prompt, window]] if settings.answered else []
     return Dataset.from_list(
-        [{"input_ids": row.input_ids, "spans": spans, "opening": row.id, "turns": ""} for row in rows],
+        [{"input_ids": row.input_ids, "spans": spans, "opening": row.id, "turns": "", "images": ""} for row in rows],
         features=FEATURES,
     )
 
 
-def hold_out(examples: Dataset, count: int) -> tuple[Dataset, list[list[int]]]:
+class HeldOut(NamedTuple):
+    """A prompt that is kept out of training; `images`: see `FEATURES`."""
+
+    input_ids: list[int]
+    images: str = ""
+
+
+def hold_out(examples: Dataset, count: int) -> tuple[Dataset, list[HeldOut]]:
     """Return the training examples, and the first prompts of the last `count` conversations, which are held out.
 
     All rows of conversations that begin like a held-out one are removed from the training examples.
@@ -201,14 +230,15 @@ def hold_out(examples: Dataset, count: int) -> tuple[Dataset, list[list[int]]]:
             "are kept out of training (or name a file in evaluation.prompts)"
         )
     held = set(openings[:count])
-    prompts: dict[str, list[int]] = {}
+    prompts: dict[str, HeldOut] = {}
     kept = []
     for index, opening in enumerate(examples["opening"]):
         if opening not in held:
             kept.append(index)
         elif opening not in prompts:
             row = examples[index]
-            prompts[opening] = row["input_ids"][: row["spans"][0][0]] if row["spans"] else row["input_ids"]
+            ids = row["input_ids"][: row["spans"][0][0]] if row["spans"] else row["input_ids"]
+            prompts[opening] = HeldOut(ids, row.get("images", ""))
     return examples.select(kept), list(prompts.values())
 
 

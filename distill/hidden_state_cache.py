@@ -170,6 +170,7 @@ class CachedTeacher:
         source_mask_BS: None = None,
         rows: Sequence[int] = (),
         documents_BT: Tensor | None = None,
+        inputs: tuple[()] = (),
     ) -> TeacherSignals:
         """Return the batch with the cached states; `rows`: indices of its rows in the data."""
         parameter = self.lm_head.weight

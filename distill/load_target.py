@@ -41,6 +41,8 @@ class LoadedTarget:
     tokenizer: PreTrainedTokenizerBase
     name: str
     revision: str | None
+    processor: Any = None
+    """The processor of a target that reads images; see `load_processor`."""
 
 
 def check_target_name(name: str) -> None:
@@ -172,14 +174,14 @@ def _read(
     """Return the model and the tokenizer of `source`."""
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     config = AutoConfig.from_pretrained(source, **options)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else _auto(config, images)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder_class(config, images)
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **attention, **options)
     return model, tokenizer
 
 
-def _auto(config: PreTrainedConfig, images: bool) -> Any:
-    """Return the class for a decoder-only target; those for images of `auto_map` are their authors' own."""
+def decoder_class(config: PreTrainedConfig, images: bool) -> Any:
+    """Return the class for a decoder-only target: one for text alone where there is one, unless images are wanted."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
     return AutoModelForCausalLM if text_alone and not (images and reads_images) else AutoModelForImageTextToText

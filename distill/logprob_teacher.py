@@ -340,6 +340,7 @@ class LogprobTeacher:
         source_mask_BS: Tensor | None = None,
         rows: Sequence[int] = (),
         documents_BT: Tensor | None = None,
+        inputs: tuple[()] = (),
     ) -> TeacherSignals:
         """Return the batch with the known log-probabilities; `rows`: indices of its rows in the data.
 

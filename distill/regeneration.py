@@ -110,6 +110,8 @@ class Sampler:
         depends on the question and on `response`, the number of the response.
         """
         texts = [Asked(index, list(row["input_ids"]), row["turns"]) for row, index in zip(rows, indices, strict=True)]
+        for text, row in zip(texts, rows, strict=True):
+            text.inputs = self.chat.row_inputs(row.get("images", ""), text.prompt)
         running, turn = texts, 0
         while running:
             for text, output in zip(running, self._decode(running, turn, response), strict=True):
@@ -132,6 +134,7 @@ class Sampler:
             seeds = [first + text.index for text in group]
             answers = decoder.generate_batch(
                 [text.prompt for text in group],
+                inputs=[text.inputs for text in group],
                 seeds=seeds,
                 eos_token_id=self.target.model.generation_config.eos_token_id,
                 max_new_tokens=self.settings.response_tokens,
@@ -225,6 +228,8 @@ def samples_key(sampler: Sampler, questions: Dataset) -> str:
     settings, chat = asdict(sampler.settings), sampler.chat
     del settings["responses"]
     later = [str(chat.tokenizer.chat_template), chat.options] if any(questions["turns"]) else []
+    if "images" in questions.column_names and any(questions["images"]):
+        later.append(list(questions["images"]))
     return fingerprint(
         [
             SAMPLES_VERSION,

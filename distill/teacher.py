@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
@@ -12,6 +12,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.hidden_states import Features, document_numbers, final_states
 from draftsmith.heads.lm_head import logits_head
+from draftsmith.heads.processor_inputs import ProcessorInputs
 
 # Shapes: B batch, T positions, H hidden size.
 
@@ -47,19 +48,43 @@ class OnlineTeacher:
         source_mask_BS: Tensor | None = None,
         rows: Sequence[int] = (),
         documents_BT: Tensor | None = None,
+        inputs: Sequence[ProcessorInputs | None] = (),
         *,
         gradient: bool = False,
     ) -> TeacherSignals:
         """Return the target's signals for a batch; see `TeacherSignals` for mask, source and documents.
 
         `rows` is read by cached teachers only (distill/hidden_state_cache.py). `gradient`: keep the
-        target's graph, since its adapters are trained with the drafter.
+        target's graph, since its adapters are trained with the drafter. `inputs`: the processor's tensors of rows that
+        begin with images; then rows are read one after another, as their tensors cannot be joined in general.
         """
         text = (input_ids_BT, attention_mask_BT)
+        if any(inputs):
+            return self._with_images(text, mask_BT, inputs)
         with torch.set_grad_enabled(gradient):
             hidden_BTH = final_states(self.model, *text, source_BS, source_mask_BS, documents_BT)
         features_BTF = None if self._features is None else self._features.take()
         return TeacherSignals(*text, hidden_BTH, mask_BT, features_BTF, source_BS, source_mask_BS, documents_BT)
+
+    @torch.no_grad()
+    def _with_images(
+        self, text: tuple[Tensor, Tensor], mask_BT: Tensor, inputs: Sequence[ProcessorInputs | None]
+    ) -> TeacherSignals:
+        """Return the signals of rows read one after another; padding has states of zero."""
+        hidden: list[Tensor] = []
+        features: list[Tensor] = []
+        for ids_T, kept_T, given in zip(*text, inputs, strict=True):
+            ids_1T = ids_T[None, : int(kept_T.sum())]
+            hidden.append(final_states(self.model, ids_1T, torch.ones_like(ids_1T), inputs=given)[0])
+            if self._features is not None:
+                features.append(self._features.take()[0])
+        width = text[0].shape[1]
+
+        def padded(states: list[Tensor]) -> Tensor:
+            rows = [nn.functional.pad(state_TX, (0, 0, 0, width - len(state_TX))) for state_TX in states]
+            return torch.stack(rows)
+
+        return TeacherSignals(*text, padded(hidden), mask_BT, padded(features) if features else None)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from transformers import (
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals, TrainableDrafter
-from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name
+from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, text_weights
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.lora import add_lora, check_lora
 from draftsmith.heads.model_config import context_limit, text_config
@@ -228,7 +228,8 @@ def _of_target(
     target: PreTrainedModel, num_hidden_layers: int, widths: _Widths, init: str, keep: str | list[int]
 ) -> PreTrainedModel:
     """Return a model of the target's architecture, with fewer layers and optionally other widths."""
-    config = deepcopy(target.config)
+    # Of a vision-language target, the language model.
+    config = deepcopy(target.config if target.config.is_encoder_decoder else text_config(target))
     depth = getattr(config, "num_hidden_layers", None)
     if depth is None:
         raise ConfigError(
@@ -324,9 +325,9 @@ def spread(count: int, depth: int) -> list[int]:
 @torch.no_grad()
 def copy_layers(target: PreTrainedModel, model: PreTrainedModel, layers: list[int]) -> None:
     """Copy the target's weights into `model`, whose layer i becomes the target's layer `layers[i]`."""
-    prefixes = [f"{name}." for name in layer_lists(target)]
+    prefixes = [f"{name}." for name in layer_lists(model)]
     weights = {}
-    for name, value in target.state_dict().items():
+    for name, value in text_weights(target, model).items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
         if prefix is None:
             weights[name] = value

@@ -18,6 +18,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.lm_head import logits_map
 from draftsmith.heads.model_config import text_config
+from draftsmith.heads.processor_inputs import ProcessorInputs
 
 # Shapes: B rows, T positions.
 
@@ -60,21 +61,23 @@ def final_states(
     source_BS: Tensor | None = None,
     source_mask_BS: Tensor | None = None,
     documents_BT: Tensor | None = None,
+    inputs: ProcessorInputs | None = None,
 ) -> Tensor:
     """Return the model's final hidden states [B, T, H], the input of its lm_head.
 
     Rows are padded on the right, where states are undefined. An encoder-decoder model reads the source in its encoder
     and the input ids in its decoder.
 
-    `documents_BT`: see `TeacherSignals`. Not every model separates documents, see `require_packable`.
+    `documents_BT`: see `TeacherSignals`. Not every model separates documents, see `require_packable`. `inputs`: the
+    processor's tensors of one text, extended to its length.
     """
     if documents_BT is not None:
-        inputs = _packed(model, input_ids_BT, attention_mask_BT, documents_BT)
+        arguments = _packed(model, input_ids_BT, attention_mask_BT, documents_BT)
     elif source_BS is None:  # no token sees the padding after it; with a mask, attention would need a dense one
-        inputs = {"input_ids": input_ids_BT}
+        arguments = {"input_ids": input_ids_BT, **(inputs or {})}
     else:
         source_mask_BS = torch.ones_like(source_BS) if source_mask_BS is None else source_mask_BS
-        inputs = {"input_ids": source_BS, "attention_mask": source_mask_BS, "decoder_input_ids": input_ids_BT}
+        arguments = {"input_ids": source_BS, "attention_mask": source_mask_BS, "decoder_input_ids": input_ids_BT}
     # The operations before the lm_head differ (T5 and MiniCPM3 scale), so a hook records its input.
     read: list[Tensor] = []
 
@@ -86,7 +89,7 @@ def final_states(
     assert lm_head is not None, "a model without an lm_head is refused when its logits are measured"
     handle = lm_head.register_forward_pre_hook(record)
     try:
-        model(**inputs, use_cache=False)
+        model(**arguments, use_cache=False)
     finally:
         handle.remove()
     return read[0]
@@ -129,6 +132,17 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
             f"model {type(model).__name__} has no list of {depth} layers to copy from; expected init='random'"
         )
     return names[:wanted]
+
+
+def text_weights(target: PreTrainedModel, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the target's weights; of a vision-language target those of its language model, as `model` names them."""
+    weights = target.state_dict()
+    if target.config.is_encoder_decoder or text_config(target) is target.config:
+        return weights
+    decoder, own = target.get_decoder(), f"{model.base_model_prefix}."
+    prefix = next(f"{name}." for name, module in target.named_modules() if module is decoder)
+    text = {own + name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    return {**text, **{name: value for name, value in weights.items() if name.startswith("lm_head.")}}
 
 
 # Shapes: B rows, Q tokens read, F size of the features per position.

@@ -124,7 +124,7 @@ def two_images(family: str, seed: int, after: list[int]) -> ImagePrompt:
 
 
 TEMPLATE = (
-    "{% for m in messages %}{% for part in m.content %}"
+    "{% for m in messages %}{{ 'z' if m.role == 'assistant' }}{% for part in m.content %}"
     "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from draftsmith.distill.cotraining import Adapters
-from draftsmith.distill.load_target import LoadedTarget, load_target
+from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher, require_packable
 from draftsmith.errors import ConfigError
@@ -43,16 +44,20 @@ def load_frozen_target(context: RunContext) -> LoadedTarget:
     """Load the recipe's target to the device from which `Placement.place` distributes it."""
     settings, accelerator = context.recipe.target, context.accelerator
     context.console.say(f"  target: loading {settings.model}")
+    images = context.recipe.data.images is not None
     with accelerator.main_process_first():  # the embedded target is built once, and a download happens once
-        return load_target(
+        options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+        processor = load_processor(settings.model, **options) if images else None
+        target = load_target(
             settings.model,
-            revision=settings.revision,
             dtype=settings.dtype,
             attn_implementation=settings.attn_implementation,
-            trust_remote_code=settings.trust_remote_code,
+            **options,
             device=context.placement.load_to,
             progress=accelerator.is_main_process,
+            images=images,
         )
+    return replace(target, processor=processor)
 
 
 class DataAndDrafter(NamedTuple):

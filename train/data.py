@@ -3,7 +3,7 @@
 The rows of a step depend on seed and step alone, so that resuming needs no saved state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.dataset import ExampleSettings, hold_out, length_statistics, pack, read_examples
+from draftsmith.distill.dataset import ExampleSettings, HeldOut, hold_out, length_statistics, pack, read_examples
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED, LoadedTarget
 from draftsmith.distill.sources import conversation, read_source
@@ -25,6 +25,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_vocab import most_frequent
 from draftsmith.heads.hidden_states import document_numbers
 from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.processor_inputs import ProcessorInputs, extended, inputs_for
 from draftsmith.provenance import fingerprint
 from draftsmith.train.context import RunContext
 from draftsmith.train.progress import Console
@@ -35,6 +36,10 @@ if TYPE_CHECKING:  # sampling imports the whole decoder, which only some recipes
     from draftsmith.distill.regeneration import SampleSettings, Share
 
 # Shapes: B sequences, T positions, S positions of the source, V vocabulary.
+
+
+ReadImages = Callable[[str, list[int]], ProcessorInputs | None]
+"""Returns the processor's tensors for a text, from the column `images` and the tokens of its row."""
 
 
 def batch_indices(seed: int, step: int, batch_size: int, length: int) -> list[int]:
@@ -73,12 +78,21 @@ class Batch:
     """Indices of its rows in the data."""
     documents_BT: Tensor | None = None
     """For packed rows, the number of each position's document; see `TeacherSignals`."""
+    inputs: Sequence[ProcessorInputs | None] = ()
+    """The processor's tensors of each row, where one of them begins with images."""
 
 
-def collate(rows: Dataset, indices: list[int], device: torch.device, start_token: int | None = None) -> Batch:
+def collate(
+    rows: Dataset,
+    indices: list[int],
+    device: torch.device,
+    start_token: int | None = None,
+    read_images: ReadImages | None = None,
+) -> Batch:
     """Pad rows on the right to the longest of them.
 
     Args:
+        read_images: returns the processor's tensors of a row; for data with images.
         start_token: an encoder-decoder target's; its encoder then reads the prompts, and its decoder this token and
             the responses.
     """
@@ -99,7 +113,10 @@ def collate(rows: Dataset, indices: list[int], device: torch.device, start_token
     documents_BT = None
     if "documents" in rows.column_names:
         documents_BT = document_numbers([row["documents"] for row in chosen], ids_BT.shape[1]).to(device)
-    return Batch(ids_BT, attention_BT, mask_BT, source_BS, source_mask_BS, indices, documents_BT)
+    inputs: list[ProcessorInputs | None] = []
+    if read_images is not None and any(row["images"] for row in chosen):
+        inputs = [read_images(row["images"], row["input_ids"]) for row in chosen]
+    return Batch(ids_BT, attention_BT, mask_BT, source_BS, source_mask_BS, indices, documents_BT, inputs)
 
 
 def _padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -124,7 +141,7 @@ class TrainingData:
     """`rows`: `input_ids` and `spans`, packed or not; `heldout`: prompts for the periodic evaluation."""
 
     rows: Dataset
-    heldout: list[list[int]]
+    heldout: list[HeldOut]
     questions: Dataset | None = None
     """The prompts, for sampling responses again; None for data that comes with responses."""
 
@@ -135,7 +152,7 @@ def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
     Raises:
         ConfigError: where the target is to answer every turn and has no chat template.
     """
-    chat = Chat(target.tokenizer, data.chat_template, data.template_options)
+    chat = Chat(target.tokenizer, data.chat_template, data.template_options, processor=target.processor)
     if data.turns == "all" and not target.tokenizer.chat_template:
         raise ConfigError("data.turns='all' with a tokenizer without a chat template; expected 'first', or a template")
     return chat
@@ -162,6 +179,7 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
         seed=recipe.train.seed,
         subset=data.subset,
         split=data.split,
+        images=data.images,
     )
     console.say(f"data: reading {data.prompts}")
     with context.accelerator.main_process_first():
@@ -171,8 +189,9 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
     else:
         heldout = _heldout(evaluation.prompts or EMBEDDED, chat, target, recipe)
     if data.response == "text":
-        return TrainingData(_packed(examples, data, console), heldout)
-    rows = _sampled(context, chat, target, drafter, examples)
+        return TrainingData(_packed(_readable(examples, target, console), data, console), heldout)
+    rows = _with_images(_sampled(context, chat, target, drafter, examples), examples)
+    rows = _readable(rows, target, console)
     return TrainingData(_packed(rows, data, console), heldout, examples)
 
 
@@ -194,6 +213,41 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Dra
     asker = ServerSampler(recipe.data.server, chat, settings, context_limit(target.model.config))
     with context.accelerator.main_process_first():  # the others read what it has stored
         return server_samples(asker, examples, console.say, check, progress=console.visible)
+
+
+def _with_images(rows: Dataset, questions: Dataset) -> Dataset:
+    """Return responses with the column `images` of their questions."""
+    images = questions["images"]
+    return rows.add_column("images", [images[question] for question in rows["question"]]) if any(images) else rows
+
+
+def _readable(rows: Dataset, target: LoadedTarget, console: Console) -> Dataset:
+    """Return the rows that the target reads whole: their responses contain no placeholder of an image."""
+    if target.processor is None or "images" not in rows.column_names:
+        return rows
+    image = getattr(target.processor, "image_token_id", None)
+    texts = enumerate(zip(rows["input_ids"], rows["spans"], rows["images"], strict=True))
+    kept = [n for n, (ids, spans, images) in texts if not images or image not in ids[spans[0][0] :]]
+    if len(kept) < len(rows):
+        console.say(f"data: {len(rows) - len(kept):,} of {len(rows):,} responses contain an image's token: left out")
+    if not kept:
+        raise ConfigError("data.images: every response contains an image's token; expected responses of text")
+    return rows.select(kept)
+
+
+def read_images(data: DataSection, target: LoadedTarget) -> ReadImages | None:
+    """Return a function for the tensors of a row, extended to the row's length; None for data without images."""
+    if data.images is None:
+        return None
+    chat, model = chat_of(data, target), target.model
+
+    def read(images: str, ids: list[int]) -> ProcessorInputs | None:
+        inputs = chat.row_inputs(images, ids)
+        if inputs is None:
+            return None
+        return extended(inputs_for(model, inputs), inputs["attention_mask"].shape[1], len(ids))
+
+    return read
 
 
 def _from_logprobs(context: RunContext, chat: Chat, target: LoadedTarget) -> TrainingData:
@@ -256,6 +310,7 @@ def resample(
     )
     drafter.train(was_training)
     counts = sampling_counts(folder, settings.responses)
+    rows = _readable(_with_images(rows, data.questions), target, context.console)
     packed = _packed(rows, recipe.data, context.console)
     return SampledRound(TrainingData(packed, data.heldout, data.questions), counts)
 
@@ -323,14 +378,14 @@ def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Con
     return tokens
 
 
-def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[list[int]]:
-    """Return the token ids of the prompts that the periodic evaluation decodes."""
+def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[HeldOut]:
+    """Return the prompts that the periodic evaluation decodes; those of a file have no images."""
     settings = recipe.evaluation
     if source == EMBEDDED:
         rows = embedded_prompts(target.tokenizer, "heldout", settings.count, settings.prompt_tokens)
-        return [row.input_ids for row in rows]
+        return [HeldOut(row.input_ids) for row in rows]
     limit = context_limit(target.model.config)
-    prompts: list[list[int]] = []
+    prompts: list[HeldOut] = []
     for place, row in read_source(source):
         ids = chat.prompt(conversation(place, row))
         if limit is not None and len(ids) + settings.max_new_tokens > limit:
@@ -338,7 +393,7 @@ def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> l
                 f"{place}: {len(ids)} tokens; expected at most {limit - settings.max_new_tokens}, so that "
                 f"evaluation.max_new_tokens={settings.max_new_tokens} fit the target's context of {limit}"
             )
-        prompts.append(ids)
+        prompts.append(HeldOut(ids))
         if len(prompts) == settings.count:
             break
     return prompts

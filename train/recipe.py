@@ -71,6 +71,7 @@ class Recipe(Section):
     def _check_combinations(self) -> Self:
         """Raise ConfigError for keys that exclude each other, whatever the machine."""
         self._check_sampling()
+        self._check_images()
         self._check_teacher()
         self._check_placement()
         if self.target.attn_implementation is not None:
@@ -106,6 +107,21 @@ class Recipe(Section):
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if data.server is not None and why is not None:
             raise ConfigError(f"data.server with {why}; expected one of the two")
+
+    def _check_images(self) -> None:
+        others = {
+            "data.pack=true": self.data.pack,
+            "data.server": self.data.server is not None,
+            "data.turns='all'": self.data.turns == "all",
+            "data.drafter_share, since draft models read text alone": self.data.drafter_share > 0,
+            f"teacher.kind={self.teacher.kind!r}": self.teacher.kind != "online",
+            "cotrain": self.cotrain is not None,
+        }
+        other = next((name for name, holds in others.items() if holds), None)
+        if self.data.images is not None and other is not None:
+            raise ConfigError(f"data.images={self.data.images} with {other}; expected one of the two")
+        if self.data.images is not None and not Path(self.data.images).expanduser().is_dir():
+            raise ConfigError.of("data.images", self.data.images, "a folder")
 
     def _check_teacher(self) -> None:
         kind, file = self.teacher.kind, self.teacher.file

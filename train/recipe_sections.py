@@ -77,6 +77,8 @@ class DataSection(Section):
     """A file with a chat template that replaces the tokenizer's."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as enable_thinking."""
+    images: str | None = None
+    """Folder of the images that messages name; needed for rows with images. A change inside it reads the rows again."""
     deduplicate: bool = True
     """Leave out samples that repeat an earlier one of the file."""
     pack: bool = False

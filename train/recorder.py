@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.cotraining import Adapters, adapted_fingerprint
+from draftsmith.distill.dataset import HeldOut
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import Drafter
@@ -19,6 +20,7 @@ from draftsmith.provenance import environment, model_fingerprints
 from draftsmith.storage import atomic_folder
 from draftsmith.train.checkpoint import Progress, load_state, load_step, prune, save_state
 from draftsmith.train.context import RunContext
+from draftsmith.train.data import ReadImages
 from draftsmith.train.engine import Engine, reduced
 from draftsmith.train.interrupts import Stopping
 from draftsmith.train.recipe import Recipe
@@ -99,12 +101,13 @@ class DrafterEvaluation(NamedTuple):
 def evaluate_drafter(
     target: PreTrainedModel,
     drafter: Drafter,
-    prompts: list[list[int]],
+    prompts: list[HeldOut],
     settings: EvaluationSection,
     draft_length: int,
     stop: Callable[[], bool] = lambda: False,
+    read_images: ReadImages | None = None,
 ) -> DrafterEvaluation | None:
-    """Decode all prompts one by one with the current drafter.
+    """Decode all prompts one by one with the current drafter; `read_images`: see `collate`.
 
     Returns None as soon as `stop`, called before each prompt, is true: a machine that is about to be shut down may not
     have the time for a whole evaluation.
@@ -120,9 +123,9 @@ def evaluate_drafter(
         if stop():
             drafter.train(was_training)
             return None
-        output = decoder.generate(
-            prompt, max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, seed=number
-        )
+        inputs = None if read_images is None else read_images(prompt.images, prompt.input_ids)
+        options = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature, "seed": number}
+        output = decoder.generate(prompt.input_ids, inputs=inputs, **options)
         outputs.append(output)
     drafter.train(was_training)
     rounds = [record for output in outputs for record in output.rounds]

@@ -30,8 +30,9 @@ class Teacher(Protocol):
         source_mask_BS: None = None,
         rows: Sequence[int] = (),
         documents_BT: Tensor | None = None,
+        inputs: tuple[()] = (),
     ) -> TeacherSignals:
-        """Return what the target knows of a batch. Only the online teacher takes a source, see `OnlineTeacher`."""
+        """Return what the target knows of a batch. Only the online teacher takes a source or images."""
         ...
 
 

@@ -27,7 +27,7 @@ from draftsmith.train.builders import (
     step_and_optimizers,
 )
 from draftsmith.train.context import RunContext
-from draftsmith.train.data import batch_indices, collate, resample, response_tokens
+from draftsmith.train.data import batch_indices, collate, read_images, resample, response_tokens
 from draftsmith.train.engine import reduced
 from draftsmith.train.interrupts import leave
 from draftsmith.train.learning_rates import described, rate_warning, watched_steps, width_of, with_rate
@@ -159,6 +159,7 @@ class Run:
         self.engine = make_engine(recipe, accelerator, step, optimizers)
         self.module, self.optimizers = self.engine.module, self.engine.optimizers
         self.start_token = start_token(model) if model.config.is_encoder_decoder else None
+        self.read_images = read_images(recipe.data, self.target)
 
     def train(self) -> None:
         """Take the remaining steps, with evaluations and checkpoints, and write the run's summary."""
@@ -281,7 +282,9 @@ class Run:
         totals: StepSums | None = None
         for part in range(parts):
             begin = (part * accelerator.num_processes + accelerator.process_index) * size
-            batch = collate(self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token)
+            batch = collate(
+                self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token, self.read_images
+            )
             with self.engine.part(last=part == parts - 1):
                 sums: StepSums = self.module(batch, done, self.last)
                 # Engines average gradients over processes; this gives the gradient of the mean over all tokens.
@@ -306,11 +309,14 @@ class Run:
                     self.recipe.evaluation,
                     self.draft_length,
                     stop=lambda: self.stopping.received is not None,
+                    read_images=self.read_images,
                 )
                 if evaluation is not None:
                     result = evaluation.metrics
                     if self.adapters is not None:
-                        result["target_quality"] = measure_quality(self.target.model, self.data.heldout)
+                        result["target_quality"] = measure_quality(
+                            self.target.model, [prompt.input_ids for prompt in self.data.heldout]
+                        )
                     self.record.log({"step": step, "evaluation": result})
                     self.record.show(step, evaluation, self.target.tokenizer)
                     self.console.evaluation(step, result)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from vision_models import save_image, save_target
@@ -144,3 +145,60 @@ def test_targets_and_commands_without_images(
     assert "--image: image=" in capsys.readouterr().err
     run("forecast", "--target", target, "--drafter", "suffix", "--prompts", prompts, "--out", tmp_path / "f", code=2)
     assert "have images; expected prompts of text alone for a forecast" in capsys.readouterr().err
+
+
+def recipe(tmp_path: Path, target: Path, **changes: Any) -> Path:
+    """Write a recipe with eight prompts, six of which have an image; return its file."""
+    data = tmp_path / "train"
+    data.mkdir()
+    rows = []
+    for seed in range(8):
+        name = save_image(data / f"{seed}.png", seed)
+        answer = {"role": "assistant", "content": "efgh"}
+        question = asked(name, text="abcd"[seed % 4]) if seed % 4 else asked(text=f"text{seed}")
+        rows.append({"messages": [*question["messages"], answer]})
+    (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections: dict[str, Any] = {
+        "name": "images",
+        "output": str(tmp_path / "run"),
+        "target": {"model": str(target)},
+        "drafter": {"type": "medusa", "num_heads": 2},
+        "data": {"prompts": str(data / "rows.jsonl"), "images": str(data), "prompt_tokens": 40, "response_tokens": 12},
+        "train": {"steps": 3, "batch_size": 4, "evaluate_every": 3, "checkpoint_every": 3, "mixed_precision": "no"},
+        "evaluation": {"count": 2, "max_new_tokens": 8},
+    }
+    for key, value in changes.items():
+        sections[key] = {**sections[key], **value} if isinstance(value, dict) and key != "drafter" else value
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(sections))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("drafter", "response"),
+    [
+        ({"type": "medusa", "num_heads": 2}, "text"),
+        ({"type": "eagle3", "layers": [1, 1, 2]}, "target"),
+        ({"type": "draft_model", "config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
+          "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}}, "target"),
+    ],
+    ids=["medusa", "eagle3", "draft_model"],
+)  # fmt: skip
+def test_train_on_conversations_with_images(
+    drafter: dict, response: str, target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """From the recipe to a drafter that decodes prompts with images."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    file = recipe(tmp_path, target, drafter=drafter, data={"response": response})
+    run("train", file)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("evaluation" in row for row in metrics)
+    assert all(row["loss"] > 0 for row in metrics if "loss" in row)
+    capsys.readouterr()
+    picture = prompts.parent / "pictures" / "0.png"
+    options = ("--target", target, "--image", picture, "--max-new-tokens", MOST)
+    run("generate", "ab", *options)
+    alone = capsys.readouterr().out
+    run("generate", "ab", *options, "--drafter", tmp_path / "run" / "drafter")
+    assert capsys.readouterr().out == alone

@@ -12,10 +12,12 @@ from draftsmith.decode.policies import StaticTree, widths_shape
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
+from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL
-from draftsmith.heads.draft_model import EarlyExit
+from draftsmith.heads.draft_model import DraftModel, EarlyExit
+from draftsmith.heads.processor_inputs import extended
 
 NEW_TOKENS = 16
 SEED = {"gemma3": 3, "llava": 2}
@@ -104,3 +106,43 @@ def outputs_of_layers(model: PreTrainedModel, one: ImagePrompt) -> tuple[Tensor,
     final_TH = model.base_model(**one.whole()).last_hidden_state[0]
     handle.remove()
     return kept[0][0], final_TH
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llava", "gemma3", "smolvlm"])
+def test_a_draft_model_of_the_layers_of_the_language_model(family: str) -> None:
+    model = build(family)
+    drafter = DraftModel.from_target(model, init="target_layers", keep=[0]).double().eval()
+    ids = torch.tensor([[7, 8, 9, 20]])
+    expected = EarlyExit(model, layers=1).model(input_ids=ids, use_cache=False).logits
+    logits = drafter.model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)  # it was made in float32
+
+
+def test_a_language_model_without_a_class_of_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be built \(.*expected other layers or sizes, drafter.config"):
+        DraftModel.from_target(build("qwen3_vl"))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "idefics3", "llava"])
+def test_the_teacher_reads_rows_with_their_images(family: str) -> None:
+    """A row with an image, a shorter one with another, and one of text alone, padded to one width."""
+    model, answer = build(family), [9, 10, 11, 12, 13]
+    asked = [prompt(family, 0, [7, 8, 9], [20]), prompt(family, 1, [5], [6], grid=(4, 4)), ImagePrompt([7, 8, 20], {})]
+    texts = [one.ids + answer for one in asked]
+    inputs = [extended(one.inputs, len(one.ids), len(text)) for one, text in zip(asked, texts, strict=True)]
+    width = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+    teacher = OnlineTeacher(model, layers=(1, FINAL))
+    signals = teacher.signals(ids, mask, mask.bool(), inputs=[given or None for given in inputs])
+    assert signals.features_BTF is not None
+    for row, (one, text) in enumerate(zip(asked, texts, strict=True)):
+        whole = ImagePrompt(text, inputs[row])
+        layer_1_TH, final_TH = outputs_of_layers(model, whole)
+        torch.testing.assert_close(signals.hidden_BTH[row, : len(text)], final_TH)
+        torch.testing.assert_close(signals.features_BTF[row, : len(text)], torch.cat([layer_1_TH, final_TH], -1))
+        out = SpeculativeDecoder(model).generate(one.ids, inputs=one.inputs, max_new_tokens=1)
+        place = len(one.ids) - 1
+        assert out.tokens == [int(teacher.lm_head(signals.hidden_BTH[row, place]).argmax())], "as in decoding"

@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from draftsmith.distill.load_target import DTYPES
+from draftsmith.distill.load_target import DTYPES, decoder_class
 from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import HEADS, TrainableDrafter
@@ -58,7 +58,8 @@ def marked_share(recipe: Recipe, config: PreTrainedConfig) -> float:
 
 def target_of(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
     """Build a frozen target from its config, in the recipe's dtype."""
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    decoder = decoder_class(config, recipe.data.images is not None)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder
     model = auto.from_config(config, dtype=DTYPES[recipe.target.dtype])
     model.eval().requires_grad_(False)
     return model
@@ -163,6 +164,7 @@ class _StoredTeacher:
         source_mask_BS: None = None,
         rows: Sequence[int] = (),
         documents_BT: Tensor | None = None,
+        inputs: tuple[()] = (),
     ) -> TeacherSignals:
         weight_VH, shape, text = self.lm_head.weight, input_ids_BT.shape, (input_ids_BT, attention_mask_BT)
         if self._from_file:

@@ -221,8 +221,9 @@ def _reading_bytes(recipe: Recipe, target: PreTrainedModel, live: LiveBytes) -> 
     """Return the bytes of one pass over `data.batch_size` prompts, and of the logits of their last positions."""
     before = live.peak = live.now
     ids_BT = torch.zeros(_together(recipe), recipe.data.prompt_tokens, dtype=torch.long)
-    source = (ids_BT,) if target.config.is_encoder_decoder else ()
-    states_BTH = final_states(target, ids_BT[:, :1] if source else ids_BT, torch.ones_like(ids_BT), *source)
+    source_BT = ids_BT if target.config.is_encoder_decoder else None
+    read_BT = ids_BT if source_BT is None else ids_BT[:, :1]
+    states_BTH = final_states(target, read_BT, torch.ones_like(ids_BT), source_BT)
     lm_head = target.get_output_embeddings()
     assert lm_head is not None, "a target without an lm_head has been refused with the drafter"
     lm_head(states_BTH[:, -1:]).float().softmax(-1)

@@ -55,7 +55,9 @@ def write(file: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def questions(prompts: list[list[int]] = PROMPTS) -> Dataset:
-    rows = [{"input_ids": ids, "spans": [], "opening": str(i), "turns": ""} for i, ids in enumerate(prompts)]
+    rows = [
+        {"input_ids": ids, "spans": [], "opening": str(i), "turns": "", "images": ""} for i, ids in enumerate(prompts)
+    ]
     return Dataset.from_list(rows, features=FEATURES)
 
 
@@ -105,13 +107,13 @@ def test_a_file_that_changed_is_read_again(loaded: LoadedTarget, tmp_path: Path)
 
 def test_conversations_that_begin_alike_are_held_out_together() -> None:
     rows = [
-        {"input_ids": [i, i], "spans": [], "opening": opening, "turns": ""}
+        {"input_ids": [i, i], "spans": [], "opening": opening, "turns": "", "images": ""}
         for i, opening in enumerate(["a", "b", "a", "c", "b", "d"])
     ]
     examples = Dataset.from_list(rows, features=FEATURES)
     kept, heldout = hold_out(examples, 2)
     assert kept["opening"] == ["a", "a", "c"]
-    assert sorted(heldout) == [[1, 1], [5, 5]]
+    assert sorted(prompt.input_ids for prompt in heldout) == [[1, 1], [5, 5]]
     with pytest.raises(ConfigError, match=r"holds 4 usable prompts; expected more than evaluation\.count=4"):
         hold_out(examples, 4)
 
@@ -305,6 +307,7 @@ def test_each_response_has_later_turns_of_its_own(loaded: LoadedTarget, tmp_path
             "spans": [],
             "opening": "ab",
             "turns": json.dumps({"turns": turns, "tools": None}),
+            "images": "",
         }
     ]
     asked = Dataset.from_list(rows, features=FEATURES)

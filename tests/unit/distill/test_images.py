@@ -1,18 +1,24 @@
 """Images in messages: their layouts, how they are encoded, and where only text is read."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 from vision_models import build, save_image, save_target
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.dataset import ExampleSettings, read_examples
 from draftsmith.distill.load_target import load_processor, load_target
 from draftsmith.distill.sources import conversation
 from draftsmith.errors import ConfigError
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint
+from draftsmith.train.recipe import parse_recipe
 
 
 @pytest.fixture
@@ -116,10 +122,96 @@ def test_weights_are_equal_in_both_classes(file: Path) -> None:
     torch.testing.assert_close(text, whole)
 
 
-def test_training_reads_text_only(file: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_without_a_folder_training_reads_text_only(file: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "ab"}]
-    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]}
-    asked = conversation(f"{file}:1", row)
-    for read in (lambda: Chat(tiny_tokenizer).prompt(asked), lambda: Chat(tiny_tokenizer).encode(asked, 8)):
-        with pytest.raises(ConfigError, match=r"p.jsonl:1: an image; expected text: images are read by generate, eval"):
-            read()
+    asked = conversation(f"{file}:1", {"messages": [{"role": "user", "content": parts}]})
+    with pytest.raises(ConfigError, match=r"expected text: a recipe reads images with data.images"):
+        Chat(tiny_tokenizer).prompt(asked)
+
+
+@pytest.fixture
+def chat(file: Path) -> Chat:
+    target = save_target(file.parent / "target")
+    return Chat(AutoTokenizer.from_pretrained(target), processor=AutoProcessor.from_pretrained(target))
+
+
+def rows_of(file: Path, *messages: dict) -> None:
+    file.write_text(json.dumps({"messages": list(messages)}) + "\n")
+
+
+QUESTION = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "ab"}]}
+SETTINGS = ExampleSettings("", 10, 40, 20, answered=True)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+
+
+def examples(file: Path, chat: Chat, **changes: Any) -> Dataset:
+    settings = replace(SETTINGS, source=str(file), images=str(file.parent), **changes)
+    return read_examples(chat, settings, None, lambda _: None)
+
+
+def test_answers_after_an_image_are_trained(file: Path, chat: Chat) -> None:
+    later = {"role": "user", "content": "cd"}
+    rows_of(file, QUESTION, {"role": "assistant", "content": "ef"}, later, {"role": "assistant", "content": "gh"})
+    (row,) = examples(file, chat)
+    image = chat.tokenizer.convert_tokens_to_ids("<image>")
+    assert row["input_ids"] == [image] * 16 + chat.tokenizer("abzefcdzgh")["input_ids"]
+    assert [chat.tokenizer.decode(row["input_ids"][start:end]) for start, end in row["spans"]] == ["ef", "gh"]
+    inputs = chat.row_inputs(row["images"], row["input_ids"])
+    assert inputs is not None
+    assert inputs["pixel_values"].shape == (1, 3, 8, 8)
+    (prompt,) = examples(file, chat, answered=False)
+    assert prompt["input_ids"] == row["input_ids"][:19]
+    assert chat.row_inputs("", row["input_ids"]) is None
+
+
+def test_an_image_that_changes_is_read_again_and_never_mixed(file: Path, chat: Chat) -> None:
+    rows_of(file, QUESTION, {"role": "assistant", "content": "ef"})
+    (before,) = examples(file, chat)
+    save_image(file.parent / "a.png", 1)
+    with pytest.raises(ConfigError, match="an image has changed since its text was read; expected the same images"):
+        chat.row_inputs(before["images"], before["input_ids"])
+    (after,) = examples(file, chat)
+    assert after["images"] != before["images"], "the cache of examples notices the file"
+    assert chat.row_inputs(after["images"], after["input_ids"]) is not None
+
+
+def test_rows_that_differ_by_their_image_are_two(file: Path, chat: Chat) -> None:
+    save_image(file.parent / "b.png", 1)
+    other = {"role": "user", "content": [{"type": "image", "image": "b.png"}, {"type": "text", "text": "ab"}]}
+    lines = [json.dumps({"messages": [question]}) for question in (QUESTION, other, QUESTION)]
+    file.write_text("\n".join(lines) + "\n")
+    assert len(examples(file, chat, answered=False)) == 2
+
+
+def test_an_image_after_an_answer_is_left_out(file: Path, chat: Chat) -> None:
+    rows_of(file, {"role": "user", "content": "x"}, {"role": "assistant", "content": "ef"}, QUESTION,
+            {"role": "assistant", "content": "gh"})  # fmt: skip
+    with pytest.raises(ConfigError, match="1 of 1 have an image after an answer: left out"):
+        examples(file, chat)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"data": {"pack": True}}, "with data.pack=true; expected one of the two"),
+        ({"data": {"turns": "all"}}, "with data.turns='all'"),
+        ({"teacher": {"kind": "cached"}}, "with teacher.kind='cached'"),
+        ({"data": {"images": "none"}}, "data.images='none'; expected a folder"),
+    ],
+)
+def test_recipes_that_do_not_read_images(changes: dict, line: str, tmp_path: Path) -> None:
+    data = {"prompts": "p.jsonl", "images": str(tmp_path)} | changes.get("data", {})
+    values = {
+        "name": "x",
+        "output": "run",
+        "target": {"model": "m"},
+        "drafter": {"type": "medusa"},
+        **changes,
+        "data": data,
+    }
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        parse_recipe(values, "test")
