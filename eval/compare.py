@@ -1,6 +1,6 @@
 """Compare two measurements: which drafter and policy is faster, with intervals over prompts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Literal
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from draftsmith.errors import ConfigError
 from draftsmith.eval.metrics import Draws, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau
 from draftsmith.eval.plots import short_policy
+from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import StoredEvaluation
 from draftsmith.eval.settings import BASELINE, Variant
 
@@ -46,13 +47,22 @@ class Comparison:
     temperature: float
     batch_size: int
     prompts: int
-    speedup: Contrast
+    speedup: Contrast | None
+    """None where one side has no measurement of the target alone."""
     tau: Contrast
+    cause: str = ""
+    """Why an engine may accept something else than the local decoder, where it does."""
 
     @property
     def sentence(self) -> str:
+        return f"{self._finding} {self.cause}".rstrip()
+
+    @property
+    def _finding(self) -> str:
         batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
         ratio, where = self.speedup, f"T={self.temperature:g}{batch}"
+        if ratio is None:
+            return f"{where}: {self.a} and {self.b}: {self._taus}."
         bounds = f"[{ratio.low:.3f}, {ratio.high:.3f}]"
         if not ratio.real:
             return (
@@ -89,7 +99,10 @@ def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None) -> list
             continue
         arms = [[arm for arm in side[place] if arm != BASELINE] for side in sides]
         pairs = _pairs(*arms) if b is not None else list(combinations(arms[0], 2))
-        comparisons += [_compare(sides[0][place], sides[1][place], pair, place, named=b is not None) for pair in pairs]
+        found = [_compare(sides[0][place], sides[1][place], pair, place, named=b is not None) for pair in pairs]
+        comparisons += (
+            found if b is None else [_explained(each, a, b, pair) for each, pair in zip(found, pairs, strict=True)]
+        )
     if not comparisons:
         raise ConfigError("no drafters to compare at any common temperature and batch size; expected at least one pair")
     return comparisons
@@ -107,13 +120,15 @@ def _measured(evaluation: StoredEvaluation) -> dict[Condition, dict[Variant, Ser
 
 def _require_comparable(a: StoredEvaluation, b: StoredEvaluation) -> None:
     values: list[tuple[str, object, object]] = []
+    served = "server" in a or "server" in b
     keys: tuple[Literal["target"], Literal["prompts"]] = ("target", "prompts")
     for key in keys:
         prints = a["identity"].get(key), b["identity"].get(key)
-        if prints[0] != prints[1]:
+        if prints[0] != prints[1] and not (served and key == "target"):  # nobody knows a server's weights
             values.append((key, f"{a['settings'][key]} ({prints[0]})", f"{b['settings'][key]} ({prints[1]})"))
-    values += [(key, a["settings"].get(key), b["settings"].get(key)) for key in MATTER]
-    values += [(key, a["environment"].get(key), b["environment"].get(key)) for key in MACHINE]
+    matter, machine = (("max_new_tokens", "top_k", "top_p"), ()) if served else (MATTER, MACHINE)
+    values += [(key, a["settings"].get(key), b["settings"].get(key)) for key in matter]
+    values += [(key, a["environment"].get(key), b["environment"].get(key)) for key in machine]
     for key, ours, theirs in values:
         if ours != theirs:
             raise ConfigError(
@@ -142,7 +157,6 @@ def _compare(
     Repeats are drawn separately for two files, and together for one file, whose variants were measured side by side.
     """
     one, other = a[arms[0]], b[arms[1]]
-    base, other_base = a[BASELINE], b[BASELINE]
     if one.units != other.units:
         raise ConfigError(f"batches={one.units} in A, {other.units} in B; expected the same")
     units, repeats = one.tokens.shape
@@ -151,7 +165,6 @@ def _compare(
     rng = np.random.default_rng(0)
     draws = Draws.of(units, repeats, rng)
     other_draws = draws.with_repeats(other.tokens.shape[1], rng) if named else draws
-    speeds = resampled_speedups(base, one, draws), resampled_speedups(other_base, other, other_draws)
     taus = resampled_taus(one, draws), resampled_taus(other, other_draws)
     name_a, name_b = (f"{drafter} ({short_policy(policy)})" for drafter, policy in arms)
     temperature, batch_size = place
@@ -161,9 +174,64 @@ def _compare(
         temperature,
         batch_size,
         prompts=sum(map(len, one.units)),
-        speedup=_contrast(speedup(base, one), speedup(other_base, other), *speeds),
+        speedup=_speedups(a.get(BASELINE), one, draws, b.get(BASELINE), other, other_draws),
         tau=_contrast(tau(one), tau(other), *taus),
     )
+
+
+def _speedups(
+    base: Series | None, one: Series, draws: Draws, other_base: Series | None, other: Series, other_draws: Draws
+) -> Contrast | None:
+    """Return the contrast of two speedups; None where one side has no measurement of the target alone."""
+    if base is None or other_base is None:
+        return None
+    speeds = resampled_speedups(base, one, draws), resampled_speedups(other_base, other, other_draws)
+    return _contrast(speedup(base, one), speedup(other_base, other), *speeds)
+
+
+ENOUGH = 0.1
+"""Difference between two acceptance rates at a position that rounding does not explain."""
+
+
+def _explained(
+    comparison: Comparison, a: StoredEvaluation, b: StoredEvaluation, arms: tuple[Variant, Variant]
+) -> Comparison:
+    """Add the likely cause where an engine and the local decoder differ in tau."""
+    if ("server" in a) == ("server" in b) or not comparison.tau.real:
+        return comparison
+    place = (comparison.temperature, comparison.batch_size)
+    rates = [_acceptance(side, arm, place) for side, arm in zip((a, b), arms, strict=True)]
+    local, served = rates if "server" in b else rates[::-1]
+    shared = list(zip(local, served, strict=False))
+    if not shared:
+        cause = "The engine does not count acceptance by position."
+    elif shared[0][0] - shared[0][1] > ENOUGH:
+        cause = (
+            f"The engine accepts {shared[0][1]:.2f} at the first position, the local decoder {shared[0][0]:.2f}: check "
+            "the ids of the layers that the drafter reads, the chat template and the draft vocabulary (d2t)."
+        )
+    elif any(ours - theirs > ENOUGH for ours, theirs in shared):
+        cause = (
+            "The first position agrees and later ones do not: check the norms of the drafter's states and its draft "
+            "vocabulary (d2t)."
+        )
+    elif len(local) != len(served):
+        cause = f"The engine drafts {len(served)} tokens, the local decoder {len(local)}."
+    else:
+        cause = "No position differs by much: dtype, quantisation or kernels are the likely cause."
+    return replace(comparison, cause=cause)
+
+
+def _acceptance(side: StoredEvaluation, arm: Variant, place: Condition) -> list[float]:
+    """Return acceptance by position of a variant over all prompts."""
+    for row in side.get("server", []):
+        if (row["temperature"], row["concurrency"]) == place:
+            return row["acceptance_at"]
+    for row in side["rows"]:
+        known = (row["drafter"], row["policy"]) == arm and row["category"] == OVERALL
+        if known and (row["temperature"], row["batch_size"]) == place:
+            return row["acceptance_at"]
+    return []
 
 
 def _contrast(a: float, b: float, a_S: NDArray, b_S: NDArray) -> Contrast:
@@ -181,6 +249,9 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
     for comparison in comparisons:
         cells = []
         for value in (comparison.speedup, comparison.tau):
+            if value is None:
+                cells += ["", ""]
+                continue
             star = "*" if value.real else ""
             cells += [f"{value.a:.2f}, {value.b:.2f}", f"{value.ratio:.3f}{star}\n[{value.low:.3f}, {value.high:.3f}]"]
         table.add_row(comparison.a, comparison.b, f"{comparison.temperature:g}", str(comparison.batch_size), *cells)

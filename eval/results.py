@@ -170,6 +170,25 @@ def _require_one_shape(entry: StoredMeasurement) -> StoredMeasurement:
     return entry
 
 
+class ServerRow(TypedDict):
+    """A served drafter at a temperature and number of requests at a time; None for what the engine does not count."""
+
+    temperature: Number
+    concurrency: Positive
+    prompts: int
+    tokens_per_second: Number
+    milliseconds_per_token: Number
+    """Between two tokens of one text."""
+    alpha: Number | None
+    """Share of the tested draft positions that were accepted."""
+    tau: Number | None
+    tau_interval: Bounds | None
+    acceptance_at: list[Number]
+    baseline_tokens_per_second: Number | None
+    speedup: Number | None
+    speedup_interval: Bounds | None
+
+
 class StoredEvaluation(TypedDict):
     """The content of an `eval.json` that is read back."""
 
@@ -180,6 +199,8 @@ class StoredEvaluation(TypedDict):
     guards: list[Guard]
     measurements: list[Annotated[StoredMeasurement, AfterValidator(_require_one_shape)]]
     identity: StoredIdentity
+    server: NotRequired[list[ServerRow]]
+    """Rows of a served drafter instead of `rows`."""
 
 
 class PlainSpeeds(TypedDict):

@@ -88,9 +88,14 @@ class _Lane:
 
 @dataclass
 class Servers:
-    """Servers of the same model, as an async context manager."""
+    """Servers of the same model, as an async context manager.
+
+    Args:
+        first: requests to each at a time in the beginning.
+    """
 
     settings: ServerSection
+    first: int = FIRST_LIMIT
     _lanes: list[_Lane] = field(default_factory=list, init=False)
     _waiting: deque[asyncio.Future[None]] = field(default_factory=deque, init=False)
 
@@ -102,7 +107,7 @@ class Servers:
             client = AsyncOpenAI(
                 base_url=url, api_key=server_key() or "none", max_retries=0, timeout=self.settings.timeout_seconds
             )
-            limit = min(FIRST_LIMIT, self.settings.concurrency)
+            limit = min(self.first, self.settings.concurrency)
             self._lanes.append(_Lane(url, client, self.settings.concurrency, limit))
         return self
 

@@ -129,6 +129,64 @@ def evaluate(
         suggest("draftsmith", "push", trained[0], "USER/NAME", "--eval", out)
 
 
+@eval_app.command(name="server")
+def serve(
+    address: Annotated[str, typer.Argument(metavar="URL", help="Address of the server with the drafter.")],
+    target: Annotated[str, typer.Option("--target", help=TARGET_HELP + " Only its tokenizer is loaded.")],
+    model: Annotated[str, typer.Option("--model", help="The name under which the server has the target.")],
+    baseline: Annotated[
+        str | None,
+        typer.Option("--baseline", help="Address of a server without a drafter, or an eval.json measured on one."),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option("--concurrency", help="Requests at a time; repeatable; default: 1, 2 and 4.")
+    ] = None,
+    prompts: PromptsOption = "embedded",
+    subset: SubsetOption = None,
+    split: SplitOption = "train",
+    temperature: TemperaturesOption = None,
+    count: CountOption = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most new tokens per turn.")] = 96,
+    top_p: TopPOption = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Times that every text is asked for.")] = 3,
+    seed: SeedOption = 0,
+    chat_template: TemplateOption = None,
+    template_option: TemplateOptionsOption = None,
+    trust_remote_code: TrustOption = False,
+    out: OutOption = Path("runs/eval-server"),
+) -> None:
+    """Measure a drafter where it serves: tokens/s by number of requests; tau and acceptance from the engine."""
+    from draftsmith.distill.server.settings import server_section
+    from draftsmith.eval.server.run import measure_server, server_table
+    from draftsmith.eval.settings import Settings
+    from draftsmith.safe_text import Terminal
+
+    sizes = tuple(concurrency or (1, 2, 4))
+    section = server_section(url=address, model=model, top_p=top_p, concurrency=max(1, *sizes))
+    settings = Settings(
+        target=target,
+        drafters={model: address},
+        prompts=prompts,
+        subset=subset,
+        split=split,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        batch_sizes=sizes,
+        count=count,
+        max_new_tokens=max_new_tokens,
+        top_p=top_p,
+        repeats=repeats,
+        seed=seed,
+        chat_template=chat_template,
+        template_options=template_options(template_option),
+    )
+    result = measure_server(section, settings, out, baseline=baseline, trust_remote_code=trust_remote_code)
+    console = Terminal(width=None if Terminal().is_terminal else 110)
+    console.print(server_table(result))
+    for note in result.notes:
+        console.print(f"note: {note}")
+    console.print(f"report: {out / 'report.md'}")
+
+
 @eval_app.command(name="compare")
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="A folder written by `draftsmith eval`, or an eval.json.")],

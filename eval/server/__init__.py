@@ -1,0 +1,1 @@
+"""Measurement of a drafter where it serves: `draftsmith eval server`."""

@@ -1,0 +1,106 @@
+"""What an engine counts about its drafts, read before and after a measurement.
+
+vLLM counts drafts, and accepted tokens by position; SGLang counts verifications. Both are Prometheus counters of the
+whole server, so nobody else may use it meanwhile.
+"""
+
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from draftsmith.distill.server.settings import server_key
+from draftsmith.errors import ConfigError, reason_of
+
+SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
+POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
+DRAFTS = "vllm:spec_decode_num_drafts"
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+VERIFICATIONS = "sglang:spec_verify_calls"
+GENERATED = ("vllm:generation_tokens", "sglang:generation_tokens")
+"""Counters that exist without speculation, too: with them a server without drafts is told from one without metrics."""
+SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Numbers of a server since its start."""
+
+    known: bool
+    """The server has counters at all."""
+    rounds: float = 0.0
+    """Verified drafts of all texts."""
+    accepted: tuple[float, ...] = ()
+    """By draft position, drafts that were accepted up to it; empty where the engine does not count positions."""
+
+    def since(self, before: "Counters") -> "Counters":
+        """Return the difference; ConfigError if the server was started again in between."""
+        earlier = (*before.accepted, *([0.0] * len(self.accepted)))
+        accepted = tuple(now - then for now, then in zip(self.accepted, earlier, strict=False))
+        rounds = self.rounds - before.rounds
+        if rounds < 0 or any(count < 0 for count in accepted) or len(self.accepted) < len(before.accepted):
+            raise ConfigError("server's counters have decreased: it was started again; expected one that keeps running")
+        return Counters(self.known, rounds, accepted)
+
+
+def parse_counters(text: str) -> Counters:
+    """Return the numbers in Prometheus' text format, summed over engines and ranks."""
+    known, rounds, accepted = False, 0.0, dict[int, float]()
+    for line in text.splitlines():
+        match = SAMPLE.match(line)
+        if match is None:
+            continue
+        name, value = match["name"].removesuffix("_total"), _number(match["value"])
+        known |= name in GENERATED or name in (DRAFTS, VERIFICATIONS)
+        if name in (DRAFTS, VERIFICATIONS):
+            rounds += value
+        position = POSITION.search(match["labels"] or "") if name == PER_POSITION else None
+        if position is not None:
+            place = int(position[1])
+            accepted[place] = accepted.get(place, 0.0) + value
+    return Counters(known, rounds, tuple(accepted.get(place, 0.0) for place in range(max(accepted, default=-1) + 1)))
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if abs(value) < 1e300 else 0.0
+
+
+class CounterRoutes:
+    """The routes of a server's counters, beside OpenAI's."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.root = urlunsplit((parts.scheme, parts.netloc, parts.path.removesuffix("/v1"), "", ""))
+        headers = {"Authorization": f"Bearer {server_key()}"} if server_key() else {}
+        self._client = httpx.Client(headers=headers, timeout=SECONDS)
+
+    def counters(self) -> Counters:
+        """Return the counters now; those of a server without the route are not known."""
+        answer = self._get("/metrics")
+        return Counters(False) if answer is None else parse_counters(answer.text)
+
+    def sglang_tau(self) -> float | None:
+        """Return SGLang's mean acceptance length since its start; None where it is not told."""
+        answer = self._get("/get_server_info")
+        try:
+            info = {} if answer is None else answer.json()
+        except ValueError:
+            return None
+        states = info.get("internal_states") if isinstance(info, dict) else None
+        for state in [info, *(states if isinstance(states, list) else [])]:
+            value = state.get("avg_spec_accept_length") if isinstance(state, dict) else None
+            if isinstance(value, int | float) and 1 <= value < 1e6:
+                return float(value)
+        return None
+
+    def _get(self, path: str) -> httpx.Response | None:
+        try:
+            answer = self._client.get(self.root + path)
+        except httpx.HTTPError as error:
+            raise ConfigError(f"server {self.root}{path} cannot be reached ({reason_of(error)})") from error
+        return answer if answer.status_code == 200 else None

@@ -1,0 +1,243 @@
+"""`draftsmith eval server`: validate, measure one or two servers, and write the report."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.load_target import load_tokenizer
+from draftsmith.distill.server.settings import ServerSection, require_client
+from draftsmith.errors import ConfigError
+from draftsmith.eval.evaluation import EVALUATION, read_evaluation
+from draftsmith.eval.journal import SCHEMA
+from draftsmith.eval.metrics import (
+    Draws,
+    Series,
+    acceptance_at,
+    alpha,
+    percentiles,
+    resampled_speedups,
+    resampled_taus,
+    speeds,
+    speedup,
+    tau,
+)
+from draftsmith.eval.prompts import PromptRows, prompts_fingerprint
+from draftsmith.eval.report import interval
+from draftsmith.eval.results import ServerRow, StoredMeasurement
+from draftsmith.eval.server.measure import Condition, Measured, ServerRun
+from draftsmith.eval.settings import BASELINE, Settings, require_valid
+from draftsmith.heads.model_config import context_limit
+from draftsmith.locks import hold_folder
+from draftsmith.provenance import environment
+from draftsmith.safe_text import markdown
+from draftsmith.storage import write_json, write_text, writing
+
+ENGINE = "engine"
+"""The policy of a served drafter in `eval.json`: the engine's own."""
+KEPT = "nothing was kept; with enough space, run the command again"
+COLUMNS = ("T", "requests", "tok/s", "ms a token", "tau", "acceptance by position", "alone tok/s", "speedup")
+
+
+@dataclass(frozen=True)
+class ServerMeasurement:
+    """The content of `eval.json` of served drafters; its `measurements` are those of a local one."""
+
+    settings: Settings
+    rows: list[ServerRow]
+    notes: list[str]
+    identity: dict[str, Any]
+    measurements: list[StoredMeasurement]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of `eval.json`. `rows`, those of decoding in this process, are empty."""
+        return {
+            "schema": SCHEMA,
+            "settings": asdict(self.settings),
+            "rows": [],
+            "server": self.rows,
+            "environment": environment(),
+            "notes": self.notes,
+            "guards": [],
+            "measurements": self.measurements,
+            "identity": self.identity,
+        }
+
+
+def measure_server(
+    server: ServerSection, settings: Settings, out: Path, *, baseline: str | None, trust_remote_code: bool = False
+) -> ServerMeasurement:
+    """Measure a server, and write `report.md` and `eval.json` to `out`.
+
+    Args:
+        settings: those of a local measurement; `batch_sizes` are the numbers of requests at a time.
+        baseline: the address of a server of the target without a drafter, or an `eval.json` with such a measurement.
+
+    Raises:
+        ConfigError: for settings that cannot be measured, a server of another model, or a baseline of other prompts.
+    """
+    rows = _validated(server, settings, out)
+    with hold_folder("out", out):
+        if (out / EVALUATION).exists():
+            raise ConfigError(f"out={out} holds an eval.json; expected another folder")
+        tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
+        context, template, options = context_limit(config), settings.chat_template, settings.template_options
+        prompts = rows.encode(
+            tokenizer, count=settings.count, context=context, chat_template=template, template_options=options
+        )
+        chat = Chat(tokenizer, template, options)
+        (name,) = settings.drafters
+        identity = {"prompts": prompts_fingerprint(prompts), "drafters": {}}
+        stored = _stored_baseline(baseline, settings, identity["prompts"])
+        measured = ServerRun(server, settings, chat, context, prompts).measure(name)
+        if baseline is not None and stored is None:
+            alone = server.model_copy(update={"url": baseline})
+            found = ServerRun(alone, settings, chat, context, prompts).measure(BASELINE[0])
+            stored = {place: each.series for place, each in found.conditions.items()}
+        result = _measurement(settings, name, measured, stored or {}, identity)
+        with writing(out, KEPT):
+            write_text(out / "report.md", _markdown(result))
+            write_json(out / EVALUATION, result.as_json())
+        return result
+
+
+def _validated(server: ServerSection, settings: Settings, out: Path) -> PromptRows:
+    require_client()
+    if not isinstance(server.url, str):
+        raise ConfigError.of("server", server.url, "one address: counters belong to one server")
+    counts = {"count": [settings.count], "max_new_tokens": [settings.max_new_tokens], "repeats": [settings.repeats]}
+    sizes = {"concurrency": settings.batch_sizes}
+    require_valid(settings, counts={**sizes, **counts}, unique=sizes, out=out)
+    rows = PromptRows.read(settings.prompts, settings.subset, settings.split)
+    if rows.images:
+        raise ConfigError("prompts with images; expected text, which a server is asked with")
+    return rows
+
+
+def _stored_baseline(baseline: str | None, settings: Settings, prompts: str) -> dict[Condition, Series] | None:
+    """Return the target alone of an `eval.json`; None if `baseline` is an address."""
+    if baseline is None or baseline.startswith(("http://", "https://")):
+        return None
+    stored = read_evaluation(Path(baseline))
+    if stored["identity"].get("prompts") != prompts:
+        raise ConfigError(f"baseline={baseline} has other prompts; expected those of {settings.prompts}")
+    entries = stored["measurements"]
+    alone = [entry for entry in entries if entry["drafter"] == BASELINE[0]] or entries
+    return {(entry["temperature"], entry["batch_size"]): Series.from_json(entry) for entry in alone}
+
+
+def _measurement(
+    settings: Settings, name: str, measured: Measured, alone: dict[Condition, Series], identity: dict[str, Any]
+) -> ServerMeasurement:
+    rows: list[ServerRow] = []
+    entries: list[StoredMeasurement] = []
+    for place, each in measured.conditions.items():
+        base = alone.get(place)
+        if base is not None and base.units != each.units:
+            raise ConfigError("baseline has other batches of prompts; expected the same --count and --concurrency")
+        row = _row(place, each.series, base, settings.seed, measured)
+        row["acceptance_at"] = acceptance_at([(each.tested_at, each.accepted_at)])
+        rows.append(row)
+        entries.append(_entry((name, ENGINE) if measured.counted else (name, ""), place, each.series))
+        if base is not None:
+            entries.append(_entry(BASELINE, place, base))
+    return ServerMeasurement(settings, rows, _notes(measured, rows), identity, entries)
+
+
+def _entry(arm: tuple[str, str], place: Condition, series: Series) -> StoredMeasurement:
+    return {"drafter": arm[0], "policy": arm[1], "temperature": place[0], "batch_size": place[1], **series.as_json()}
+
+
+def _row(place: Condition, spec: Series, base: Series | None, seed: int, measured: Measured) -> ServerRow:
+    units, repeats = spec.tokens.shape
+    draws = Draws.of(units, repeats, np.random.default_rng(seed)) if units > 1 else None
+    speed = float(np.median(speeds(spec)))
+    counted = measured.counted
+    row: ServerRow = {
+        "temperature": place[0],
+        "concurrency": place[1],
+        "prompts": sum(map(len, spec.units)),
+        "tokens_per_second": speed,
+        "milliseconds_per_token": 1000 * place[1] / speed if speed else 0.0,
+        "alpha": alpha(spec) if counted and spec.overlaps.any() else None,
+        "tau": tau(spec) if counted else None,
+        "tau_interval": _bounds(resampled_taus(spec, draws)) if counted and draws else None,
+        "acceptance_at": [],
+        "baseline_tokens_per_second": None,
+        "speedup": None,
+        "speedup_interval": None,
+    }
+    if base is not None:
+        row["baseline_tokens_per_second"] = float(np.median(speeds(base)))
+        if base.tokens.shape == spec.tokens.shape:
+            row["speedup"] = speedup(base, spec)
+            row["speedup_interval"] = _bounds(resampled_speedups(base, spec, draws)) if draws else None
+        else:
+            raise ConfigError(f"baseline has {base.tokens.shape[1]} repeats; expected {repeats}, as --repeats")
+    return row
+
+
+def _bounds(values: NDArray) -> list[float]:
+    return percentiles(values)
+
+
+def _notes(measured: Measured, rows: list[ServerRow]) -> list[str]:
+    found = ["Seconds are those of whole requests, prefill and network included. Nobody else may use the servers."]
+    if rows[0]["prompts"] < 20:
+        found.append(f"Measured on {rows[0]['prompts']} prompts: intervals are somewhat too narrow.")
+    if not measured.counted:
+        found.append(
+            "The server's metrics count no drafts: it does not speculate, or its metrics are off (SGLang: "
+            "--enable-metrics), so tau and acceptance are not known."
+        )
+    if measured.sglang_tau is not None:
+        found.append(f"SGLang's own mean acceptance length since its start is {measured.sglang_tau:.2f}.")
+    return found
+
+
+def server_table(result: ServerMeasurement) -> Table:
+    """Return the rows as a table."""
+    table = Table(title="The served drafter (95 % intervals below)", pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for row in result.rows:
+        table.add_row(*(f"{value}\n{bounds}" if bounds else value for value, bounds in _cells(row)))
+    return table
+
+
+def _cells(row: ServerRow) -> list[tuple[str, str]]:
+    """Return each column's text and its interval."""
+    alone, gain = row["baseline_tokens_per_second"], row["speedup"]
+    return [
+        (f"{row['temperature']:g}", ""),
+        (str(row["concurrency"]), ""),
+        (f"{row['tokens_per_second']:.0f}", ""),
+        (f"{row['milliseconds_per_token']:.1f}", ""),
+        ("" if row["tau"] is None else f"{row['tau']:.2f}", interval(row["tau_interval"], 2)),
+        (" ".join(f"{share:.2f}" for share in row["acceptance_at"]), ""),
+        ("" if alone is None else f"{alone:.0f}", ""),
+        ("" if gain is None else f"{gain:.2f}x", interval(row["speedup_interval"], 2)),
+    ]
+
+
+def _markdown(result: ServerMeasurement) -> str:
+    (name, address), settings = *result.settings.drafters.items(), result.settings
+    lines = [f"# {markdown(name)} on a server", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for row in result.rows:
+        cells = (f"{value} {bounds}".strip() for value, bounds in _cells(row))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"- {markdown(note)}" for note in result.notes), "", "## Conditions", "", "| | |", "|---|---|"]
+    where = environment()
+    conditions = {
+        "server": address,
+        "target": settings.target,
+        "prompts": f"{settings.prompts}, at most {settings.max_new_tokens} new tokens a turn",
+        "repeats": str(settings.repeats),
+        "date, command": f"{where['date']}, {where['command']}",
+    }
+    lines += [f"| {key} | {markdown(value)} |" for key, value in conditions.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,146 @@
+"""`draftsmith eval server` against servers whose drafts are known in advance."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_llama
+from engine_server import Engine, chat_tokenizer
+
+from draftsmith.cli import main
+from draftsmith.errors import ConfigError
+from draftsmith.eval.server import measure
+from draftsmith.eval.server.counters import Counters, parse_counters
+
+ROUNDS = 3
+"""Rounds of an answer of 7 tokens: the prefill's, and two a round, of which one was drafted and accepted."""
+
+
+class Drafting:
+    """An engine that accepts the first of two draft tokens in every round."""
+
+    def __init__(self, style: str | None) -> None:
+        self.answers, self.style = 0, style
+        self.engine = Engine(answer=self._answer, metrics=self._metrics if style else None)
+
+    def _answer(self, prompt: list[int], seed: int, most: int) -> list[int]:
+        self.answers += 1
+        return [2 + (prompt[0] + place) % 50 for place in range(7)][:most]
+
+    def _metrics(self, _: Engine) -> str:
+        rounds, label = self.answers * ROUNDS, '{engine="0",model_name="tiny"}'
+        lines = ["# HELP some help", f"{self.style}:generation_tokens_total{label} {7 * self.answers}.0"]
+        if self.style == "vllm":
+            at = [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{p}"}}' for p in (0, 1)]
+            lines += [f"vllm:spec_decode_num_drafts_total{label} {rounds}.0", f"{at[0]} {rounds}.0", f"{at[1]} 0.0"]
+        if self.style == "sglang":
+            lines.append(f"sglang:spec_verify_calls_total{label} {rounds}.0")
+        return "\n".join(lines)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(measure, "SETTLE_SECONDS", 0.0)
+    make_llama().save_pretrained(tmp_path / "target")
+    chat_tokenizer().save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    rows: list[dict[str, Any]] = [{"prompt": letter * 3} for letter in "abcde"]
+    rows.append({"turns": ["x", "y"]})
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def run(folder: Path, prompts: Path, engine: Engine, out: Path, *more: Any) -> int:
+    options = ["--prompts", prompts, "--temperature", 1, "--repeats", 2, "--max-new-tokens", 7, "--out", out, *more]
+    command = ["eval", "server", engine.url, "--target", folder, "--model", "tiny", "--concurrency", 1]
+    with pytest.raises(SystemExit) as left:
+        main([str(part) for part in [*command, "--concurrency", 2, *options]])
+    return int(left.value.code or 0)
+
+
+def test_tau_acceptance_and_speed_of_vllm(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a baseline on a second server, and again from its eval.json."""
+    with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
+        assert run(folder, prompts, engine, tmp_path / "one", "--baseline", plain.url) == 0
+        assert run(folder, prompts, plain, tmp_path / "alone") == 0
+        assert run(folder, prompts, engine, tmp_path / "two", "--baseline", tmp_path / "alone") == 0
+        assert run(folder, prompts, engine, tmp_path / "two") == 2
+    for name in ("one", "two"):
+        stored = json.loads((tmp_path / name / "eval.json").read_text())
+        assert [row["concurrency"] for row in stored["server"]] == [1, 2]
+        for row in stored["server"]:
+            assert (row["tau"], row["acceptance_at"], row["prompts"]) == (2.0, [1.0, 0.0], 6)
+            assert row["alpha"] == 0.5
+            assert row["speedup"] > 0
+            assert row["milliseconds_per_token"] > 0
+            assert row["tau_interval"] == [2.0, 2.0]
+        report = (tmp_path / name / "report.md").read_text()
+        assert "| 2.00 [2.00, 2.00] | 1.00 0.00 |" in report
+    alone = json.loads((tmp_path / "alone" / "eval.json").read_text())
+    assert [row["tau"] for row in alone["server"]] == [None, None]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["eval", "compare", str(tmp_path / "one"), str(tmp_path / "two")])
+    assert "tau does not differ measurably" in " ".join(capsys.readouterr().out.split())
+
+
+def test_tau_of_sglang(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    with Drafting("sglang").engine.running() as engine:
+        assert run(folder, prompts, engine, tmp_path / "out") == 0
+    rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
+    assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in rows] == [(2.0, [], None)] * 2
+
+
+def test_a_local_measurement_is_compared_with_a_server(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The local drafter accepts nothing else than prompt lookup does; the engine's first position is far better."""
+    local = ["eval", "--target", folder, "--drafter", "suffix", "--prompts", prompts, "--temperature", 1]
+    local += ["--max-new-tokens", 7, "--repeats", 2, "--out", tmp_path / "local", "--gamma", 2]
+    with pytest.raises(SystemExit):
+        main([str(part) for part in local])
+    with Drafting("vllm").engine.running() as engine:
+        assert run(folder, prompts, engine, tmp_path / "served") == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main(["eval", "compare", str(tmp_path / "local"), str(tmp_path / "served")])
+    said = " ".join(capsys.readouterr().out.split())
+    assert not left.value.code
+    assert "B's tiny (engine): tau" in said
+    assert "a real difference" in said
+
+
+def test_wrong_options_and_servers(folder: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
+    with Engine(model="other").running() as engine:
+        assert run(folder, prompts, engine, tmp_path / "out") == 2
+        assert "does not serve tiny" in capsys.readouterr().err
+        assert run(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "none") == 2
+        assert run(folder, prompts, engine, tmp_path / "out", "--concurrency", 2) == 2
+        assert "each only once" in capsys.readouterr().err
+
+
+def test_counters_of_several_engines_are_added() -> None:
+    text = """# TYPE x counter
+vllm:spec_decode_num_drafts_total{engine="0"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1"} 5.0
+vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 3
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0",engine="1"} 9
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0",engine="0"} nonsense
+broken line {
+"""
+    now = parse_counters(text)
+    assert now == Counters(True, 15.0, (9.0, 3.0))
+    assert now.since(Counters(True, 5.0, (4.0,))) == Counters(True, 10.0, (5.0, 3.0))
+    assert parse_counters("<html>") == Counters(False)
+    with pytest.raises(ConfigError, match="started again"):
+        Counters(True, 1.0).since(now)
