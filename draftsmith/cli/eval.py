@@ -1,7 +1,7 @@
 """`draftsmith eval` and `draftsmith eval compare`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,6 +34,9 @@ from draftsmith.cli.options import (
 )
 from draftsmith.errors import ConfigError
 
+if TYPE_CHECKING:
+    from draftsmith.eval.settings import Settings
+
 eval_app = typer.Typer(
     help="Measure drafters against the target alone (eval --target T --drafter D), or compare two measurements."
 )
@@ -63,9 +66,7 @@ def evaluate(
     split: SplitOption = "train",
     temperature: TemperaturesOption = None,
     gamma: DraftLengthsOption = None,
-    policy: Annotated[
-        list[str] | None, typer.Option("--policy", help=POLICY_HELP + " Repeatable; NAME=POLICY is for one drafter.")
-    ] = None,
+    policy: PoliciesOption = None,
     batch_size: BatchSizesOption = None,
     rule: RuleOption = None,
     count: CountOption = None,
@@ -87,17 +88,12 @@ def evaluate(
     """Measure acceptance and wall-clock speedup of drafters against the target alone."""
     if context.invoked_subcommand is not None:
         return
-    if target is None:
-        raise ConfigError("--target is missing; expected 'embedded', a local folder or a Hub id")
-    if not drafter:
-        raise ConfigError("--drafter is missing; expected at least one")
-    from draftsmith.eval.run import measure, show
+    _require_pair(target, drafter)
     from draftsmith.eval.settings import Settings
-    from draftsmith.train.run_folder import metrics_of
 
     settings = Settings(
-        target=target,
-        drafters=named_drafters(drafter),
+        target=target or "",
+        drafters=named_drafters(drafter or []),
         prompts=prompts,
         subset=subset,
         split=split,
@@ -119,12 +115,27 @@ def evaluate(
         attn_implementation=attn_implementation,
         compile=compile,
     )
-    title, runs = f"Drafters for {target}", metrics_of(settings.drafters)
+    _measure(settings, drafter or [], out, as_json=as_json, trust_remote_code=trust_remote_code)
+
+
+def _require_pair(target: str | None, drafters: list[str] | None) -> None:
+    if target is None:
+        raise ConfigError("--target is missing; expected 'embedded', a local folder or a Hub id")
+    if not drafters:
+        raise ConfigError("--drafter is missing; expected at least one")
+
+
+def _measure(settings: "Settings", drafters: list[str], out: Path, *, as_json: bool, trust_remote_code: bool) -> None:
+    """Measure, and print the results and what may follow."""
+    from draftsmith.eval.run import measure, show
+    from draftsmith.train.run_folder import metrics_of
+
+    title, runs = f"Drafters for {settings.target}", metrics_of(settings.drafters)
     evaluation = measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code)
     if as_json:
         return print_json(evaluation.as_json())
     show(evaluation, out)
-    suggest("draftsmith", "forecast", *measuring(target, drafter, prompts))
+    suggest("draftsmith", "forecast", *measuring(settings.target, drafters, settings.prompts))
     if trained := [folder for folder in settings.drafters.values() if Path(folder).is_dir()]:
         suggest("draftsmith", "push", trained[0], "USER/NAME", "--eval", out)
 
