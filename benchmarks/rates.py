@@ -39,6 +39,8 @@ from draftsmith.train.run_folder import claim_output, read_metrics
 
 FAMILIES = ("draft_model", "medusa", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash")
 FAMILIES += ("dspark",)
+FEATURES = ("eagle3", "peagle", "dflash", "dspark")
+"""Families that read features of several layers."""
 GRID = ("muon:2e-3", "muon:6e-3", "muon:2e-2", "adamw:3e-4", "adamw:1e-3", "adamw:3e-3", "adamw:1e-2")
 TARGETS = {
     "w128": EmbeddedRecipe(
@@ -158,6 +160,9 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
     family, _, start = wanted["family"].partition("@")
     if start:
         overrides |= {"drafter.model": start, "drafter.init": "random"}
+    depth = target.model.config.num_hidden_layers
+    if family in FEATURES and depth < 4:  # too few for the default choice of layers
+        overrides["drafter.layers"] = list(range(1, depth))
     recipe = load_recipe(f"{family}/embedded", [f"{key}={value}" for key, value in overrides.items()])
     loop.learning_rate = SCHEDULES[wanted["schedule"]]
     result: dict[str, Any] = {"tau": [math.nan, math.nan]}
@@ -174,7 +179,7 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
     except DraftsmithError as error:
         result["error"] = str(error)[:200]
     losses = [row["loss"] for row in read_metrics(output) if "loss" in row]
-    result["losses"] = [round(losses[min(place, len(losses) - 1)], 3) for place in (0, 9, 19, 39, steps - 1)]
+    result["losses"] = [round(losses[min(place, len(losses) - 1)], 3) for place in (0, 9, 19, 39, steps - 1) if losses]
     result["width"] = target.model.config.hidden_size
     return {**wanted, **result, "seconds": round(time.perf_counter() - started, 1)}
 
