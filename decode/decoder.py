@@ -203,13 +203,17 @@ class SpeculativeDecoder:
             sequence.source, sequence.padding = source, [] if source else padding
         for sequence, states_TH in zip(sequences, encoder_states or (), strict=encoder_states is not None):
             sequence.encoded = states_TH
-        if inputs is not None and len(inputs) != len(rows):
-            raise ConfigError.of("inputs", len(inputs), f"one entry for each of the {len(rows)} prompts")
-        for sequence, given in zip(sequences, inputs or (), strict=False):
-            sequence.inputs = usable_inputs(self._model, sequence.tokens, given, compile=self._target.compile)
+        self._add_inputs(sequences, inputs)
         prefill_seconds = self._decode(sequences, processors, on_tokens)
         self._last = sequences[0]
         return [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
+
+    def _add_inputs(self, sequences: list[DecodeSequence], inputs: Sequence[ProcessorInputs | None] | None) -> None:
+        """Give each sequence the processor's tensors of its prompt."""
+        if inputs is not None and len(inputs) != len(sequences):
+            raise ConfigError.of("inputs", len(inputs), f"one entry for each of the {len(sequences)} prompts")
+        for sequence, given in zip(sequences, inputs or (), strict=False):
+            sequence.inputs = usable_inputs(self._model, sequence.tokens, given, compile=self._target.compile)
 
     def _decode(
         self, sequences: list[DecodeSequence], processors: Processors, on_tokens: OnBatchTokens | None

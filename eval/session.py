@@ -82,13 +82,18 @@ def load_session(
         drafters = {
             name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
         }
-    for name, drafter in drafters.items():
-        policies = settings.policies_of(name)
-        models = capabilities(loaded.model, drafter) if policies and not drafter.only_retrieves else []
-        for policy in policies:
-            require_readable(check_policy(policy), models)
+    _require_readable(settings, loaded.model, drafters)
     limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
     shortest = min((value for value in limits if value is not None), default=None)
     if rows is not None and shortest != limit:
         prompts = encode(loaded.tokenizer, shortest)
     return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor)
+
+
+def _require_readable(settings: PairSettings, target: PreTrainedModel, drafters: dict[str, Drafter]) -> None:
+    """Raise ConfigError for a policy whose drafts the target, or the draft model, cannot read."""
+    for name, drafter in drafters.items():
+        policies = settings.policies_of(name)
+        models = capabilities(target, drafter) if policies and not drafter.only_retrieves else []
+        for policy in policies:
+            require_readable(check_policy(policy), models)

@@ -1,7 +1,7 @@
 """`draftsmith forecast`: predicted acceptance and speedup."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,9 @@ from draftsmith.cli.options import (
     suggest,
     template_options,
 )
+
+if TYPE_CHECKING:
+    from draftsmith.eval.forecast.run import Outcome
 
 
 def forecast(
@@ -62,8 +65,8 @@ def forecast(
     as_json: JsonOption = False,
 ) -> None:
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
-    from draftsmith.eval.forecast.forecast import PLAIN, ForecastSettings
-    from draftsmith.eval.forecast.run import ForecastFiles, run, show
+    from draftsmith.eval.forecast.forecast import ForecastSettings
+    from draftsmith.eval.forecast.run import ForecastFiles, run
 
     settings = ForecastSettings(
         target=target,
@@ -85,11 +88,19 @@ def forecast(
         attn_implementation=attn_implementation,
     )
     files = ForecastFiles(profile, save_profile)
-    outcome = run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code)
+    _show(run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code), out, as_json)
+
+
+def _show(outcome: "Outcome", out: Path, as_json: bool) -> None:
+    """Print a forecast, and the command that measures its first best policy."""
+    from draftsmith.eval.forecast.forecast import PLAIN
+    from draftsmith.eval.forecast.run import show
+
     if as_json:
         return print_json(outcome.as_json())
     show(outcome, out)
-    best = outcome.forecast.best[0]
+    best, settings = outcome.forecast.best[0], outcome.forecast.settings
     if best["drafter"] is not None and best["policy"] is not None:
         chosen = [] if best["policy"] == PLAIN else ["--policy", best["policy"]]
-        suggest("draftsmith", "eval", *measuring(target, [settings.drafters[best["drafter"]]], prompts), *chosen)
+        pair = measuring(settings.target, [settings.drafters[best["drafter"]]], settings.prompts)
+        suggest("draftsmith", "eval", *pair, *chosen)

@@ -29,7 +29,7 @@ from draftsmith.heads.formats.common import Serving, Source, vllm_command
 from draftsmith.heads.layers import layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.mtp import OPTIONS, Mtp, MtpNetwork
+from draftsmith.heads.mtp_network import OPTIONS, MtpNetwork
 
 # Shapes: H hidden size.
 
@@ -204,7 +204,7 @@ def _swapped(layout: Layout, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights
 
 
-def write_native(source: Source[Mtp]) -> Serving:
+def write_native(source: Source[Any]) -> Serving:
     """Write the files of the target that contain its module, with the drafter's weights in place of the module's."""
     layout, prefix, _ = _find(source.target)
     body, options, weights = read_native(source.target)

@@ -20,8 +20,8 @@ from draftsmith.heads.formats.common import (
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
-from draftsmith.heads.mtp import OPTIONS as OPTIONS_OF_MTP
 from draftsmith.heads.mtp import Mtp
+from draftsmith.heads.mtp_network import OPTIONS as OPTIONS_OF_MTP
 from draftsmith.heads.peagle import ParallelEagle
 
 # Shapes: H hidden size, F size of the features, V vocabulary.

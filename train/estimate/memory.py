@@ -150,10 +150,8 @@ def estimate_memory(
             if data.refresh_every:
                 reading += moments  # later rounds are sampled during training
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated
-        caching = 0
-        if recipe.teacher.kind == "cached":
-            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bf16):
-                caching = _caching_bytes(recipe, target, step.drafter, live, not beside_host)
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bf16):
+            caching = _caching_bytes(recipe, target, step.drafter, live, not beside_host)
         return MemoryEstimate(
             target=weights - _elsewhere(recipe, target, beside_host, processes),
             drafter=drafted,
@@ -233,7 +231,12 @@ def _reading_bytes(recipe: Recipe, target: PreTrainedModel, live: LiveBytes) -> 
 def _caching_bytes(
     recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter, live: LiveBytes, on_host: bool
 ) -> int:
-    """Return the bytes of the target's passes over a shard's rows; with `on_host` also those of the shard's states."""
+    """Return the bytes of the target's passes over a shard's rows; with `on_host` also those of the shard's states.
+
+    0 where no states are cached.
+    """
+    if recipe.teacher.kind != "cached":
+        return 0
     teacher, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
     rows = min(settings.shard_rows, recipe.data.count * recipe.data.responses)
     before = live.peak = live.now
