@@ -7,10 +7,14 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.heads import DraftModel
 
+INDEXED_TREES = Version(transformers.__version__) >= Version("5.23")
+"""Whether indexed attention follows the masks that it is given; in transformers 5.17 it does not."""
 VOCAB = 61
 IDS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}

@@ -8,7 +8,7 @@ import torch
 from exact.enumeration import Tokens, total_variation, whole_runs
 from exact.test_lossless import HEADS_OF_TARGETS, PROMPT, target_alone, text_of
 from exact.toys import VOCAB
-from recurrent_models import OTHERS, build
+from recurrent_models import INDEXED_TREES, OTHERS, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -75,7 +75,8 @@ def test_recurrent_targets_are_lossless(family: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "policy"), [("openai-gpt", CHAIN), ("rwkv", CHAIN), ("deepseek_v32", CHAIN), ("deepseek_v32", TREE)]
+    ("family", "policy"),
+    [("openai-gpt", CHAIN), ("rwkv", CHAIN), ("deepseek_v32", CHAIN), *[("deepseek_v32", TREE)] * INDEXED_TREES],
 )
 @pytest.mark.filterwarnings("ignore:model_type=")
 def test_models_without_rollback_and_with_an_indexer_are_lossless(family: str, policy: Policy) -> None:

@@ -146,6 +146,7 @@ def test_logits_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
     assert (ours - torch.stack(logits)).abs().max() < 1e-12 * ours.abs().max()
 
 
+@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers has another MtpModel")
 @pytest.mark.parametrize("name", TARGETS)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """One step of its MtpModel, which takes the layer's class from the target; its norms compute in float32."""

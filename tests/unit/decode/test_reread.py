@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import VOCAB as LLAMA_VOCAB
 from conftest import make_llama
-from recurrent_models import OTHERS, build, noisy
+from recurrent_models import INDEXED_TREES, OTHERS, build, noisy
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode import reread
@@ -23,7 +23,7 @@ from draftsmith.heads.draft_tree import Draft
 ROUNDING = 1e-5
 """Norms and scans are computed in float32; a wrong state changes logits by more than 0.1."""
 PASSES = {"openai-gpt": "whole", "recurrent_gemma": "whole", "minimax": "whole", "rwkv": "copied"}
-PASSES |= {"deepseek_v4": "copied", "deepseek_v32": "masked"}
+PASSES |= {"deepseek_v4": "copied", "deepseek_v32": "masked" if INDEXED_TREES else "copied"}
 AGAIN = [family for family in OTHERS if PASSES[family] != "masked"]
 
 
@@ -120,6 +120,7 @@ def test_texts_of_a_batch_are_decoded_one_after_another(family: str) -> None:
         assert [output.tokens for output in outputs] == expected
 
 
+@pytest.mark.skipif(not INDEXED_TREES, reason="this transformers' indexed attention reads chains only")
 @torch.inference_mode()
 def test_a_tree_after_more_tokens_than_an_indexer_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("deepseek_v32")
