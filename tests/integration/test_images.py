@@ -80,7 +80,7 @@ def test_eval_and_check(target: Path, prompts: Path, tmp_path: Path, capsys: pyt
     run("eval", *options, "--batch-size", 2, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 8, "--out", out)
     found = json.loads((out / "eval.json").read_text())
     assert "No diagnostics by draft position: prompts have images." in found["notes"]
-    assert not found["guards"]
+    assert {guard["guard"] for guard in found["guards"]} <= {"slow-baseline"}, "speed depends on the machine"
     assert found["plain"]["identical"] == found["plain"]["prompts"] == 4, "the target alone is `generate` with images"
     cells = [
         row["cell"] for line in (out / "cells.jsonl").read_text().splitlines() if "cell" in (row := json.loads(line))

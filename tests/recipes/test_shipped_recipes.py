@@ -55,6 +55,6 @@ def test_a_recipes_header_tells_how_to_launch_it(name: str) -> None:
 
 def test_the_quickstarts_share_their_samples() -> None:
     """The same data section and seed make the same cache key, so that the target is sampled once."""
-    recipes = [load_recipe(f"quickstart/{name}") for name in ("draft_model", "medusa")]
+    recipes = [load_recipe(f"quickstart/{name}") for name in ("draft_model", "mtp")]
     assert recipes[0].data == recipes[1].data
     assert recipes[0].train.seed == recipes[1].train.seed

@@ -436,5 +436,5 @@ def test_our_code_reads_no_pickle_and_runs_no_text() -> None:
             assert "allow_pickle" not in given, where
             if called.endswith(".from_pretrained"):
                 assert {"trust_remote_code", None} & given or called == "PeftModel.from_pretrained", where
-                loads = not called.startswith(("AutoConfig", "AutoTokenizer"))
+                loads = not called.startswith(("AutoConfig", "AutoProcessor", "AutoTokenizer"))
                 assert not loads or {"use_safetensors", None} & given, where
