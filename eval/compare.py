@@ -124,7 +124,7 @@ def _require_comparable(a: StoredEvaluation, b: StoredEvaluation) -> None:
     keys: tuple[Literal["target"], Literal["prompts"]] = ("target", "prompts")
     for key in keys:
         prints = a["identity"].get(key), b["identity"].get(key)
-        if prints[0] != prints[1] and not (served and key == "target"):  # nobody knows a server's weights
+        if prints[0] != prints[1] and not (served and key == "target"):  # a server's weights cannot be read
             values.append((key, f"{a['settings'][key]} ({prints[0]})", f"{b['settings'][key]} ({prints[1]})"))
     matter, machine = (("max_new_tokens", "top_k", "top_p"), ()) if served else (MATTER, MACHINE)
     values += [(key, a["settings"].get(key), b["settings"].get(key)) for key in matter]

@@ -36,7 +36,7 @@ TRIALS = 3
 
 
 LARGE = 1_000_000_000
-"""Parameters from which on several threads are faster, because matrix products take longer than threads wait."""
+"""Number of parameters from which on all threads are used without measuring, which would take long."""
 
 
 def fastest_threads(target: PreTrainedModel, prompt: list[int], tokens: int = PROBE_TOKENS) -> int:

@@ -98,7 +98,8 @@ class _TextAndOwn(torch.autograd.Function):
         wide = torch.promote_types(q_BhTd.dtype, torch.float32)
         total_BhT = q_BhTd.new_empty(B, h, T, dtype=wide)
         for span in spans:
-            part = _text(span.of(q_BhTd), span.of(k_BgTd), span.of(v_BgTd), reach)
+            q, k, v = (span.of(x) for x in (q_BhTd, k_BgTd, v_BgTd))
+            part = _fused_text(q, k, v) if _fused(q, k, reach) else _text_in_parts(q, k, v, reach)
             span.of(out_BhTd).copy_(part[0])
             span.of(total_BhT).copy_(part[1])
         if own:
@@ -120,7 +121,8 @@ class _TextAndOwn(torch.autograd.Function):
         dq, dk, dv = torch.empty_like(q_BhTd), torch.empty_like(k_BgTd), torch.empty_like(v_BgTd)
         for span in ctx.spans:
             g, q, k, v, out, total = (span.of(x) for x in (g_BhTd, q_BhTd, k_BgTd, v_BgTd, out_BhTd, total_BhT))
-            parts = _text_backward(g, q, k, v, out, total, ctx.reach)
+            inputs = (g, q, k, v, out, total)
+            parts = _fused_backward(*inputs) if _fused(q, k, ctx.reach) else _backward_in_parts(*inputs, ctx.reach)
             for whole, part in zip((dq, dk, dv), parts, strict=True):
                 span.of(whole).copy_(part)
         if not own:
@@ -156,8 +158,13 @@ def _weight(score_BhT: Tensor, total_BhT: Tensor, k_BgTd: Tensor) -> Tensor:
 # The text's part. One document: queries and keys at the same positions.
 
 
-def _fused(q_BhTd: Tensor, k_BgTd: Tensor) -> bool:
-    """Return whether a kernel is known that returns the log-sum-exp, and whose gradient is as documented here."""
+def _fused(q_BhTd: Tensor, k_BgTd: Tensor, reach: int | None) -> bool:
+    """Return whether a kernel is known that returns the log-sum-exp, and whose gradient is as documented here.
+
+    `reach`: see `UnrolledAttention`; a window that hides keys has no such kernel.
+    """
+    if reach is not None and reach < q_BhTd.shape[2]:
+        return False
     if q_BhTd.device.type != "cuda" or isinstance(q_BhTd, FakeTensor):
         return q_BhTd.device.type in ("cpu", "cuda")
     size = q_BhTd.shape[-1]
@@ -170,7 +177,7 @@ def _fused(q_BhTd: Tensor, k_BgTd: Tensor) -> bool:
 def _kernel_agrees(device: torch.device, dtype: torch.dtype, size: int, groups: int) -> bool:
     """Return whether the kernel of this build of torch has the output and gradient of the plain path on a short text.
 
-    Its signature is not public, and has changed between releases.
+    Its signature is not public, and may change between releases.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, 9, size) for heads in (2 * groups, 2, 2, 2 * groups)]
@@ -191,30 +198,8 @@ def _kernel_agrees(device: torch.device, dtype: torch.dtype, size: int, groups: 
     return not reason
 
 
-def _text(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, reach: int | None) -> tuple[Tensor, Tensor]:
-    """Return causal attention over the text and the log-sum-exp [B, h, T] of its scores, -inf without any key."""
-    if (reach is None or reach >= q_BhTd.shape[2]) and _fused(q_BhTd, k_BgTd):
-        return _fused_text(q_BhTd, k_BgTd, v_BgTd)
-    return _text_in_parts(q_BhTd, k_BgTd, v_BgTd, reach)
-
-
-def _text_backward(
-    g_BhTd: Tensor,
-    q_BhTd: Tensor,
-    k_BgTd: Tensor,
-    v_BgTd: Tensor,
-    out_BhTd: Tensor,
-    total_BhT: Tensor,
-    reach: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, where key s has the probability exp(score - total)."""
-    inputs = g_BhTd, q_BhTd, k_BgTd, v_BgTd, out_BhTd, total_BhT
-    if (reach is None or reach >= q_BhTd.shape[2]) and _fused(q_BhTd, k_BgTd):
-        return _fused_backward(*inputs)
-    return _backward_in_parts(*inputs, reach)
-
-
 def _fused_text(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return causal attention over the text and the log-sum-exp [B, h, T] of its scores."""
     if q_BhTd.device.type == "cpu":
         return ATEN._scaled_dot_product_flash_attention_for_cpu(q_BhTd, k_BgTd, v_BgTd, 0.0, True)
     return ATEN._scaled_dot_product_flash_attention(q_BhTd, k_BgTd, v_BgTd, 0.0, True)[:2]
@@ -223,6 +208,7 @@ def _fused_text(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> tuple[Tensor,
 def _fused_backward(
     g_BhTd: Tensor, q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, out_BhTd: Tensor, total_BhT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, where key s has the probability exp(score - total)."""
     inputs = g_BhTd, q_BhTd, k_BgTd, v_BgTd, out_BhTd, total_BhT
     if q_BhTd.device.type == "cpu":
         return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
@@ -233,6 +219,7 @@ def _fused_backward(
 
 
 def _text_in_parts(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, reach: int | None) -> tuple[Tensor, Tensor]:
+    """Return what `_fused_text` does, -inf for a query without any key, with the scores of some queries at a time."""
     outs, sums = [], []
     for part in _parts(q_BhTd.shape[2], reach):
         scores = part.scores(q_BhTd, k_BgTd)
@@ -253,6 +240,7 @@ def _backward_in_parts(
     total_BhT: Tensor,
     reach: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_fused_backward` does, with the scores of some queries at a time."""
     dq, dk, dv = torch.empty_like(q_BhTd), torch.zeros_like(k_BgTd), torch.zeros_like(v_BgTd)
     mean_BhT1 = (g_BhTd.to(total_BhT.dtype) * out_BhTd).sum(-1, keepdim=True)
     for part in _parts(q_BhTd.shape[2], reach):

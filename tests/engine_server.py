@@ -61,7 +61,7 @@ def model_answers(model: PreTrainedModel) -> Callable[[list[int], int, int], lis
 
 @dataclass
 class Engine:
-    """What it serves, what it was asked, and what it is to do wrong."""
+    """A served model, the requests it received, and the fault it produces."""
 
     model: str = "tiny"
     tokenizer: PreTrainedTokenizerBase = field(default_factory=chat_tokenizer)
@@ -74,7 +74,7 @@ class Engine:
     thinks: bool = False
     """The first half of an answer is returned as `reasoning_content`."""
     fault: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None
-    """What to do wrong with a request: its number and its body."""
+    """Returns the name of the fault for a request, from its number and body; None for none."""
     key: str | None = None
     answer: Callable[[list[int], int, int], list[int]] = answer_tokens
     metrics: Callable[["Engine"], str] | None = None
@@ -198,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, value: Any, status: int = 200, **headers: str) -> None:
         self._send(json.dumps(value).encode(), status, **headers)
 
-    # What can go wrong
+    # Faults
 
     def _busy(self, _: Any) -> None:
         self._json({"error": "busy"}, 429)

@@ -162,7 +162,8 @@ def _regenerate(request: DataRequest, settings: SampleSettings, out: Path, draft
     folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
     rows = target_samples(sampler, questions, folder=folder)
     separate = loaded.model.config.is_encoder_decoder
-    _write_lines(out, (_line(rows[index], chat, separate) for index in range(len(rows))))
+    made_with = tokenizer_fingerprint(chat.tokenizer)
+    _write_lines(out, (_line(rows[index], chat, made_with, separate) for index in range(len(rows))))
     sampled = sampling_counts(folder, settings.responses)
     for place in response_folders(folder, settings.responses):
         shutil.rmtree(place)
@@ -192,11 +193,11 @@ def _regenerate_from(server: ServerSection, request: DataRequest, settings: Samp
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
     check = partial(check_servers, target=request.target)
     rows = server_samples(sampler, questions, console.say, check, folder=folder)
-    source, count = sampler.described(), len(rows)
+    source, count, made_with = sampler.described(), len(rows), tokenizer_fingerprint(tokenizer)
     _write_lines(
         out,
         (
-            {**_line(row, chat), "server": source, "usage": json.loads(row["usage"])}
+            {**_line(row, chat, made_with), "server": source, "usage": json.loads(row["usage"])}
             for row in (rows[index] for index in range(count))
         ),
     )
@@ -210,13 +211,15 @@ def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:
         write_text(out, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _line(row: dict[str, Any], chat: Chat, separate: bool = False) -> dict[str, Any]:
+def _line(row: dict[str, Any], chat: Chat, made_with: str, separate: bool = False) -> dict[str, Any]:
     """Return a sample as text, and as the token ids that were sampled with the fingerprint of their tokenizer.
 
-    `separate`: the response is a text of its own, as with an encoder-decoder.
+    Args:
+        made_with: that fingerprint; computing it reads the whole vocabulary.
+        separate: the response is a text of its own, as with an encoder-decoder.
     """
     ids, spans = row["input_ids"], row["spans"]
-    kept = {"input_ids": ids, "spans": spans, "tokenizer": tokenizer_fingerprint(chat.tokenizer)}
+    kept = {"input_ids": ids, "spans": spans, "tokenizer": made_with}
     if row["messages"]:
         return {"messages": json.loads(row["messages"]), **kept}
     start, end = spans[0]

@@ -23,7 +23,7 @@ USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 @dataclass(frozen=True)
 class Accepts:
-    """What the servers accept beyond OpenAI's API; the greedy probe finds out."""
+    """Request fields beyond OpenAI's API that the servers accept, found by the greedy probe."""
 
     token_ids: bool = True
     """The field `return_token_ids`."""
@@ -33,7 +33,7 @@ class Accepts:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered."""
+    """A server's answer to one request."""
 
     text: str
     finish: str

@@ -162,25 +162,25 @@ class Servers:
                 return answer
             except Exception as error:
                 trouble = trouble_of(error)
-                tries += not self._known_to_be_gone(lane, trouble)
+                tries += not self._known_to_be_down(lane, trouble)
                 if trouble.kind in ("overloaded", "slow", "unreachable"):
                     lane.rest(trouble, sent, now())
             finally:
                 self._leave(lane)
-            self._require_hope(lane, trouble, now())
+            self._require_usable(lane, trouble, now())
             late = now() > patience if trouble.kind == "overloaded" else tries == ATTEMPTS
             if late or trouble.kind == "refused":
                 raise RequestFailed(f"{lane.url}: {trouble.reason}")
             if trouble.kind == "once":
                 await asyncio.sleep(_pause(tries - 1))
 
-    def _known_to_be_gone(self, lane: _Lane, trouble: Trouble) -> bool:
+    def _known_to_be_down(self, lane: _Lane, trouble: Trouble) -> bool:
         """Return whether a failure says nothing about the request: its server was in trouble, and another is not."""
         others = any(not each.troubles for each in self._lanes)
         return trouble.kind == "unreachable" and lane.troubles > 0 and others
 
-    def _require_hope(self, lane: _Lane, trouble: Trouble, now: float) -> None:
-        """Raise ServerUnusable where further requests are useless."""
+    def _require_usable(self, lane: _Lane, trouble: Trouble, now: float) -> None:
+        """Raise ServerUnusable where no further request can succeed."""
         if trouble.kind == "unusable":
             raise _unusable(lane.url, trouble)
         if all(now - each.failing_since > OUTAGE_SECONDS for each in self._lanes):
@@ -207,7 +207,7 @@ class Servers:
             loop.call_at(lane.rests_until, self._wake)
 
     def _wake(self) -> None:
-        """Let everyone who waits look for room again."""
+        """Let every waiting request look for a free place again."""
         while self._waiting:
             future = self._waiting.popleft()
             if not future.done():

@@ -67,7 +67,7 @@ class ServerSampler:
     settings: SampleSettings
     context: int | None
     accepts: Accepts = field(default_factory=Accepts)
-    """What the greedy probe has found."""
+    """As the greedy probe found them."""
 
     def __post_init__(self) -> None:
         thinking = self.server.thinking == "keep"
@@ -172,7 +172,7 @@ def server_samples(
 
 
 class _Run:
-    """The conversations of one call, and what became of them."""
+    """The conversations of one call, and their answers."""
 
     def __init__(
         self, sampler: ServerSampler, questions: Dataset, journal: Journal, say: Callable[[str], None]

@@ -210,7 +210,9 @@ def generate(
 def demo(
     target: TargetOption,
     drafter: Annotated[str, typer.Option("--drafter", help=DRAFTER_HELP)],
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; others can reach 0.0.0.0.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one of this machine.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 7860,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,

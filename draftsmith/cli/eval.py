@@ -164,7 +164,10 @@ def serve(
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
     trust_remote_code: TrustOption = False,
-    out: OutOption = Path("runs/eval-server"),
+    out: Annotated[Path, typer.Option("--out", help="A folder without an eval.json, for the report.")] = Path(
+        "runs/eval-server"
+    ),
+    as_json: JsonOption = False,
 ) -> None:
     """Measure a drafter where it serves: tokens/s by number of requests; tau and acceptance from the engine."""
     from draftsmith.distill.server.settings import server_section
@@ -191,6 +194,8 @@ def serve(
         template_options=template_options(template_option),
     )
     result = measure_server(section, settings, out, baseline=baseline, trust_remote_code=trust_remote_code)
+    if as_json:
+        return print_json(result.as_json())
     console = Terminal(width=None if Terminal().is_terminal else 110)
     console.print(server_table(result))
     for note in result.notes:

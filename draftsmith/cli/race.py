@@ -1,7 +1,7 @@
 """Two decoders that take turns on one machine, so that both texts grow at their own speeds.
 
-Each decodes in a thread of its own, which waits after every round. The one whose rounds have taken less time so far
-goes on: a reader sees both as if each had the machine for itself, and their seconds are those of undisturbed rounds.
+Each decodes in a thread of its own, which waits after every round. The decoder whose rounds have taken less time so far
+decodes next: both texts appear as if each had the machine for itself, and no round is timed while another one runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from draftsmith.eval.harness import threads
 
 
 class _Left(Exception):
-    """Nobody reads the text any more."""
+    """Raised in the thread of a text that is closed."""
 
 
 class Piece(NamedTuple):

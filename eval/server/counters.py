@@ -1,7 +1,7 @@
-"""What an engine counts about its drafts, read before and after a measurement.
+"""An engine's counters of its drafts, read before and after a measurement.
 
 vLLM counts drafts, and accepted tokens by position; SGLang counts verifications. Both are Prometheus counters of the
-whole server, so nobody else may use it meanwhile.
+whole server, so other requests during the measurement would count too.
 """
 
 import re

@@ -91,28 +91,48 @@ class ServerRun:
     context: int | None
     prompts: list[Prompt]
 
+    @property
+    def conditions(self) -> list[Condition]:
+        """Every temperature with every number of requests."""
+        return [(t, size) for t in self.settings.temperatures for size in self.settings.batch_sizes]
+
+    def units(self, size: int) -> list[list[str]]:
+        """Return the ids of the prompts of each batch."""
+        return [[prompt.id for prompt in group.prompts] for group in batches(self.prompts, size)]
+
+    def check(self) -> None:
+        """Raise ConfigError unless the server serves the target."""
+
+        async def ask() -> None:
+            async with Servers(self.server) as servers:
+                await self._checked(servers)
+
+        CounterRoutes(self.server.urls[0]).counters()
+        asyncio.run(ask())
+
     def measure(self, name: str) -> Measured:
         """Check that the server serves the target, warm it up, and ask all prompts under every condition."""
         routes = CounterRoutes(self.server.urls[0])
-        conditions = [(t, size) for t in self.settings.temperatures for size in self.settings.batch_sizes]
         before = routes.counters()
-        total = self.settings.repeats * sum(len(batches(self.prompts, size)) for _, size in conditions)
+        total = self.settings.repeats * sum(len(self.units(size)) for _, size in self.conditions)
         with stage(f"measuring {name}", total) as done:
-            measured = asyncio.run(self._measure(conditions, routes, done))
+            measured = asyncio.run(self._measure(routes, done))
         drafted = routes.counters().since(before).rounds > 0
         return Measured(measured, drafted, None if drafted else routes.sglang_tau())
 
-    async def _measure(
-        self, conditions: list[Condition], routes: CounterRoutes, done: Any
-    ) -> dict[Condition, ServerSeries]:
+    async def _checked(self, servers: Servers) -> ServerSampler:
+        sampler = self._sampler(self.settings.temperatures[0], 0)
+        await check_servers(sampler, self._questions(), servers, target=self.settings.target)
+        return sampler
+
+    async def _measure(self, routes: CounterRoutes, done: Any) -> dict[Condition, ServerSeries]:
         found: dict[Condition, ServerSeries] = {}
         async with Servers(self.server, first=self.server.concurrency) as servers:
-            sampler = self._sampler(self.settings.temperatures[0], 0)
-            await check_servers(sampler, self._questions(), servers, target=self.settings.target)
+            sampler = await self._checked(servers)
             await self._batch(sampler, servers, batches(self.prompts, 1)[0], 0)  # warm-up
-            for temperature, size in conditions:
+            for temperature, size in self.conditions:
                 groups = batches(self.prompts, size)
-                series = ServerSeries([[p.id for p in group.prompts] for group in groups], self.settings.repeats)
+                series = ServerSeries(self.units(size), self.settings.repeats)
                 for repeat in range(self.settings.repeats):
                     asking = replace(self._sampler(temperature, repeat), accepts=sampler.accepts)
                     for unit, group in enumerate(groups):
@@ -142,7 +162,9 @@ class ServerRun:
             answers = await asyncio.gather(*(_answer(sampler, servers, text, [unit, turn]) for text in texts))
             seconds += time.perf_counter() - started
             tokens += sum(answer.usage["completion_tokens"] - 1 for answer in answers)
-            texts = [text for text, answer in zip(texts, answers, strict=True) if _goes_on(sampler, text, answer, turn)]
+            texts = [
+                text for text, answer in zip(texts, answers, strict=True) if _continues(sampler, text, answer, turn)
+            ]
             turn += 1
         return tokens, seconds
 
@@ -162,7 +184,7 @@ async def _answer(sampler: ServerSampler, servers: Servers, text: Asked, place: 
     return answer
 
 
-def _goes_on(sampler: ServerSampler, text: Asked, answer: Answer, turn: int) -> bool:
+def _continues(sampler: ServerSampler, text: Asked, answer: Answer, turn: int) -> bool:
     try:
         return sampler.add(text, answer, turn)
     except NoTokens:

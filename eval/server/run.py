@@ -1,11 +1,10 @@
 """`draftsmith eval server`: validate, measure one or two servers, and write the report."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table
 
 from draftsmith.distill.chat_template import Chat
@@ -78,7 +77,8 @@ def measure_server(
         baseline: the address of a server of the target without a drafter, or an `eval.json` with such a measurement.
 
     Raises:
-        ConfigError: for settings that cannot be measured, a server of another model, or a baseline of other prompts.
+        ConfigError: before anything is measured, for settings that cannot be measured, a server of another model, and a
+            baseline of other prompts or conditions.
     """
     rows = _validated(server, settings, out)
     with hold_folder("out", out):
@@ -92,13 +92,17 @@ def measure_server(
         chat = Chat(tokenizer, template, options)
         (name,) = settings.drafters
         identity = {"prompts": prompts_fingerprint(prompts), "drafters": {}}
-        stored = _stored_baseline(baseline, settings, identity["prompts"])
-        measured = ServerRun(server, settings, chat, context, prompts).measure(name)
-        if baseline is not None and stored is None:
-            alone = server.model_copy(update={"url": baseline})
-            found = ServerRun(alone, settings, chat, context, prompts).measure(BASELINE[0])
-            stored = {place: each.series for place, each in found.conditions.items()}
-        result = _measurement(settings, name, measured, stored or {}, identity)
+        run, alone = ServerRun(server, settings, chat, context, prompts), dict[Condition, Series]()
+        other = None
+        if baseline is not None and baseline.startswith(("http://", "https://")):
+            other = replace(run, server=server.model_copy(update={"url": baseline}))
+            other.check()
+        elif baseline is not None:
+            alone = _stored_baseline(baseline, run, identity["prompts"])
+        measured = run.measure(name)
+        if other is not None:
+            alone = {place: each.series for place, each in other.measure(BASELINE[0]).conditions.items()}
+        result = _measurement(settings, name, measured, alone, identity)
         with writing(out, KEPT):
             write_text(out / "report.md", _markdown(result))
             write_json(out / EVALUATION, result.as_json())
@@ -118,16 +122,22 @@ def _validated(server: ServerSection, settings: Settings, out: Path) -> PromptRo
     return rows
 
 
-def _stored_baseline(baseline: str | None, settings: Settings, prompts: str) -> dict[Condition, Series] | None:
-    """Return the target alone of an `eval.json`; None if `baseline` is an address."""
-    if baseline is None or baseline.startswith(("http://", "https://")):
-        return None
+def _stored_baseline(baseline: str, run: ServerRun, prompts: str) -> dict[Condition, Series]:
+    """Return the target alone of an `eval.json`, under every condition of `run`; `prompts`: their fingerprint."""
     stored = read_evaluation(Path(baseline))
     if stored["identity"].get("prompts") != prompts:
-        raise ConfigError(f"baseline={baseline} has other prompts; expected those of {settings.prompts}")
+        raise ConfigError(f"baseline={baseline} has other prompts; expected those of {run.settings.prompts}")
     entries = stored["measurements"]
     alone = [entry for entry in entries if entry["drafter"] == BASELINE[0]] or entries
-    return {(entry["temperature"], entry["batch_size"]): Series.from_json(entry) for entry in alone}
+    found = {(entry["temperature"], entry["batch_size"]): Series.from_json(entry) for entry in alone}
+    for place in run.conditions:
+        units, repeats = run.units(place[1]), run.settings.repeats
+        if place not in found or found[place].units != units or found[place].tokens.shape[1] != repeats:
+            raise ConfigError(
+                f"baseline={baseline} has no {repeats} repeats of these prompts at T={place[0]:g}, concurrency "
+                f"{place[1]}; expected a measurement with the same --temperature, --concurrency, --repeats and --count"
+            )
+    return found
 
 
 def _measurement(
@@ -137,8 +147,6 @@ def _measurement(
     entries: list[StoredMeasurement] = []
     for place, each in measured.conditions.items():
         base = alone.get(place)
-        if base is not None and base.units != each.units:
-            raise ConfigError("baseline has other batches of prompts; expected the same --count and --concurrency")
         row = _row(place, each.series, base, settings.seed, measured)
         row["acceptance_at"] = acceptance_at([(each.tested_at, each.accepted_at)])
         rows.append(row)
@@ -165,7 +173,7 @@ def _row(place: Condition, spec: Series, base: Series | None, seed: int, measure
         "milliseconds_per_token": 1000 * place[1] / speed if speed else 0.0,
         "alpha": alpha(spec) if counted and spec.overlaps.any() else None,
         "tau": tau(spec) if counted else None,
-        "tau_interval": _bounds(resampled_taus(spec, draws)) if counted and draws else None,
+        "tau_interval": percentiles(resampled_taus(spec, draws)) if counted and draws else None,
         "acceptance_at": [],
         "baseline_tokens_per_second": None,
         "speedup": None,
@@ -173,20 +181,15 @@ def _row(place: Condition, spec: Series, base: Series | None, seed: int, measure
     }
     if base is not None:
         row["baseline_tokens_per_second"] = float(np.median(speeds(base)))
-        if base.tokens.shape == spec.tokens.shape:
-            row["speedup"] = speedup(base, spec)
-            row["speedup_interval"] = _bounds(resampled_speedups(base, spec, draws)) if draws else None
-        else:
-            raise ConfigError(f"baseline has {base.tokens.shape[1]} repeats; expected {repeats}, as --repeats")
+        row["speedup"] = speedup(base, spec)
+        row["speedup_interval"] = percentiles(resampled_speedups(base, spec, draws)) if draws else None
     return row
 
 
-def _bounds(values: NDArray) -> list[float]:
-    return percentiles(values)
-
-
 def _notes(measured: Measured, rows: list[ServerRow]) -> list[str]:
-    found = ["Seconds are those of whole requests, prefill and network included. Nobody else may use the servers."]
+    found = [
+        "Seconds are those of whole requests, prefill and network included, without other requests to the servers."
+    ]
     if rows[0]["prompts"] < 20:
         found.append(f"Measured on {rows[0]['prompts']} prompts: intervals are somewhat too narrow.")
     if not measured.counted:

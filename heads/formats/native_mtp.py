@@ -79,7 +79,7 @@ UNREAD = {
     "mlp.experts.": "a mixture of experts",
     "mlp.gate.": "a mixture of experts",
     "self_attn.kv_a_proj_with_mqa.": "latent attention",
-    "layers.1.": "two layers behind one projection",
+    "layers.1.": "two layers after one projection",
 }
 """Beginnings of names in the module that no drafter here has, and what they show."""
 TARGETS = ("llama", "mimo", "mistral", "qwen2", "qwen3", "qwen3_next", "qwen3_5", "qwen3_5_text", "glm4_moe")
@@ -96,6 +96,13 @@ def read_native(target: PreTrainedModel) -> tuple[LlamaConfig, dict[str, bool], 
         ConfigError: for a target without such a module, and for a module that `MtpNetwork` cannot represent.
     """
     layout, _, tensors = _find(target)
+    return _represented(target, layout, tensors)
+
+
+def _represented(
+    target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]
+) -> tuple[LlamaConfig, dict[str, bool], dict[str, Tensor]]:
+    """Return what `read_native` does, of tensors that have been read."""
     for name, of in SHARED.items():
         tensor, own = tensors.pop(name, None), weight_of(getattr(target, of)()).detach().cpu()
         if tensor is not None and not any(torch.equal(tensor.to(d), own.to(d)) for d in (own.dtype, tensor.dtype)):
@@ -206,20 +213,20 @@ def _swapped(layout: Layout, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def write_native(source: Source[Any]) -> Serving:
     """Write the files of the target that contain its module, with the drafter's weights in place of the module's."""
-    layout, prefix, _ = _find(source.target)
-    body, options, weights = read_native(source.target)
+    layout, prefix, tensors = _find(source.target)
+    body, options, weights = _represented(source.target, layout, tensors)
     own = {name: value.detach().cpu() for name, value in source.drafter.body.state_dict().items()}
     same = {name: value.shape for name, value in own.items()} == {name: value.shape for name, value in weights.items()}
     mine = {name: True for name in OPTIONS if source.drafter.options().get(name)}
     rope = source.drafter.body.config.rope_parameters == body.rope_parameters
     source.require(same and mine == options and rope, "another shape than the target's module", "drafter.init=native")
-    tensors = {prefix + layout.theirs(name): value for name, value in _swapped(layout, own).items()}
+    written = {prefix + layout.theirs(name): value for name, value in _swapped(layout, own).items()}
     for file, stored in _files(_folder(source.target)):
         names = list(stored.keys())
-        if tensors.keys().isdisjoint(names):
+        if written.keys().isdisjoint(names):
             continue
         whole = {name: stored.get_tensor(name) for name in names}
-        whole |= {name: tensors[name].to(whole[name].dtype).contiguous() for name in names if name in tensors}
+        whole |= {name: written[name].to(whole[name].dtype).contiguous() for name in names if name in written}
         save_file(whole, source.folder / file.name, metadata=stored.metadata())
     usage = "cp {folder}/*.safetensors TARGET_FOLDER/\n" + vllm_command(
         "TARGET_FOLDER", {"method": "mtp"}, "{folder}", source.draft_length

@@ -128,6 +128,34 @@ def test_wrong_options_and_servers(folder: Path, prompts: Path, tmp_path: Path, 
         assert "each only once" in capsys.readouterr().err
 
 
+def test_a_baseline_is_checked_before_anything_is_measured(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Drafting(None).engine.running() as plain:
+        assert run(folder, prompts, plain, tmp_path / "alone") == 0
+    served = Drafting("vllm")
+    with served.engine.running() as engine:
+        for more, reason in {
+            ("--repeats", 3): "has no 3 repeats of these prompts at T=1, concurrency 1",
+            ("--concurrency", 3): "concurrency 3; expected a measurement with the same",
+            ("--temperature", 0): "at T=0, concurrency 1",
+            ("--count", 3): "has other prompts",
+        }.items():
+            assert run(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "alone", *more) == 2
+            assert reason in capsys.readouterr().err
+        assert run(folder, prompts, engine, tmp_path / "out", "--baseline", "http://127.0.0.1:9") == 2
+        assert "127.0.0.1:9" in capsys.readouterr().err
+    assert served.answers == 0
+    assert not (tmp_path / "out" / "eval.json").exists()
+
+
+def test_a_measurement_as_json(folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Drafting("vllm").engine.running() as engine:
+        assert run(folder, prompts, engine, tmp_path / "out", "--json") == 0
+    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert json.loads(capsys.readouterr().out)["server"] == stored["server"]
+
+
 def test_counters_of_several_engines_are_added() -> None:
     text = """# TYPE x counter
 vllm:spec_decode_num_drafts_total{engine="0"} 10.0

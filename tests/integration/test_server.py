@@ -20,6 +20,7 @@ from draftsmith.distill.load_target import load_target
 from draftsmith.distill.server import client
 from draftsmith.distill.server.sampling import request_seed
 from draftsmith.errors import ConfigError
+from draftsmith.train import prepare as module
 from draftsmith.train import trainer
 from draftsmith.train.prepare import prepare
 from draftsmith.train.recipe import load_recipe
@@ -104,11 +105,21 @@ def test_thinking_is_trained_or_left_out(folder: Path, conversations: Path, tmp_
         assert len(other["input_ids"]) < len(one["input_ids"]) or "reasoning_content" not in one["messages"][-1]
 
 
-def test_options_reach_the_server(folder: Path, conversations: Path, tmp_path: Path) -> None:
+def test_options_reach_the_server(
+    folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabulary is read for one fingerprint, however many rows are written."""
+    prints: list[str] = []
+    fingerprint_of = module.tokenizer_fingerprint
+    monkeypatch.setattr(
+        module, "tokenizer_fingerprint", lambda tokenizer: prints.append(fingerprint_of(tokenizer)) or prints[-1]
+    )
     more = ("--temperature", 0.5, "--top-p", 0.9, "--seed", 3, "--extra-body", '{"top_k": 5}', "--responses", 2)
     with Engine().running() as engine:
         rows = regenerate(conversations, folder, engine, tmp_path / "out.jsonl", *more)
     assert len(rows) == 14
+    assert {row["tokenizer"] for row in rows} == set(prints)
+    assert len(prints) == 1
     sent = [body for body in engine.asked if body["temperature"] > 0]
     assert {(body["temperature"], body["top_p"], body["top_k"], body["max_tokens"]) for body in sent} == {
         (0.5, 0.9, 5, 12)

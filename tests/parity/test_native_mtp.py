@@ -265,7 +265,7 @@ def test_modules_that_cannot_be_represented_are_refused(name: str, tmp_path: Pat
 def test_targets_without_a_known_module_are_refused(tmp_path: Path) -> None:
     target, _ = make_target("Qwen3.5", tmp_path / "t")
     write(tmp_path / "t", {"mtp.layers.1.mlp.up_proj.weight": torch.zeros(1)})
-    with pytest.raises(ConfigError, match="two layers behind one projection"):
+    with pytest.raises(ConfigError, match="two layers after one projection"):
         load_drafter("native-mtp", target)
     target.config._name_or_path = "nobody/nothing"
     with pytest.raises(

@@ -1,27 +1,16 @@
 """The chunked objectives give the plain formula's value and gradient, and never hold more than a chunk of logits."""
 
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
+from plain_losses import ETA, LAST_ALPHA, B, D, H, T, V, overlap, plain_loss, random_signals, three_positions
 from torch import Tensor, nn
 
 from draftsmith.distill.objective import KINDS, Objective
 from draftsmith.heads.base import DraftStates, TeacherSignals
 from draftsmith.train.estimate.fake_run import LiveBytes
 
-B, T, H, D, V = 3, 11, 8, 6, 13
-
-
-def _signals(generator: torch.Generator) -> TeacherSignals:
-    mask = torch.rand(B, T, generator=generator) < 0.6
-    hidden = torch.randn(B, T, H, dtype=torch.float64, generator=generator)
-    ids = torch.randint(V, (B, T), generator=generator)
-    return TeacherSignals(ids, torch.ones_like(ids), hidden, mask)
-
-
-ETA, LAST_ALPHA = 3.0, [0.3, 0.6]
 SUMMED = [kind for kind in KINDS if kind != "accepted_length"]
 
 
@@ -30,33 +19,11 @@ def _next_token(signals: TeacherSignals, b: int, t: int) -> int | None:
     return int(signals.input_ids_BT[b, t + 1]) if t + 1 < T else None
 
 
-def _plain(kind: str, p_logits: Tensor, q_logits: Tensor, k: int = 0, label: int | None = None) -> Tensor:
-    """Return the loss of one row by the formula of the paper."""
-    p, q = p_logits.softmax(-1), q_logits.softmax(-1)
-    m = 0.3 * p + 0.7 * q
-    kl, tv = (p * (p.log() - q.log())).sum(), (p - q).abs().sum() / 2
-    share = math.exp(-ETA * LAST_ALPHA[k])
-    return {
-        "kl": kl,
-        "reverse_kl": (q * (q.log() - p.log())).sum(),
-        "js": 0.3 * (p * (p / m).log()).sum() + 0.7 * (q * (q / m).log()).sum(),
-        "tv": tv,
-        "lk_alpha": -torch.minimum(p, q).sum().log(),
-        "ce": -q.log()[p.argmax()],
-        "label": 0 * q.sum() if label is None else -q.log()[label],
-        "lk_lambda": share * kl + (1 - share) * tv,
-    }[kind]
-
-
-def _overlap(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    return torch.minimum(p_logits.softmax(-1), q_logits.softmax(-1)).sum(-1)
-
-
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
 @pytest.mark.parametrize("kind", SUMMED)
 def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> None:
     generator = torch.Generator().manual_seed(3)
-    signals = _signals(generator)
+    signals = random_signals(generator)
     lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
     heads = [nn.Linear(D, V).double() for _ in range(2)]
     states = [torch.randn(B, T, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in heads]
@@ -75,8 +42,8 @@ def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> No
                 if signals.mask_BT[b, t]:
                     p = lm_head(signals.hidden_BTH[b, t]) / 0.7
                     q = heads[k](states[k][b, t - k - 1]) / 0.7
-                    expected = expected + 0.5**k * _plain(kind, p, q, k, _next_token(signals, b, t))
-                    alphas[k] += _overlap(p, q).item()
+                    expected = expected + 0.5**k * plain_loss(kind, p, q, k, _next_token(signals, b, t))
+                    alphas[k] += overlap(p, q).item()
                     counts[k] += 1
     torch.testing.assert_close(sums.loss.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(sums.alpha_K.double(), torch.tensor(alphas, dtype=torch.float64), rtol=1e-6, atol=1e-6)
@@ -95,7 +62,7 @@ def test_no_more_than_one_chunk_of_logits_is_alive() -> None:
             rows.append(x.shape[0])
             return super().forward(x)
 
-    signals = _signals(generator)
+    signals = random_signals(generator)
     state = torch.randn(B, T, D, requires_grad=True)
     lm_head = nn.Linear(H, V).double()
     saved: list[int] = []
@@ -111,7 +78,7 @@ def test_no_more_than_one_chunk_of_logits_is_alive() -> None:
 
 def test_an_empty_mask_still_reaches_every_parameter() -> None:
     """A process without tokens in its slice still takes part in the reduction of gradients."""
-    signals = _signals(torch.Generator().manual_seed(0))
+    signals = random_signals(torch.Generator().manual_seed(0))
     empty = TeacherSignals(
         signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, torch.zeros_like(signals.mask_BT)
     )
@@ -153,7 +120,7 @@ def _truncated(kind: str, p_logits: Tensor, q_logits: Tensor, label: int | None)
 @pytest.mark.parametrize("kind", [kind for kind in SUMMED if kind != "lk_lambda"])
 def test_tokens_outside_the_draft_vocabulary_count_as_misses(kind: str) -> None:
     generator = torch.Generator().manual_seed(5)
-    signals = _signals(generator)
+    signals = random_signals(generator)
     lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
     head = nn.Linear(D, len(SOME)).double()
     state = torch.randn(B, T, D, dtype=torch.float64, generator=generator)
@@ -179,7 +146,7 @@ def test_tokens_outside_the_draft_vocabulary_count_as_misses(kind: str) -> None:
 def test_the_terms_of_eagle_hass_and_dspark() -> None:
     """Feature distance, top-k cross-entropy and confidence loss equal the plain formulas."""
     generator = torch.Generator().manual_seed(7)
-    signals = _signals(generator)
+    signals = random_signals(generator)
     lm_head, head = (nn.Linear(H, V, bias=False).double() for _ in range(2))
     state = torch.randn(B, T, H, dtype=torch.float64, generator=generator)
     sure = nn.Linear(H, 1).double()
@@ -204,7 +171,7 @@ def test_the_terms_of_eagle_hass_and_dspark() -> None:
 
 def test_states_at_chosen_places() -> None:
     """Blocks after anchors: each state is compared at the place that it names; -1 and masked ones are not."""
-    signals = _signals(torch.Generator().manual_seed(9))
+    signals = random_signals(torch.Generator().manual_seed(9))
     lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, V).double()
     whole = torch.randn(B, T, D, dtype=torch.float64)
     places = torch.tensor([[4, -1, 0], [1, 2, 3], [10, 9, -1]])
@@ -223,7 +190,7 @@ def test_states_at_chosen_places() -> None:
 def test_labels_are_the_tokens_after_the_states_places(vocabulary: list[int] | None) -> None:
     """Value and gradient by place instead of offset, at two temperatures, against the plain formula."""
     generator = torch.Generator().manual_seed(18)
-    signals = _signals(generator)
+    signals = random_signals(generator)
     tokens = list(range(V)) if vocabulary is None else vocabulary
     lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, len(tokens)).double()
     places = torch.tensor([[4, -1, 0], [1, 2, 3], [10, 9, -1]])
@@ -250,7 +217,7 @@ def test_labels_are_the_tokens_after_the_states_places(vocabulary: list[int] | N
 
 def test_padding_is_no_label() -> None:
     """An unmasked position before the padding does not learn from the pad token."""
-    signals = _signals(torch.Generator().manual_seed(16))
+    signals = random_signals(torch.Generator().manual_seed(16))
     lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, V).double()
     entry = DraftStates(torch.randn(B, T, D, dtype=torch.float64), head)
     whole = torch.ones_like(signals.mask_BT)
@@ -263,114 +230,10 @@ def test_padding_is_no_label() -> None:
     torch.testing.assert_close(*losses)
 
 
-def _three_positions(generator: torch.Generator) -> tuple[TeacherSignals, nn.Module, list[DraftStates], list[Tensor]]:
-    signals = _signals(generator)
-    lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
-    head = nn.Linear(D, V).double()
-    states = [torch.randn(B, T, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
-    return signals, lm_head, [DraftStates(state, head, offset=k + 1) for k, state in enumerate(states)], states
-
-
-def _alpha_of(
-    signals: TeacherSignals, lm_head: nn.Module, entry: DraftStates, b: int, anchor: int, place: int
-) -> Tensor:
-    """Return alpha with its gradient; zero if the place is masked or missing."""
-    if place >= T or not signals.mask_BT[b, place]:
-        return torch.zeros((), dtype=torch.float64)
-    return _overlap(lm_head(signals.hidden_BTH[b, place]), entry.head(entry.hidden_BTD[b, anchor]))
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 4, 1000])
-def test_expected_accepted_length(chunk: int) -> None:
-    """Value and gradient of E[tau] - 1 over every draft, against autograd through the plain products."""
-    signals, lm_head, unrolled, states = _three_positions(torch.Generator().manual_seed(11))
-    ours = Objective("accepted_length", chunk_tokens=chunk)(unrolled, signals, lm_head).loss
-    expected = torch.zeros((), dtype=torch.float64)
-    for b in range(B):
-        for t in range(T):
-            survival = torch.ones((), dtype=torch.float64)
-            for entry in unrolled:
-                survival = survival * _alpha_of(signals, lm_head, entry, b, t, t + entry.offset)
-                expected = expected - survival
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
-    leaves = [*states, *unrolled[0].head.parameters()]
-    for mine, plain in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 4, 1000])
-def test_expected_accepted_length_of_a_draft_model(chunk: int) -> None:
-    """One state a position: the draft after t is tested at t, t + 1, ..."""
-    generator = torch.Generator().manual_seed(12)
-    signals, lm_head, (first, *_), (state, *_) = _three_positions(generator)
-    entry = DraftStates(state, first.head)
-    ours = Objective("accepted_length", draft_length=3, chunk_tokens=chunk)([entry], signals, lm_head).loss
-    expected = torch.zeros((), dtype=torch.float64)
-    for b in range(B):
-        for t in range(T):
-            survival = torch.ones((), dtype=torch.float64)
-            for k in range(3):
-                survival = survival * _alpha_of(signals, lm_head, entry, b, min(t + k, T - 1), t + k)
-                expected = expected - survival
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
-    for mine, plain in zip(torch.autograd.grad(ours, [state]), torch.autograd.grad(expected, [state]), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 4, 1000])
-def test_dpace_weights(chunk: int) -> None:
-    """weight_k = sum_{j>=k} prod_{i<=j} s_i with s = (1 - a) q(target's argmax) + a, detached."""
-    signals, lm_head, unrolled, states = _three_positions(torch.Generator().manual_seed(13))
-    ours = Objective("ce", dpace=0.5, position_decay=1.0, chunk_tokens=chunk)(unrolled, signals, lm_head).loss
-    expected = torch.zeros((), dtype=torch.float64)
-    for b in range(B):
-        for t in range(T):
-            losses, sure = [], []
-            for entry in unrolled:
-                place = t + entry.offset
-                if place < T and signals.mask_BT[b, place]:
-                    p, q = lm_head(signals.hidden_BTH[b, place]), entry.head(entry.hidden_BTD[b, t])
-                    losses.append(_plain("ce", p, q))
-                    sure.append(0.5 * math.exp(-losses[-1].item()) + 0.5)
-                else:
-                    losses.append(torch.zeros((), dtype=torch.float64))
-                    sure.append(0.0)
-            for k, loss in enumerate(losses):
-                expected = expected + sum(math.prod(sure[: j + 1]) for j in range(k, 3)) * loss
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
-    for mine, plain in zip(torch.autograd.grad(ours, states), torch.autograd.grad(expected, states), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_weights_of_drafts_after_chosen_anchors(chunk: int) -> None:
-    """Blocks after anchors in any order: value and gradient of the expected length, against the plain products."""
-    generator = torch.Generator().manual_seed(21)
-    signals = _signals(generator)
-    lm_head, head = (nn.Linear(size, V, bias=False).double() for size in (H, D))
-    anchors = torch.stack([torch.randperm(T, generator=generator)[:5] for _ in range(B)])
-    states = [torch.randn(B, 5, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
-    unrolled = [
-        DraftStates(state, head, places_BT=(anchors + k).where(anchors + k < T, -1)) for k, state in enumerate(states)
-    ]
-    ours = Objective("accepted_length", chunk_tokens=chunk)(unrolled, signals, lm_head).loss
-    expected = torch.zeros((), dtype=torch.float64)
-    for b in range(B):
-        for i, anchor in enumerate(anchors[b].tolist()):
-            survival = torch.ones((), dtype=torch.float64)
-            for k, entry in enumerate(unrolled):
-                survival = survival * _alpha_of(signals, lm_head, entry, b, i, anchor + k)
-                expected = expected - survival
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
-    leaves = [*states, head.weight]
-    for mine, plain in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
-
-
 @pytest.mark.parametrize("settings", [{}, {"dpace": 0.5}, {"kind": "accepted_length"}, {"temperatures": (0.5, 1.0)}])
 def test_the_targets_logits_are_computed_once(settings: dict) -> None:
     """Count the rows that the target's lm_head maps to logits: the positions that at least one state is trained at."""
-    signals, lm_head, unrolled, _ = _three_positions(torch.Generator().manual_seed(22))
+    signals, lm_head, unrolled, _ = three_positions(torch.Generator().manual_seed(22))
     rows = []
     lm_head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[0]))
     sums = Objective(**settings, chunk_tokens=4)(unrolled, signals, lm_head)
@@ -381,7 +244,7 @@ def test_the_targets_logits_are_computed_once(settings: dict) -> None:
 
 def test_a_shared_head_has_one_gradient() -> None:
     """Draft positions that share a head add to one gradient, instead of one each until the backward pass."""
-    signals = _signals(torch.Generator().manual_seed(23))
+    signals = random_signals(torch.Generator().manual_seed(23))
     lm_head, head = nn.Linear(H, 8 * V).double().requires_grad_(False), nn.Linear(D, 8 * V).double()
     size = head.weight.numel() * head.weight.element_size()
 
@@ -398,7 +261,7 @@ def test_a_shared_head_has_one_gradient() -> None:
 
 
 def test_mixes_temperatures_and_position_weights() -> None:
-    signals, lm_head, unrolled, _ = _three_positions(torch.Generator().manual_seed(14))
+    signals, lm_head, unrolled, _ = three_positions(torch.Generator().manual_seed(14))
 
     def loss(**settings: object) -> float:
         return Objective(**settings)(unrolled, signals, lm_head).loss.item()
@@ -417,7 +280,7 @@ def test_mixes_temperatures_and_position_weights() -> None:
 
 def test_the_loss_is_a_sum_over_tokens_however_they_are_batched() -> None:
     """Single rows and rows with more padding give the same sums: no mean is taken before the training loop divides."""
-    signals, lm_head, unrolled, _ = _three_positions(torch.Generator().manual_seed(15))
+    signals, lm_head, unrolled, _ = three_positions(torch.Generator().manual_seed(15))
     objectives = [Objective(kind) for kind in KINDS]
 
     def cut(pick: Callable[[Tensor], Tensor]) -> tuple[TeacherSignals, list[DraftStates]]:

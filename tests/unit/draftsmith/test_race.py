@@ -56,7 +56,7 @@ def test_the_texts_are_those_of_undisturbed_decoders(
     assert len({sizes[0] for sizes in both}) > 2, "both grow together"
 
 
-def test_the_one_behind_goes_on() -> None:
+def test_the_decoder_with_less_time_decodes_next() -> None:
     class Fixed:
         """Rounds of given length."""
 
