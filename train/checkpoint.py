@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftsmith.errors import reason_of
+from draftsmith.errors import DraftsmithError, reason_of
 from draftsmith.reading import read_json, require_regular
 from draftsmith.storage import atomic_folder, write_json
 from draftsmith.train.step import Last
@@ -121,6 +121,21 @@ def load_step(folder: Path, step: int, put: Callable[[TrainState], None]) -> boo
     except UNREADABLE:
         return False
     return True
+
+
+def load_from(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
+    """Pass the state of another run's checkpoint to `put` and return its progress, without that run's best drafter.
+
+    Raises:
+        DraftsmithError: for a checkpoint that cannot be read or does not fit.
+    """
+    try:
+        progress = _put(checkpoint, put)
+    except UNREADABLE as error:
+        raise DraftsmithError(
+            f"continue_from={checkpoint} cannot be read ({reason_of(error)}); expected an intact checkpoint"
+        ) from error
+    return replace(progress, best_tau=0.0, best_step=0, evaluated=False)
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:

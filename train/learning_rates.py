@@ -1,8 +1,9 @@
-"""Optimizer and learning rate where a recipe names none; measured by benchmarks/rates.py, docs/benchmarks.md.
+"""Learning rates by step; optimizer and rate where a recipe names none (benchmarks/rates.py, docs/benchmarks.md).
 
 A warning where the losses of a run's first steps show that its learning rate is far off.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -63,6 +64,45 @@ def with_rate(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"learning_rate": rate})})
 
 
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Return the rate of `step`, counted from 0: a linear warm-up to the peak, then the recipe's schedule.
+
+    'wsd' decays from the peak to zero as 1 - sqrt (Hägele et al. 2024, arXiv:2405.18392, section 3).
+    """
+    settings, peak = recipe.train, recipe.peak_rate
+    warmup = warmup_steps(recipe)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, settings.steps - warmup)
+    decay = decay_steps(recipe)
+    decayed = max(0.0, 1 - (settings.steps - step) / decay)
+    shares = {
+        "cosine": 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "wsd": 1 - math.sqrt(decayed),
+        "constant": 1.0,
+    }
+    return peak * shares[settings.schedule]
+
+
+def warmup_steps(recipe: Recipe) -> int:
+    """Return the number of steps in which the rate rises."""
+    return max(1, round(recipe.train.steps * recipe.train.warmup_fraction))
+
+
+def decay_steps(recipe: Recipe) -> int:
+    """Return the number of steps at the end of 'wsd' in which the rate falls."""
+    return max(1, round(recipe.train.steps * recipe.train.decay_fraction))
+
+
+SCHEDULES = {
+    "cosine": "cosine to a tenth",
+    "linear": "linear to zero",
+    "wsd": "constant, over the last {decay} steps to zero",
+    "constant": "constant",
+}
+
+
 def described(recipe: Recipe, width: int) -> str:
     """Return the first line of a run: optimizer, rate, schedule and batch size, and whether the rate is the default."""
     settings, default = recipe.train, default_rate(recipe, width)
@@ -70,7 +110,7 @@ def described(recipe: Recipe, width: int) -> str:
     return (
         f"optimizer: {settings.optimizer}, rate {settings.learning_rate:g} "
         f"({of}{'' if settings.learning_rate == default else f' is {default:g}'}), "
-        f"cosine to a tenth, {settings.batch_size} sequences a step"
+        f"{SCHEDULES[settings.schedule].format(decay=decay_steps(recipe))}, {settings.batch_size} sequences a step"
     )
 
 

@@ -54,6 +54,9 @@ class Recipe(Section):
     drafter: AnyDrafterSection
     start_from: str | None = None
     """A trained drafter to start from, of the same type and shapes."""
+    continue_from: str | None = None
+    """A checkpoint of another run, such as runs/NAME/checkpoints/step-001000, whose weights, moments and step this run
+    continues with; the two recipes may differ in steps, schedule and intervals."""
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
     teacher: TeacherSection = TeacherSection()
@@ -74,6 +77,7 @@ class Recipe(Section):
         self._check_images()
         self._check_teacher()
         self._check_placement()
+        self._check_schedule()
         if self.target.attn_implementation is not None:
             # Imported here: parsing other recipes does not need torch.
             from draftsmith.distill.load_target import check_attention
@@ -152,6 +156,14 @@ class Recipe(Section):
         if self.target.offload and (sharded or cotrained):
             other = "target.sharded=True" if sharded else "cotrain"
             raise ConfigError(f"target.offload=True with {other}; expected one of the two")
+
+    def _check_schedule(self) -> None:
+        train = self.train
+        if train.schedule == "wsd" and train.warmup_fraction + train.decay_fraction > 1:
+            raise ConfigError(
+                f"train.decay_fraction={train.decay_fraction:g} with train.warmup_fraction={train.warmup_fraction:g}; "
+                "expected a sum of at most 1"
+            )
 
     def drafter_options(self) -> dict[str, Any]:
         """Return the keyword arguments of the drafter's `from_target`, without its draft vocabulary."""
@@ -338,6 +350,7 @@ def adapted_recipe(
         "start_from": drafter,
         "target": {**values["target"], **({} if target is None else {"model": target})},
         "data": {**values["data"], **SERVED, "prompts": prompts, "response": "text" if answered else "target"},
+        "continue_from": None,
         "teacher": {},
         "train": {**train, "learning_rate": train["learning_rate"] * ADAPTED_RATE},
         "evaluation": {**values["evaluation"], "prompts": None},

@@ -149,8 +149,13 @@ class TrainSection(Section):
     compile: bool = False
     """Compile the drafter's blocks with torch.compile; pays off in long runs on a GPU."""
     learning_rate: Annotated[Number, Field(gt=0)] | None = None
-    """Peak rate after the warm-up; a cosine decays it to a tenth. The default depends on the drafter's type, the
-    optimizer and the target's hidden size; see train/learning_rates.py."""
+    """Peak rate after the warm-up. The default depends on the drafter's type, the optimizer and the target's hidden
+    size; see train/learning_rates.py."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """The rate after the warm-up: 'cosine' to a tenth, 'linear' to zero, 'constant', or 'wsd', which is constant until
+    the last `decay_fraction` of the steps."""
+    decay_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.2
+    """Share of the steps in which 'wsd' decays the rate to zero."""
     warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05
     """Share of the steps in which the rate rises linearly."""
     optimizer: Literal["adamw", "muon"] = Field(default_factory=default_optimizer)

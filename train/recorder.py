@@ -18,7 +18,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprints
 from draftsmith.storage import atomic_folder
-from draftsmith.train.checkpoint import Progress, load_state, load_step, prune, save_state
+from draftsmith.train.checkpoint import Progress, load_from, load_state, load_step, prune, save_state
 from draftsmith.train.context import RunContext
 from draftsmith.train.data import ReadImages
 from draftsmith.train.engine import Engine, reduced
@@ -159,7 +159,7 @@ class Record:
             self.publisher = publishing.Publisher(self._recipe, self._recipe.publish, self._console)
 
     def resume(self, engine: Engine) -> Progress | None:
-        """Restore the last checkpoint and return its progress; None when there is none."""
+        """Restore the last checkpoint, or the one to continue from, and return its progress; None without one."""
         self._engine = engine
         progress, problems = load_state(self._folder / CHECKPOINTS, engine.load)
         for problem in problems:
@@ -168,13 +168,17 @@ class Record:
             self._console.say(f"{self._recipe.name}: resuming after step {progress.step}")
             self._saved = progress.step
             self.best.tau, self.best.step = progress.best_tau, progress.best_step
+        elif (source := self._recipe.continue_from) is not None:
+            progress = load_from(Path(source).expanduser(), engine.load)
+            self._console.say(f"{self._recipe.name}: continuing {source}, after step {progress.step}")
         if self._main:
             with self._writing(METRICS):
                 self._metrics = Metrics(self._folder, self._saved)
         self.meet()
-        if self._main and progress is not None:  # the run may have been killed between writing one and deleting another
+        if self._main and self._saved is not None:
+            # The run may have been killed between writing one and deleting another.
             with self._writing(CHECKPOINTS):
-                prune(self._folder / CHECKPOINTS, progress.step, self._recipe.train.keep_checkpoints)
+                prune(self._folder / CHECKPOINTS, self._saved, self._recipe.train.keep_checkpoints)
         if self._recipe.tracker != "none":
             from draftsmith.train import trackers
 

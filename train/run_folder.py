@@ -16,7 +16,8 @@ from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.locks import LOCK, hold_folder
 from draftsmith.reading import parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
-from draftsmith.train.checkpoint import checkpoint_folder, stored_recipes
+from draftsmith.train.checkpoint import STATE, checkpoint_folder, stored_recipes
+from draftsmith.train.learning_rates import warmup_steps
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
@@ -47,6 +48,35 @@ def check_output(recipe: Recipe) -> None:
     for place, of_checkpoint in stored_recipes(folder / CHECKPOINTS).items():  # checkpoints may have been copied here
         _require_same(recipe, of_checkpoint, place, f"checkpoint {place} is of")
     read_metrics(folder)  # raises before anything is loaded
+
+
+MAY_CHANGE = {"steps", "schedule", "decay_fraction", "warmup_fraction"}
+MAY_CHANGE |= {"evaluate_every", "checkpoint_every", "keep_checkpoints"}
+"""Keys of `train` that may differ from those of a run that is continued."""
+
+
+def check_continuation(recipe: Recipe) -> None:
+    """Raise ConfigError unless `continue_from`, where given, is a checkpoint whose run this recipe can continue.
+
+    A run that has a checkpoint of its own no longer needs it.
+    """
+    if recipe.continue_from is None or stored_recipes(Path(recipe.output) / CHECKPOINTS):
+        return
+    folder = Path(recipe.continue_from).expanduser()
+    key = f"continue_from={recipe.continue_from}"
+    try:
+        state = read_json(folder / STATE)
+        changed = {**state["recipe"]["train"], **recipe.train.model_dump(mode="json", include=MAY_CHANGE)}
+        own = {"name": recipe.name, "tracker": recipe.tracker, "continue_from": recipe.continue_from, "train": changed}
+        step, stored = int(state["step"]), {**state["recipe"], **own}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{key}; expected a checkpoint such as runs/NAME/checkpoints/step-001000") from error
+    _require_same(recipe, stored, str(folder), f"{key} is of", "the same value")
+    if not warmup_steps(recipe) <= step < recipe.train.steps:
+        raise ConfigError(
+            f"{key} with train.steps={recipe.train.steps}; expected more steps than its {step}, and a warm-up "
+            f"(train.warmup_fraction={recipe.train.warmup_fraction:g}) that ends before them"
+        )
 
 
 @contextmanager
@@ -84,7 +114,9 @@ def _unused(folder: Path) -> bool:
     return all(file.name in (RECIPE, LOCK) or is_leftover(file.name) for file in folder.iterdir())
 
 
-def _require_same(recipe: Recipe, stored: Any, place: str, subject: str) -> None:
+def _require_same(
+    recipe: Recipe, stored: Any, place: str, subject: str, expected: str = "another output folder"
+) -> None:
     """Raise ConfigError with the first difference; keys that newer versions added have their defaults."""
     try:
         before = comparable(parse_recipe({**stored, "output": "earlier"}, place))
@@ -93,9 +125,7 @@ def _require_same(recipe: Recipe, stored: Any, place: str, subject: str) -> None
     difference = _first_difference(before, comparable(recipe))
     if difference is not None:
         key, there, here = difference
-        raise ConfigError(
-            f"{subject} another run: {key}={there!r} there, {here!r} here; expected another output folder"
-        )
+        raise ConfigError(f"{subject} another run: {key}={there!r} there, {here!r} here; expected {expected}")
 
 
 def _unknown(place: str, error: Exception) -> ConfigError:

@@ -30,7 +30,7 @@ from draftsmith.train.context import RunContext
 from draftsmith.train.data import batch_indices, collate, read_images, resample, response_tokens
 from draftsmith.train.engine import reduced
 from draftsmith.train.interrupts import leave
-from draftsmith.train.learning_rates import described, rate_warning, watched_steps, width_of, with_rate
+from draftsmith.train.learning_rates import described, learning_rate, rate_warning, watched_steps, width_of, with_rate
 from draftsmith.train.preflight import preflight
 from draftsmith.train.progress import Console, MemoryMeter, in_units
 from draftsmith.train.recipe import Recipe
@@ -39,6 +39,7 @@ from draftsmith.train.run_folder import (
     CHECKPOINTS,
     DRAFTER,
     FAILED,
+    check_continuation,
     check_output,
     claimed_output,
     is_finished,
@@ -62,6 +63,7 @@ def train(recipe: Recipe) -> Path:
     recipe = with_rate(recipe)
     folder, publish = Path(recipe.output), recipe.publish
     check_output(recipe)
+    check_continuation(recipe)
     preflight(recipe, training=True)
     first_process = int(os.environ.get("RANK", "0")) == 0  # there is no accelerator yet
     if is_finished(recipe):
@@ -119,16 +121,6 @@ def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
         leave(run.stopping.agreed)
     if run.console.visible and run.record.publisher is not None:
         run.record.publisher.finish()  # after all collective work: an upload may exceed the processes' timeout
-
-
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the rate of `step`, counted from 0: linear warm-up to the peak, then a cosine to a tenth of it."""
-    settings, peak = recipe.train, recipe.peak_rate
-    warmup = max(1, round(settings.steps * settings.warmup_fraction))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, settings.steps - warmup)
-    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class Run:
@@ -238,7 +230,8 @@ class Run:
 
     def _judge_rate(self, step: int) -> None:
         """Print a warning, once, where the losses of the first steps show a learning rate that is far off."""
-        if step == watched_steps(self.recipe) and self.accelerator.is_main_process:
+        watched = watched_steps(self.recipe) if self.recipe.continue_from is None else None
+        if step == watched and self.accelerator.is_main_process:
             losses = [row["loss"] for row in read_metrics(self.folder) if "loss" in row]
             if (warning := rate_warning(self.recipe, losses, self.width)) is not None:
                 self.console.say(warning)

@@ -1,13 +1,14 @@
 """Recipes are strict, and say what would be valid."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftsmith.errors import ConfigError
+from draftsmith.train.learning_rates import learning_rate
 from draftsmith.train.recipe import load_recipe, parse_recipe
 from draftsmith.train.run_folder import Metrics, check_output, claim_output, read_metrics
-from draftsmith.train.trainer import learning_rate
 
 BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
 
@@ -96,6 +97,25 @@ def test_the_rate_warms_up_and_falls() -> None:
     assert max(rates) == 1.0
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert 0.1 <= rates[-1] < 0.11
+
+
+def _rates(**train: Any) -> list[float]:
+    recipe = parse_recipe({**BASE, "train": {"steps": 100, "learning_rate": 1.0, "warmup_fraction": 0.1, **train}}, "")
+    return [learning_rate(recipe, step) for step in range(100)]
+
+
+def test_schedules() -> None:
+    rising = pytest.approx([0.1 * (i + 1) for i in range(10)])
+    for schedule in ("cosine", "linear", "wsd", "constant"):
+        assert _rates(schedule=schedule)[:10] == rising
+    assert _rates(schedule="constant")[10:] == [1.0] * 90
+    assert _rates(schedule="linear")[10:] == pytest.approx([1 - i / 90 for i in range(90)])
+    wsd = _rates(schedule="wsd", decay_fraction=0.25)
+    assert wsd[10:76] == [1.0] * 66
+    assert wsd[75:] == pytest.approx([1 - (i / 25) ** 0.5 for i in range(25)])
+    assert wsd[-1] > 0
+    with pytest.raises(ConfigError, match=r"decay_fraction=0\.95 with train\.warmup_fraction=0\.1; expected a sum"):
+        _rates(schedule="wsd", decay_fraction=0.95)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
