@@ -148,15 +148,19 @@ class Chat:
             raise ConfigError(f"{of.place}: an image has changed since its text was read; expected the same images")
         return inputs
 
-    def _after_images(self, whole: Conversation) -> list[Encoded]:
+    def after_images(self, whole: Conversation, prompt: list[int]) -> list[Encoded]:
         """Return the samples of a conversation with images before its first answer.
 
         The template shows each image as one placeholder; the processor's tokens of the prompt take its place.
+
+        Args:
+            prompt: the tokens of `prompt_inputs` for the messages before the first answer.
         """
         if images_in(whole.messages[len(whole.asked) :]):
             raise ImageAfterAnswer(f"{whole.place}: an image after an answer; expected images before the first one")
         shown = self._ids(self._render(whole.asked, whole, opened=True), whole.place, add_special_tokens=False)
-        prompt, _ = self.prompt_inputs(whole.asked, whole)
+        if not any(message["role"] == ASSISTANT for message in whole.messages):
+            raise _unanswered(whole.place)
         samples, more = [], len(prompt) - len(shown)
         for sample in self._turn_by_turn(whole):
             if sample.input_ids[: len(shown)] != shown or sample.spans[0][0] < len(shown):
@@ -186,10 +190,10 @@ class Chat:
         The first `prompt_tokens` tokens of a plain text, at most half of it, are only read; the rest is trained on.
 
         Raises:
-            ConfigError: for a conversation without an answer, or a template that does not show where answers are.
+            ConfigError: for a conversation without an answer, a template that does not show where answers are, or
+                images, see `after_images`.
         """
-        if whole.images:
-            return self._after_images(whole)
+        _require_text(whole.messages, whole)
         if whole.input_ids is not None and whole.tokenizer in (None, tokenizer_fingerprint(self.tokenizer)):
             return [_checked(whole, len(self.tokenizer))]
         if not whole.messages:

@@ -168,9 +168,7 @@ def _samples(chat: Chat, dialogue: Conversation, settings: ExampleSettings) -> t
     ids, inputs = chat.prompt_inputs(dialogue.asked, dialogue)
     row = {"place": dialogue.place, "messages": dialogue.asked, "tools": dialogue.tools}
     images = json.dumps({**row, "content": inputs_fingerprint(inputs)}) if inputs else ""
-    if settings.answered:
-        return chat.encode(dialogue, settings.prompt_tokens), images
-    return [Encoded(ids, [])], images
+    return chat.after_images(dialogue, ids) if settings.answered else [Encoded(ids, [])], images
 
 
 def _too_long(sample: Encoded, settings: ExampleSettings, context: int | None) -> str | None:

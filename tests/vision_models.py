@@ -1,10 +1,12 @@
 """Tiny random vision-language models in float64, and prompts with random images as tensors of a processor."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from conftest import make_tokenizer
 from PIL import Image
 from torch import Tensor
@@ -14,6 +16,7 @@ from transformers import (
     GenerationConfig,
     LlavaProcessor,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
@@ -73,10 +76,11 @@ class ImagePrompt:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self.inputs}
 
 
-def build(family: str, seed: int = 0, *, image: int = IMAGE, **text: Any) -> PreTrainedModel:
-    """Return a random model in float64; `image` is its placeholder, `text` are sizes of its language model."""
+def build(family: str, seed: int = 0, *, special: Sequence[int] = (IMAGE,), **text: Any) -> PreTrainedModel:
+    """Return a random model in float64; `special`: ids of its `TOKENS`; `text`: sizes of its language model."""
     values = {**_FAMILIES[family], "text_config": {**_FAMILIES[family]["text_config"], **text}}
-    values |= {key: image for key in ("image_token_id", "image_token_index") if key in values}
+    values |= {key: special[0] for key in ("image_token_id", "image_token_index") if key in values}
+    values |= dict(zip([*QWEN], special, strict=False)) if family.startswith("qwen") else {}
     config = CONFIG_MAPPING[family](**values)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config).double().eval()
@@ -123,27 +127,62 @@ def two_images(family: str, seed: int, after: list[int]) -> ImagePrompt:
     return ImagePrompt(first.ids + second.ids, joined)
 
 
-TEMPLATE = (
-    "{% for m in messages %}{{ 'z' if m.role == 'assistant' }}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
-)
+TOKENS = {
+    "llava": ("<image>",),
+    "qwen2_5_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "qwen3_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "smolvlm": ("<image>", "<fake_token_around_image>", "<global-img>", "<video>",
+                *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3))),
+}  # fmt: skip
+"""Special tokens of families with a processor here; the first is the placeholder of an image."""
+NEEDS_TORCHVISION = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
+"""Families whose processors read videos too, for which transformers needs torchvision."""
 
 
-def save_target(folder: Path, *, seed: int = 2, processor: bool = True, **text: Any) -> Path:
-    """Save a LLaVA with a tokenizer of characters, and a processor that makes 16 tokens of each image."""
+def template(family: str) -> str:
+    """Return a chat template: messages after each other, "z" before an answer."""
+    shown = "<|vision_start|><|image_pad|><|vision_end|>" if family.startswith("qwen") else "<image>"
+    return (
+        "{% for m in messages %}{{ 'z' if m.role == 'assistant' }}{% for part in m.content %}"
+        "{% if part.type == 'image' %}" + shown + "{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
+    )
+
+
+def make_processor(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
+    """Return the family's own processor, for images of a few pixels."""
+    chat: dict[str, Any] = {"chat_template": template(family)}
+    if family == "llava":  # 16 tokens for each image
+        size = {"height": 8, "width": 8}
+        images = LlavaImageProcessorPil(size=size, crop_size=size)
+        chat |= {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        return LlavaProcessor(images, tokenizer, patch_size=2, **chat)
+    sizes: dict[str, Any] = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2}
+    area = {"shortest_edge": 16, "longest_edge": 128}  # pixels: 4 for each token
+    if family == "smolvlm":  # an image of 16 pixels as four tiles and as a whole, 4 tokens each
+        edges = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 8}}
+        images = transformers.SmolVLMImageProcessor(**edges)
+        videos = transformers.SmolVLMVideoProcessor(**edges)
+        return transformers.SmolVLMProcessor(images, tokenizer, videos, image_seq_len=4, **chat)
+    images = transformers.Qwen2VLImageProcessor(**sizes, size=area)
+    if family == "qwen3_vl":
+        videos = transformers.Qwen3VLVideoProcessor(**sizes, size=area)
+        return transformers.Qwen3VLProcessor(images, tokenizer, videos, **chat)
+    videos = transformers.Qwen2VLVideoProcessor(**sizes, size=area)
+    return transformers.Qwen2_5_VLProcessor(images, tokenizer, videos, **chat)
+
+
+def save_target(folder: Path, family: str = "llava", *, seed: int = 2, processor: bool = True, **text: Any) -> Path:
+    """Save a model with a tokenizer of characters, and its processor."""
     tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    image = tokenizer.convert_tokens_to_ids("<image>")
-    model = build("llava", seed, image=image, vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, **text).float()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS[family]]})
+    ids = tokenizer.convert_tokens_to_ids([*TOKENS[family]])
+    model = build(family, seed, special=ids, vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, **text).float()
     model.generation_config.eos_token_id = 1
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if processor:
-        size = {"height": 8, "width": 8}
-        images = LlavaImageProcessorPil(size=size, crop_size=size)
-        options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        LlavaProcessor(images, tokenizer, patch_size=2, chat_template=TEMPLATE, **options).save_pretrained(folder)
+        make_processor(family, tokenizer).save_pretrained(folder)
     return folder
 
 

@@ -27,7 +27,7 @@ EXTRA = [SuppressTokensLogitsProcessor([IMAGE])]
 
 
 def small(family: str) -> PreTrainedModel:
-    return build(family, 4, image=IMAGE, vocab_size=VOCAB + 1, num_hidden_layers=2)
+    return build(family, 4, special=(IMAGE,), vocab_size=VOCAB + 1, num_hidden_layers=2)
 
 
 def asked(family: str, seed: int) -> ImagePrompt:

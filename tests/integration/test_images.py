@@ -10,7 +10,7 @@ import torch
 import yaml
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
-from vision_models import save_image, save_target
+from vision_models import NEEDS_TORCHVISION, save_image, save_target
 
 from draftsmith.cli import main
 
@@ -31,8 +31,16 @@ def asked(*images: str, text: str = "ab") -> dict[str, Any]:
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return save_target(tmp_path / "target")
+def target(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A LLaVA, or the family with which a test is parametrized."""
+    family = getattr(request, "param", "llava")
+    if family in NEEDS_TORCHVISION:
+        pytest.importorskip("torchvision")
+        pytest.importorskip("num2words")
+    return save_target(tmp_path / "target", family)
+
+
+EACH_PROCESSOR = pytest.mark.parametrize("target", ["llava", *NEEDS_TORCHVISION], indirect=True)
 
 
 @pytest.fixture
@@ -63,6 +71,7 @@ def generated(target: Path, image: Path, text: str) -> list[int]:
     return model.generate(**inputs, max_new_tokens=MOST, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+@EACH_PROCESSOR
 def test_generate_with_an_image(target: Path, prompts: Path, capsys: pytest.CaptureFixture) -> None:
     pictures = [prompts.parent / "pictures" / f"{seed}.png" for seed in PICTURES]
     texts = [generated(target, picture, "ab") for picture in pictures]
@@ -74,6 +83,7 @@ def test_generate_with_an_image(target: Path, prompts: Path, capsys: pytest.Capt
         assert capsys.readouterr().out.split("\n")[:2] == ["ab", text]
 
 
+@EACH_PROCESSOR
 def test_eval_and_check(target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     options = ("--target", target, "--prompts", prompts, "--drafter", "early-exit:layers=1")
     out = tmp_path / "eval"
@@ -176,16 +186,26 @@ def recipe(tmp_path: Path, target: Path, **changes: Any) -> Path:
     return file
 
 
+DRAFT_MODEL = {
+    "type": "draft_model",
+    "config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+               "num_attention_heads": 2, "max_position_embeddings": 256},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("drafter", "response"),
+    ("target", "drafter", "response"),
     [
-        ({"type": "medusa", "num_heads": 2}, "text"),
-        ({"type": "eagle3", "layers": [1, 1, 2]}, "target"),
-        ({"type": "draft_model", "config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
-          "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}}, "target"),
+        ("llava", {"type": "medusa", "num_heads": 2}, "text"),
+        ("llava", {"type": "eagle3", "layers": [1, 1, 2]}, "target"),
+        ("llava", DRAFT_MODEL, "target"),
+        ("qwen3_vl", {"type": "eagle3", "layers": [1, 1, 2]}, "text"),
+        ("qwen2_5_vl", DRAFT_MODEL, "target"),
+        ("smolvlm", {"type": "medusa", "num_heads": 2}, "target"),
     ],
-    ids=["medusa", "eagle3", "draft_model"],
-)  # fmt: skip
+    ids=["medusa", "eagle3", "draft_model", "qwen3_vl", "qwen2_5_vl", "smolvlm"],
+    indirect=["target"],
+)
 def test_train_on_conversations_with_images(
     drafter: dict, response: str, target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,

@@ -168,6 +168,20 @@ def test_answers_after_an_image_are_trained(file: Path, chat: Chat) -> None:
     assert chat.row_inputs("", row["input_ids"]) is None
 
 
+def test_a_question_without_an_answer_is_refused(file: Path, chat: Chat) -> None:
+    rows_of(file, QUESTION)
+    with pytest.raises(ConfigError, match=r"p.jsonl:1: no answer; data.response='text' expected"):
+        examples(file, chat)
+
+
+def test_the_processor_reads_an_image_once(file: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_of(file, QUESTION, {"role": "assistant", "content": "ef"})
+    processed, images = [], chat.processor.image_processor
+    original = type(images).__call__
+    monkeypatch.setattr(type(images), "__call__", lambda *a, **k: processed.append(1) or original(*a, **k))
+    assert len(examples(file, chat)) == len(processed) == 1
+
+
 def test_an_image_that_changes_is_read_again_and_never_mixed(file: Path, chat: Chat) -> None:
     rows_of(file, QUESTION, {"role": "assistant", "content": "ef"})
     (before,) = examples(file, chat)
