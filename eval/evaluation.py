@@ -224,8 +224,9 @@ def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[EvalRow]:
                     continue  # no batch of this size holds this category alone
                 numbers = row_numbers(base, spec, settings.seed)
                 row: EvalRow = {**head, **numbers, "category": category or OVERALL}
-                if head["draft_length"] is not None:
-                    row["expected_tau"] = expected_tau(row["alpha"], head["draft_length"])
+                length = head["draft_length"]
+                if length is not None and len(row["acceptance_at"]) <= length:  # a hybrid's copies are longer
+                    row["expected_tau"] = expected_tau(row["alpha"], length)
                 if temperature == 0:
                     row["greedy_identical"], row["first_divergence"] = greedy_identity(base, spec)
                 rows.append(row)

@@ -30,6 +30,8 @@ DIAGNOSTICS = {
 }
 """Keys of a position's diagnostics, and their column titles."""
 
+MOST_POSITIONS = 16
+"""Columns of acceptance by draft position; a hybrid's copies may be twice as long."""
 COMPILED = "compiled with torch.compile, with and without a drafter; transformers' generate is not compiled"
 MARKS = {"\n": "⏎", "\t": "→"}
 
@@ -138,6 +140,7 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         for row in overall
         if "greedy_identical" in row
     ]
+    deepest = max(len(row["acceptance_at"]) for row in overall)
     return {
         "headline": headline(evaluation.rows),
         "overall": overall,
@@ -149,7 +152,8 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "guards": evaluation.guards,
         "notes": evaluation.notes,
         "greedy": greedy,
-        "positions": max(len(row["acceptance_at"]) for row in overall),
+        "positions": min(deepest, MOST_POSITIONS),
+        "more_positions": deepest > MOST_POSITIONS,
         "samples": evaluation.samples,
     }
 

@@ -211,7 +211,7 @@ def demo(
     target: TargetOption,
     drafter: Annotated[str, typer.Option("--drafter", help=DRAFTER_HELP)],
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one of this machine.")
+        str, typer.Option("--host", help="Address to listen on; at 0.0.0.0, other machines can open the page.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 7860,
     chat_template: TemplateOption = None,

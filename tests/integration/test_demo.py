@@ -47,7 +47,9 @@ def page(tiny_target_folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
+    pytest.importorskip("selenium")
+    from selenium import webdriver
+
     programs = shutil.which("chromium"), shutil.which("chromedriver")
     if None in programs:
         pytest.skip("no chromium with its driver")
@@ -60,8 +62,10 @@ def browser() -> Iterator[Any]:
     started.quit()
 
 
-def test_a_prompt_is_decoded_side_by_side(page: str, browser: Any, tmp_path: Path) -> None:
-    wait = __import__("selenium.webdriver.support.ui", fromlist=["WebDriverWait"]).WebDriverWait(browser, WAITS)
+def test_a_prompt_is_decoded_side_by_side(page: str, browser: Any) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    wait = WebDriverWait(browser, WAITS)
 
     def shown(name: str) -> str:
         return browser.find_element("css selector", f"#{name}").text
@@ -82,8 +86,12 @@ def test_a_prompt_is_decoded_side_by_side(page: str, browser: Any, tmp_path: Pat
     assert "100%" in shown("acceptance"), "a target that drafts for itself is always accepted"
     if folder := os.environ.get("DRAFTSMITH_SCREENSHOTS"):
         browser.save_screenshot(str(Path(folder) / "demo.png"))
-    others = [line for line in browser.get_log("browser") if "SEVERE" in line["level"]]
-    assert not others, others
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    elsewhere = [address for address in loaded if not address.startswith((page, "data:", "blob:"))]
+    assert len(loaded) > 5
+    assert not elsewhere, elsewhere
+    errors = [line for line in browser.get_log("browser") if "SEVERE" in line["level"]]
+    assert not errors, errors
 
 
 def test_a_port_in_use_is_refused(tiny_target_folder: Path, capsys: pytest.CaptureFixture) -> None:

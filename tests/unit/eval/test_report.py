@@ -124,6 +124,24 @@ def test_a_report_without_the_rest(tmp_path: Path) -> None:
     assert read_evaluation(tmp_path)["rows"][0]["speedup_interval"] is None
 
 
+def test_a_long_draft_has_its_first_positions_in_the_table(tmp_path: Path) -> None:
+    for deepest, columns in ((16, 16), (20, 16)):
+        write_report(evaluation([row(), row(drafter="h", acceptance_at=[0.5] * deepest)]), tmp_path, title="t")
+        text = (tmp_path / "report.md").read_text()
+        header, _, short, long = (
+            text.split("given that all before it were accepted.")[1].split("| drafter", 1)[1].split("\n")[:4]
+        )
+        assert header.endswith(f"| {columns} |")
+        assert len({line.count("|") for line in (header + "|", short, long)}) == 1
+        assert ("The first 16 positions; eval.json has all." in text) == (deepest > 16)
+        assert len(read_evaluation(tmp_path)["rows"][1]["acceptance_at"]) == deepest
+
+
+def test_draft_positions_are_plotted_from_one() -> None:
+    (plot,) = (plot for plot in evaluation_plots([row(acceptance_at=[0.5] * 32)]) if plot.name == "acceptance")
+    assert 0 < plot.figure.axes[0].get_xlim()[0] <= 1
+
+
 def test_each_axis_of_the_measurement_has_its_plot() -> None:
     def names(*rows: dict) -> list[str]:
         return [plot.name for plot in evaluation_plots(list(rows))]
