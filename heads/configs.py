@@ -70,6 +70,11 @@ class HydraSection(VocabularyOption):
     """Layers per head: the first reads state and tokens, the others are residual blocks."""
     shared_lm_head: bool = False
     """Use one lm_head for all heads instead of one per head."""
+    prefix_layer: bool = False
+    """Hydra++: a decoder layer over the target's states of all committed tokens before the heads."""
+    original: bool = False
+    """The heads of the authors' code, for `export --format hydra`: a linear residual, one residual block that is
+    applied `num_layers` - 1 times, lm_heads with biases."""
 
 
 class MlpSpeculatorSection(VocabularyOption):
@@ -80,6 +85,11 @@ class MlpSpeculatorSection(VocabularyOption):
     """Width of the speculator's state; by default the target's."""
     tie_weights: bool = True
     """Share one step and one lm_head between all positions."""
+    fms: bool = False
+    """The variant of foundation-model-stack (IBM), for `export --format fms`: norms do not subtract the mean, and with
+    `tie_weights` the projection of the target's state is separate."""
+    scale_input: bool = True
+    """Normalise the target's state first."""
 
 
 class EagleSection(DrafterSection):
@@ -237,6 +247,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         reads="state at t, tokens",
         depends_on="state, d1 … d(k−1)",
         cost="γ small heads",
+        exports={"hydra": "token_heads.write_hydra", **CUSTOM_GENERATE},
     ),
     "mlp_speculator": DrafterEntry(
         MlpSpeculatorSection,
@@ -247,6 +258,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         reads="state at t, tokens",
         depends_on="state, d1 … d(k−1)",
         cost="γ very small steps",
+        exports={"fms": "token_heads.write_fms", **CUSTOM_GENERATE},
     ),
     "eagle": DrafterEntry(
         EagleSection,

@@ -4,36 +4,75 @@
                       ├─▶ head 1 ◀── embeddings of t+1, d1                  ──▶ token t+3   (d2)
                       └─▶ head k ◀── embeddings of t+1, d1 … dk             ──▶ token t+k+2
 
-The probabilities of a draft token depend on its whole path. Ankner et al. 2024, arXiv:2402.05109.
+The probabilities of a draft token depend on its whole path. With `prefix_layer` (Hydra++) the heads read the output of
+a decoder layer over the final states of all committed tokens. Ankner et al. 2024, arXiv:2402.05109.
 """
 
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
+from draftsmith.heads.autoregressive import DraftNetwork
+from draftsmith.heads.base import FINAL, Context, Needs, TeacherSignals
+from draftsmith.heads.hidden_states import positions_like
+from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.medusa import ResidualBlock
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
+from draftsmith.heads.unrolled_attention import UnrolledAttention
 
-# Shapes: n nodes, H hidden size, E size of the embeddings, S = H + kE size of the carried state of head k.
+# Shapes: n nodes, B rows, T positions, H hidden size, E size of the embeddings, S = H + kE size of the carried state of
+# head k.
 
 
 class HydraHead(nn.Module):
-    """Linear on [state; embeddings], added to the state, then residual blocks."""
+    """Linear on [state; embeddings], added to the state, then residual blocks.
 
-    def __init__(self, hidden_size: int, embedding_size: int, tokens: int, num_layers: int) -> None:
+    With `original` it is added to a linear map of [state; embeddings], and one block is applied repeatedly.
+    """
+
+    def __init__(self, hidden_size: int, embedding_size: int, tokens: int, num_layers: int, original: bool) -> None:
         super().__init__()
-        self.mix = nn.Linear(hidden_size + tokens * embedding_size, hidden_size)
+        size, blocks = hidden_size + tokens * embedding_size, num_layers - 1
+        self.mix = nn.Linear(size, hidden_size)
+        self.residual = nn.Linear(size, hidden_size) if original else None
+        if self.residual is not None:  # starts as the state
+            nn.init.eye_(self.residual.weight)
+            nn.init.zeros_(self.residual.bias)
         self.activation = nn.SiLU()
-        self.blocks = nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_layers - 1)))
+        self.repeats = blocks if original else 1
+        self.blocks = nn.Sequential(
+            *(ResidualBlock(hidden_size) for _ in range(min(blocks, 1) if original else blocks))
+        )
         self.hidden_size = hidden_size
 
     def forward(self, carried_nS: Tensor) -> Tensor:
-        state_nH = carried_nS[..., : self.hidden_size]
-        return self.blocks(state_nH + self.activation(self.mix(carried_nS)))
+        state_nH = carried_nS[..., : self.hidden_size] if self.residual is None else self.residual(carried_nS)
+        state_nH = state_nH + self.activation(self.mix(carried_nS))
+        for _ in range(self.repeats):
+            state_nH = self.blocks(state_nH)
+        return state_nH
+
+
+class PrefixNetwork(DraftNetwork):
+    """A decoder layer and a norm on the target's final states; tokens are not read."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.layer, self.norm = DecoderLayer(config, 0), norm(config)
+
+    def project(self, features_nF: Tensor) -> Tensor:
+        return features_nF
+
+    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        return self.norm(self.layer(states_BTH, rope, attend))
+
+    def head(self, states_nH: Tensor) -> Tensor:
+        """Return the states: they are the output."""
+        return states_nH
 
 
 class Hydra(TokenHeads):
@@ -50,13 +89,23 @@ class Hydra(TokenHeads):
         num_layers: int,
         shared_lm_head: bool = False,
         draft_vocab_size: int | None = None,
+        *,
+        original: bool = False,
+        prefix: LlamaConfig | None = None,
     ) -> None:
         super().__init__()
         self.hidden_size, self.embedding_size, self.vocab_size = hidden_size, embedding_size, vocab_size
         self.num_heads, self.num_layers, self.shared_lm_head = num_heads, num_layers, shared_lm_head
+        self.original = original
         self.max_draft_length = num_heads
-        self.heads = nn.ModuleList(HydraHead(hidden_size, embedding_size, k + 1, num_layers) for k in range(num_heads))
-        self.lm_heads = LmHeads(num_heads, hidden_size, vocab_size, draft_vocab_size, shared_lm_head)
+        self.heads = nn.ModuleList(
+            HydraHead(hidden_size, embedding_size, k + 1, num_layers, original) for k in range(num_heads)
+        )
+        self.lm_heads = LmHeads(num_heads, hidden_size, vocab_size, draft_vocab_size, shared_lm_head, bias=original)
+        self.prefix = None if prefix is None else PrefixNetwork(prefix)
+        if prefix is not None:
+            self.needs = Needs(hidden=True, layers=(FINAL,))
+            self.context_limit = prefix.max_position_embeddings
         self._embeddings: tuple[nn.Module, ...] = ()
 
     @classmethod
@@ -67,6 +116,8 @@ class Hydra(TokenHeads):
         num_heads: int = 4,
         num_layers: int = 1,
         shared_lm_head: bool = False,
+        prefix_layer: bool = False,
+        original: bool = False,
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
         """Return heads with copies of the target's lm_head; their addition to the state is small at first."""
@@ -74,7 +125,9 @@ class Hydra(TokenHeads):
         hidden_size, vocab_size = target_sizes(target)
         width = weight_of(target.get_input_embeddings()).shape[1]
         size = None if draft_vocabulary is None else len(draft_vocabulary)
-        drafter = cls(hidden_size, width, vocab_size, num_heads, num_layers, shared_lm_head, size)
+        prefix = layer_config(target, 1) if prefix_layer else None
+        sizes = (hidden_size, width, vocab_size, num_heads, num_layers, shared_lm_head, size)
+        drafter = cls(*sizes, original=original, prefix=prefix)
         drafter.lm_heads.copy_from(target, draft_vocabulary)
         drafter.attach(target)
         return drafter
@@ -82,9 +135,50 @@ class Hydra(TokenHeads):
     def attach(self, target: PreTrainedModel) -> None:
         # Modules in a tuple are not registered: the target's embeddings are neither trained nor saved.
         self._embeddings = (target.get_input_embeddings(),)
+        if self.prefix is not None:
+            self.prefix.attach(target)
 
     def config(self) -> dict[str, Any]:
-        return self._sizes("hidden_size", "embedding_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head")
+        keys = ("hidden_size", "embedding_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head", "original")
+        return {**self._sizes(*keys), "prefix": None if self.prefix is None else self.prefix.config.to_diff_dict()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        prefix = config.get("prefix")
+        return cls(**{**config, "prefix": None if prefix is None else LlamaConfig(**prefix)})
+
+    def start(self, context: Context) -> None:
+        super().start(context)
+        if self.prefix is not None:
+            self._runner = context.runner(self.prefix)
+            unread = [text.tokens[:-2] for text in context.texts]
+            if any(unread):
+                self._read(unread)
+
+    def committed_states(self, rows: list[int]) -> Tensor:
+        if self.prefix is None:
+            return super().committed_states(rows)
+        unread: list[list[int]] = [[] for _ in self.context.texts]
+        for row in rows:
+            unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] : -1]
+        return self._read(unread)
+
+    def _read(self, tokens: list[list[int]]) -> Tensor:
+        """Read the final states of committed tokens; return the prefix layer's states [B, H] after the last ones."""
+        features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
+        return self._runner.append(tokens, [features_nH.to(self.dtype) for features_nH in features])
+
+    def drop(self, rows: list[int]) -> None:
+        if self.prefix is not None:
+            self._runner.drop(rows)
+
+    def teacher_states(self, signals: TeacherSignals) -> Tensor:
+        states_BTH = super().teacher_states(signals)
+        if self.prefix is None:
+            return states_BTH
+        rope = self.prefix.rotary(states_BTH, positions_like(signals.input_ids_BT, signals.documents_BT))
+        attend = UnrolledAttention(signals.documents_BT, [None])
+        return self.prefix.step(states_BTH, states_BTH, rope, attend)
 
     def first(self, hidden_nH: Tensor) -> Tensor:
         return hidden_nH

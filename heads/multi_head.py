@@ -51,7 +51,13 @@ class LmHeads(nn.Module):
     """K lm_heads over the target's vocabulary or a draft vocabulary; with `shared` all use one matrix."""
 
     def __init__(
-        self, count: int, hidden_size: int, vocab_size: int, draft_vocab_size: int | None, shared: bool
+        self,
+        count: int,
+        hidden_size: int,
+        vocab_size: int,
+        draft_vocab_size: int | None,
+        shared: bool,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         rows = draft_vocab_size or vocab_size
@@ -59,7 +65,7 @@ class LmHeads(nn.Module):
         for k in range(
             self._matrices
         ):  # tensors are named lm_heads.0.weight, lm_heads.1.weight, …, as in other engines
-            self.add_module(str(k), nn.Linear(hidden_size, rows, bias=False))
+            self.add_module(str(k), nn.Linear(hidden_size, rows, bias=bias))
         self.vocabulary = None if draft_vocab_size is None else DraftVocabulary(vocab_size, draft_vocab_size)
 
     @torch.no_grad()
@@ -70,6 +76,8 @@ class LmHeads(nn.Module):
             weight_VH = weight_VH[self.choose(draft_vocabulary, weight_VH.shape[0]).tokens_D]
         for k in range(self._matrices):
             self[k].weight.copy_(weight_VH)
+            if self[k].bias is not None:
+                self[k].bias.zero_()
 
     def choose(self, draft_vocabulary: list[int], vocab_size: int) -> DraftVocabulary:
         """Set the tokens of the rows and return them as a vocabulary."""
@@ -114,7 +122,7 @@ class TokenHeads(TrainableDrafter):
 
     @abstractmethod
     def first(self, hidden_nH: Tensor) -> Tensor:
-        """Return the carried state [n, S] of the target's final states [n, H], which head 0 reads."""
+        """Return the carried state [n, S] of the states [n, H] after committed tokens, which head 0 reads."""
 
     @abstractmethod
     def advance(self, k: int, carried_nS: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,10 +142,18 @@ class TokenHeads(TrainableDrafter):
 
     def begin(self, rows: list[int]) -> Tensor:
         tokens_B = [text.tokens[-1] for text in self.context.texts]
-        hidden_BH = last_states(self.context, self.dtype)
+        hidden_BH = self.committed_states(rows)
         state_BH, carried_BS = self.advance(0, self.first(hidden_BH), torch.tensor(tokens_B, device=hidden_BH.device))
         self._carried_BnS = carried_BS[:, None]
         return self.lm_heads.full(0, state_BH)
+
+    def committed_states(self, rows: list[int]) -> Tensor:
+        """Return the states [B, H] after the second to last committed tokens; rows other than `rows` are undefined."""
+        return last_states(self.context, self.dtype)
+
+    def teacher_states(self, signals: TeacherSignals) -> Tensor:
+        """Return the states [B, T, H] that `committed_states` returns in decoding."""
+        return signals.hidden_BTH.to(self.dtype)
 
     def extend(self, level: Level) -> Tensor:
         carried_BnS = level.of_parents(self._carried_BnS)
@@ -145,7 +161,7 @@ class TokenHeads(TrainableDrafter):
         return self.lm_heads.full(level.depth, state_BnH)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        carried_BTS = self.first(signals.hidden_BTH.to(self.dtype))
+        carried_BTS = self.first(self.teacher_states(signals))
         unrolled = []
         for k in range(self.num_heads):
             state_BTH, carried_BTS = self.advance(k, carried_BTS, shifted(signals.input_ids_BT, k + 1))

@@ -1,4 +1,4 @@
-"""Recognise and read drafters published by other projects: EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark, MTP and Medusa.
+"""Recognise and read drafters published by other projects.
 
 `config.json` and the names of the tensors identify the layout; only safetensors weights are read.
 """
@@ -16,6 +16,7 @@ from draftsmith.heads.formats.eagle import read_deepspec_eagle3, read_eagle1, re
 from draftsmith.heads.formats.medusa import read_medusa
 from draftsmith.heads.formats.published import LARGE, Published, read_tensors
 from draftsmith.heads.formats.speculators import read_mtp
+from draftsmith.heads.formats.token_heads import read_fms, read_hydra
 from draftsmith.heads.model_config import text_config
 
 Reader = Callable[[Published], TrainableDrafter]
@@ -31,6 +32,7 @@ ARCHITECTURES: dict[str, Reader] = {
     "DFlashDraftModel": read_zlab,
     "Eagle3LlamaForCausalLM": read_eagle3,
     "LlamaForCausalLMEagle3": read_eagle3,
+    "MLPSpeculatorPreTrainedModel": read_fms,
     "Qwen3DSparkModel": read_deepspec,
     "Qwen3Eagle3Model": read_deepspec_eagle3,
 }
@@ -42,7 +44,6 @@ UNREAD = {
     "EagleDeepseekV3ForCausalLM": "its layer has latent attention",
     "Gemma4DSparkModel": "its layers scale embeddings and norm values",
     "Gemma4Eagle3Model": "its layers scale embeddings and norm values",
-    "MLPSpeculatorPreTrainedModel": "its norm does not subtract the mean",
 }
 """Classes that no drafter here can represent, and the reason."""
 
@@ -77,6 +78,8 @@ def _reader(published: Published) -> Reader | None:
         return SPECULATORS[published.allow("speculators_model_type", kind, tuple(SPECULATORS))]
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return read_medusa
+    if "hydra_head_arch" in config or "hydra_num_heads" in config:
+        return read_hydra
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
     if name in UNREAD:

@@ -224,6 +224,8 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": 2},
     "medusa of 3 tokens": {"num_heads": 2, "draft_vocabulary": [0, 2, 4]},
     "hydra": {"num_heads": 2},
+    "hydra with a prefix layer": {"num_heads": 2, "num_layers": 3, "prefix_layer": True, "original": True},
+    "mlp_speculator of IBM": {"num_heads": 2, "fms": True, "scale_input": False},
     "mlp_speculator": {"num_heads": 2},
     "eagle": {},
     "hass": {},

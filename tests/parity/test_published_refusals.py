@@ -245,11 +245,6 @@ EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.we
             {},
             "a Eagle3DeepseekV2ForCausalLM .its layer has latent attention",
         ),
-        (
-            {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
-            {},
-            "a MLPSpeculatorPreTrainedModel .its norm does not subtract the mean",
-        ),
         (DEEPSPEC | {"markov_head_type": "rnn"}, {}, "markov_head_type='rnn' in config.json; expected vanilla"),
         (DEEPSPEC | {"target_layer_ids": [-1]}, {}, r"target_layer_ids=\[-1\]; expected a list of the target's layers"),
         (DEEPSPEC | {"markov_head_type": "gated"}, {}, "markov_head_type='gated' in config.json; expected vanilla"),

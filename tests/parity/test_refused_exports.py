@@ -13,8 +13,19 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from draftsmith import ConfigError, load_drafter
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "hydra": ("hydra", {}, "vllm", r"format='vllm'; expected transformers for a drafter of type hydra"),
-    "mlp": ("mlp_speculator", {}, "vllm", "expected transformers for a drafter of type mlp_speculator"),
+    "hydra": ("hydra", {}, "vllm", r"format='vllm'; expected hydra, transformers for a drafter of type hydra"),
+    "our hydra": ("hydra", {}, "hydra", "original=False; expected true, or format=transformers"),
+    "one lm_head": (
+        "hydra",
+        {"original": True, "shared_lm_head": True},
+        "hydra",
+        "shared_lm_head=True; expected false",
+    ),
+    "rows": ("hydra", {"original": True, "draft_vocabulary": KEPT}, "hydra", "a draft vocabulary; expected none, or"),
+    "mlp": ("mlp_speculator", {}, "vllm", "expected fms, transformers for a drafter of type mlp_speculator"),
+    "our mlp": ("mlp_speculator", {}, "fms", "fms=False; expected true, or format=transformers"),
+    "mlp rows": ("mlp_speculator", {"fms": True, "draft_vocabulary": KEPT}, "fms", "a draft vocabulary; expected none"),
+    "one step": ("mlp_speculator", {"fms": True, "num_heads": 1}, "fms", "tie_weights with one head; expected false"),
     "eagle in vllm": ("eagle", {}, "vllm", "expected sglang, eagle, transformers for a drafter of type eagle"),
     "another format": ("eagle", {}, "onnx", "format='onnx'; expected one of vllm, sglang, gguf, eagle, medusa"),
     "residual": ("eagle3", {"norm_before_residual": True}, "sglang", "norm_before_residual=True; expected false, or"),
