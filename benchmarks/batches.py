@@ -32,7 +32,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import DraftModel
 from draftsmith.provenance import environment
-from draftsmith.train.data import collate
+from draftsmith.train.batch import collate
 from draftsmith.train.step import AgreementStep, Last
 
 TOP_P, PENALTY = 0.9, 1.2

@@ -40,7 +40,7 @@ from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.train import trainer as loop
 from draftsmith.train.accelerator import autocast, make_accelerator
-from draftsmith.train.data import Batch, collate
+from draftsmith.train.batch import Batch, collate
 from draftsmith.train.estimate.fake_run import Operations
 from draftsmith.train.progress import MemoryMeter
 from draftsmith.train.recipe import Recipe, load_recipe

@@ -18,9 +18,9 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprints
 from draftsmith.storage import atomic_folder
+from draftsmith.train.batch import ReadImages
 from draftsmith.train.checkpoint import Progress, load_from, load_state, load_step, prune, save_state
 from draftsmith.train.context import RunContext
-from draftsmith.train.data import ReadImages
 from draftsmith.train.engine import Engine, reduced
 from draftsmith.train.interrupts import Stopping
 from draftsmith.train.recipe import Recipe

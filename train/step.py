@@ -11,7 +11,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.lora import without_lora
-from draftsmith.train.data import Batch
+from draftsmith.train.batch import Batch
 
 # Shapes: B sequences, T positions, K draft positions, H hidden size, N trained positions.
 

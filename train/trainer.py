@@ -14,10 +14,11 @@ from accelerate import Accelerator
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.errors import DraftsmithError
-from draftsmith.heads.model_config import start_token
+from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.locks import hold_folder
 from draftsmith.storage import write_json
 from draftsmith.train.accelerator import make_accelerator
+from draftsmith.train.batch import batch_indices, collate, response_tokens
 from draftsmith.train.builders import (
     compile_blocks,
     data_and_drafter,
@@ -27,7 +28,7 @@ from draftsmith.train.builders import (
     step_and_optimizers,
 )
 from draftsmith.train.context import RunContext
-from draftsmith.train.data import batch_indices, collate, read_images, resample, response_tokens
+from draftsmith.train.data import read_images, resample
 from draftsmith.train.engine import reduced
 from draftsmith.train.interrupts import leave
 from draftsmith.train.learning_rates import described, learning_rate, rate_warning, watched_steps, width_of, with_rate
@@ -151,6 +152,7 @@ class Run:
         self.engine = make_engine(recipe, accelerator, step, optimizers)
         self.module, self.optimizers = self.engine.module, self.engine.optimizers
         self.start_token = start_token(model) if model.config.is_encoder_decoder else None
+        self.limit = context_limit(model.config)
         self.read_images = read_images(recipe.data, self.target)
 
     def train(self) -> None:
@@ -276,7 +278,12 @@ class Run:
         for part in range(parts):
             begin = (part * accelerator.num_processes + accelerator.process_index) * size
             batch = collate(
-                self.data.rows, indices[begin : begin + size], accelerator.device, self.start_token, self.read_images
+                self.data.rows,
+                indices[begin : begin + size],
+                accelerator.device,
+                self.start_token,
+                self.read_images,
+                limit=self.limit,
             )
             with self.engine.part(last=part == parts - 1):
                 sums: StepSums = self.module(batch, done, self.last)

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.train.data import Batch, collate
+from draftsmith.train.batch import Batch, collate
 from draftsmith.train.progress import MemoryMeter
 from draftsmith.train.step import AgreementStep, Last
 

@@ -35,7 +35,7 @@ from draftsmith.eval.forecast.hardware import CostModel
 from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.configs import DRAFTERS
-from draftsmith.train.data import Batch
+from draftsmith.train.batch import Batch
 from draftsmith.train.recipe import parse_recipe
 from draftsmith.train.step import AgreementStep, Last
 

@@ -18,7 +18,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import start_token
-from draftsmith.train.data import collate
+from draftsmith.train.batch import collate
 from draftsmith.train.step import AgreementStep, Last
 
 from .tiny import VOCAB, build

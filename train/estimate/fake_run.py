@@ -33,8 +33,9 @@ from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.draft_model import pretrained_config
 from draftsmith.heads.draft_vocab import checked_size
+from draftsmith.train.batch import Batch
 from draftsmith.train.builders import check_target, step_and_optimizers
-from draftsmith.train.data import Batch, logit_count
+from draftsmith.train.data import logit_count
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import Last, Teacher
 

@@ -31,9 +31,11 @@ from draftsmith.train.estimate.fake_run import (
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
-LIBRARIES, KEPT = 64 * 2**20, 0.2
-"""On a CPU: bytes that libraries take, and the share of temporary memory that the allocator keeps after it is freed.
-Measured with glibc on both quickstart recipes, see docs/training.md."""
+LIBRARIES = 64 * 2**20
+"""Bytes that libraries take on a CPU."""
+GAPS = {"activations": 0.6, "cache": 0.2, "prompts": 0.2, "states": 0.2}
+"""Memory of the allocator on a CPU beside tensors, as a share of temporary tensors by use: steps create many sizes.
+Measured with glibc, see docs/training.md."""
 
 # Shapes: B sequences, T positions, H hidden size.
 
@@ -82,8 +84,8 @@ class MemoryEstimate:
             phases["while caching"] = {**models, "states": self.caching}
         if self.on_host:
             for parts in phases.values():
-                passing = sum(parts.get(name, 0) for name in ("activations", "cache", "prompts", "states"))
-                parts["libraries and allocator"] = LIBRARIES + round(KEPT * passing)
+                gaps = sum(share * parts.get(use, 0) for use, share in GAPS.items())
+                parts["libraries and allocator"] = LIBRARIES + round(gaps)
         return dict(sorted(phases.items(), key=lambda phase: -sum(phase[1].values())))
 
     @property

@@ -24,7 +24,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_model import EarlyExit
-from draftsmith.train.data import collate
+from draftsmith.train.batch import collate
 from draftsmith.train.step import AgreementStep, Last
 
 ROUNDING = 1e-4

@@ -27,7 +27,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import DraftStates, TeacherSignals
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.train.data import collate
+from draftsmith.train.batch import collate
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 B, T, H, D, V = 3, 11, 8, 6, 13
@@ -442,7 +442,7 @@ def test_signals_stand_before_the_tokens_that_they_are_about(
 ) -> None:
     file = _write(tmp_path / "file.jsonl", PLAIN, {"prompt": "abc", "logprobs": COMPLETION, "finish_reason": "stop"})
     rows = logprob_rows(file, tiny_tokenizer)
-    batch = collate(rows, [1, 0], torch.device("cpu"))
+    batch = collate(rows, [1, 0], torch.device("cpu"), limit=6)
     signals = LogprobTeacher(tiny_target, rows).signals(**vars(batch))
     assert signals.hidden_BTH.shape == (2, 6, 0)
     none = [-1] * 3
@@ -463,7 +463,7 @@ def test_packed_rows_know_what_their_documents_do(
     first, second = logprob_rows(file, tiny_tokenizer)
     packed = {key: [*first[key], *second[key]] for key in ("input_ids", "top_ids", "top_logprobs")}
     rows = Dataset.from_list([{**packed, "spans": [[2, 4], [7, 9]], "documents": [4, 5]}])
-    signals = LogprobTeacher(tiny_target, rows).signals(**vars(collate(rows, [0], torch.device("cpu"))))
+    signals = LogprobTeacher(tiny_target, rows).signals(**vars(collate(rows, [0], torch.device("cpu"), limit=9)))
     none, known = [-1] * 3, [[4, 6, -1], [7, 2, 5]]
     assert signals.top_ids_BTE.tolist() == [[none, *known, none, none, none, *known, none]]
     assert signals.documents_BT.tolist() == [[0] * 4 + [1] * 5]

@@ -17,7 +17,7 @@ from draftsmith.eval.conventions import PROMPTS, readings_of
 from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.train.data import collate
+from draftsmith.train.batch import collate
 from draftsmith.train.step import AgreementStep, Last
 
 

@@ -20,7 +20,7 @@ from draftsmith.distill.teacher import OnlineTeacher, require_packable
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.hidden_states import document_numbers, document_positions, final_states
-from draftsmith.train.data import collate
+from draftsmith.train.batch import collate
 
 Document = tuple[int, list[list[int]]]
 ROWS: list[list[Document]] = [

@@ -1,9 +1,10 @@
 """Rows of a step, and their masks."""
 
+import pytest
 import torch
 from datasets import Dataset
 
-from draftsmith.train.data import batch_indices, collate, response_tokens
+from draftsmith.train.batch import batch_indices, collate, response_tokens
 
 ROWS = Dataset.from_list(
     [{"input_ids": [9, 8, 7, 6, 5], "spans": [[2, 5]]}, {"input_ids": [4, 3, 2], "spans": [[1, 3]]}]
@@ -20,7 +21,16 @@ def test_every_row_once_an_epoch() -> None:
 
 def test_the_mask_marks_positions_that_predict_responses() -> None:
     batch = collate(ROWS, [0, 1], torch.device("cpu"))
-    assert batch.input_ids_BT.tolist() == [[9, 8, 7, 6, 5], [4, 3, 2, 0, 0]]
-    assert batch.attention_mask_BT.tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
-    assert batch.mask_BT.int().tolist() == [[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
+    assert batch.input_ids_BT.tolist() == [[9, 8, 7, 6, 5, *[0] * 11], [4, 3, 2, *[0] * 13]]
+    assert batch.attention_mask_BT.tolist() == [[1] * 5 + [0] * 11, [1] * 3 + [0] * 13]
+    assert batch.mask_BT.int().tolist() == [[0, 1, 1, 1] + [0] * 12, [1, 1] + [0] * 14]
     assert int(batch.mask_BT.sum()) == response_tokens(ROWS, [0, 1])
+
+
+@pytest.mark.parametrize(("longest", "limit", "expected"), [(17, None, 32), (32, None, 32), (17, 20, 20), (17, 9, 17)])
+def test_rows_are_padded_to_few_lengths_within_the_context(longest: int, limit: int | None, expected: int) -> None:
+    rows = Dataset.from_list([{"input_ids": [5] * length, "spans": [[1, length]]} for length in (3, longest)])
+    batch = collate(rows, [0, 1], torch.device("cpu"), limit=limit)
+    assert batch.input_ids_BT.shape == batch.attention_mask_BT.shape == batch.mask_BT.shape == (2, expected)
+    assert batch.attention_mask_BT.sum(1).tolist() == [3, longest]
+    assert batch.mask_BT.sum(1).tolist() == [2, longest - 1]

@@ -13,8 +13,8 @@ from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import Medusa
+from draftsmith.train.batch import collate
 from draftsmith.train.builders import optimizers, step_and_optimizers
-from draftsmith.train.data import collate
 from draftsmith.train.estimate.fake_run import LiveBytes
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Last
@@ -27,12 +27,12 @@ SETTINGS = CotrainSettings(0.0, 0.0, drafter_weight=0.5, quality_weight=1.0, max
 
 
 def test_an_encoder_reads_prompts_and_a_decoder_responses() -> None:
-    batch = collate(ROWS, [0, 1], CPU, start_token=0)
+    batch = collate(ROWS, [0, 1], CPU, start_token=0, limit=3)
     assert batch.source_BS.tolist() == [[5, 6, 0], [3, 4, 2]]
     assert batch.source_mask_BS.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.input_ids_BT.tolist() == [[0, 7, 8, 9], [0, 1, 0, 0]]
     assert batch.mask_BT.tolist() == [[True, True, True, False], [True, False, False, False]]
-    plain = collate(ROWS, [0], CPU)
+    plain = collate(ROWS, [0], CPU, limit=3)
     assert plain.mask_BT.tolist() == [[False, True, True, True, False]]
 
 

@@ -16,8 +16,8 @@ from draftsmith.distill.hidden_state_cache import SignalCache
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS
+from draftsmith.train.batch import Batch
 from draftsmith.train.builders import step_and_optimizers
-from draftsmith.train.data import Batch
 from draftsmith.train.estimate import memory
 from draftsmith.train.estimate.fake_run import DryStep, LiveBytes, marked_share, sequence_length
 from draftsmith.train.progress import in_units
@@ -204,7 +204,11 @@ def test_the_larger_phase_is_announced_first() -> None:
     assert list(several.phases) == ["while sampling", "in training"]
     assert str(several).startswith(f"{in_units(several.announced)} a process while sampling (target ")
     beside = several.announced - several.sampling
-    assert beside == memory.LIBRARIES + round(memory.KEPT * (several.cache + several.reading))
+    gaps = memory.GAPS["cache"] * several.cache + memory.GAPS["prompts"] * several.reading
+    assert beside == memory.LIBRARIES + round(gaps)
+    (training,) = (parts for phase, parts in several.phases.items() if phase == "in training")
+    kept = round(memory.GAPS["activations"] * several.activations)
+    assert training["libraries and allocator"] == memory.LIBRARIES + kept
     few = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 200}), config)
     assert few.cache == several.cache, "no more prompts are answered together than there are"
     on_device = memory.estimate_memory(recipe_of({"type": "medusa"}, data=small), config, accelerated=True)
