@@ -172,6 +172,9 @@ class DFlashSection(VocabularyOption):
     """The token whose embedding initialises the mask's; by default the last."""
     markov_rank: Annotated[Whole, Field(ge=0)] = 0
     """DSpark: rank of the bias by the token before; 0 for none."""
+    markov_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    """DSpark: 'gated' multiplies the token's embedding by gates that read the block's state; 'rnn' carries a state over
+    the tokens of the draft."""
     confidence_head: bool = False
     """DSpark: learn the probability that each token is accepted, for the policy `confidence`."""
 
@@ -298,6 +301,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
             "sglang": "eagle.write_eagle3_for_sglang",
             "gguf": "llama_cpp.write_eagle3",
             "eagle": "eagle.write_eagle3",
+            "deepspec": "eagle.write_deepspec_eagle3",
             **CUSTOM_GENERATE,
         },
     ),

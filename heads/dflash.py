@@ -10,8 +10,9 @@
 
 With `sample_from_anchor`, every position predicts the token after it: the anchor's d1, the last mask's d4.
 
-Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, W2·W1[token before] is added to the logits, so that q
-depends on the path; `confidence_head` predicts the probability that each token is accepted, which can end a draft.
+Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, W2·W1[token before], or a gated or recurrent variant
+(`markov.py`), is added to the logits, so that q depends on the path; `confidence_head` predicts the probability that
+each token is accepted, which can end a draft.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.layers import Attend, Attention, Rope, last_gain, layer_config, norm
 from draftsmith.heads.lm_head import scaled_weight, weight_of
+from draftsmith.heads.markov import Kind, MarkovBias
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.peagle import default_mask_token
 
@@ -140,27 +142,18 @@ class DFlashNetwork(DraftNetwork):
         return NetworkOutput(self.head(states_BKH), states_BKH)
 
 
-class MarkovBias(nn.Module):
-    """W2·W1[token before], a low-rank bigram bias of the `outputs` logits (DSpark)."""
-
-    def __init__(self, vocab_size: int, rank: int, outputs: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, outputs, bias=False)
-        nn.init.zeros_(self.markov_w2.weight)
-
-
 @dataclass(frozen=True)
 class _Head:
-    """Map states [n, H + rank] of an unrolled position to logits [n, D], with the bias of the token before."""
+    """Map states [n, H + …] of an unrolled position to logits [n, D]; the last values are the bias's, see `latent`."""
 
     body: DFlashNetwork
     markov: MarkovBias | None
 
     def __call__(self, states_nD: Tensor) -> Tensor:
-        hidden = self.body.config.hidden_size
-        logits_nD = self.body.head(states_nD[..., :hidden])
-        return logits_nD if self.markov is None else logits_nD + self.markov.markov_w2(states_nD[..., hidden:])
+        logits_nD = self.body.head(states_nD[..., : self.body.config.hidden_size])
+        if self.markov is None:
+            return logits_nD
+        return logits_nD + self.markov.markov_w2(states_nD[..., -self.markov.markov_w2.in_features :])
 
 
 class DFlash(NetworkDrafter[DFlashNetwork]):
@@ -180,18 +173,18 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         causal_windows: bool = True,
         draft_vocab_size: int | None = None,
         markov_rank: int = 0,
+        markov_type: Kind = "vanilla",
         confidence_head: bool = False,
     ) -> None:
         first, depth = 0 if sample_from_anchor else 1, body.num_hidden_layers
-        sizes = Windows(tuple(windows or [None] * depth), causal_windows)
-        if len(sizes.sizes) != depth or not all(
-            size is None or (type(size) is int and size > 0) for size in sizes.sizes
-        ):
+        seen = Windows(tuple(windows or [None] * depth), causal_windows)
+        if len(seen.sizes) != depth or not all(size is None or (type(size) is int and size > 0) for size in seen.sizes):
             raise ConfigError.of("windows", windows, f"a number of tokens or null for each of the {depth} layers")
-        super().__init__(DFlashNetwork(body, len(layers), first, sizes, draft_vocab_size), layers)
+        super().__init__(DFlashNetwork(body, len(layers), first, seen, draft_vocab_size), layers)
         self.block_size, self.anchors = block_size, anchors
         outputs = draft_vocab_size or body.vocab_size
-        self.markov = MarkovBias(body.vocab_size, markov_rank, outputs) if markov_rank else None
+        sizes = (body.vocab_size, markov_rank, outputs, body.hidden_size)
+        self.markov = MarkovBias(*sizes, markov_type) if markov_rank else None
         self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
         self.max_draft_length = block_size - first
 
@@ -208,6 +201,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         sample_from_anchor: bool = False,
         draft_vocabulary: list[int] | None = None,
         markov_rank: int = 0,
+        markov_type: Kind = "vanilla",
         confidence_head: bool = False,
     ) -> Self:
         """Return layers of the target's width.
@@ -229,6 +223,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             sample_from_anchor=sample_from_anchor,
             draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
             markov_rank=markov_rank,
+            markov_type=markov_type,
             confidence_head=confidence_head,
         )
         drafter.attach(target)
@@ -249,6 +244,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             "causal_windows": self.body.windows.causal,
             "draft_vocab_size": None if self.body.lm_head is None else self.body.lm_head.out_features,
             "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
+            "markov_type": "vanilla" if self.markov is None else self.markov.kind,
             "confidence_head": self.confidence is not None,
         }
 
@@ -275,17 +271,24 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         logits_BKD = self._runner.line(nn.functional.pad(self._before_Bn, (0, self.block_size - 1)))
         self._logits_BKD, self._states_BKH = logits_BKD, self._runner.states
         self._runner.commit([[] for _ in texts])
-        return self._biased(logits_BKD[:, :1], self._before_Bn)[:, 0]
+        if self.markov is not None:
+            self._carried_Bnr = self._states_BKH.new_zeros(len(texts), 1, self.markov.markov_w2.in_features)
+        return self._biased()[:, 0]
 
     def extend(self, level: Level) -> Tensor:
         self._before_Bn, self._depth = level.tokens_Bn, level.depth
-        return self._biased(self._logits_BKD[:, level.depth, None], level.tokens_Bn)
+        if self.markov is not None:
+            self._carried_Bnr = level.of_parents(self._carried_Bnr)
+        return self._biased()
 
     def confidences(self) -> Tensor | None:
         if self.confidence is None:
             return None
-        states_BnH = self._states_BKH[:, self._depth, None].expand(-1, self._before_Bn.shape[1], -1)
-        return self._confidence_logits(self._with_token(states_BnH, self._before_Bn)).sigmoid()
+        return self._confidence_logits(self._with_token(self._node_states(), self._before_Bn)).sigmoid()
+
+    def _node_states(self) -> Tensor:
+        """Return the block's state [B, n, H] for each node of the last level."""
+        return self._states_BKH[:, self._depth, None].expand(-1, self._before_Bn.shape[1], -1)
 
     def _with_token(self, states_nH: Tensor, before_n: Tensor) -> Tensor:
         """Return states and the Markov embeddings of the tokens before them, [..., H + rank]."""
@@ -293,13 +296,16 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             return states_nH
         return torch.cat([states_nH, self.markov.markov_w1(before_n.to(states_nH.device))], -1)
 
-    def _biased(self, logits_nD: Tensor, before_n: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, with the Markov bias of the tokens before them."""
+    def _biased(self) -> Tensor:
+        """Return logits [B, n, V] after the nodes of the last level, with the bias of their tokens."""
+        logits_BnD = self._logits_BKD[:, self._depth, None]
         if self.markov is None:
-            logits_nD = logits_nD.expand(*before_n.shape, -1)
+            logits_BnD = logits_BnD.expand(*self._before_Bn.shape, -1)
         else:
-            logits_nD = logits_nD + self.markov.markov_w2(self.markov.markov_w1(before_n))
-        return logits_nD if self.body.vocabulary is None else self.body.vocabulary.expand(logits_nD)
+            embeds_Bnr = self.markov.markov_w1(self._before_Bn)
+            latent_Bnr, self._carried_Bnr = self.markov.latent(self._carried_Bnr, embeds_Bnr, self._node_states())
+            logits_BnD = logits_BnD + self.markov.markov_w2(latent_Bnr)
+        return logits_BnD if self.body.vocabulary is None else self.body.vocabulary.expand(logits_BnD)
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)
@@ -323,12 +329,14 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         states_BXH = body.step(embeds_BXH, None, body.rotary(embeds_BXH, positions_BAb.flatten(1)), attend)
         states_BAbH = states_BXH.unflatten(1, (-1, size))
         tokens, unrolled = None if body.vocabulary is None else body.vocabulary.tokens_D, []
+        carried: Tensor | None = None
         for k in range(size - body.first):
             places_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
             if documents_BT is not None:
                 left_BA = documents_BT.gather(1, places_BA.clamp_min(0)) != documents_BT.gather(1, chosen_BA)
                 places_BA = places_BA.masked_fill(left_BA, -1)
             states_BAD = self._with_token(states_BAbH[:, :, k + body.first], ids_BT.gather(1, places_BA.clamp_min(0)))
+            states_BAD, carried = self._with_latent(states_BAD, carried)
             unrolled.append(
                 DraftStates(
                     states_BAD,
@@ -341,10 +349,19 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             )
         return unrolled
 
+    def _with_latent(self, states_nD: Tensor, carried_nr: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return states [n, H + rank] and, where it is not the embedding, the bias's latent, see `latent`."""
+        if self.markov is None or self.markov.kind == "vanilla":
+            return states_nD, None
+        states_nH, embeds_nr = states_nD.split([self.body.config.hidden_size, self.markov.markov_w2.in_features], -1)
+        carried_nr = torch.zeros_like(embeds_nr) if carried_nr is None else carried_nr
+        latent_nr, carried_nr = self.markov.latent(carried_nr, embeds_nr, states_nH)
+        return torch.cat([states_nD, latent_nr], -1), carried_nr
+
     def _confidence_logits(self, states_nD: Tensor) -> Tensor:
-        """Return the logits [n] of the confidence head."""
+        """Return the logits [n] of the confidence head; it reads states and embeddings."""
         assert self.confidence is not None
-        return self.confidence(states_nD)[..., 0]
+        return self.confidence(states_nD[..., : self.confidence.in_features])[..., 0]
 
     def _head_parameters(self) -> tuple[nn.Parameter, ...]:
         parts = [self.confidence, None if self.markov is None else self.markov.markov_w2]

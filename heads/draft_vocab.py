@@ -54,12 +54,14 @@ class DraftVocabulary(nn.Module):
 
     def require_consistent(self, name: object) -> None:
         """Raise ConfigError unless `d2t` and `t2d` describe the same tokens."""
-        tokens_D = self.tokens_D
+        tokens_D, named = self.tokens_D, self.t2d.nonzero()[:, 0]
+        if not torch.equal(named, tokens_D) and torch.equal(named, self.d2t):
+            raise ConfigError(f"drafter={name}: d2t holds the tokens themselves; expected offsets (token - row)")
         if tokens_D.min() < 0 or tokens_D.max() >= self.t2d.shape[0]:
             raise ConfigError(
                 f"drafter={name}: d2t leads outside the vocabulary of {self.t2d.shape[0]}; expected offsets"
             )
-        if not torch.equal(self.t2d.nonzero()[:, 0], tokens_D):
+        if not torch.equal(named, tokens_D):
             raise ConfigError(f"drafter={name}: d2t and t2d name different tokens; expected one draft vocabulary")
 
 

@@ -13,7 +13,7 @@ modeling/dspark and eval/dspark (github.com/deepseek-ai/DeepSpec, afdfa7c).
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -24,6 +24,7 @@ from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
 from draftsmith.heads.formats.speculators import mask_token_of
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
+from draftsmith.heads.markov import Kind
 
 # Shapes: H hidden size, V vocabulary, D draft vocabulary.
 
@@ -73,9 +74,13 @@ def read_zlab(published: Published) -> DFlash:
 
 
 def read_deepspec(published: Published) -> DFlash:
-    """Read DSpark in the layout of DeepSpec, whose DFlash is a DSpark of rank 0."""
-    config, depth = published.config, published.text.num_hidden_layers
+    """Read DSpark in the layout of DeepSpec, whose DFlash is a DSpark of rank 0, or of SpecForge.
+
+    SpecForge's has the same keys in `dflash_config`, and neither embeddings nor an lm_head.
+    """
+    config, depth = {**published.config, **published.part("dflash_config")}, published.text.num_hidden_layers
     published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
+    published.allow("projector_type", config.get("projector_type"), (None, "dspark"))
     layers = published.layers("target_layer_ids", config.get("target_layer_ids"), 1)
     return _read(published, config, _full_attention(published), layers=layers, anchored=True)
 
@@ -104,7 +109,7 @@ def _read(
     tensors, V = published.tensors, body.vocab_size
     D = published.allow("draft_vocab_size", config.get("draft_vocab_size") or V, range(1, V + 1))
     shared = D == V and published.dropped("lm_head.weight", published.target.get_output_embeddings())
-    published.allow("markov_head_type", config.get("markov_head_type", "vanilla"), ("vanilla",))
+    kind = published.allow("markov_head_type", config.get("markov_head_type", "vanilla"), get_args(Kind))
     for name in list(tensors):
         tensors[re.sub(r"^(markov_head|confidence_head)\.", "", name)] = tensors.pop(name)
     rank = tensors["markov_w1.weight"].shape[-1] if "markov_w1.weight" in tensors else 0
@@ -123,6 +128,7 @@ def _read(
         causal_windows=causal_windows,
         draft_vocab_size=None if shared else D,
         markov_rank=rank,
+        markov_type=kind,
         confidence_head=published.allow("enable_confidence_head", confident, BOTH),
     )
     mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
@@ -151,11 +157,15 @@ def _mask_embedding(published: Published, mask_token: int) -> Tensor:
 
 
 def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
-    """Write DFlash in z-lab's layout, which SGLang reads: without embeddings and lm_head, which are the target's."""
+    """Write DFlash in z-lab's layout, which has neither embeddings nor an lm_head, and DSpark in DeepSpec's.
+
+    SGLang uses the target's embeddings and lm_head for both.
+    """
     drafter, otherwise = source.drafter, "format=vllm or transformers"
-    source.require(drafter.markov is None, f"markov_rank={drafter.options()['markov_rank']}", f"0, or {otherwise}")
-    source.require(drafter.confidence is None, "a confidence head", f"none, or {otherwise}")
-    source.require(drafter.body.first == 1, "sample_from_anchor=True", f"false, or {otherwise}")
+    anchored = drafter.body.first == 0
+    if not anchored:
+        source.require(drafter.markov is None, f"markov_rank={drafter.options()['markov_rank']}", f"0, or {otherwise}")
+        source.require(drafter.confidence is None, "a confidence head", f"none, or {otherwise}")
     source.require(drafter.body.lm_head is None, "an lm_head of its own", f"the target's, or {otherwise}")
     window = next((size for size in drafter.body.windows.sizes if size is not None), None)
     source.require(window is None, f"a window of {window} tokens", f"full attention, or {otherwise}")
@@ -163,29 +173,47 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
     source.require(min(layers) >= 1, "the final state among its features", f"layers, or {otherwise}")
     mask_token, embeddings = mask_token_of(source)
     source.require(not embeddings, "a trained mask embedding", f"the embedding of a token, or {otherwise}")
-    body, dtype = drafter.body.config, name_of(source.dtype)
+    body, dtype, ids = drafter.body.config, name_of(source.dtype), [layer - 1 for layer in layers]
+    named: dict[str, Any] = {"target_layer_ids": ids, "mask_token_id": mask_token}
+    own = _dspark_fields(drafter) | named if anchored else {"dflash_config": named}
     config = llama_fields(
         body,
         model_type="qwen3",
-        architectures=["DFlashDraftModel"],
+        architectures=["Qwen3DSparkModel" if anchored else "DFlashDraftModel"],
         layer_types=["full_attention"] * body.num_hidden_layers,
         block_size=drafter.block_size,
         num_target_layers=source.text.num_hidden_layers,
-        dflash_config={"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask_token},
         dtype=dtype,
         torch_dtype=dtype,
+        **own,
     )
-    tensors = source.weights(drafter.body)
+    renamed = {"body.": "", "markov.": "markov_head.", "confidence.": "confidence_head.proj."}
+    tensors = source.weights(drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name))
     del tensors["mask_embedding"]
+    if anchored:  # DeepSpec's own class requires them
+        tensors["embed_tokens.weight"] = source.stored(weight_of(source.target.get_input_embeddings()))
+        tensors["lm_head.weight"] = source.stored(weight_of(source.target.get_output_embeddings()))
     source.write(config, with_output_biases(tensors, body))
+    size = "dspark-block-size" if anchored else "num-draft-tokens"
     usage = (
         f"python -m sglang.launch_server --model-path {shlex.quote(source.target_name)} --dtype {dtype} \\\n"
-        f"  --speculative-algorithm {SGLANG['dflash']} --speculative-draft-model-path {{folder}} \\\n"
-        f"  --speculative-num-draft-tokens {drafter.block_size}"
+        f"  --speculative-algorithm {'DSPARK' if anchored else SGLANG['dflash']} \\\n"
+        f"  --speculative-draft-model-path {{folder}} --speculative-{size} {drafter.block_size}"
     )
     notes = [
-        f"Layer ids count blocks from 0: {[layer - 1 for layer in layers]} here is {layers} in vLLM's layout.",
-        "SGLang counts the last committed token as a draft token: their number is the size of a block.",
+        f"Layer ids count blocks from 0: {ids} here is {layers} in vLLM's layout.",
+        "SGLang counts the last committed token as a draft token of DFlash: their number is the size of a block.",
         "The mask is the target's embedding of the token `mask_token_id`.",
     ]
+    if anchored:
+        notes[1] = "A block of DSpark drafts as many tokens as it is long. SGLang requires a Markov head."
     return Serving("SGLang", usage, notes=notes)
+
+
+def _dspark_fields(drafter: DFlash) -> dict[str, Any]:
+    """Return the keys of DSpark's heads in DeepSpec's layout."""
+    rank, confident = drafter.options()["markov_rank"], drafter.confidence is not None
+    fields = {"markov_rank": rank, "enable_confidence_head": confident}
+    if rank:
+        fields["markov_head_type"] = drafter.options()["markov_type"]
+    return fields | ({"confidence_head_with_markov": bool(rank)} if confident else {})

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.heads.eagle import Eagle
 from draftsmith.heads.eagle3 import OPTIONS, Eagle3
-from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, sglang_usage
+from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, sglang_usage, with_output_biases
 from draftsmith.heads.formats.published import LAYER_IDS, POSITIVE, Published
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
@@ -70,6 +70,36 @@ def read_deepspec_eagle3(published: Published) -> Eagle3:
     drafter = Eagle3(body, layers=published.layers("target_layer_ids", config.get("target_layer_ids"), 1), qk_norm=True)
     published.fill(drafter.body, lambda name: name)
     return drafter
+
+
+def write_deepspec_eagle3(source: Source[Eagle3]) -> Serving:
+    """Write EAGLE-3 in the layout of DeepSpec, with the target's embeddings."""
+    drafter, body, otherwise = source.drafter, source.drafter.body.config, "format=transformers"
+    options, depth = drafter.options(), body.num_hidden_layers
+    source.require(depth == 1, f"{depth} layers", f"one layer, or {otherwise}")
+    source.require(options.get("qk_norm", False), "qk_norm=False", "true, or format=vllm or transformers")
+    for option in OPTIONS:
+        source.require(option == "qk_norm" or not options.get(option), f"{option}=True", f"false, or {otherwise}")
+    source.require(drafter.draft_vocabulary is None, "a draft vocabulary", f"none, or {otherwise}")
+    source.require(windows_of(body) == [None], "a window", f"full attention, or {otherwise}")
+    layers = list(drafter.needs.layers)
+    source.require(min(layers) >= 1, "the final state among its features", f"layers, or {otherwise}")
+    config = llama_fields(
+        body,
+        model_type="qwen3",
+        architectures=["Qwen3Eagle3Model"],
+        layer_types=["full_attention"],
+        target_layer_ids=[layer - 1 for layer in layers],
+        num_target_layers=source.text.num_hidden_layers,
+        draft_num_hidden_layers=1,
+        ttt_length=drafter.train_steps,
+        dtype=name_of(source.dtype),
+    )
+    tensors = source.weights(drafter.body)
+    tensors["embed_tokens.weight"] = source.stored(weight_of(source.target.get_input_embeddings()))
+    source.write(config, with_output_biases(tensors, body))
+    usage = "# In DeepSpec's evaluation: the folder as the draft model.\nls {folder}"
+    return Serving("DeepSpec", usage, notes=[f"Layer ids count blocks from 0: {[layer - 1 for layer in layers]}."])
 
 
 def read_eagle1(published: Published) -> Eagle:

@@ -95,6 +95,8 @@ def write_dflash(source: Source[DFlash]) -> Serving:
     """Write DFlash, or DSpark where it has a Markov head, with embeddings only where the mask's was trained."""
     drafter, body = source.drafter, source.drafter.body
     rank, confident, anchored = drafter.options()["markov_rank"], drafter.confidence is not None, body.first == 0
+    kind = drafter.options()["markov_type"]
+    source.require(kind == "vanilla", f"markov_type={kind}", "vanilla, or format=sglang or transformers")
     source.require(bool(rank) or not anchored, "sample_from_anchor=True without markov_rank", "false, or markov_rank")
     source.require(bool(rank) or not confident, "a confidence head without markov_rank", "markov_rank as well")
     window = next((size for size in body.windows.sizes if size is not None), None)

@@ -30,11 +30,13 @@ SPECULATORS: dict[str, Reader] = {
 """Readers of the layout of vLLM's speculators, by `speculators_model_type`."""
 ARCHITECTURES: dict[str, Reader] = {
     "DFlashDraftModel": read_zlab,
+    "DSparkDraftModel": read_deepspec,
     "Eagle3LlamaForCausalLM": read_eagle3,
     "LlamaForCausalLMEagle3": read_eagle3,
     "MLPSpeculatorPreTrainedModel": read_fms,
     "Qwen3DSparkModel": read_deepspec,
     "Qwen3Eagle3Model": read_deepspec_eagle3,
+    "QwenDFlashDraftModel": read_zlab,
 }
 """Readers of flat layouts, by the class that config.json names."""
 UNREAD = {
@@ -44,6 +46,7 @@ UNREAD = {
     "EagleDeepseekV3ForCausalLM": "its layer has latent attention",
     "Gemma4DSparkModel": "its layers scale embeddings and norm values",
     "Gemma4Eagle3Model": "its layers scale embeddings and norm values",
+    "QwenDFlareDraftModel": "its layers mix the target's layers, with keys and values of their own for them",
 }
 """Classes that no drafter here can represent, and the reason."""
 

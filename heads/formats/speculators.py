@@ -89,6 +89,8 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
     drafter = source.drafter
     rank, confident = drafter.options()["markov_rank"], drafter.confidence is not None
     kind, architecture = ("dspark", "DSparkDraftModel") if rank or confident else ("dflash", "DFlashDraftModel")
+    markov_type = drafter.options()["markov_type"]  # vLLM reads vanilla ones only
+    source.require(markov_type == "vanilla", f"markov_type={markov_type}", "vanilla, or format=sglang or transformers")
     mask_token, embeddings = mask_token_of(source)
     config: dict[str, Any] = {
         "aux_hidden_state_layer_ids": _layer_ids(source),

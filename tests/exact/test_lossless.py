@@ -235,6 +235,8 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "peagle": {"num_tokens": 2},
     "dflash": {"block_size": 3},
     "dflash with Markov bias and confidence": {"block_size": 3, "markov_rank": 2, "confidence_head": True},
+    "dflash with a gated Markov bias": {"block_size": 3, "markov_rank": 2, "markov_type": "gated"},
+    "dflash with a recurrent Markov bias": {"block_size": 3, "markov_rank": 2, "markov_type": "rnn"},
 }
 
 

@@ -143,3 +143,34 @@ def test_an_lm_head_that_is_not_the_targets_is_kept(tmp_path: Path, target: Llam
     assert torch.equal(drafter.body.lm_head.weight, own["lm_head.weight"])
     assert drafter.draft_vocabulary is None
     assert decoded_logits(drafter, target, PROMPT, DRAFTED).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+@pytest.mark.parametrize("first", [0, 1], ids=["from the anchor", "from the mask"])
+def test_gated_and_recurrent_markov_heads(first: int, kind: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """The bias of DeepSpec's source on the base logits and the states of the block, in float64."""
+    config = speculators("dspark", block_size=4, mask_token_id=17, sample_from_anchor=first == 0)
+    config |= {"aux_hidden_state_layer_ids": [2, 4], "enable_confidence_head": False}
+    w, rank, after, wide = dflash_tensors(), 5, [*DRAFTED, 9], six_layers().double()
+    shapes = {f"markov_head.markov_w{i}.weight": (VOCAB, rank) for i in (1, 2)}
+    name, rows, columns = ("gate_proj", 5, HIDDEN + 5) if kind == "gated" else ("joint_proj", 15, HIDDEN + 10)
+    shapes |= {f"markov_head.{name}.weight": (rows, columns), f"markov_head.{name}.bias": (rows,)}
+    head = random_tensors(shapes, 3)
+    drafters = []
+    for part, changes in (({}, {"markov_rank": 0}), (head, {"markov_rank": rank, "markov_head_type": kind})):
+        drafter = load_drafter(written(tmp_path / str(len(part)), config | changes, w | part), target).double()
+        drafter.attach(wide)
+        drafters.append((drafter, decoded_logits(drafter, wide, PROMPT, after[: 5 - first])))
+    (plain, base), (_, biased) = drafters
+    head = {key.removeprefix("markov_head."): value.double() for key, value in head.items()}
+    carried, expected = torch.zeros(rank).double(), []
+    for k, h in enumerate(plain._states_BKH[0]):
+        e = head["markov_w1.weight"][after[k]]
+        if kind == "gated":
+            latent = (head["gate_proj.weight"] @ torch.cat([h, e]) + head["gate_proj.bias"]).sigmoid() * e
+        else:
+            joint = head["joint_proj.weight"] @ torch.cat([carried, e, h]) + head["joint_proj.bias"]
+            kept, new, latent = joint[:5].sigmoid(), joint[5:10].tanh(), joint[10:].tanh()
+            carried = kept * carried + (1 - kept) * new
+        expected.append(base[k] + head["markov_w2.weight"] @ latent)
+    assert (biased - torch.stack(expected)).abs().max() < 1e-12

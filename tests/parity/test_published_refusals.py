@@ -78,6 +78,7 @@ EAGLE3_MISFITS: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], str
     ),
     "maps": (lambda _, w: w.update(t2d=w["t2d"].roll(1)), "d2t and t2d name different tokens"),
     "offsets": (lambda _, w: w["d2t"].add_(30), "d2t leads outside the vocabulary of 64"),
+    "indices": (lambda _, w: w.update(d2t=torch.tensor(KEPT)), "d2t holds the tokens themselves; expected offsets"),
     "a token twice": (lambda _, w: w.update(d2t=torch.zeros(8).long()), "d2t and t2d name different tokens"),
     "no mask": (lambda _, w: w.pop("t2d"), r"no tensor t2d; expected bool \[64\]"),
     "an index as mask": (lambda _, w: w.update(t2d=w["t2d"].long()), r"t2d is int \[64\]; expected bool \[64\]"),
@@ -194,7 +195,11 @@ EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.we
             "block_size=1 in config.json; expected an integer",
         ),
         (speculators("dflash", **DRAFT_BLOCK) | {"mask_token_id": None}, {}, "mask_token_id=None in config.json"),
-        (speculators("dflash", **DRAFT_BLOCK, markov_head_type="rnn"), {}, "markov_head_type='rnn' in config.json"),
+        (
+            speculators("dflash", **DRAFT_BLOCK, markov_head_type="x"),
+            {},
+            "markov_head_type='x' in config.json; expected",
+        ),
         (
             speculators("dflash", **DRAFT_BLOCK) | {"aux_hidden_state_layer_ids": None},
             {},
@@ -245,9 +250,19 @@ EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.we
             {},
             "a Eagle3DeepseekV2ForCausalLM .its layer has latent attention",
         ),
-        (DEEPSPEC | {"markov_head_type": "rnn"}, {}, "markov_head_type='rnn' in config.json; expected vanilla"),
+        (
+            DEEPSPEC | {"markov_head_type": "lstm"},
+            {},
+            "markov_head_type='lstm' in config.json; expected one of vanilla",
+        ),
+        (DEEPSPEC | {"dflash_config": {"projector_type": "domino"}}, {}, "projector_type='domino' in config.json; exp"),
+        (ZLAB | {"architectures": ["QwenDFlareDraftModel"]}, {}, "a QwenDFlareDraftModel .its layers mix the target's"),
         (DEEPSPEC | {"target_layer_ids": [-1]}, {}, r"target_layer_ids=\[-1\]; expected a list of the target's layers"),
-        (DEEPSPEC | {"markov_head_type": "gated"}, {}, "markov_head_type='gated' in config.json; expected vanilla"),
+        (
+            DEEPSPEC | {"target_layer_ids": [1, 3], "markov_head_type": "gated"},
+            dflash_tensors() | {"markov_head.markov_w1.weight": torch.ones(VOCAB, 5)},
+            r"no tensor markov_w2.weight; expected float \[64, 5\]",
+        ),
         (DEEPSPEC | {"architectures": ["Gemma4DSparkModel"]}, {}, "a Gemma4DSparkModel .its layers scale embeddings"),
         (DEEPSPEC | {"architectures": ["Gemma4Eagle3Model"]}, {}, "a Gemma4Eagle3Model .its layers scale embeddings"),
         (

@@ -111,6 +111,56 @@ def zlab_dflash(target: LlamaForCausalLM) -> Folder:
     return config, dflash_tensors()
 
 
+def angelslim_dflash(target: LlamaForCausalLM) -> Folder:
+    config, tensors = zlab_dflash(target)
+    return config | {"architectures": ["QwenDFlashDraftModel"]}, tensors
+
+
+def deepspec_dflash(target: LlamaForCausalLM) -> Folder:
+    """A DSpark of rank 0, with the target's embeddings and lm_head."""
+    config = llama_config(model_type="qwen3", architectures=["Qwen3DSparkModel"], num_target_layers=6, block_size=4)
+    config |= {"target_layer_ids": [1, 3], "mask_token_id": 17, "layer_types": ["full_attention"], "markov_rank": 0}
+    stored = {"embed_tokens.weight": target.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
+    return config | {"enable_confidence_head": False}, dflash_tensors() | stored
+
+
+def deepspec_dspark(target: LlamaForCausalLM, kind: str = "vanilla") -> Folder:
+    config, tensors = deepspec_dflash(target)
+    config |= {"markov_rank": 5, "markov_head_type": kind, "enable_confidence_head": True}
+    shapes = {f"markov_head.markov_w{i}.weight": (VOCAB, 5) for i in (1, 2)}
+    extra = {"gated": ("gate_proj", 5, HIDDEN + 5), "rnn": ("joint_proj", 15, HIDDEN + 10)}.get(kind)
+    if extra is not None:
+        name, rows, columns = extra
+        shapes |= {f"markov_head.{name}.weight": (rows, columns), f"markov_head.{name}.bias": (rows,)}
+    shapes |= {"confidence_head.proj.weight": (1, HIDDEN + 5), "confidence_head.proj.bias": (1,)}
+    return config | {"confidence_head_with_markov": True}, tensors | random_tensors(shapes, 3)
+
+
+def deepspec_gated_dspark(target: LlamaForCausalLM) -> Folder:
+    return deepspec_dspark(target, "gated")
+
+
+def deepspec_recurrent_dspark(target: LlamaForCausalLM) -> Folder:
+    return deepspec_dspark(target, "rnn")
+
+
+def specforge_dspark(target: LlamaForCausalLM) -> Folder:
+    """DeepSpec's keys in `dflash_config`, without embeddings and lm_head."""
+    config, tensors = deepspec_dspark(target)
+    inner = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    nested = {key: config.pop(key) for key in (*inner, "target_layer_ids", "mask_token_id")}
+    config |= {"architectures": ["DSparkDraftModel"], "dflash_config": nested | {"projector_type": "dspark"}}
+    return config, {name: value for name, value in tensors.items() if name.split(".")[0] not in SHARED}
+
+
+def deepspec_eagle3(target: LlamaForCausalLM) -> Folder:
+    norms = {f"{LAYER}self_attn.{part}_norm.weight": (HEAD,) for part in "qk"}
+    config = llama_config(model_type="qwen3", architectures=["Qwen3Eagle3Model"], target_layer_ids=[0, 1, 2, 3, 4])
+    config |= {"num_target_layers": 6, "layer_types": ["full_attention"], "draft_num_hidden_layers": 1}
+    stored = {"embed_tokens.weight": target.get_input_embeddings().weight}
+    return config, eagle3_tensors(features=5) | random_tensors(norms, 7) | stored
+
+
 def eagle1(target: LlamaForCausalLM) -> Folder:
     shapes = {name: shape for name, shape in layer_shapes().items() if "input_layernorm" not in name}
     shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "fc.bias": (HIDDEN,)}
@@ -153,14 +203,21 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (sglang_eagle3, "sglang"),
     (angelslim_eagle3, "sglang"),
     (zlab_dflash, "sglang"),
+    (angelslim_dflash, "sglang"),
+    (deepspec_dflash, "sglang"),
+    (deepspec_dspark, "sglang"),
+    (deepspec_gated_dspark, "sglang"),
+    (deepspec_recurrent_dspark, "sglang"),
+    (deepspec_eagle3, "deepspec"),
     (eagle1, "eagle"),
     (medusa_of_vllm, "vllm"),
     (medusa_of_the_original, "medusa"),
     (plain_llama, "transformers"),
     (plain_llama, "vllm"),
 ]
-RENAMED = {"architectures": ["LlamaForCausalLMEagle3"]}
-"""The class that SGLang has, for AngelSlim's name of it."""
+SHARED = ("embed_tokens", "lm_head")
+RENAMED = {angelslim_eagle3: "LlamaForCausalLMEagle3", angelslim_dflash: "DFlashDraftModel"}
+"""The classes that SGLang has, for AngelSlim's names of them."""
 
 
 def ours(folder: Folder, target: LlamaForCausalLM, tmp_path: Path) -> TrainableDrafter:
@@ -188,7 +245,7 @@ def test_files_come_back(
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], value) for name, value in tensors.items())
     stored = json.loads((out / "config.json").read_text())
-    kept = config | (RENAMED if layout is angelslim_eagle3 else {})
+    kept = config | ({"architectures": [RENAMED[layout]]} if layout in RENAMED else {})
     bookkeeping = {"speculators_version", "speculators_config", "rope_theta"}
     changed = {key for key in kept.keys() - bookkeeping if not _within(kept[key], stored.get(key))}
     assert not changed
@@ -207,6 +264,10 @@ CONVERSIONS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (speculators_eagle3, "sglang"),
     (speculators_eagle3, "transformers"),
     (speculators_dspark, "transformers"),
+    (specforge_dspark, "vllm"),
+    (specforge_dspark, "sglang"),
+    (deepspec_recurrent_dspark, "transformers"),
+    (deepspec_eagle3, "transformers"),
     (eagle1, "sglang"),  # without embeddings
     (medusa_of_the_original, "vllm"),
 ]
@@ -256,7 +317,10 @@ def test_deepspecs_dspark_in_speculators_layout(tmp_path: Path, target: LlamaFor
 
 UNSUITED: dict[str, tuple[dict[str, Any], str]] = {
     "a trained mask": ({}, "a trained mask embedding; expected the embedding of a token, or format=vllm"),
-    "the anchor": ({"sample_from_anchor": True}, "sample_from_anchor=True; expected false, or format=vllm"),
+    "a trained mask of DSpark": (
+        {"sample_from_anchor": True},
+        "a trained mask embedding; expected the embedding of a token, or format=vllm",
+    ),
     "Markov": ({"markov_rank": 3}, "markov_rank=3; expected 0, or format=vllm"),
     "confidence": ({"confidence_head": True}, "a confidence head; expected none, or format=vllm"),
     "own lm_head": ({"draft_vocabulary": KEPT}, "an lm_head of its own; expected the target's, or format=vllm"),
@@ -276,3 +340,10 @@ def test_sglangs_command_counts_the_anchor(tmp_path: Path, target: LlamaForCausa
     result = export_drafter(drafter, target, "sglang", tmp_path / "out", target_name="org/target")
     assert "--speculative-algorithm DFLASH" in result.usage
     assert "--speculative-num-draft-tokens 4" in result.usage
+
+
+def test_sglangs_command_for_dspark_names_the_size_of_a_block(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    drafter = ours(deepspec_dspark(target), target, tmp_path)
+    result = export_drafter(drafter, target, "sglang", tmp_path / "out", target_name="org/target")
+    assert "--speculative-algorithm DSPARK" in result.usage
+    assert "--speculative-dspark-block-size 4" in result.usage

@@ -55,6 +55,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash in windows": ("dflash", {"block_size": 4, "blocks": Windows((3, None))}),
     "dflash in a window, not causal": ("dflash", {"block_size": 4, "blocks": Windows((3, 2), causal=False)}),
     "dspark": ("dflash", {"block_size": 4, "markov_rank": 3, "confidence_head": True}),
+    "dspark, gated": ("dflash", {"block_size": 4, "markov_rank": 3, "markov_type": "gated", "confidence_head": True}),
+    "dspark, recurrent": ("dflash", {"block_size": 4, "markov_rank": 3, "markov_type": "rnn", "confidence_head": True}),
     "dspark from the anchor, 32 tokens": (
         "dflash",
         {
