@@ -19,6 +19,7 @@ from draftsmith.eval.teacher_forced import Rows, agreement, sample_texts
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.eagle3 import Eagle3
+from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.model_config import context_limit, text_config
 
 PROMPTS = (
@@ -105,6 +106,11 @@ def _neighbours(target: PreTrainedModel, drafter: TrainableDrafter) -> Iterator[
         layer = drafter.body.layers[0]
         value = not layer.norm_before_residual
         yield f"norm_before_residual={value}", layer, "norm_before_residual", value
+    vocabulary = drafter.draft_vocabulary
+    if isinstance(drafter, Medusa) and vocabulary is not None:  # others have `t2d` as well, which must agree
+        offsets_D = vocabulary.tokens_D
+        if int(offsets_D[-1]) + len(offsets_D) <= len(vocabulary.t2d):
+            yield "token_map as offsets", vocabulary, "d2t", offsets_D
 
 
 def _within(layers: Sequence[int], depth: int) -> bool:

@@ -1,15 +1,19 @@
 """The self-test of imported drafters: a drafter that is read by the wrong convention is told from one that is not."""
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_llama
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith import load_drafter
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
@@ -17,8 +21,11 @@ from draftsmith.eval.conventions import PROMPTS, readings_of
 from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
+from draftsmith.hub.export import export_drafter
 from draftsmith.train.batch import collate
 from draftsmith.train.step import AgreementStep, Last
+
+Tensors = dict[str, Tensor]
 
 
 def fitted(
@@ -41,33 +48,50 @@ def fitted(
     return drafter.eval()
 
 
-def other_first(drafter: Any) -> None:
-    drafter.body.first = 0
-
-
-def other_layer(drafter: Any) -> None:
-    drafter.needs = replace(drafter.needs, layers=(2,))
-
-
-def other_residual(drafter: Any) -> None:
-    drafter.body.layers[0].norm_before_residual = True
-
-
-CASES: dict[str, tuple[str, dict[str, Any], Callable[[Any], None], str]] = {
-    "first position": ("dflash", {"block_size": 4}, other_first, "sample_from_anchor=False"),
-    "layers": ("eagle3", {"layers": [1], "train_steps": 2}, other_layer, "layer ids one lower"),
-    "residual": ("eagle3", {"layers": [1], "train_steps": 2}, other_residual, "norm_before_residual=False"),
+MEDUSA = {"num_heads": 1, "draft_vocabulary": list(range(0, 64, 2))}
+CASES: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any], Tensors], Any], str]] = {
+    "first position": (
+        "dflash",
+        {"block_size": 4},
+        lambda config, _: config.update(sample_from_anchor=True),
+        "sample_from_anchor=False",
+    ),
+    "layers": (
+        "eagle3",
+        {"layers": [1], "train_steps": 2},
+        lambda config, _: config.update(eagle_aux_hidden_state_layer_ids=[2]),
+        "layer ids one lower",
+    ),
+    "residual": (
+        "eagle3",
+        {"layers": [1], "train_steps": 2},
+        lambda config, _: config.update(norm_before_residual=True),
+        "norm_before_residual=False",
+    ),
+    "token map": (
+        "medusa",
+        MEDUSA,
+        lambda _, tensors: tensors["token_map"].sub_(torch.arange(len(tensors["token_map"]))),
+        "token_map as offsets",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_right_convention_is_found(name: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    kind, options, misread, convention = CASES[name]
+def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Of a drafter in vLLM's layout, read as it was written and after a change that no reader can see."""
+    kind, options, change, convention = CASES[name]
     target = make_llama(num_hidden_layers=3).requires_grad_(False)
-    drafter = fitted(kind, options, target, tiny_tokenizer)
+    fit = fitted(kind, options, target, tiny_tokenizer)
+    folder = export_drafter(fit, target, "vllm", tmp_path / "theirs", target_name="tiny").folder
+    drafter = load_drafter(folder, target)
     right, *others = readings_of(target, drafter, tiny_tokenizer)
     assert not any(reading.better for reading in others)
-    misread(drafter)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    drafter = load_drafter(folder, target)
     wrong, *others = readings_of(target, drafter, tiny_tokenizer)
     found = {reading.convention: reading for reading in others}
     assert [reading.convention for reading in others if reading.better] == [convention], found
