@@ -11,7 +11,7 @@ on its own states with weights that decrease with the step: FastMTP (Cai et al. 
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter
 from draftsmith.heads.base import FINAL
@@ -57,3 +57,10 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), **self._options}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        body = config["body"]
+        if body.get("model_type", "llama") == "llama":
+            return super().from_config(config)
+        return cls(**{**config, "body": AutoConfig.for_model(**body), "layers": tuple(config["layers"])})

@@ -17,7 +17,13 @@ def export(
     drafter: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.")],
     target: TargetOption,
     out: OutOption,
-    format: Annotated[str, typer.Option("--format", help="vllm, sglang, gguf, eagle, medusa, native or transformers.")],
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="vllm, sglang, gguf, transformers, native; a repository's own: eagle, deepspec, medusa, hydra, fms.",
+        ),
+    ],
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default the stored one.")
     ] = None,

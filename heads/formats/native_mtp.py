@@ -6,12 +6,15 @@
     Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, norm    [embedding; state]
 
 The state is the output of the target's last norm; embeddings and lm_head are the target's. Qwen3-Next's and Qwen3.5's
-attention is gated, the gains of their norms are 1 + weight, and they rotate a part of each head, as GLM-4.5 does.
+attention is gated, the gains of their norms are 1 + weight, and they rotate a part of each head, as GLM-4.5 does. A
+layer with experts or latent attention (DeepSeek-V3, full-size GLM-4.5, Qwen3-Next) is one of the target's own class.
 Sources: MtpModel in transformers 5.23 (modeling_layers.py, conversion_mapping.py) and vLLM's mimo_mtp.py,
 deepseek_mtp.py, qwen3_next_mtp.py.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.formats.common import Serving, Source, vllm_command
@@ -75,15 +78,13 @@ LAYOUTS = (
 )
 SHARED = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
 """Tensors of a module that must be the target's own."""
-UNREAD = {
-    "mlp.experts.": "a mixture of experts",
-    "mlp.gate.": "a mixture of experts",
-    "self_attn.kv_a_proj_with_mqa.": "latent attention",
-    "layers.1.": "two layers after one projection",
-}
+UNREAD = {"layers.1.": "two layers after one projection"}
 """Beginnings of names in the module that no drafter here has, and what they show."""
+EXPERTS, LATENT = ("mlp.experts.", "mlp.gate."), ("self_attn.kv_a_proj_with_mqa.",)
+"""Beginnings of names in layers that are built from the target's own class."""
+EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 TARGETS = ("llama", "mimo", "mistral", "qwen2", "qwen3", "qwen3_next", "qwen3_5", "qwen3_5_text", "glm4_moe")
-TARGETS += ("deepseek_v3",)
+TARGETS += ("deepseek_v3", "qwen3_5_moe", "qwen3_5_moe_text")
 """Model types whose modules have the conventions above, and rotate the halves of a head."""
 UNCLEAR = {kind: "engines disagree on the norm after its block" for kind in ("ernie4_5", "ernie4_5_moe")}
 """Model types whose modules are not read, and the reason."""
@@ -108,7 +109,9 @@ def _represented(
         if tensor is not None and not any(torch.equal(tensor.to(d), own.to(d)) for d in (own.dtype, tensor.dtype)):
             raise _refusal(f"{name} is not the target's", "a module that shares embeddings and lm_head")
     body, options = _shape(target, layout, tensors)
-    shapes = {name: list(value.shape) for name, value in MtpNetwork(body, **options).state_dict().items()}
+    tensors = _stacked(tensors)
+    with torch.device("meta"):
+        shapes = {name: list(value.shape) for name, value in MtpNetwork(body, **options).state_dict().items()}
     weights = {name: tensors.pop(layout.theirs(name), None) for name in shapes}
     for name in sorted(tensors):
         raise _refusal(f"unexpected tensor {name}", "none of that name")
@@ -166,12 +169,18 @@ def _files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _shape(target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]) -> tuple[LlamaConfig, dict[str, bool]]:
-    """Return the config and the options of the module's layer; ConfigError for a layer that is not Llama-like."""
+    """Return config and options of the module's layer: Llama's or, with experts or latent attention, the target's."""
     for name in sorted(tensors):
         for start, problem in UNREAD.items():
             if name.startswith((start, layout.layer + start)):
-                raise _refusal(f"its layer has {problem} ({name})", "attention and an MLP")
+                raise _refusal(f"its layer has {problem} ({name})", "one layer")
     text = text_config(target)
+    sparse, latent = (
+        any(name.startswith(tuple(layout.layer + start for start in starts)) for name in tensors)
+        for starts in (EXPERTS, LATENT)
+    )
+    if sparse or latent:
+        return _own_layer(text, sparse), {"centred": True} if _centred(target) else {}
     if text.hidden_act != "silu":
         raise _refusal(f"hidden_act={text.hidden_act!r}", "silu")
 
@@ -190,6 +199,55 @@ def _shape(target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]) 
     gated = rows("self_attn.q_proj") == 2 * body.num_attention_heads * body.head_dim
     values = rows("self_attn.q_norm") > 0, gated, _centred(target)
     return body, {name: True for name, value in zip(OPTIONS, values, strict=True) if value}
+
+
+def _own_layer(text: PreTrainedConfig, sparse: bool) -> Any:
+    """Return the target's config for one layer with full attention, and with experts if `sparse`."""
+    config = deepcopy(text)
+    changes = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse" if sparse else "dense"],
+        "first_k_dense_replace": 0 if sparse else 1,
+        "mlp_only_layers": [] if sparse else [0],
+        "decoder_sparse_step": 1,
+    }
+    for key, value in changes.items():
+        if getattr(config, key, None) is not None:
+            setattr(config, key, value)
+    return config
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with the matrices of all experts in one tensor, as transformers' layers have them."""
+    own = {name: match for name in tensors if (match := EXPERT.fullmatch(name))}
+    if not own:
+        return tensors
+    base = next(iter(own.values()))[1]
+    rows: dict[str, list[Tensor]] = {}
+    for part in ("gate", "up", "down"):
+        names = [f"{base}.{expert}.{part}_proj.weight" for expert in range(len(own) // 3)]
+        rows[part] = [tensors[name] for name in names if name in tensors]
+        if len(rows[part]) * 3 != len(own) or len({value.shape for value in rows[part]}) > 1:
+            raise _refusal(f"{len(own)} matrices of experts", "gate, up and down of each, all experts of one size")
+    stacked = {name: value for name, value in tensors.items() if name not in own}
+    gate_up = [torch.cat(both) for both in zip(rows["gate"], rows["up"], strict=True)]
+    return stacked | {f"{base}.gate_up_proj": torch.stack(gate_up), f"{base}.down_proj": torch.stack(rows["down"])}
+
+
+def _apart(tensors: dict[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
+    """Undo `_stacked` for tensors whose names are not in `stored`."""
+    apart: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        base, _, part = name.rpartition(".")
+        if name in stored or not base.endswith("mlp.experts"):
+            apart[name] = value
+            continue
+        for expert, matrix in enumerate(value):
+            parts = matrix.chunk(2) if part == "gate_up_proj" else (matrix,)
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            apart |= {f"{base}.{expert}.{own}.weight": half for own, half in zip(names, parts, strict=True)}
+    return apart
 
 
 @torch.no_grad()
@@ -214,20 +272,23 @@ def _swapped(layout: Layout, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def write_native(source: Source[Any]) -> Serving:
     """Write the files of the target that contain its module, with the drafter's weights in place of the module's."""
     layout, prefix, tensors = _find(source.target)
+    stored = frozenset(tensors)
     body, options, weights = _represented(source.target, layout, tensors)
     own = {name: value.detach().cpu() for name, value in source.drafter.body.state_dict().items()}
     same = {name: value.shape for name, value in own.items()} == {name: value.shape for name, value in weights.items()}
     mine = {name: True for name in OPTIONS if source.drafter.options().get(name)}
-    rope = source.drafter.body.config.rope_parameters == body.rope_parameters
+    theirs = source.drafter.body.config
+    rope = (theirs.rope_parameters, theirs.model_type) == (body.rope_parameters, body.model_type)
     source.require(same and mine == options and rope, "another shape than the target's module", "drafter.init=native")
-    written = {prefix + layout.theirs(name): value for name, value in _swapped(layout, own).items()}
-    for file, stored in _files(_folder(source.target)):
-        names = list(stored.keys())
+    changed = _apart({layout.theirs(name): value for name, value in _swapped(layout, own).items()}, stored)
+    written = {prefix + name: value for name, value in changed.items()}
+    for file, held in _files(_folder(source.target)):
+        names = list(held.keys())
         if written.keys().isdisjoint(names):
             continue
-        whole = {name: stored.get_tensor(name) for name in names}
+        whole = {name: held.get_tensor(name) for name in names}
         whole |= {name: written[name].to(whole[name].dtype).contiguous() for name in names if name in written}
-        save_file(whole, source.folder / file.name, metadata=stored.metadata())
+        save_file(whole, source.folder / file.name, metadata=held.metadata())
     usage = "cp {folder}/*.safetensors TARGET_FOLDER/\n" + vllm_command(
         "TARGET_FOLDER", {"method": "mtp"}, "{folder}", source.draft_length
     ).replace('"model": "{folder}", ', "")

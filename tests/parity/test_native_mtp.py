@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from draftsmith import ConfigError, load_drafter
+from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.layers import rotary
 from draftsmith.hub.export import ImportRequest, export_drafter, import_from
@@ -239,11 +240,172 @@ def test_import_saves_the_targets_own_module(tmp_path: Path, tiny_tokenizer: Any
     load_drafter("native-mtp", target)
 
 
+# Modules whose layer is one of the target's own class: experts, latent attention.
+
+MIXED = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "norm_topk_prob": True}
+DEEP = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+NEXT = {"num_experts": 4, "shared_expert_intermediate_size": 16, "rope_parameters": HALF, **LINEAR}
+OWN_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GLM-4.5": ("glm4_moe", {"rope_parameters": HALF, "use_qk_norm": True, "attention_bias": True, **MIXED, **DEEP}),
+    "DeepSeek-V3": ("deepseek_v3", {**MIXED, **DEEP, **LATENT, "num_key_value_heads": HEADS, "head_dim": 8}),
+    "Qwen3-Next": ("qwen3_next", {**MIXED, **NEXT, "layer_types": ["linear_attention", "full_attention"] * 2}),
+}
+
+
+def make_mixed(name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A tiny target with a module like its last layer, and the module's tensors by their names in the files.
+
+    Matrices of experts are stored one by one.
+    """
+    kind, changes = OWN_LAYERS[name]
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes))
+    for part, value in model.named_parameters():
+        value.data += 0.1 * torch.randn_like(value) if value.ndim == 1 else 0.2 * torch.randn_like(value)
+        assert part
+    model.save_pretrained(folder)
+    stored, last = load_file(folder / "model.safetensors"), f"model.layers.{DEPTH - 1}."
+    layer = {part.removeprefix(last): value for part, value in stored.items() if part.startswith(last)}
+    assert any("experts.3.up_proj" in part for part in layer)
+    prefix, inner = ("mtp.", "layers.0.") if name == "Qwen3-Next" else (f"model.layers.{DEPTH}.", "")
+    shapes: dict[str, tuple[int, ...]] = {prefix + inner + part: tuple(value.shape) for part, value in layer.items()}
+    names = THEIRS["Qwen3.5"] if name == "Qwen3-Next" else ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+    shapes |= {f"{prefix}{root}.weight": (HIDDEN,) for root in names if root not in ("fc", "eh_proj")}
+    shapes |= {f"{prefix}{names[-1]}.weight": (HIDDEN, 2 * HIDDEN)}
+    module = random_tensors(shapes, 3)
+    write(folder, dict(module))
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")  # others take no float64
+    return model.eval().requires_grad_(False), module
+
+
+def own_layer(target: PreTrainedModel, module: dict[str, Tensor], name: str) -> Any:
+    """Return a function from x [T, H] to the output of the target's last layer with the module's weights.
+
+    The layer is transformers' own, with its eager attention and a causal mask.
+    """
+    layer, config = target.model.layers[-1], target.config
+    config._attn_implementation = "eager"
+    inner = "mtp.layers.0." if name == "Qwen3-Next" else f"model.layers.{DEPTH}."
+    weights = {part.removeprefix(inner): value for part, value in module.items() if part.startswith(inner)}
+    state = {}
+    for part, value in layer.state_dict().items():
+        if part.endswith("experts.down_proj"):
+            rows = [weights[f"mlp.experts.{e}.down_proj.weight"] for e in range(4)]
+        elif part.endswith("experts.gate_up_proj"):
+            rows = [torch.cat([weights[f"mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up")]) for e in range(4)]
+        else:
+            rows = [weights[part]]
+        state[part] = (torch.stack(rows) if len(rows) > 1 else rows[0]).to(value.dtype)
+    layer.load_state_dict(state)
+
+    def run(x: Tensor) -> Tensor:
+        T = x.shape[0]
+        rope = target.model.rotary_emb(x[None], torch.arange(T)[None])
+        hidden = torch.full((T, T), -torch.inf, dtype=x.dtype).triu(1)[None, None]
+        return layer(x[None], attention_mask=hidden, position_embeddings=rope)[0]
+
+    return run
+
+
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_layers_of_the_targets_own_class(name: str, tmp_path: Path) -> None:
+    """Decoded in float64, several steps deep, beside transformers' own layer with its eager attention."""
+    target, module = make_mixed(name, tmp_path / "t")
+    drafter = load_drafter("native-mtp", target).double()
+    target = target.double()
+    states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1][0]
+    ours = decoded_logits(drafter, target, PROMPT, DRAFTED)
+    run = own_layer(target, {part: value.double() for part, value in module.items()}, name)
+    prefix = "mtp." if name == "Qwen3-Next" else f"model.layers.{DEPTH}."
+    roots = THEIRS["Qwen3.5"] if name == "Qwen3-Next" else ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+    embedding, hidden, last, projection = (module[f"{prefix}{root}.weight"].double() for root in roots)
+
+    def rms(x: Tensor, gain: Tensor) -> Tensor:
+        gain = 1 + gain if name == "Qwen3-Next" else gain
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + target.config.rms_norm_eps) * gain
+
+    tokens, logits = [*PROMPT[1:], DRAFTED[0]], []
+    for token in DRAFTED[1:]:
+        embeds = target.get_input_embeddings().weight[torch.tensor(tokens)]
+        out = rms(run(torch.cat([rms(embeds, embedding), rms(states, hidden)], -1) @ projection.T), last)
+        logits.append(target.lm_head(out[-1]))
+        tokens, states = [*tokens, token], torch.cat([states, out[-1:]])
+    # Norms and routers of these classes compute in float32.
+    assert (ours - torch.stack(logits)).abs().max() < 1e-5 * ours.abs().max()
+
+
+@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers has another MtpModel")
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_transformers_loads_the_same_module(name: str, tmp_path: Path) -> None:
+    """One step of the MtpModel that transformers itself reads from the target's files."""
+    target, _ = make_mixed(name, tmp_path / "t")
+    drafter = load_drafter("native-mtp", target)
+    target.config.num_mtp_layers, target.config.mtp_layer_types = 1, ["full_attention"]
+    if name != "Qwen3-Next":  # the patterns there have the number of layers of the published targets
+        target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH}\..*"]
+    model = MtpModel.from_pretrained(target).eval()
+    states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1]
+    ids, places = torch.tensor([[*PROMPT[1:], DRAFTED[0]]]), torch.arange(len(PROMPT))[None]
+    with torch.no_grad():
+        theirs_TV = target.lm_head(model.forward_layer(0, states, places, None, input_ids=ids))[0]
+    ours = decoded_logits(drafter, target, PROMPT, DRAFTED)[0]
+    assert (ours - theirs_TV[-1]).abs().max() < 1e-5 * ours.abs().max()
+
+
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_files_with_experts_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Read, saved as ours, loaded, written; then with other weights, which are the copy's next module."""
+    target, module = make_mixed(name, tmp_path / "t")
+    drafter = load_drafter("native-mtp", target)
+    save_drafter(drafter, tmp_path / "ours", target=describe_target(target, None, "tiny"), recipe=None, draft_length=3)
+    again = load_drafter(tmp_path / "ours", target)
+    before = load_file(tmp_path / "t" / "model.safetensors")
+    out = export_drafter(again, target, "native", tmp_path / "out", target_name="org/target").folder
+    after = load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[part], value) for part, value in before.items())
+    for parameter in again.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape)
+    out = export_drafter(again, target, "native", tmp_path / "tuned", target_name="org/target").folder
+    tuned = load_file(out / "model.safetensors")
+    kept = {part for part in module if part.endswith("e_score_correction_bias")}  # a buffer, which is not trained
+    assert {part for part, value in before.items() if not torch.equal(value, tuned[part])} == module.keys() - kept
+
+
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_layers_of_the_targets_own_class_train_as_they_decode(name: str, tmp_path: Path) -> None:
+    """The training-time test gives the logits of decoding, and gradients reach every parameter."""
+    target, _ = make_mixed(name, tmp_path / "t")
+    drafter = load_drafter("native-mtp", target).double()
+    target = target.double()
+    tokens = [*PROMPT, *DRAFTED]
+    ids = torch.tensor([tokens])
+    hidden = target(ids, output_hidden_states=True).hidden_states[-1]
+    mask = torch.ones_like(ids)
+    for parameter in drafter.parameters():
+        parameter.requires_grad_(True)
+    unrolled = drafter.unroll(TeacherSignals(ids, mask, hidden, mask.bool(), features_BTF=hidden))
+    logits = torch.stack([entry.head(entry.hidden_BTD[0, len(PROMPT) - 1]) for entry in unrolled])
+    with torch.no_grad():
+        decoded = decoded_logits(drafter, target, PROMPT, DRAFTED)
+    assert (logits - decoded[: len(unrolled)]).abs().max() < 1e-5 * decoded.abs().max()
+    sum(entry.head(entry.hidden_BTD).square().sum() for entry in unrolled).backward()
+    assert all(parameter.grad is not None for parameter in drafter.parameters())
+
+
 PLACE = f"model.layers.{DEPTH}."
 REFUSED: dict[str, tuple[dict[str, Tensor | None], str]] = {
-    "experts": ({f"{PLACE}mlp.experts.0.up_proj.weight": torch.zeros(1)}, "its layer has a mixture of experts"),
-    "router": ({f"{PLACE}mlp.gate.weight": torch.zeros(1)}, "its layer has a mixture of experts"),
-    "latent attention": ({f"{PLACE}self_attn.kv_a_proj_with_mqa.weight": torch.zeros(1)}, "has latent attention"),
+    "experts": (
+        {f"{PLACE}mlp.experts.0.up_proj.weight": torch.zeros(1)},
+        "1 matrices of experts; expected gate, up",
+    ),
+    "router": ({f"{PLACE}mlp.gate.weight": torch.zeros(1)}, "unexpected tensor mlp.gate.weight; expected none"),
+    "latent attention": (
+        {f"{PLACE}self_attn.kv_a_proj_with_mqa.weight": torch.zeros(1)},
+        "unexpected tensor self_attn.kv_a_proj_with_mqa.weight; expected none",
+    ),
     "another tensor": ({f"{PLACE}extra.weight": torch.zeros(1)}, "unexpected tensor extra.weight; expected none"),
     "a missing norm": ({f"{PLACE}hnorm.weight": None}, r"tensor hnorm.weight is missing; expected \[32\]"),
     "a missing projection": ({f"{PLACE}eh_proj.weight": None}, "holds none of model.mtp_layers.0.input_proj"),
