@@ -75,9 +75,15 @@ class SignalCache:
         return wanted, problems
 
     def build(
-        self, shards: Iterable[int], teacher: OnlineTeacher, done: Callable[[], None], *, batch: int = TOGETHER
+        self,
+        shards: Iterable[int],
+        teacher: OnlineTeacher,
+        done: Callable[[], None],
+        *,
+        batch: int = TOGETHER,
+        writes: bool = True,
     ) -> None:
-        """Run the target over the rows of these shards and write each; `done` is called after each."""
+        """Run the target over the rows of these shards; write each, unless another process does, and call `done`."""
         for shard in shards:
             parts: list[Tensor] = []
             rows = list(self._shard(shard))
@@ -85,7 +91,8 @@ class SignalCache:
                 chosen = [self._rows[row] for row in rows[start : start + batch]]
                 documents = [row["documents"] for row in chosen] if self._packed else None
                 parts += _states(teacher, [row["input_ids"] for row in chosen], documents)
-            self._write(shard, torch.cat(parts))
+            if writes:
+                self._write(shard, torch.cat(parts))
             done()
 
     def bytes_a_token(self) -> float:

@@ -119,6 +119,7 @@ def load_target(
     device: torch.device | str | None = None,
     progress: bool = True,
     images: bool = False,
+    tensor_parallel: int = 1,
 ) -> LoadedTarget:
     """Load and freeze a target.
 
@@ -129,6 +130,8 @@ def load_target(
         trust_remote_code: run code from the repository.
         device: by default the accelerator, if there is one.
         images: load the class that reads images, where transformers has another one for text alone.
+        tensor_parallel: processes that hold the target together, see distill/tensor_parallel.py; all call this at once,
+            and transformers chooses the device.
 
     Raises:
         ConfigError: if the target is not found or cannot be read.
@@ -140,6 +143,8 @@ def load_target(
     check_target_name(name)
     folder = Path(name).expanduser()
     if is_adapter(folder):
+        if tensor_parallel > 1:
+            raise ConfigError(f"target.tensor_parallel={tensor_parallel} with target={name}, an adapter; expected 1")
         base = load_target(
             adapter_base(folder),
             revision=revision,
@@ -158,27 +163,38 @@ def load_target(
     try:
         _require_regular(folder)
         require_whole_model("target", source, revision)
-        model, tokenizer = _read(source, dtype, attn_implementation, images, options)
+        model, tokenizer = _read(source, dtype, attn_implementation, images, tensor_parallel, options)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers, configs and weights raise errors without a common base
         raise _unreadable(name, attn_implementation, error) from error
-    if device is None:
+    if tensor_parallel > 1:
+        device = model.device
+    elif device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _freeze(model, device)
     return LoadedTarget(model, tokenizer, name, revision)
 
 
 def _read(
-    source: str, dtype: str, attn_implementation: str | None, images: bool, options: dict[str, Any]
+    source: str,
+    dtype: str,
+    attn_implementation: str | None,
+    images: bool,
+    tensor_parallel: int,
+    options: dict[str, Any],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model and the tokenizer of `source`."""
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     config = AutoConfig.from_pretrained(source, **options)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder_class(config, images)
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    model = auto.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, **attention, **options)
-    return model, tokenizer
+    options = {**options, **attention, "dtype": DTYPES[dtype], "use_safetensors": True}
+    if tensor_parallel == 1:
+        return auto.from_pretrained(source, **options), tokenizer
+    from draftsmith.distill.tensor_parallel import load_in_parts
+
+    return load_in_parts(auto, source, config, tensor_parallel, options), tokenizer
 
 
 def decoder_class(config: PreTrainedConfig, images: bool) -> Any:

@@ -58,11 +58,19 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class Share:
-    """This process's index among `count` processes, and a barrier."""
+    """The index of this process among `count` that divide the work, and a barrier.
+
+    Several processes may have one index; they do the same work, and one of them writes.
+    """
 
     index: int = 0
     count: int = 1
     wait: Callable[[], None] = lambda: None
+    writes: bool = True
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0 and self.writes
 
 
 @dataclass
@@ -184,7 +192,7 @@ def target_samples(
         folder = cache_dir() / "samples" / samples_key(sampler, questions)
     folders = response_folders(folder, settings.responses)
     here = all(place.is_dir() for place in folders)
-    with hold_cache(folder) if share.index == 0 and not here else nullcontext():
+    with hold_cache(folder) if share.first and not here else nullcontext():
         share.wait()  # until the first process holds the lock: after that all processes see the same files
         parts = {
             place: _parts(questions, settings.batch_size, place, response)
@@ -195,7 +203,7 @@ def target_samples(
             every = [part for of_response in parts.values() for part in of_response]
             _sample_parts(sampler, questions, every, share, progress)
             share.wait()
-            if share.index == 0:
+            if share.first:
                 for place, of_response in parts.items():
                     _assemble([part.file for part in of_response], place)
             share.wait()
@@ -272,7 +280,8 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
             rows = sampler.answer([questions[index] for index in part.indices], part.indices, part.response)
             seconds = (time.perf_counter() - started) / share.count
             counts = {"tokens": sampler.tokens - tokens, "rounds": sampler.rounds - rounds, "seconds": seconds}
-            _write_part(part.file, rows, counts)
+            if share.writes:
+                _write_part(part.file, rows, counts)
             bar.advance(task, len(part.indices))
 
 

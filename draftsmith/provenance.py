@@ -56,6 +56,8 @@ def weights_fingerprint(tensors: dict[str, Any], *, float16: bool = False) -> st
 
     digest = hashlib.sha256()
     for name, parameter in sorted(tensors.items()):
+        if hasattr(parameter, "full_tensor"):  # sharded: gathered by all processes together
+            parameter = parameter.full_tensor()
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, flat.numel() // 1024)]
         rounded = (sample.half() if float16 else sample).to(torch.bfloat16)

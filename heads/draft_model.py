@@ -33,7 +33,7 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals, TrainableDrafter
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, text_weights
 from draftsmith.heads.lm_head import logits_head
-from draftsmith.heads.lora import add_lora, check_lora
+from draftsmith.heads.lora import add_lora, check_lora, whole
 from draftsmith.heads.model_config import context_limit, text_config
 from draftsmith.heads.validation import load_all_weights, require_countable, require_whole_model, without_warnings
 
@@ -335,7 +335,7 @@ def copy_layers(target: PreTrainedModel, model: PreTrainedModel, layers: list[in
         index, rest = name.removeprefix(prefix).split(".", 1)
         for new, old in enumerate(layers):
             if int(index) == old:
-                weights[f"{prefix}{new}.{rest}"] = value
+                weights[f"{prefix}{new}.{rest}"] = whole(value)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:  # T5 keeps the position bias of all layers in its first one

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from draftsmith.distill.cotraining import Adapters
-from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target
+from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target, load_tokenizer
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher, require_packable
 from draftsmith.errors import ConfigError
@@ -43,12 +43,14 @@ OUTSIDE_LAYERS = ("lm_head", "embed", "wte", "wpe", "markov", "confidence")
 def load_frozen_target(context: RunContext) -> LoadedTarget:
     """Load the recipe's target to the device from which `Placement.place` distributes it."""
     settings, accelerator = context.recipe.target, context.accelerator
-    context.console.say(f"  target: loading {settings.model}")
-    images = context.recipe.data.images is not None
+    images, together = context.recipe.data.images is not None, settings.tensor_parallel
+    divided = f", divided among {together} processes" if together > 1 else ""
+    context.console.say(f"  target: loading {settings.model}{divided}")
     with accelerator.main_process_first():  # the embedded target is built once, and a download happens once
         options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
         processor = load_processor(settings.model, **options) if images else None
-        target = load_target(
+        load = partial(
+            load_target,
             settings.model,
             dtype=settings.dtype,
             attn_implementation=settings.attn_implementation,
@@ -57,7 +59,10 @@ def load_frozen_target(context: RunContext) -> LoadedTarget:
             progress=accelerator.is_main_process,
             images=images,
         )
-    return replace(target, processor=processor)
+        if together == 1:
+            return replace(load(), processor=processor)
+        load_tokenizer(settings.model, **options)
+    return load(tensor_parallel=together)  # all processes at once: each reads its part
 
 
 class DataAndDrafter(NamedTuple):
@@ -172,7 +177,7 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         return LogprobTeacher(target, rows)
     online, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
     if settings.kind == "online":
-        return online
+        return context.placement.teacher(online)
     from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 
     cache = SignalCache(target, rows, drafter.needs.layers, settings.dtype, shard_rows=settings.shard_rows)
@@ -184,10 +189,11 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         for problem in problems:
             console.say(problem)
         missing: list[int] = broadcast_object_list([missing])[0]
-        share = missing[accelerator.process_index :: accelerator.num_processes]
+        share = context.placement.share
+        mine = missing[share.index :: share.count]
         if missing:
-            with console.bar("teacher cache", len(share), 0) as advance, autocast(recipe, accelerator.device):
-                cache.build(share, online, lambda: advance(None))
+            with console.bar("teacher cache", len(mine), 0) as advance, autocast(recipe, accelerator.device):
+                cache.build(mine, online, lambda: advance(None), writes=share.writes)
         context.placement.meet()
     console.say(
         f"teacher cache: {sum(cache.lengths)} tokens at {cache.bytes_a_token():.0f} bytes each in {cache.folder}; "

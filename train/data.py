@@ -28,7 +28,7 @@ from draftsmith.train.recipe import Recipe
 from draftsmith.train.recipe_sections import DataSection
 
 if TYPE_CHECKING:  # sampling imports the whole decoder, which only some recipes need
-    from draftsmith.distill.regeneration import SampleSettings, Share
+    from draftsmith.distill.regeneration import SampleSettings
 
 # Shapes: B sequences, T positions, S positions of the source, V vocabulary.
 
@@ -105,11 +105,12 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Dra
     if recipe.data.server is None:
         writer = drafter if recipe.data.drafter_share else None
         sampler = Sampler(target, chat, settings, writer, speculate=False)
-        return target_samples(sampler, examples, share=_share(context), progress=console.visible)
+        return target_samples(sampler, examples, share=context.placement.share, progress=console.visible)
     from draftsmith.distill.server.probe import check_servers
     from draftsmith.distill.server.sampling import ServerSampler, server_samples
 
-    model = None if recipe.target.sharded else target.model
+    divided = recipe.target.sharded or recipe.target.tensor_parallel > 1
+    model = None if divided else target.model
     check = partial(check_servers, target=target.name, model=model)
     asker = ServerSampler(recipe.data.server, chat, settings, context_limit(target.model.config))
     with context.accelerator.main_process_first():  # the others read what it has stored
@@ -207,7 +208,7 @@ def resample(
     sampler = Sampler(target, chat, settings, drafter, speculate=recipe.data.speculate, draft_length=length)
     folder = Path(recipe.output) / "samples" / f"round-{number:03d}"
     rows = target_samples(
-        sampler, data.questions, folder=folder, share=_share(context), progress=context.console.visible
+        sampler, data.questions, folder=folder, share=context.placement.share, progress=context.console.visible
     )
     drafter.train(was_training)
     counts = sampling_counts(folder, settings.responses)
@@ -228,14 +229,6 @@ def _sample_settings(recipe: Recipe, seed: int) -> "SampleSettings":
         drafter_share=data.drafter_share,
         responses=data.responses,
     )
-
-
-def _share(context: RunContext) -> "Share":
-    """Return this process's share of the sampling."""
-    from draftsmith.distill.regeneration import Share
-
-    accelerator = context.accelerator
-    return Share(accelerator.process_index, accelerator.num_processes, context.placement.meet)
 
 
 def _packed(rows: Dataset, data: DataSection, console: Console) -> Dataset:

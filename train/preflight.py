@@ -34,12 +34,17 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
 
 
 def require_divisible(recipe: Recipe, processes: int) -> None:
-    """Raise ConfigError for a global batch that processes and accumulation steps cannot divide evenly."""
+    """Raise ConfigError for a batch or processes that the recipe cannot divide evenly."""
     parts = processes * recipe.train.gradient_accumulation
     if recipe.train.batch_size % parts:
         raise ConfigError(
             f"train.batch_size={recipe.train.batch_size}; expected a multiple of {parts} = {processes} processes x "
             f"gradient_accumulation={recipe.train.gradient_accumulation}"
+        )
+    if processes % recipe.target.tensor_parallel:
+        raise ConfigError(
+            f"target.tensor_parallel={recipe.target.tensor_parallel} with processes={processes}; expected a divisor of "
+            "the number of processes"
         )
 
 

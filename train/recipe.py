@@ -156,6 +156,16 @@ class Recipe(Section):
         if self.target.offload and (sharded or cotrained):
             other = "target.sharded=True" if sharded else "cotrain"
             raise ConfigError(f"target.offload=True with {other}; expected one of the two")
+        others = {
+            "target.sharded=True": sharded,
+            "target.offload=True": self.target.offload,
+            "cotrain": cotrained,
+            "data.images": self.data.images is not None,
+        }
+        other = next((name for name, holds in others.items() if holds), None)
+        if self.target.tensor_parallel > 1 and other is not None:
+            key = f"target.tensor_parallel={self.target.tensor_parallel}"
+            raise ConfigError(f"{key} with {other}; expected one of the two")
 
     def _check_schedule(self) -> None:
         train = self.train

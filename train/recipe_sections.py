@@ -36,6 +36,8 @@ class TargetSection(Section):
     """Keep the layers in host memory, and copy each to the accelerator while it computes."""
     sharded: bool = False
     """Shard the layers over all processes; by default every process holds the whole target."""
+    tensor_parallel: Count = 1
+    """Processes that hold the target together and compute each layer in parts, which divide the number of processes."""
 
 
 class DataSection(Section):

@@ -1,12 +1,19 @@
 """Where the frozen target is stored: whole on every process; its layers in host memory, each copied to the device
-while it computes (`target.offload`); or its layers sharded over all processes (`target.sharded`).
+while it computes (`target.offload`); sharded over all processes (`target.sharded`); or divided among the processes of a
+group, which compute together (`target.tensor_parallel`).
 
 A sharded layer is gathered while it computes, which is a collective operation. In training steps all processes run the
 target together. In sampling, caching and evaluation each process runs it for its own share. So every forward pass
 begins with a count of the processes that compute, and processes that wait in `meet` take part until there are none.
+
+A group of tensor parallelism samples, caches and evaluates as one: all its processes do the same, and its first one
+writes.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, cpu_offload
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,9 +21,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.tensor_parallel import GroupTeacher, group_of, require_same_input
 from draftsmith.errors import ConfigError
 from draftsmith.provenance import model_fingerprints
 from draftsmith.train.recipe import Recipe
+
+if TYPE_CHECKING:  # sampling imports the whole decoder, which only some recipes need
+    from draftsmith.distill.regeneration import Share
 
 
 class Placement:
@@ -26,11 +38,33 @@ class Placement:
         self._accelerator, self._offload = accelerator, recipe.target.offload
         self._sharded = recipe.target.sharded and accelerator.num_processes > 1
         self._layers: list[FSDPModule] = []
+        self._together = recipe.target.tensor_parallel
+        self._group: dist.ProcessGroup | None = None
 
     @property
     def load_to(self) -> torch.device:
         """Device to load the target to; `place` distributes it from there."""
         return torch.device("cpu") if self._sharded or self._offload else self._accelerator.device
+
+    @property
+    def share(self) -> "Share":
+        """This process's share of work for which processes run the target by themselves, or with their group."""
+        from draftsmith.distill.regeneration import Share
+
+        group, place = divmod(self._accelerator.process_index, self._together)
+        return Share(group, self._accelerator.num_processes // self._together, self.meet, writes=place == 0)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is true for a process of this one's group; all of them must call it."""
+        if self._group is None:
+            return flag
+        count = torch.tensor(float(flag), device=self._accelerator.device)
+        dist.all_reduce(count, group=self._group)
+        return bool(count)
+
+    def teacher(self, online: OnlineTeacher) -> OnlineTeacher | GroupTeacher:
+        """Return the teacher of training steps, in which each process has its own rows."""
+        return online if self._group is None else GroupTeacher(online, self._group)
 
     def place(self, target: LoadedTarget) -> None:
         """Distribute the layers; embeddings, norms and lm_head, which drafters read, stay whole on the device.
@@ -40,9 +74,13 @@ class Placement:
         Raises:
             ConfigError: for a target without a list of layers, or quantised weights.
         """
+        model = target.model
+        if self._together > 1:  # it was loaded in parts
+            self._group = group_of(model)
+            vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)
+            model.base_model.register_forward_pre_hook(self._require_same_input, with_kwargs=True)
         if not self._sharded and not self._offload:
             return
-        model = target.model
         layers = getattr(model.base_model, "layers", getattr(model.base_model, "h", None))
         plain = all(weight.is_floating_point() for weight in model.parameters())
         if model.config.is_encoder_decoder or not isinstance(layers, nn.ModuleList) or not plain:
@@ -86,10 +124,15 @@ class Placement:
     def _announce(self, *_: object) -> None:
         self._count(here=True)
 
+    def _require_same_input(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        assert self._group is not None, "the hook is added with the group"
+        read = arguments[0] if arguments else options.get("input_ids")
+        require_same_input(options["inputs_embeds"] if read is None else read, self._group)
+
     def _count(self, here: bool) -> Tensor:
         """Return the number of processes about to run the target; `here`: this one is."""
         count = torch.tensor(float(here), device=self._accelerator.device)
-        torch.distributed.all_reduce(count)
+        dist.all_reduce(count)
         return count
 
     def _gather_all(self) -> None:

@@ -295,23 +295,24 @@ class Run:
         return totals
 
     def _evaluate(self, step: int) -> None:
-        """Decode held-out prompts on the main process, and keep the drafter when its tau is the best so far.
+        """Decode held-out prompts on the main process or its group, and keep the drafter if its tau is the best so far.
 
         A signal interrupts the evaluation; the resumed run then begins with it.
         """
         self.console.doing("evaluating")
+        placement = self.context.placement
         with self.engine.gathered():
-            if self.accelerator.is_main_process:
+            if placement.share.index == 0:
                 evaluation = evaluate_drafter(
                     self.target.model,
                     self.drafter,
                     self.data.heldout,
                     self.recipe.evaluation,
                     self.draft_length,
-                    stop=lambda: self.stopping.received is not None,
+                    stop=lambda: placement.any(self.stopping.received is not None),
                     read_images=self.read_images,
                 )
-                if evaluation is not None:
+                if evaluation is not None and self.accelerator.is_main_process:
                     result = evaluation.metrics
                     if self.adapters is not None:
                         result["target_quality"] = measure_quality(
@@ -322,7 +323,7 @@ class Run:
                     self.console.evaluation(step, result)
                     self.record.offer(step, result)
                     self.evaluated = True
-            self.context.placement.meet()
+            placement.meet()
         self.console.doing("")
         self.record.meet()
 

@@ -166,6 +166,29 @@ def test_a_sharded_target_answers_and_fills_caches(runs: Runs) -> None:
     runs.require_same("sharded-target", "whole-target")
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_a_tensor_parallel_target_gives_the_same_numbers(engine: str, runs: Runs) -> None:
+    runs.run(f"{engine}-parallel", engine, "target.tensor_parallel=2")
+    assert "divided among 2 processes" in runs.said(f"{engine}-parallel")
+    runs.require_same(f"{engine}-parallel", "one")
+
+
+def test_a_tensor_parallel_target_samples_caches_and_evaluates_as_a_group(runs: Runs) -> None:
+    """One of the two processes writes; packed rows, and a drafter of the target's own layers."""
+    data = ("data.count=21", "data.batch_size=5", "train.seed=4", "data.pack=true")
+    cached = (*data, "teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=3")
+    runs.run("whole-group", "one", *cached)
+    shutil.rmtree(runs.place / "cache")
+    runs.run("parallel-group", "ddp", *cached, "target.tensor_parallel=2")
+    runs.require_same("parallel-group", "whole-group")
+    configs = [
+        (runs.place / name / "drafter" / "config.json").read_text() for name in ("whole-group", "parallel-group")
+    ]
+    fingerprints = [[line for line in config.splitlines() if "fingerprint" in line] for config in configs]
+    assert len(fingerprints[0]) == 3
+    assert fingerprints[0] == fingerprints[1]
+
+
 @pytest.mark.parametrize("engine", SEVERAL)
 def test_a_process_may_have_a_row_that_is_shorter_than_the_draft(engine: str, runs: Runs) -> None:
     """Rows of two tokens, each of them alone in its part of a batch where there are two processes."""

@@ -146,7 +146,8 @@ def estimate_memory(
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
         if data.response == "target" and recipe.teacher.kind != "logprobs":
-            cache, reading = cache_bytes(recipe, config), _reading_bytes(recipe, target, live)
+            cache = cache_bytes(recipe, config) // recipe.target.tensor_parallel  # of each process's heads
+            reading = _reading_bytes(recipe, target, live)
             if isinstance(step.drafter, DraftModel) and (data.refresh_every or data.drafter_share):
                 cache += cache_bytes(recipe, step.drafter.model.config)  # the drafter decodes with its own cache
             if data.refresh_every:
@@ -175,7 +176,11 @@ def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
 
 def _elsewhere(recipe: Recipe, target: PreTrainedModel, accelerated: bool, processes: int) -> int:
     """Return the target's bytes in host memory or other processes, see train/target_placement.py."""
-    offload = recipe.target.offload and accelerated
+    offload, together = recipe.target.offload and accelerated, recipe.target.tensor_parallel
+    if together > 1:  # the plans divide the matrices of the layers; norms and routers are small
+        lists = [target.get_submodule(name) for name in layer_lists(target)]
+        matrices = sum(_bytes(layers, 2) for layers in lists)
+        return matrices - matrices // together
     if not offload and not (recipe.target.sharded and processes > 1):
         return 0
     layers = [_bytes(layer) for name in layer_lists(target) for layer in target.get_submodule(name).children()]
@@ -183,8 +188,8 @@ def _elsewhere(recipe: Recipe, target: PreTrainedModel, accelerated: bool, proce
     return sum(layers) - kept - max(layers)  # a layer that computes is whole
 
 
-def _bytes(module: nn.Module) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in module.parameters())
+def _bytes(module: nn.Module, least_dims: int = 0) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.ndim >= least_dims)
 
 
 def announce_memory(context: RunContext) -> MemoryEstimate | None:
@@ -202,7 +207,7 @@ def announce_memory(context: RunContext) -> MemoryEstimate | None:
         estimate = estimate_memory(
             recipe,
             config,
-            device=str(accelerator.device),
+            device="cpu" if accelerator.device.type == "cpu" else str(accelerator.device),  # fake tensors know no cpu:0
             processes=accelerator.num_processes,
             sharded=accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
             bf16=precision(recipe) == "bf16",

@@ -106,6 +106,11 @@ def test_a_deepspeed_config_gets_the_recipes_values(
         ),
         ([], DEEPSPEED, "without ranks"),
         ([], {"ACCELERATE_USE_MEGATRON_LM": "true"}, "expected DDP, FSDP2 or DeepSpeed"),
+        (
+            ["target.tensor_parallel=2"],
+            {},
+            "target.tensor_parallel=2 with processes=1; expected a divisor of the number",
+        ),
         ([], {**DEEPSPEED, "WORLD_SIZE": "3"}, "train.batch_size=8; expected a multiple of 3 = 3 processes"),
     ],
 )
@@ -119,7 +124,8 @@ def test_where_the_target_lies_makes_no_other_run(recipe_file: Path) -> None:
     """A run may be resumed with more or fewer processes, and then with the target in shards or not."""
     plain, sharded = (load_recipe(str(recipe_file), [f"target.sharded={value}"]) for value in ("false", "true"))
     assert sharded.target.sharded
-    assert comparable(plain) == comparable(sharded)
+    divided = load_recipe(str(recipe_file), ["target.tensor_parallel=2"])
+    assert comparable(plain) == comparable(sharded) == comparable(divided)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

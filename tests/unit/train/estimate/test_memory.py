@@ -141,6 +141,17 @@ def test_an_offloaded_target_leaves_the_accelerator_one_layer() -> None:
     assert whole - put_off == 3 * layer
 
 
+def test_a_tensor_parallel_target_leaves_a_process_its_part() -> None:
+    config = make_llama(**WIDE).config
+    one, two = (
+        memory.estimate_memory(recipe_of({"type": "medusa"}, target={"tensor_parallel": n}), config, processes=2)
+        for n in (1, 2)
+    )
+    layers = make_llama(**WIDE).model.layers.parameters()
+    assert one.target - two.target == sum(p.numel() * 4 // 2 for p in layers if p.ndim == 2)
+    assert two.cache == one.cache // 2
+
+
 def test_packed_rows_are_as_full_of_answers_as_the_samples_in_them() -> None:
     packed = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 4 * (PROMPT + RESPONSE)})
     narrow = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 8})
