@@ -56,8 +56,10 @@ def whole_without_weights(
 ) -> PreTrainedModel:
     """Return the whole target on the meta device; ConfigError if it cannot be divided among `size` processes."""
     refusal, kind = f"{KEY}={size} with a target of model_type={config.model_type!r}", config.model_type
-    if config.is_encoder_decoder or getattr(config, "quantization_config", None) is not None or kind in UNREADABLE:
+    if config.is_encoder_decoder or getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{refusal}; expected a decoder-only model with floating-point weights")
+    if kind in UNREADABLE:
+        raise ConfigError(f"{refusal}: transformers divides its fused matrices wrongly; expected target.sharded")
     with torch.device("meta"):
         empty = auto.from_config(config, trust_remote_code=trust_remote_code)
     if not empty.tp_plan.keys() - _ends(empty).keys():

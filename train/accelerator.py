@@ -23,6 +23,7 @@ from draftsmith.train.recipe import Recipe
 from draftsmith.train.recipe_sections import DEEPSPEED
 
 FSDP, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"
+PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 TRACKER_FOLDER = "tracker"
 """Folder of the tracker's files in the run's folder."""
@@ -40,6 +41,11 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     options: dict[str, Any] = {"cpu": _on_cpu()}
     if _enabled(MEGATRON):
         raise ConfigError(f"{MEGATRON}=true; expected DDP, FSDP2 or DeepSpeed")
+    if _enabled(PARALLELISM):  # its methods replace the attention of transformers' models, which drafters do not use
+        raise ConfigError(
+            f"{PARALLELISM}=true (accelerate's parallelism_config); expected it unset: a large target is divided by "
+            "target.tensor_parallel, and one text is not divided among processes"
+        )
     if _enabled(DEEPSPEED):
         options = _deepspeed(recipe)
     elif int(os.environ.get(ACCUMULATION, "1")) != 1:

@@ -248,3 +248,30 @@ def test_shipped_launch_configs_start_a_run(config: str, runs: Runs) -> None:
     result = subprocess.run([*launch, f"output={runs.place / name}"], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     runs.require_same(name, "one")
+
+
+@pytest.mark.slow
+def test_a_slurm_job_on_two_machines_trains_the_same_drafter(runs: Runs) -> None:
+    """Two launchers on this machine meet at a rendezvous; stand-ins for SLURM's commands start one for each node."""
+    tools = runs.place / "slurm"
+    tools.mkdir()
+    commands = {
+        "scontrol": "echo 127.0.0.1",
+        "srun": 'SLURM_NODEID=0 "$@" & first=$!\nSLURM_NODEID=1 "$@" & wait $! && wait $first',
+        "accelerate": f'exec {sys.executable} -m accelerate.commands.accelerate_cli "$@"',
+    }
+    for name, body in commands.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "PROCESSES": "1", "PORT": port}
+    environment = {**os.environ, **job, "OMP_NUM_THREADS": "1", "DRAFTSMITH_CACHE": str(runs.place / "cache")}
+    environment["PATH"] = f"{tools}:{environment['PATH']}"
+    command = ["bash", "recipes/accelerate/slurm.sh", "cpu_2", str(runs.place / "recipe.yaml")]
+    command += [f"output={runs.place / 'slurm-run'}", "target.tensor_parallel=2"]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    runs.require_same("slurm-run", "one")

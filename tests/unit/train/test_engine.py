@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -29,7 +30,9 @@ from draftsmith.train.trainer import train
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 WRAPPED = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
-CONFIGS = sorted(file.name for file in (files("draftsmith.recipes") / "accelerate").iterdir())
+CONFIGS = sorted(
+    file.name for file in (files("draftsmith.recipes") / "accelerate").iterdir() if file.name.endswith(".yaml")
+)
 
 
 def _refused(recipe: Path, overrides: list[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -111,6 +114,7 @@ def test_a_deepspeed_config_gets_the_recipes_values(
             {},
             "target.tensor_parallel=2 with processes=1; expected a divisor of the number",
         ),
+        ([], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "one text is not divided among processes"),
         ([], {**DEEPSPEED, "WORLD_SIZE": "3"}, "train.batch_size=8; expected a multiple of 3 = 3 processes"),
     ],
 )
@@ -139,6 +143,14 @@ def test_launch_configs_are_accelerates_own(name: str) -> None:
     assert config.num_processes == {"2": 2, "8": 8}.get("".join(c for c in name.split("_")[-1] if c.isdigit()), 1)
     engine = {"zero": "DEEPSPEED", "fsdp": "FSDP"}.get(name[:4], "MULTI_GPU" if config.num_processes > 1 else "NO")
     assert config.distributed_type == engine
+
+
+@pytest.mark.parametrize("name", ["several_machines.sh", "slurm.sh"])
+def test_launch_scripts_are_valid_and_name_their_commands(name: str) -> None:
+    file = files("draftsmith.recipes") / "accelerate" / name
+    text = file.read_text(encoding="utf-8")
+    assert f"recipes/accelerate/{name} ddp_8gpu RECIPE [key=value ...]" in text.splitlines()[1]
+    assert subprocess.run(["bash", "-n", str(file)], capture_output=True).returncode == 0
 
 
 def test_ddp_keeps_one_copy_of_the_gradients(recipe_file: Path, tmp_path: Path) -> None:
