@@ -80,7 +80,7 @@ class Comparison:
         return f"tau {taus}, a real difference" if self.tau.real else f"tau does not differ measurably ({taus})"
 
 
-def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None) -> list[Comparison]:
+def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None = None) -> list[Comparison]:
     """Compare the contents of two `eval.json`, or, without `b`, the variants in one of them.
 
     Variants are compared at equal temperature and batch size. Between two files, variants with equal policies are

@@ -3,6 +3,7 @@
 The formats are in `heads/formats/`.
 """
 
+import shlex
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
@@ -335,5 +336,6 @@ def show_import(request: ImportRequest, imported: Imported) -> None:
         elif reading.better:
             said = f"alpha would be {reading.alpha:.3f} with {reading.convention}"
             console.print(f"warning: {said}: config.json may mean another convention than the one it was read by")
-    console.print(f"\ndraftsmith eval --target {request.target} --drafter {request.out}")
-    console.print(f"draftsmith check --target {request.target} --drafter {request.out}")
+    for command in ("eval", "check"):
+        words = ("draftsmith", command, "--target", request.target, "--drafter", str(request.out))
+        console.print(f"next: {shlex.join(words)}")

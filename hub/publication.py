@@ -63,11 +63,15 @@ class Publication:
     """Rows of the training run's `metrics.jsonl`."""
 
     @property
+    def target(self) -> str | None:
+        """Hub id of the target; None for a local one."""
+        return self.base_model or hub_target(checkpoint_section(self.folder))
+
+    @property
     def title(self) -> str:
         """Title in the commit message."""
-        section = checkpoint_section(self.folder)
-        name = DRAFTERS[section["type"]].card_name
-        return f"{name[0].upper()}{name[1:]} for {self.base_model or hub_target(section) or 'its target'}"
+        name = DRAFTERS[checkpoint_section(self.folder)["type"]].card_name
+        return f"{name[0].upper()}{name[1:]} for {self.target or 'its target'}"
 
 
 def check_publication(publication: Publication) -> list[str]:

@@ -42,7 +42,6 @@ from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
 
 READ, TRAINED = "dim", "bold green"
-TRAINS = "data.prompts={out} data.response=text trains on them"
 BRACKETS = ("⟦", "⟧")
 """Marks around trained text where there are no colours."""
 
@@ -169,7 +168,7 @@ def _regenerate(request: DataRequest, settings: SampleSettings, out: Path, draft
         shutil.rmtree(place)
     if sampled:
         console.say(f"{sampled['tokens']:,} tokens with tau {sampled['tau']:.2f}")
-    console.say(f"{out}: {len(rows):,} samples; {TRAINS.format(out=out)}")
+    console.say(f"{out}: {len(rows):,} samples")
 
 
 def _chat(request: DataRequest, tokenizer: PreTrainedTokenizerBase) -> Chat:
@@ -203,7 +202,7 @@ def _regenerate_from(server: ServerSection, request: DataRequest, settings: Samp
     )
     del rows  # its file is open until then
     shutil.rmtree(folder)
-    console.say(f"{out}: {count:,} samples from {server.model}; {TRAINS.format(out=out)}")
+    console.say(f"{out}: {count:,} samples from {server.model}")
 
 
 def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:

@@ -245,10 +245,11 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Recipe to print.")]
     if name is None:
         for recipe, text in shipped.items():
             typer.echo(f"{recipe:32s} {text.splitlines()[0].lstrip('# ')}")
-        return
+        return suggest("draftsmith", "recipes", "draft_model/any_prompts", to_stderr=True)
     if name not in shipped:
         raise ConfigError(f"recipe={name}; expected one of {', '.join(shipped)}")
     typer.echo(shipped[name], nl=False)
+    suggest("draftsmith", "memory", name, to_stderr=True)
 
 
 def main(arguments: list[str] | None = None) -> Any:

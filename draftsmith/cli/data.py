@@ -14,6 +14,7 @@ from draftsmith.cli.options import (
     TemplateOptionsOption,
     TopPOption,
     TrustOption,
+    suggest,
     template_options,
 )
 from draftsmith.errors import ConfigError
@@ -86,6 +87,8 @@ def data_preview(
         trust_remote_code=trust_remote_code,
     )
     preview(request, answered=response == "text", show=show)
+    given = {"subset": subset, "split": split if split != "train" else None, "chat_template": chat_template}
+    _suggest_recipe(target, source, response, {key: value for key, value in given.items() if value is not None})
 
 
 @data_app.command(name="regenerate")
@@ -144,6 +147,15 @@ def data_regenerate(
     )
     settings = SampleSettings(response_tokens, temperature, batch_size, seed, responses=responses)
     regenerate(request, settings, out, drafter=drafter, dtype=dtype, server=asked)
+    _suggest_recipe(target, out, "text", {} if chat_template is None else {"chat_template": chat_template})
+
+
+def _suggest_recipe(target: str, prompts: str | Path, response: str, data: dict[str, str]) -> None:
+    """Print the command that says what training a draft model on the prompts needs."""
+    keys = {"target.model": target, "data.prompts": prompts, "data.response": response}
+    keys |= {f"data.{key}": value for key, value in data.items()}
+    words = [f"{key}={value}" for key, value in keys.items()]
+    suggest("draftsmith", "memory", "draft_model/any_prompts", *words, to_stderr=True)
 
 
 def _server(addresses: list[str] | None, drafter: str | None, options: dict[str, Any]) -> "ServerSection | None":
@@ -183,3 +195,4 @@ def data_prepare(
     from draftsmith.train.prepare import prepare
 
     prepare(checked)
+    suggest("accelerate", "launch", "-m", "draftsmith.train", recipe, *overrides or (), to_stderr=True)

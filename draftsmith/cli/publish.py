@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli.options import TargetOption, TrustOption
+from draftsmith.cli.options import TargetOption, TrustOption, suggest
 from draftsmith.errors import DraftsmithError
 from draftsmith.safe_text import printable
 
@@ -101,7 +101,10 @@ def push(
         typer.echo(f"nothing was uploaded; {out} holds what would be:")
         for file in files:
             typer.echo(f"  {file}  {(out / file).stat().st_size:,} bytes")
-        return
+        given = {"eval": evaluation, "as": measured_as, "licence": licence, "base-model": base_model}
+        given |= {"revision": revision, "message": message}
+        words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
+        return suggest("draftsmith", "push", drafter, repo, *words, *["--private"] * private)
     destination = Destination(repo, revision, private)
     prepare(destination)
     with TemporaryDirectory(prefix="draftsmith-push-") as temporary:
@@ -114,3 +117,5 @@ def push(
             ) from error
         commit = upload(folder, destination, message or f"{publication.title}, by draftsmith", stale=STALE)
     typer.echo(f"{destination.page} at {commit[:12]}")
+    if target := publication.target:
+        suggest("draftsmith", "demo", "--target", target, "--drafter", f"{repo}@{revision}" if revision else repo)

@@ -309,7 +309,11 @@ def test_preview_marks_what_is_trained(
     file = tmp_path / "chats.jsonl"
     file.write_text(f"{json.dumps({'conversations': turns})}\n{json.dumps({'conversations': turns[1:]})}\n" * 2)
     main_code(["data", "preview", str(file), "--target", str(tiny_target_folder)])
-    said = capsys.readouterr().out
+    said, following = capsys.readouterr()
+    following = following.splitlines()[-1].removeprefix("next: draftsmith ").split()
+    assert following[-1] == "data.response=text"
+    main_code(following)
+    assert " in training (" in capsys.readouterr().out
     assert "UabE⟦AcdE⟧UabE⟦AcdE⟧" in said
     assert "sample 1: 16 tokens, 8 trained" in said
     assert "2 of 4 begin with an answer: left out" in said
@@ -320,8 +324,12 @@ def test_preview_marks_what_is_trained(
     assert "--template-option x; expected key=value" in capsys.readouterr().err
 
 
-def test_a_recipes_data_is_prepared_ahead(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_recipes_data_is_prepared_ahead(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main_code(["data", "prepare", str(recipe_file), "teacher.kind=cached"])
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == f"next: accelerate launch -m draftsmith.train {recipe_file} teacher.kind=cached"
     assert len(list((tmp_path / "cache" / "samples").iterdir())) == 1
     (cache,) = (tmp_path / "cache" / "signals").iterdir()
     written = {file.name: file.stat().st_mtime_ns for file in cache.iterdir()}

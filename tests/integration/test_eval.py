@@ -135,6 +135,10 @@ def test_a_whole_evaluation(
     shown = " ".join(capsys.readouterr().out.split())
     assert "medusa (γ=2) and self (γ=4)" in shown or "faster than" in shown
     assert "a real difference" in shown, "tau near 5 beside tau near 1"
+    overall = [row for row in rows if row["category"] == "all"]
+    fastest = max(overall, key=lambda row: row["speedup"])["drafter"]
+    folder = written["settings"]["drafters"][fastest]
+    assert shown.endswith(f"next: draftsmith push {folder} USER/NAME --eval {out} --as {fastest}")
     assert _main("eval", "compare", out, out / "eval.json") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "no difference in speed between A's self (γ=4) and B's self (γ=4)" in shown

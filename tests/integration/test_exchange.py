@@ -54,7 +54,7 @@ def test_there_and_back(
     assert str(out) in said.splitlines()[-2] + said.splitlines()[-1]
     code, said, err = run(capsys, "import", str(out), "--target", target_folder, "--out", str(back))
     assert (code, err) == (0, STAGE)
-    assert f"draftsmith eval --target {target_folder} --drafter {back}" in said
+    assert f"next: draftsmith eval --target {target_folder} --drafter {back}" in said
     assert "self-test: alpha 0." in said
     assert "warning" not in said, "the drafter is what it was, whatever it is worth"
     assert all(torch.equal(value, load_file(back / "model.safetensors")[name])

@@ -90,11 +90,11 @@ def test_a_stop_string_that_no_token_ends_is_refused(tiny_target_folder: Path, c
 
 
 def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
-    code, out, _ = _run(capsys, "recipes")
-    assert code == 0
+    code, out, err = _run(capsys, "recipes")
+    assert (code, err) == (0, "next: draftsmith recipes draft_model/any_prompts\n")
     assert [line.split()[0] for line in out.splitlines()] == list(shipped_recipes())
-    _, out, _ = _run(capsys, "recipes", "quickstart/mtp")
-    assert out == shipped_recipes()["quickstart/mtp"]
+    _, out, err = _run(capsys, "recipes", "quickstart/mtp")
+    assert (out, err) == (shipped_recipes()["quickstart/mtp"], "next: draftsmith memory quickstart/mtp\n")
 
 
 @pytest.mark.parametrize("start", [main, train])

@@ -79,7 +79,9 @@ def test_pushed_and_loaded_by_name(
 ) -> None:
     given = ("--eval", run / "eval.json", "--licence", "mit", "--base-model", "org/tiny", "--message", "first")
     assert push(run / "drafter", REPO, *given) == 0
-    assert capsys.readouterr().out.startswith(f"{hub.url}/{REPO} at ")
+    page, following = capsys.readouterr().out.splitlines()
+    assert page.startswith(f"{hub.url}/{REPO} at ")
+    assert following == f"next: draftsmith demo --target org/tiny --drafter {REPO}"
     repository = hub.repositories[REPO]
     files = repository.files()
     assert files.keys() - {".gitattributes"} == PUSHED | PLOTS | {"eval.json", "generation_config.json"}
@@ -187,10 +189,14 @@ def test_private_repositories_and_branches(
 def test_a_dry_run_asks_nobody(hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out"
     for _ in range(2):
-        assert push(run / "drafter", REPO, "--dry-run", "--out", out) == 0
+        given = ("--licence", "mit", "--message", "a b", "--private")
+        assert push(run / "drafter", REPO, "--dry-run", "--out", out, *given) == 0
     shown = capsys.readouterr()
     assert "nothing was uploaded" in shown.out
     assert "note: not measured" in shown.err
+    assert shown.out.endswith(
+        f"\nnext: draftsmith push {run / 'drafter'} {REPO} --licence mit --message 'a b' --private\n"
+    )
     assert not hub.asked
     assert {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()} >= PUSHED
     (out / "diary.txt").write_text("mine")
