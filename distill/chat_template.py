@@ -98,6 +98,8 @@ class Chat:
         """Return the tokens that the target's first answer follows."""
         if dialogue.messages:
             return self.generation_prompt(dialogue.asked, dialogue)
+        if not dialogue.text and dialogue.input_ids is not None:
+            return next((it.input_ids[: it.spans[0][0]] for it in self.encode(dialogue, 0)), dialogue.input_ids)
         return self.plain(dialogue.text, dialogue.place)
 
     def plain(self, text: str, place: str = "text") -> list[int]:
@@ -194,6 +196,8 @@ class Chat:
                 images, see `after_images`.
         """
         _require_text(whole.messages, whole)
+        if whole.spans == [] and not whole.text and not whole.messages:
+            return []
         if whole.input_ids is not None and whole.tokenizer in (None, tokenizer_fingerprint(self.tokenizer)):
             return [_checked(whole, len(self.tokenizer))]
         if not whole.messages:

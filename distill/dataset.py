@@ -139,6 +139,8 @@ def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts
         except TooLongText:
             counts.leave_out(f"have more than {chat.longest:,} characters")
             continue
+        if not samples:
+            counts.leave_out("have no trained token")
         for sample in samples:
             reason = _too_long(sample, settings, context)
             if reason is None and settings.deduplicate:

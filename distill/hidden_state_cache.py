@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from datasets import Dataset
@@ -160,10 +161,18 @@ class SignalCache:
             temporary.unlink(missing_ok=True)
 
 
-class CachedTeacher:
-    """A teacher with the interface of `OnlineTeacher` that reads a `SignalCache`."""
+class StoredStates(Protocol):
+    """States on disk: a `SignalCache`, or the files of an engine (distill/state_files.py)."""
 
-    def __init__(self, teacher: OnlineTeacher, cache: SignalCache) -> None:
+    def read(self, row: int) -> Tensor:
+        """Return the states [T, W] of one row: the final states, then the features."""
+        ...
+
+
+class CachedTeacher:
+    """A teacher with the interface of `OnlineTeacher` that reads stored states."""
+
+    def __init__(self, teacher: OnlineTeacher, cache: StoredStates) -> None:
         self.model, self.lm_head = teacher.model, teacher.lm_head
         self._cache = cache
         self._hidden_size = self.lm_head.weight.shape[1]

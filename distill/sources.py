@@ -6,7 +6,7 @@ Rows come from JSON lines, JSON, Parquet, CSV, Arrow, plain text, a folder of su
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,15 @@ class Conversation:
     @property
     def opening(self) -> str:
         """The first messages as text: conversations with the same opening are held out together."""
-        return self.text or json.dumps(self.asked, sort_keys=True, default=str)
+        if self.text or self.messages:
+            return self.text or json.dumps(self.asked, sort_keys=True, default=str)
+        return json.dumps((self.input_ids or [])[: self.spans[0][0] if self.spans else None])
 
 
 def conversation(place: str, row: dict[str, Any], images: Path | None = None) -> Conversation:
     """Parse a row with `messages`, `conversations` (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`.
+
+    A row with `input_ids` and `loss_mask`, as speculators prepares data, has tokens only.
 
     Args:
         images: folder of the images that messages name; default: the folder of the file.
@@ -110,6 +114,11 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
             messages = [*messages, {"role": ASSISTANT, "content": answer}]
         return Conversation(place, messages, tools=tools, **kept)
     text = _text(row)
+    if not text and {"input_ids", "loss_mask"} <= row.keys():
+        ids, mask = row["input_ids"], row["loss_mask"]
+        if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask):
+            raise ConfigError(f"{place}: expected 'input_ids' and 'loss_mask' to be lists of one length")
+        return Conversation(place, input_ids=ids, spans=mask_spans(mask))
     if not text:
         raise ConfigError(
             f"{place}: keys {sorted(row)}; expected a non-empty 'messages', 'conversations', 'turns', 'prompt', "
@@ -117,6 +126,18 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
         )
     whole = isinstance(row.get("text"), str) and "prompt" not in row
     return Conversation(place, text=text, whole=whole, answer=None if whole else _answer(row), **kept)
+
+
+def mask_spans(mask: Iterable[int]) -> list[list[int]]:
+    """Return the ranges of nonzero entries; the first token has none before it to be predicted from."""
+    spans: list[list[int]] = []
+    for place, trained in enumerate(mask):
+        if trained and place:
+            if spans and spans[-1][1] == place:
+                spans[-1][1] += 1
+            else:
+                spans.append([place, place + 1])
+    return spans
 
 
 def _text(row: dict[str, Any]) -> str:
@@ -248,7 +269,7 @@ def _folder(path: Path) -> Iterator[Row]:
         data = _loaded(path, lambda: load_from_disk(path))
         if not isinstance(data, Dataset):
             raise ConfigError(f"prompts={path} holds splits {', '.join(data)}; expected the folder of one of them")
-        yield from _numbered(path, data)
+        yield from _numbered(path, data.with_format(None))
         return
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(KNOWN)]
     if not files:

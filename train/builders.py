@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
-from datasets import Dataset
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from draftsmith.distill.cotraining import Adapters
 from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target, load_tokenizer
 from draftsmith.distill.objective import Objective
+from draftsmith.distill.state_files import FileStates
 from draftsmith.distill.teacher import OnlineTeacher, require_packable
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, TrainableDrafter
@@ -151,8 +151,10 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
     if isinstance(drafter, DraftModel):
         logits_map(drafter.model)  # measured while an engine has not sharded it
     kind = model.config.model_type
-    if recipe.teacher.kind == "cached" and model.config.is_encoder_decoder:
-        raise ConfigError(f"teacher.kind='cached' with a target of model_type={kind!r}; expected 'online'")
+    if recipe.teacher.kind in ("cached", "files") and model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"teacher.kind={recipe.teacher.kind!r} with a target of model_type={kind!r}; expected 'online'"
+        )
     if recipe.data.server is not None and model.config.is_encoder_decoder:
         raise ConfigError(f"data.server with a target of model_type={kind!r}; expected a decoder-only one")
     if recipe.data.pack:
@@ -165,12 +167,15 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
         check_lora(model, "cotrain", rank=recipe.cotrain.lora_rank, modules=recipe.cotrain.modules)
 
 
-def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter, rows: Dataset) -> Teacher:
-    """Return the recipe's teacher for `rows`; a cache of hidden states is completed first.
+def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter, data: TrainingData) -> Teacher:
+    """Return the recipe's teacher for the rows of `data`; a cache of hidden states is completed first.
 
     Every process builds its share of the missing shards, and all wait for each other.
+
+    Raises:
+        ConfigError: for an engine's states that are not the target's.
     """
-    recipe, accelerator, console = context.recipe, context.accelerator, context.console
+    recipe, accelerator, console, rows = context.recipe, context.accelerator, context.console, data.rows
     if recipe.teacher.kind == "logprobs":
         from draftsmith.distill.logprob_teacher import LogprobTeacher
 
@@ -180,6 +185,10 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         return context.placement.teacher(online)
     from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 
+    if data.states is not None:
+        read = FileStates(data.states, target, drafter.needs.layers, rows)
+        console.say(f"teacher: states of {settings.file}, at most {read.error:.2%} from the target's on a few texts")
+        return CachedTeacher(online, read)
     cache = SignalCache(target, rows, drafter.needs.layers, settings.dtype, shard_rows=settings.shard_rows)
     with ExitStack() as locks:
         missing, problems = cache.missing() if accelerator.is_main_process else ([], [])

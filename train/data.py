@@ -1,6 +1,6 @@
 """The data of a run: training rows and held-out prompts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,6 +15,7 @@ from draftsmith.distill.dataset import ExampleSettings, HeldOut, hold_out, lengt
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED, LoadedTarget
 from draftsmith.distill.sources import conversation, read_source
+from draftsmith.distill.state_files import StateFiles
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_vocab import most_frequent
@@ -26,6 +27,7 @@ from draftsmith.train.context import RunContext
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recipe_sections import DataSection
+from draftsmith.train.teacher_files import teacher_files
 
 if TYPE_CHECKING:  # sampling imports the whole decoder, which only some recipes need
     from draftsmith.distill.regeneration import SampleSettings
@@ -45,6 +47,8 @@ class TrainingData:
     heldout: list[HeldOut]
     questions: Dataset | None = None
     """The prompts, for sampling responses again; None for data that comes with responses."""
+    states: StateFiles | None = None
+    """The target's states of the rows, where an engine wrote them."""
 
 
 def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
@@ -67,8 +71,11 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
     recipe, console = context.recipe, context.console
     data, evaluation = recipe.data, recipe.evaluation
     chat = chat_of(data, target)
-    if recipe.teacher.kind == "logprobs":
-        return _from_logprobs(context, chat, target)
+    states: StateFiles | None = None
+    if recipe.teacher.file is not None:
+        rows, states = teacher_files(context, chat, target)
+        if rows is not None:
+            return replace(_of_file(context, chat, target, rows), states=states)
     settings = ExampleSettings(
         source=data.prompts,
         count=data.count,
@@ -85,12 +92,15 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
     console.say(f"data: reading {data.prompts}")
     with context.accelerator.main_process_first():
         examples = read_examples(chat, settings, context_limit(target.model.config), console.say)
+    if states is not None:
+        examples = states.covered(examples, data.prompts, console.say)
     if evaluation.prompts is None and data.prompts != EMBEDDED:
         examples, heldout = hold_out(examples, evaluation.count)
     else:
         heldout = _heldout(evaluation.prompts or EMBEDDED, chat, target, recipe)
     if data.response == "text":
-        return TrainingData(_packed(_readable(examples, target, console), data, console), heldout)
+        rows = _packed(_readable(examples, target, console), data, console)
+        return TrainingData(rows, heldout, states=states)
     rows = _with_images(_sampled(context, chat, target, drafter, examples), examples)
     rows = _readable(rows, target, console)
     return TrainingData(_packed(rows, data, console), heldout, examples)
@@ -152,29 +162,10 @@ def read_images(data: DataSection, target: LoadedTarget) -> ReadImages | None:
     return read
 
 
-def _from_logprobs(context: RunContext, chat: Chat, target: LoadedTarget) -> TrainingData:
-    """Read the teacher's file: responses, with the log-probabilities that it has of their tokens."""
-    from draftsmith.distill.logprob_teacher import logprob_rows
-
+def _of_file(context: RunContext, chat: Chat, target: LoadedTarget, rows: Dataset) -> TrainingData:
+    """Return rows of the teacher's file, without the held-out ones."""
     recipe, console = context.recipe, context.console
-    data, evaluation, file = recipe.data, recipe.evaluation, recipe.teacher.file
-    assert file is not None, "the recipe refuses 'logprobs' without a file"
-    with context.accelerator.main_process_first():
-        rows = logprob_rows(file, target.tokenizer, console.say, chat)
-    limit = context_limit(target.model.config)
-
-    def fits(spans: list[list[int]]) -> bool:
-        ((start, end),) = spans
-        room = limit is None or end <= limit
-        return start <= data.prompt_tokens and end - start <= data.response_tokens and room
-
-    kept = [index for index, spans in enumerate(rows["spans"]) if fits(spans)]
-    if len(kept) < len(rows):
-        most = f"data.prompt_tokens={data.prompt_tokens}, data.response_tokens={data.response_tokens} or the context"
-        console.say(f"{file}: {len(rows) - len(kept):,} of {len(rows):,} are longer than {most}: left out")
-    if not kept:
-        raise ConfigError(f"teacher.file={file} leaves nothing to train on; expected at least one row that fits")
-    rows = rows.select(kept[: data.count])
+    data, evaluation = recipe.data, recipe.evaluation
     if evaluation.prompts is not None:
         return TrainingData(_packed(rows, data, console), _heldout(evaluation.prompts, chat, target, recipe))
     openings = [fingerprint(ids[: spans[0][0]]) for ids, spans in zip(rows["input_ids"], rows["spans"], strict=True)]

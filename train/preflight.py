@@ -28,6 +28,8 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
     check_target_name(recipe.target.model)
     if recipe.data.chat_template is not None:
         template_text(recipe.data.chat_template)
+    if recipe.teacher.kind == "files" and not Path(recipe.teacher.file or "").expanduser().is_dir():
+        raise ConfigError.of("teacher.file", recipe.teacher.file, "a folder of hidden states")
     for source in (recipe.data.prompts if recipe.teacher.kind != "logprobs" else None, recipe.evaluation.prompts):
         if source is not None and source != EMBEDDED:
             _require_readable(source)

@@ -239,6 +239,6 @@ def prepare(recipe: Recipe) -> None:
     context = RunContext.of(recipe, accelerator)
     target = load_frozen_target(context)
     _, data, drafter = data_and_drafter(context, target)
-    make_teacher(context, target.model, drafter, data.rows)
+    make_teacher(context, target.model, drafter, data)
     context.console.say(f"{recipe.name}: {len(data.rows):,} rows and {len(data.heldout)} held-out prompts are ready")
     accelerator.end_training()

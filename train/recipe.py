@@ -38,6 +38,8 @@ SECTIONS: dict[str, type[Section]] = {
     "publish": PublishSection,
 }
 """Every section but `drafter`, whose keys depend on its type."""
+OF_FILES = {"files": "a folder of hidden states", "logprobs": "a file of answers with logprobs"}
+"""Teachers that read `teacher.file`, and what it is."""
 BOUNDS = (
     ("greater_than", ">", "gt"),
     ("greater_than_equal", ">=", "ge"),
@@ -92,7 +94,7 @@ class Recipe(Section):
             raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")
         reasons = {
             "response='text', whose responses are in the file": from_file,
-            "teacher.kind='logprobs', whose responses are in its file": self.teacher.kind == "logprobs",
+            f"teacher.kind={self.teacher.kind!r}, whose responses are in its file": self.teacher.kind in OF_FILES,
             "temperature=0, which gives the same text again": data.temperature == 0,
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)
@@ -104,7 +106,7 @@ class Recipe(Section):
         data = self.data
         reasons = {
             "data.response='text', whose responses are in the file": data.response == "text",
-            "teacher.kind='logprobs', whose responses are in its file": self.teacher.kind == "logprobs",
+            f"teacher.kind={self.teacher.kind!r}, whose responses are in its file": self.teacher.kind in OF_FILES,
             "data.refresh_every, which samples with the current drafter": data.refresh_every is not None,
             "data.drafter_share, which samples from the drafter": data.drafter_share > 0,
         }
@@ -133,12 +135,12 @@ class Recipe(Section):
             raise ConfigError(f"teacher.kind={kind!r} with data.refresh_every; expected 'online'")
         if self.cotrain is not None and kind != "online":
             raise ConfigError(f"teacher.kind={kind!r} with cotrain; expected 'online': the target changes")
+        if kind not in OF_FILES and file is not None:
+            raise ConfigError(f"teacher.file={file} with teacher.kind={kind!r}; expected 'files' or 'logprobs'")
+        if kind in OF_FILES and file is None:
+            raise ConfigError(f"teacher.kind={kind!r} without teacher.file; expected {OF_FILES[kind]}")
         if kind != "logprobs":
-            if file is not None:
-                raise ConfigError(f"teacher.file={file} with teacher.kind={kind!r}; expected 'logprobs'")
             return
-        if file is None:
-            raise ConfigError("teacher.kind='logprobs' without teacher.file; expected a file of answers with logprobs")
         # Imported here: parsing other recipes does not need torch.
         from draftsmith.distill.logprob_teacher import require_reads_text_alone
         from draftsmith.distill.objective import Objective

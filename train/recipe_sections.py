@@ -43,7 +43,8 @@ class TargetSection(Section):
 class DataSection(Section):
     prompts: str = "embedded"
     """'embedded'; a file (JSONL, JSON, Parquet, text) or a folder of them; or a Hub data set. Rows have `messages`,
-    `conversations` (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`."""
+    `conversations` (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`, or `input_ids` with
+    `loss_mask`."""
     subset: str | None = None
     """Configuration of a Hub data set."""
     split: str = "train"
@@ -90,13 +91,14 @@ class DataSection(Section):
 
 
 class TeacherSection(Section):
-    kind: Literal["online", "cached", "logprobs"] = "online"
+    kind: Literal["online", "cached", "files", "logprobs"] = "online"
     """'online' runs the target in every step. 'cached' runs it over the data once and stores its hidden states on disk,
-    which pays off from the second epoch. 'logprobs' reads responses and the most likely tokens at each position from
-    `file`; for draft models only."""
+    which pays off from the second epoch. 'files' reads hidden states that an engine wrote into the folder `file`.
+    'logprobs' reads responses and the most likely tokens at each position from `file`; for draft models only."""
     file: str | None = None
-    """For 'logprobs': JSON lines as OpenAI's API and vLLM write them, see distill/logprob_teacher.py; used instead of
-    data.prompts."""
+    """For 'files': a folder of vLLM's, speculators' or SpecForge's states, see distill/state_files.py. For 'logprobs':
+    JSON lines as OpenAI's API and vLLM write them, see distill/logprob_teacher.py; used instead of data.prompts, as are
+    SpecForge's files."""
     dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
     """Dtype of the cached states."""
     shard_rows: Count = 256

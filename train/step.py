@@ -17,7 +17,7 @@ from draftsmith.train.batch import Batch
 
 
 class Teacher(Protocol):
-    """The target in the loop, its cached hidden states, or a file of log-probabilities."""
+    """The target in the loop, its stored hidden states, or a file of log-probabilities."""
 
     lm_head: TargetHead
 

@@ -144,7 +144,7 @@ class Run:
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
         self.record = Record(context, best)
         self.stopping = self.record.stopping
-        self.teacher = make_teacher(context, model, self.drafter, self.data.rows)
+        self.teacher = make_teacher(context, model, self.drafter, self.data)
         step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher)
         best.adapters = self.adapters
         if recipe.train.compile:

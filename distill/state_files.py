@@ -1,0 +1,313 @@
+"""Teacher states that a serving engine wrote: one file for each text, so that the target does not run in training.
+
+    vLLM, speculators   token_ids [T], hidden_states [T, S, H]
+    SpecForge           input_ids, loss_mask [T], layers [1, T, S*H], final states [1, T, H]
+
+Only safetensors are read: SpecForge's own files are pickles, which docs/servers.md says how to convert.
+
+No such file names its target or the layers that it holds. So they are measured before training: the target reads the
+beginnings of a few of the texts, and each stored layer is compared with each of the target's.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from datasets import Dataset
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.distill.sources import mask_spans
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.base import FINAL
+from draftsmith.heads.hidden_states import layers_name
+from draftsmith.heads.lm_head import logits_map
+from draftsmith.heads.model_config import text_config
+
+# Shapes: T tokens, S stored layers, L layers of the target and its final states, H hidden size, W = H + F numbers.
+
+LAYERS = ("aux_hidden_state", "hidden_states")
+"""SpecForge's names of the concatenated layers: EAGLE-3; DFlash, Domino and DSpark."""
+FINALS = ("hidden_state", "target_last_hidden_states")
+"""SpecForge's names of the final states: EAGLE-3; DSpark."""
+UNREADABLE = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
+TOLERANCE = 0.1
+"""Largest difference between stored states and the target's, relative to their norm: the median over tokens."""
+COMPARED_TEXTS, COMPARED_TOKENS = 8, 128
+"""Texts that the target reads to recognise the layers, and tokens of each."""
+
+
+class StoredText(NamedTuple):
+    """One file. The tensors are mapped into memory, and read where they are used."""
+
+    ids_T: Tensor
+    mask_T: Tensor | None
+    """Nonzero for trained tokens; None where the file does not say."""
+    parts: tuple[Tensor, ...]
+    """[T, S, H] each; together they are the stored layers."""
+
+    def layer(self, number: int) -> Tensor:
+        """Return a stored layer [T, H]."""
+        for part in self.parts:
+            if number < part.shape[1]:
+                return part[:, number]
+            number -= part.shape[1]
+        raise IndexError(number)
+
+
+class StateFiles:
+    """The files of a folder, found by their tokens.
+
+    Args:
+        vocab_size, hidden_size: the target's.
+        report: called with the number of files that cannot be read.
+
+    Raises:
+        ConfigError: for a folder without such files, or in which none can be read or they hold different layers.
+    """
+
+    def __init__(self, folder: str, vocab_size: int, hidden_size: int, report: Callable[[str], None]) -> None:
+        self.folder, self._vocab_size, self._hidden_size = folder, vocab_size, hidden_size
+        place = Path(folder).expanduser()
+        files = sorted(place.rglob("*.safetensors")) if place.is_dir() else []
+        if not files:
+            pickled = place.is_dir() and any(place.rglob("*.ckpt*"))
+            why = " (SpecForge's .ckpt files are pickles: docs/servers.md says how to convert them)" if pickled else ""
+            raise ConfigError.of("teacher.file", folder, f"a folder of states in .safetensors{why}")
+        self._files: dict[bytes, Path] = {}
+        self._trained: list[tuple[list[int], list[list[int]]]] = []
+        layers: dict[int, Path] = {}
+        damaged: list[str] = []
+        for file in files:
+            try:
+                text = self.open(file)
+            except UNREADABLE as error:
+                damaged.append(f"{file.name}: {reason_of(error)}")
+                continue
+            layers.setdefault(sum(part.shape[1] for part in text.parts), file)
+            self._add(file, text)
+        if damaged:
+            said = f"{len(damaged):,} of {len(files):,} files cannot be read (the first, {damaged[0]})"
+            if len(damaged) == len(files):
+                raise ConfigError(f"teacher.file={folder}: {said}; expected states of hidden size {hidden_size}")
+            report(f"{folder}: {said}: left out")
+        if len(layers) > 1:
+            shown = ", ".join(f"{file.name} has {count}" for count, file in layers.items())
+            raise ConfigError(f"teacher.file={folder}: numbers of layers differ ({shown}); expected one number")
+        (self.layers,) = layers
+
+    def _add(self, file: Path, text: StoredText) -> None:
+        ids = text.ids_T.tolist()
+        if text.mask_T is not None:
+            spans = mask_spans(text.mask_T.tolist())
+            if not spans:
+                return
+            ids = ids[: spans[-1][1]]  # what follows is not trained on; batches may be padded there
+            if _key(ids) not in self._files:
+                self._trained.append((ids, spans))
+        self._files[_key(ids)] = file
+
+    def open(self, file: Path) -> StoredText:
+        """Return the tensors of a file; one of `UNREADABLE` where they have other names or shapes."""
+        tensors = load_file(file)
+        if "token_ids" in tensors:
+            ids_T, mask_T, names = tensors["token_ids"], None, ["hidden_states"]
+        else:
+            ids_T, mask_T = tensors["input_ids"].flatten(), tensors["loss_mask"].flatten()
+            names = [name for name in (*LAYERS, *FINALS) if name in tensors]
+        count = len(ids_T)
+        parts = tuple(tensors[name].reshape(count, -1, self._hidden_size) for name in names)
+        if not count or not parts or ids_T.ndim != 1 or not all(part.is_floating_point() for part in parts):
+            raise ValueError(f"{', '.join(f'{name} {list(tensors[name].shape)}' for name in sorted(tensors))}")
+        if mask_T is not None and len(mask_T) != count:
+            raise ValueError(f"{count} input_ids and {len(mask_T)} numbers in loss_mask")
+        if not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self._vocab_size:
+            raise ValueError(f"token ids from {int(ids_T.min())} to {int(ids_T.max())}, not below {self._vocab_size}")
+        return StoredText(ids_T, mask_T, parts)
+
+    def find(self, ids: Sequence[int]) -> Path | None:
+        """Return the file with the states of these tokens; those of the last one may be missing.
+
+        No training target depends on them, and an engine that returns the states of what it generated has not read the
+        last token.
+        """
+        return self._files.get(_key(ids)) or self._files.get(_key(ids[:-1]))
+
+    def trained_rows(self) -> Dataset | None:
+        """Return `input_ids` and `spans` of the texts; None where the files do not say which tokens are trained on."""
+        if not self._trained:
+            return None
+        return Dataset.from_dict(
+            {"input_ids": [ids for ids, _ in self._trained], "spans": [spans for _, spans in self._trained]}
+        )
+
+    def covered(self, rows: Dataset, source: str, report: Callable[[str], None]) -> Dataset:
+        """Return the rows whose states are in the files; ConfigError if there are none."""
+        kept = [place for place, ids in enumerate(rows["input_ids"]) if self.find(ids) is not None]
+        if not kept:
+            raise ConfigError(
+                f"teacher.file={self.folder}: no file has the tokens of a row of data.prompts={source}; expected "
+                "states of the same token ids, such as the input_ids that `draftsmith data regenerate` writes"
+            )
+        if len(kept) < len(rows):
+            report(f"{source}: {len(rows) - len(kept):,} of {len(rows):,} have no states in {self.folder}: left out")
+        return rows.select(kept)
+
+
+class FileStates:
+    """The states of training rows, read from `files`; see `CachedTeacher`.
+
+    Raises:
+        ConfigError: where the files hold the states of another target, or not all of the needed layers.
+    """
+
+    def __init__(self, files: StateFiles, model: PreTrainedModel, layers: tuple[int, ...], rows: Dataset) -> None:
+        self._files, self._rows, self._packed = files, rows, "documents" in rows.column_names
+        self._finish: Callable[[Tensor], Tensor] | None = None
+        self._final = [layer == FINAL for layer in (FINAL, *layers)]
+        self.error, self._order = self._recognised(model, layers)
+
+    def read(self, row: int) -> Tensor:
+        """Return the states [T, W] of one row: the final states, then the features."""
+        return torch.cat([self._states(text) for text in self._texts(row)])
+
+    def _texts(self, row: int) -> list[list[int]]:
+        """Return the texts of a row, of which packed ones have several."""
+        ids = self._rows[row]["input_ids"]
+        lengths = self._rows[row]["documents"] if self._packed else [len(ids)]
+        return [part.tolist() for part in torch.tensor(ids).split(lengths)]
+
+    def _open(self, ids: list[int]) -> StoredText:
+        """Return the states of a text, checked again: training may follow long after the files were listed."""
+        file = self._files.find(ids)
+        assert file is not None, "rows without a file were left out"
+        try:
+            text = self._files.open(file)
+        except UNREADABLE as error:
+            raise ConfigError(f"teacher.file: {file} cannot be read ({reason_of(error)})") from error
+        known = text.ids_T[: len(ids)].tolist()
+        if known != ids[: len(known)] or len(known) < len(ids) - 1:
+            raise ConfigError(f"teacher.file: {file} has changed; expected the {len(ids)} tokens that it had")
+        if not all(bool(part[: len(ids)].isfinite().all()) for part in text.parts):
+            raise ConfigError(f"teacher.file: {file} holds states that are not finite; expected numbers")
+        return text
+
+    @torch.no_grad()
+    def _states(self, ids: list[int]) -> Tensor:
+        text = self._open(ids)
+        layers = [text.layer(number)[: len(ids)] for number in self._order]
+        if self._finish is not None:
+            finished_TH = self._finish(layers[0]).to(layers[0])
+            layers = [finished_TH if final else layer for final, layer in zip(self._final, layers, strict=True)]
+        return nn.functional.pad(torch.cat(layers, -1), (0, 0, 0, len(ids) - len(layers[0])))
+
+    def _recognised(self, model: PreTrainedModel, layers: tuple[int, ...]) -> tuple[float, list[int]]:
+        """Return the largest difference from the target's states, and the places of the final states and of `layers`.
+
+        vLLM stores the output of the last layer without the norm after it, which is then applied to it.
+        """
+        depth = text_config(model).num_hidden_layers
+        teacher = OnlineTeacher(model, tuple(range(1, depth + 1)))
+        step = max(1, len(self._rows) // COMPARED_TEXTS)
+        texts = [self._texts(row)[0] for row in range(0, len(self._rows), step)][:COMPARED_TEXTS]
+        errors_SL = torch.stack([self._errors(teacher, ids) for ids in texts]).amax(0)
+        nearest = [FINAL if place == depth else place + 1 for place in errors_SL.argmin(1).tolist()]
+        least = errors_SL.amin(1).tolist()
+        known = {layer: number for number, layer in enumerate(nearest) if least[number] < TOLERANCE}
+        shown = ", ".join(f"{_named(layer)} ({error:.1%} off)" for layer, error in zip(nearest, least, strict=True))
+        if not known:
+            raise ConfigError(
+                f"teacher.file={self._files.folder}: the states are not the target's; the nearest ones are {shown}; "
+                f"expected a difference below {TOLERANCE:.0%}"
+            )
+        if FINAL not in known and depth in known:
+            self._finish = _last_norm(model, teacher, texts[0])
+            known[FINAL] = known[depth]
+        missing = [layer for layer in dict.fromkeys((FINAL, *layers)) if layer not in known]
+        if missing:
+            wanted = " and ".join(map(_named, missing))
+            raise ConfigError(
+                f"teacher.file={self._files.folder} holds {shown}; expected {wanted} as well "
+                f"(the final states are layer {depth} for vLLM)"
+            )
+        used = [known[layer] for layer in (FINAL, *layers)]
+        return max(least[number] for number in used), used
+
+    def _errors(self, teacher: OnlineTeacher, ids: list[int]) -> Tensor:
+        """Return how much each stored layer of a text differs from each of the target's [S, L]."""
+        text = self._open(ids)
+        ids = ids[: min(COMPARED_TOKENS, len(text.ids_T))]
+        own_LTH = _own_states(teacher, ids)
+        errors = []
+        for number in range(self._files.layers):
+            stored_TH = text.layer(number)[: len(ids)].to(own_LTH)
+            errors.append(((stored_TH - own_LTH).norm(dim=-1) / own_LTH.norm(dim=-1)).median(-1).values)
+        return torch.stack(errors)
+
+
+def _own_states(teacher: OnlineTeacher, ids: list[int]) -> Tensor:
+    """Return the target's states of a text: its layers in order, and the final ones [L, T, H] in fp32."""
+    ids_1T = torch.tensor([ids], device=teacher.lm_head.weight.device)
+    signals = teacher.signals(ids_1T, torch.ones_like(ids_1T), torch.ones_like(ids_1T, dtype=torch.bool))
+    final_TH, features_TF = signals.hidden_BTH[0], signals.features_BTF
+    assert features_TF is not None, "the teacher has layers"
+    layers_LTH = features_TF[0].reshape(len(ids), -1, final_TH.shape[-1]).transpose(0, 1)
+    return torch.cat([layers_LTH, final_TH[None]]).float().cpu()
+
+
+def _last_norm(model: PreTrainedModel, teacher: OnlineTeacher, ids: list[int]) -> Callable[[Tensor], Tensor]:
+    """Return the map from the output of the last layer [T, H] to the input of the lm_head: a norm, and a scale.
+
+    Raises:
+        ConfigError: for a target with other operations between the two.
+    """
+    ids = ids[:COMPARED_TOKENS]
+    *_, last_TH, final_TH = _own_states(teacher, ids)
+    inside = set(model.get_submodule(layers_name(model)).modules())
+    found: list[nn.Module] = []
+
+    def compare(module: nn.Module, arguments: tuple[object, ...]) -> None:
+        given = arguments[0] if arguments else None
+        if isinstance(given, Tensor) and given.shape[-2:] == last_TH.shape and _near(given[0], last_TH):
+            found.append(module)
+
+    leaves = [it for it in model.modules() if it not in inside and not list(it.children()) and list(it.parameters())]
+    handles = [module.register_forward_pre_hook(compare) for module in leaves]
+    try:
+        _own_states(teacher, ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    scale, weight = logits_map(model).state_scale, teacher.lm_head.weight
+
+    def finish(norm: nn.Module, states_TH: Tensor) -> Tensor:
+        return (norm(states_TH.to(weight)) * (scale or 1)).cpu()
+
+    with torch.no_grad():
+        norm = next((norm for norm in found if _near(finish(norm, last_TH), final_TH)), None)
+    if norm is None:
+        raise ConfigError(
+            f"teacher.kind='files' with {type(model).__name__}, whose final states are no norm of its last layer's; "
+            "expected files with the final states"
+        )
+    return lambda states_TH: finish(norm, states_TH)
+
+
+def _near(states_TH: Tensor, expected_TH: Tensor) -> bool:
+    """Return whether two computations gave the same states; bf16 has 8 bits."""
+    difference = (states_TH.float().cpu() - expected_TH).norm()
+    return bool(difference <= 0.01 * expected_TH.norm())
+
+
+def _key(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
+
+
+def _named(layer: int) -> str:
+    return "the final states" if layer == FINAL else f"layer {layer}"

@@ -1,0 +1,350 @@
+"""States that engines write: found by their tokens, their layers recognised, and equal to the target's own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+
+from draftsmith.distill.hidden_state_cache import CachedTeacher
+from draftsmith.distill.state_files import FileStates, StateFiles, _own_states
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import FINAL
+from draftsmith.train.batch import collate
+
+CPU = torch.device("cpu")
+DEPTH, WIDTH, VOCAB = 4, 32, 64
+NOTES: list[str] = []
+
+
+def target(**changes: Any) -> LlamaForCausalLM:
+    model = make_llama(num_hidden_layers=DEPTH, **changes).requires_grad_(False)
+    generator = torch.Generator().manual_seed(7)
+    model.model.norm.weight.copy_(1 + torch.rand(WIDTH, generator=generator))
+    return model
+
+
+def texts(count: int = 6, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCAB, (8 + row,), generator=generator).tolist() for row in range(count)]
+
+
+def rows_of(ids: list[list[int]]) -> Dataset:
+    return Dataset.from_list([{"input_ids": row, "spans": [[3, len(row)]]} for row in ids])
+
+
+def states(model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]) -> Tensor:
+    """[T, S, H] in the engine's dtype; the last layer is before the last norm, as vLLM has it."""
+    depth = model.config.num_hidden_layers
+    every = _own_states(OnlineTeacher(model, tuple(range(1, depth + 1))), ids)
+    return torch.stack([every[depth if layer == FINAL else layer - 1] for layer in layers], 1)
+
+
+def vllm(folder: Path, model: PreTrainedModel, ids: list[list[int]], layers: tuple[int, ...], dtype: Any) -> str:
+    """Files as the ExampleHiddenStatesConnector of vLLM writes them, with their lock files."""
+    folder.mkdir()
+    for place, row in enumerate(ids):
+        tensors = {"hidden_states": states(model, row, layers).to(dtype).contiguous(), "token_ids": torch.tensor(row)}
+        save_file(tensors, folder / f"cmpl-{place}-0.safetensors")
+        (folder / f"cmpl-{place}-0.safetensors.lock").touch()
+    return str(folder)
+
+
+def specforge(folder: Path, model: PreTrainedModel, ids: list[list[int]], layers: tuple[int, ...], kind: str) -> str:
+    """Records as SpecForge's prepare_hidden_states.py writes them, in safetensors, padded to the batch's longest text."""
+    names = {"eagle3": ("aux_hidden_state", "hidden_state"), "dspark": ("hidden_states", "target_last_hidden_states")}
+    (folder / "rows_0-2000").mkdir(parents=True)
+    width = max(map(len, ids))
+    for place, row in enumerate(ids):
+        padded = row + [0] * (width - len(row))
+        mask = [0] * 3 + [1] * (len(row) - 3) + [0] * (width - len(row))
+        aux_1TF = states(model, padded, layers).flatten(1)[None].bfloat16()
+        last_1TH = states(model, padded, (FINAL,))[:, 0][None].bfloat16()
+        record = {"input_ids": torch.tensor(padded), "loss_mask": torch.tensor(mask), names[kind][0]: aux_1TF}
+        record[names[kind][1]] = last_1TH
+        save_file(record, folder / "rows_0-2000" / f"data_{place}.safetensors")
+    return str(folder)
+
+
+def files(folder: str, hidden_size: int = WIDTH) -> StateFiles:
+    NOTES.clear()
+    return StateFiles(folder, VOCAB, hidden_size, NOTES.append)
+
+
+def close(model: PreTrainedModel, found: StateFiles, rows: Dataset, layers: tuple[int, ...], error: float) -> None:
+    """The states of a batch are the target's own, relative to the largest number of a token."""
+    online = OnlineTeacher(model, layers)
+    batch = collate(rows, [len(rows) - 1, 0, 2], CPU)
+    own = online.signals(**vars(batch))
+    stored = CachedTeacher(online, FileStates(found, model, layers, rows)).signals(**vars(batch))
+    seen_BT = batch.mask_BT
+    for a, b in ((own.hidden_BTH, stored.hidden_BTH), (own.features_BTF, stored.features_BTF)):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert ((a - b).abs() / a.abs().amax(-1, keepdim=True))[seen_BT].max() < error
+
+
+@pytest.mark.parametrize(
+    ("stored", "layers"),
+    [
+        ((1, 2, 3, DEPTH), (1, 2, 3)),
+        ((3, DEPTH, 1), (1, 3)),
+        ((1, 2, DEPTH), (DEPTH, 2)),
+        ((1, 2, FINAL), (2, 1)),
+        ((DEPTH,), (FINAL,)),
+        ((FINAL, 2), ()),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_layers_are_recognised_in_any_order(
+    stored: tuple[int, ...], layers: tuple[int, ...], dtype: torch.dtype, error: float, tmp_path: Path
+) -> None:
+    """The last layer is normed where the final states are asked for, and only there. bfloat16 has 8 bits."""
+    model, ids = target(), texts()
+    found = files(vllm(tmp_path / "states", model, ids, stored, dtype))
+    assert found.trained_rows() is None
+    close(model, found, rows_of(ids), layers, error)
+    assert NOTES == []
+
+
+def test_a_norm_by_another_name_is_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": DEPTH, "n_head": 2, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).eval().requires_grad_(False)
+    model.transformer.ln_f.bias.uniform_()
+    found = files(vllm(tmp_path / "states", model, texts(), (2, DEPTH), torch.float32))
+    close(model, found, rows_of(texts()), (2,), 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_files_of_specforge_say_what_is_trained(kind: str, tmp_path: Path) -> None:
+    model, ids = target(), texts()
+    found = files(specforge(tmp_path / "states", model, ids, (1, 2, 3), kind))
+    rows = found.trained_rows()
+    assert rows is not None
+    assert sorted(rows["input_ids"]) == sorted(ids), "without the padding"
+    assert all(row["spans"] == [[3, len(row["input_ids"])]] for row in rows)
+    close(model, found, rows, (1, 2, 3), 2e-2)
+
+
+def test_packed_rows_have_the_states_of_their_documents(tmp_path: Path) -> None:
+    model, ids = target(), texts(6)
+    pairs = list(zip(ids[:3], ids[3:], strict=True))
+    rows = Dataset.from_list(
+        [{"input_ids": a + b, "spans": [[3, len(a)]], "documents": [len(a), len(b)]} for a, b in pairs]
+    )
+    read = FileStates(files(vllm(tmp_path / "states", model, ids, (2, FINAL), torch.float32)), model, (2,), rows)
+    for row, (a, b) in enumerate(pairs):
+        alone = [states(model, one, (FINAL, 2)).flatten(1) for one in (a, b)]
+        torch.testing.assert_close(read.read(row), torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_the_last_state_may_be_missing_and_no_other(tmp_path: Path) -> None:
+    """vLLM with include_output_tokens has not read the last token, on which no training target depends."""
+    model, ids = target(), texts()
+    shorter = [row[:-1] for row in ids[:-1]] + [ids[-1][:-2]]
+    found = files(vllm(tmp_path / "states", model, shorter, (1, FINAL), torch.float32))
+    rows = found.covered(rows_of(ids), "talk.jsonl", NOTES.append)
+    assert rows["input_ids"] == ids[:-1]
+    assert list(NOTES) == [f"talk.jsonl: 1 of 6 have no states in {tmp_path}/states: left out"]
+    close(model, found, rows, (1,), 1e-4)
+    assert FileStates(found, model, (1,), rows).read(0)[-1].abs().max() == 0
+
+
+def _refused(model: PreTrainedModel, found: StateFiles, layers: tuple[int, ...], ids: list[list[int]]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        FileStates(found, model, layers, rows_of(ids))
+    return str(refused.value)
+
+
+def test_states_of_another_target_or_layer_are_refused(tmp_path: Path) -> None:
+    model, other, ids = target(), target(seed=1), texts()
+    folder = vllm(tmp_path / "other", other, ids, (1, 2, DEPTH), torch.float32)
+    assert "the states are not the target's; the nearest ones are " in _refused(model, files(folder), (1,), ids)
+    folder = vllm(tmp_path / "layers", model, ids, (1, 3, DEPTH), torch.float32)
+    said = _refused(model, files(folder), (1, 2), ids)
+    assert "holds layer 1 (0.0% off), layer 3 (0.0% off), layer 4 (0.0% off); expected layer 2 as well" in said
+    folder = vllm(tmp_path / "final", model, ids, (1, 2), torch.float32)
+    assert "expected the final states as well (the final states are layer 4 for vLLM)" in _refused(
+        model, files(folder), (1,), ids
+    )
+    mixed = tmp_path / "mixed"
+    vllm(mixed, model, ids[:3], (1, FINAL), torch.float32)
+    vllm(mixed / "more", other, ids[3:], (1, FINAL), torch.float32)
+    assert "the states are not the target's" in _refused(model, files(str(mixed)), (1,), ids)
+
+
+def test_layers_that_are_nearly_the_targets_are_refused(tmp_path: Path) -> None:
+    """A fine-tuned target has states that resemble those of the model that it was made from."""
+    model, ids = target(), texts()
+    folder = vllm(tmp_path / "states", model, ids, (2, FINAL), torch.float32)
+    for file in (tmp_path / "states").glob("*.safetensors"):
+        text = files(folder).open(file)
+        noise = torch.randn(text.parts[0].shape, generator=torch.Generator().manual_seed(1))
+        scale = text.parts[0].norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+        moved = (text.parts[0] + 0.15 * noise * scale).contiguous()
+        save_file({"hidden_states": moved, "token_ids": text.ids_T.clone()}, file)
+    assert "(15.0% off)" in _refused(model, files(folder), (2,), ids)
+
+
+def _damage(file: Path, how: str) -> None:
+    text = {"hidden_states": torch.zeros(4, 2, WIDTH), "token_ids": torch.arange(4)}
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif how == "empty":
+        file.write_bytes(b"")
+    else:
+        changed = {
+            "width": {"hidden_states": torch.zeros(4, 2, WIDTH + 1)},
+            "length": {"hidden_states": torch.zeros(5, 2, WIDTH)},
+            "dtype": {"hidden_states": torch.zeros(4, 2, WIDTH, dtype=torch.int32)},
+            "vocabulary": {"token_ids": torch.tensor([1, 2, VOCAB, 3])},
+            "negative": {"token_ids": torch.tensor([1, -2, 0, 3])},
+            "none": {"hidden_states": torch.zeros(0, 2, WIDTH), "token_ids": torch.zeros(0, dtype=torch.long)},
+            "names": {"states": torch.zeros(4, 2, WIDTH)},
+            "flat": {"token_ids": torch.tensor([[0, 1, 2, 3]])},
+        }[how]
+        if how == "names":
+            text.pop("hidden_states")
+        save_file({**text, **changed}, file)
+
+
+DAMAGED = ["cut", "empty", "width", "length", "dtype", "vocabulary", "negative", "none", "names", "flat"]
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_file_is_left_out_and_named(how: str, tmp_path: Path) -> None:
+    model, ids = target(), texts()
+    folder = vllm(tmp_path / "states", model, ids, (1, FINAL), torch.float32)
+    _damage(tmp_path / "states" / "cmpl-1-0.safetensors", how)
+    found = files(folder)
+    assert found.find(ids[0]) is not None
+    assert found.find(ids[1]) is None
+    assert len(NOTES) == 1
+    assert NOTES[0].startswith(f"{folder}: 1 of 6 files cannot be read (the first, cmpl-1-0.")
+
+
+def test_a_loss_mask_of_another_length_is_damage_and_an_empty_one_no_row(tmp_path: Path) -> None:
+    folder = tmp_path / "states"
+    specforge(folder, target(), texts(4), (1, 2), "eagle3")
+    file = folder / "rows_0-2000" / "data_0.safetensors"
+    record = load_file(file)
+    save_file({**record, "loss_mask": record["loss_mask"][:-1].clone()}, file)
+    other = folder / "rows_0-2000" / "data_2.safetensors"
+    save_file({**load_file(other), "loss_mask": torch.zeros(11)}, other)
+    rows = files(str(folder)).trained_rows()
+    assert rows is not None
+    assert len(rows) == 2
+    assert "data_0.safetensors: 11 input_ids and 10 numbers in loss_mask" in NOTES[0]
+
+
+@pytest.mark.parametrize("broken", ["replaced", "removed", "nan"])
+def test_files_are_checked_again_when_they_are_read(broken: str, tmp_path: Path) -> None:
+    """A row that is not among the few compared texts changes after the start of the run."""
+    model, ids = target(), texts(18)
+    folder = vllm(tmp_path / "states", model, ids, (1, FINAL), torch.float32)
+    file = tmp_path / "states" / "cmpl-1-0.safetensors"
+    read = FileStates(files(folder), model, (1,), rows_of(ids))
+    read.read(1)
+    if broken == "removed":
+        file.unlink()
+    else:
+        states_TSH = states(model, ids[1], (1, FINAL)).contiguous()
+        states_TSH[2, 1, 3] = float("nan") if broken == "nan" else 0
+        row = [ids[1][0], 1, *ids[1][2:]] if broken == "replaced" else ids[1]
+        save_file({"hidden_states": states_TSH, "token_ids": torch.tensor(row)}, file)
+    said = {"replaced": "has changed; expected the 9 tokens", "removed": "cannot be read", "nan": "are not finite"}
+    with pytest.raises(ConfigError, match=rf"teacher\.file: .*cmpl-1-0\.safetensors .*{said[broken]}"):
+        read.read(1)
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    model, ids = target(), texts()
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match=r"teacher\.file='.*'; expected a folder of states in \.safetensors"):
+            files(str(folder))
+    (tmp_path / "data_0.ckpt").touch()
+    with pytest.raises(ConfigError, match=r"a folder of states in \.safetensors \(SpecForge's \.ckpt files are"):
+        files(str(tmp_path))
+    folder = vllm(tmp_path / "states", model, ids, (1, FINAL), torch.float32)
+    with pytest.raises(ConfigError, match=r"6 of 6 files cannot be read .*; expected states of hidden size 48"):
+        files(folder, hidden_size=48)
+    with pytest.raises(ConfigError, match=r"no file has the tokens of a row of data\.prompts=talk; expected states of"):
+        files(folder).covered(rows_of(texts(3, seed=9)), "talk", NOTES.append)
+    vllm(tmp_path / "states" / "more", model, texts(2, seed=3), (1, 2, FINAL), torch.float32)
+    with pytest.raises(ConfigError, match=r"numbers of layers differ \(.* has 2, .* has 3\); expected one number"):
+        files(folder)
+
+
+def test_speculators_rows_of_tokens_are_data(tmp_path: Path, recipe_file: Path) -> None:
+    """`prepare_data.py` of speculators saves a data set in torch's format, with a loss mask for each row."""
+    from draftsmith.train.recipe import load_recipe
+    from draftsmith.train.trainer import train
+
+    model = LlamaForCausalLM.from_pretrained(load_recipe(str(recipe_file)).target.model)
+    assert isinstance(model, LlamaForCausalLM)
+    ids = texts(16)
+    masks = [[0] * 3 + [1] * (len(row) - 3) for row in ids[:-1]] + [[0] * len(ids[-1])]
+    data = Dataset.from_dict({"input_ids": ids, "loss_mask": masks, "seq_len": list(map(len, ids))})
+    data.with_format("torch").save_to_disk(tmp_path / "prepared")
+    kept = tmp_path / "prepared" / "hidden_states"
+    kept.mkdir()
+    for place, row in enumerate(ids):
+        every = _own_states(OnlineTeacher(model, (1, 2)), row)
+        tensors = {"hidden_states": every[:2].transpose(0, 1).bfloat16().contiguous(), "token_ids": torch.tensor(row)}
+        save_file(tensors, kept / f"hs_{place}.safetensors")
+    options = [
+        "drafter={type: eagle3, layers: [1, 2]}",
+        f"data.prompts={tmp_path}/prepared",
+        "data.response=text",
+        "train.steps=2",
+    ]
+    options += ["evaluation.count=2", "train.evaluate_every=2"]
+    losses = []
+    for name, more in (("online", []), ("files", ["teacher.kind=files", f"teacher.file={kept}"])):
+        train(load_recipe(str(recipe_file), [*options, *more, f"output={tmp_path}/{name}"]))
+        metrics = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in metrics if "loss" in json.loads(line)])
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+def test_a_drafter_trains_on_files_of_specforge_alone(tmp_path: Path, recipe_file: Path) -> None:
+    """The conversations are in the files, packed or not; the recipe's own prompts are not read."""
+    from draftsmith.train.recipe import load_recipe
+    from draftsmith.train.trainer import train
+
+    model = LlamaForCausalLM.from_pretrained(load_recipe(str(recipe_file)).target.model)
+    assert isinstance(model, LlamaForCausalLM)
+    folder = tmp_path / "states"
+    (folder / "rows_0-2000").mkdir(parents=True)
+    for place, row in enumerate(texts(16)):
+        every = _own_states(OnlineTeacher(model, (1, 2)), row)
+        record = {"input_ids": torch.tensor(row), "loss_mask": torch.tensor([0] * 3 + [1] * (len(row) - 3))}
+        record |= {"aux_hidden_state": every[:2].transpose(0, 1).flatten(1)[None], "hidden_state": every[2][None]}
+        record = {name: value.contiguous() for name, value in record.items()}
+        save_file(record, folder / "rows_0-2000" / f"data_{place}.safetensors")
+    options = ["drafter={type: eagle3, layers: [1, 2]}", "teacher.kind=files", f"teacher.file={folder}"]
+    options += ["evaluation.count=2", "train.evaluate_every=10", "train.steps=10"]
+    for more in ([], ["data.pack=true", "data.pack_tokens=48"]):
+        out = tmp_path / f"run{len(more)}"
+        train(load_recipe(str(recipe_file), [*options, *more, f"output={out}"]))
+        metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        losses = [row["loss"] for row in metrics if "loss" in row]
+        assert losses[-1] < losses[0]
+    for change, said in (
+        (f"teacher.file={tmp_path}/nowhere", r"teacher\.file='.*nowhere'; expected a folder of hidden states"),
+        ("data.prompt_tokens=1", "leaves nothing to train on; expected at least one row that fits"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            train(load_recipe(str(recipe_file), [*options, change, f"output={tmp_path}/none"]))
+    vllm_folder = vllm(tmp_path / "vllm", model, texts(), (1, 2), torch.float32)
+    with pytest.raises(ConfigError, match=r"data\.response='target' with teacher\.kind='files'"):
+        train(load_recipe(str(recipe_file), [*options, f"teacher.file={vllm_folder}", f"output={tmp_path}/none"]))
