@@ -58,7 +58,7 @@ def vllm(folder: Path, model: PreTrainedModel, ids: list[list[int]], layers: tup
 
 
 def specforge(folder: Path, model: PreTrainedModel, ids: list[list[int]], layers: tuple[int, ...], kind: str) -> str:
-    """Records as SpecForge's prepare_hidden_states.py writes them, in safetensors, padded to the batch's longest text."""
+    """Records as SpecForge's prepare_hidden_states.py writes them, in safetensors, padded to the longest text."""
     names = {"eagle3": ("aux_hidden_state", "hidden_state"), "dspark": ("hidden_states", "target_last_hidden_states")}
     (folder / "rows_0-2000").mkdir(parents=True)
     width = max(map(len, ids))
