@@ -247,9 +247,14 @@ DEEP = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group"
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 NEXT = {"num_experts": 4, "shared_expert_intermediate_size": 16, "rope_parameters": HALF, **LINEAR}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # DeepSeek's attention has another scale then
 OWN_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": ("glm4_moe", {"rope_parameters": HALF, "use_qk_norm": True, "attention_bias": True, **MIXED, **DEEP}),
-    "DeepSeek-V3": ("deepseek_v3", {**MIXED, **DEEP, **LATENT, "num_key_value_heads": HEADS, "head_dim": 8}),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {**MIXED, **DEEP, **LATENT, "num_key_value_heads": HEADS, "head_dim": 8, "rope_parameters": YARN},
+    ),
     "Qwen3-Next": ("qwen3_next", {**MIXED, **NEXT, "layer_types": ["linear_attention", "full_attention"] * 2}),
 }
 
