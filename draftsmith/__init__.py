@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.decoder import SpeculativeDecoder
     from draftsmith.heads.checkpoint import load_drafter, save_drafter
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["ConfigError", "DraftsmithError", "SpeculativeDecoder", "as_custom_generate", "load_drafter", "save_drafter"]
 
 # Imported on first use, so that `import draftsmith` and `draftsmith --help` do not wait for torch.

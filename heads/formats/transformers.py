@@ -51,7 +51,7 @@ def write_generate(folder: Path) -> None:
     text = files("draftsmith.hub").joinpath("generate.py.txt").read_text(encoding="utf-8")
     (folder / CODE).mkdir(exist_ok=True)
     write_text(folder / CODE / "generate.py", text)
-    write_text(folder / CODE / "requirements.txt", "draftsmith>=0.1.0\n")
+    write_text(folder / CODE / "requirements.txt", "draftsmith>=0.2.0\n")
 
 
 def write_for_transformers(source: Source[DraftModel]) -> Serving:

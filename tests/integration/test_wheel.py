@@ -1,4 +1,4 @@
-"""The wheel that is built from the source distribution holds every module, recipe and template."""
+"""The wheel that is built from the source distribution holds every module, recipe and template; both install."""
 
 import os
 import subprocess
@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from draftsmith import __version__
 
 ROOT = Path(__file__).parents[2]
 LINKED = ("heads", "decode", "distill", "eval", "train", "hub", "recipes")
@@ -28,11 +30,13 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     expected = own.union(*(_files(ROOT / name, f"draftsmith/{name}") for name in LINKED))
     assert {name for name in names if Path(name).suffix in SHIPPED and ".dist-info/" not in name} == expected
 
-    installed = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(installed)]
-    subprocess.run([*pip, str(next(tmp_path.glob("*.whl")))], check=True)
-    program = "import draftsmith; from draftsmith.cli import main; print(draftsmith.__file__); main(['recipes'])"
-    where = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(installed)}}
-    ran = subprocess.run([sys.executable, "-c", program], **where, check=True, capture_output=True, text=True)
-    assert ran.stdout.startswith(str(installed))
-    assert "quickstart/draft_model" in ran.stdout
+    for kind in ("*.whl", "*.tar.gz"):
+        installed = tmp_path / f"from{kind[1:]}"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(installed)]
+        subprocess.run([*pip, str(next(tmp_path.glob(kind)))], check=True)
+        program = "import draftsmith; from draftsmith.cli import main; print(draftsmith.__file__); main(['recipes'])"
+        where = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(installed)}}
+        ran = subprocess.run([sys.executable, "-c", program], **where, check=True, capture_output=True, text=True)
+        assert ran.stdout.startswith(str(installed))
+        assert "quickstart/draft_model" in ran.stdout
+        assert {path.name for path in installed.glob("draftsmith-*")} == {f"draftsmith-{__version__}.dist-info"}
