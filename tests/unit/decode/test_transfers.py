@@ -122,6 +122,8 @@ def test_a_read_names_the_line_of_draftsmith() -> None:
 
 COSTS = Costs({1: 1.0, 8: 1.4, 32: 2.0}, {1: 0.1, 8: 0.12})
 HEAD_OPTIONS: dict[str, dict[str, Any]] = {"medusa": {"num_heads": 4}, "eagle": {}}
+HEAD_OPTIONS |= {"hydra": {"num_heads": 4, "prefix_layer": True}}
+HEAD_OPTIONS |= {"dflash": {"block_size": 5, "markov_rank": 3, "markov_type": "rnn"}}
 
 
 def drafter_for(name: str | None, target: LlamaForCausalLM) -> Drafter | None:
@@ -184,6 +186,8 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
     "medusa, sampled": ("medusa", CHAIN, None, SAMPLED),
     "eagle, greedy": ("eagle", CHAIN, None, {}),
     "eagle, sampled": ("eagle", CHAIN, None, SAMPLED),
+    "hydra with a prefix layer, greedy": ("hydra", CHAIN, None, {}),
+    "block with a recurrent bias, sampled": ("dflash", CHAIN, None, SAMPLED),
     "tree, greedy": ("draft_model", TREE, None, {}),
     "tree, best": ("draft_model", TREE, None, SAMPLED),
     "tree, without replacement": ("draft_model", f"{TREE},siblings=without-replacement", None, SAMPLED),
