@@ -125,7 +125,7 @@ class Published:
         """Skip a tensor that equals the weight of the target's `part` in any dtype; raise ConfigError if it differs."""
         if not self.dropped(name, part):
             own, theirs = weight_of(part), self.tensors[name]
-            what = "embeddings" if name.startswith("embed") else "an lm_head"
+            what = "embeddings" if "embed" in name else "an lm_head"
             problem = f"tensor {name} {list(theirs.shape)} is not the target's {list(own.shape)}"
             raise self.refusal(problem, f"the same: drafters of this kind with {what} of their own are not supported")
 

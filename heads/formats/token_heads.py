@@ -23,6 +23,7 @@ from draftsmith.heads.formats.common import Serving, Source, name_of
 from draftsmith.heads.formats.published import POSITIVE, Published
 from draftsmith.heads.hydra import Hydra
 from draftsmith.heads.layers import layer_config
+from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.mlp_speculator import MlpSpeculator
 from draftsmith.heads.validation import LONGEST_DRAFT
 
@@ -30,6 +31,8 @@ BOTH = (False, True)
 HYDRA_WEIGHTS = "hydra_lm_head.safetensors"
 ARCHITECTURES = {"mlp": False, "prefix-mlp": True}
 """Values of `hydra_head_arch`, and whether the heads read a prefix layer."""
+EMBEDDINGS = "input_embed_fn.weight"
+"""The target's embeddings, which the class there stores as a part of itself."""
 UNUSED = "prefix_embeding_layer.embed_tokens.weight"
 """Embeddings of the prefix layer, which reads states."""
 
@@ -47,6 +50,7 @@ def read_hydra(published: Published) -> Hydra:
     body = layer_config(published.target, 1, hidden_act=published.text.hidden_act) if has_prefix else None
     drafter = Hydra(H, H, V, heads, layers, original=True, prefix=body)
     published.tensors.pop(UNUSED, None)
+    published.drop_shared(EMBEDDINGS, published.target.get_input_embeddings())
     for k in range(heads):
         for part in ("weight", "bias"):
             _drop_copies(published, [_block(k, place, part, has_prefix) for place in range(1, layers)])
@@ -90,6 +94,7 @@ def write_hydra(source: Source[Hydra]) -> Serving:
         for part in ("weight", "bias"):
             for place in range(2, drafter.num_layers):
                 tensors[_block(k, place, part, dropout)] = tensors[_block(k, 1, part, dropout)].clone()
+    tensors[EMBEDDINGS] = source.stored(weight_of(source.target.get_input_embeddings()))
     config = {
         "hydra_num_heads": drafter.num_heads,
         "hydra_num_layers": drafter.num_layers,

@@ -46,7 +46,10 @@ def target() -> LlamaForCausalLM:
 
 
 def hydra(prefix: bool, layers: int = LAYERS) -> Folder:
-    """Blocks that the repository's code makes of one module are stored once for each use; a dropout takes an index."""
+    """Blocks that the repository's code makes of one module are stored once for each use; a dropout takes an index.
+
+    The target's embeddings are an attribute of its class, and so in the file.
+    """
     shapes, first, step = {}, int(prefix), 2 if prefix else 1
     for k in range(HEADS):
         size = (k + 2) * HIDDEN
@@ -67,6 +70,7 @@ def hydra(prefix: bool, layers: int = LAYERS) -> Folder:
             for part in ("weight", "bias"):
                 block = tensors[f"hydra_mlp.{k}.{first + step}.linear.{part}"]
                 tensors[f"hydra_mlp.{k}.{first + step * place}.linear.{part}"] = block.clone()
+    tensors["input_embed_fn.weight"] = six_layers().get_input_embeddings().weight.clone()
     config = {"hydra_num_heads": HEADS, "hydra_num_layers": layers, "grounded_heads": True, "hidden_state_offset": 0}
     return config | {"hydra_head_arch": "prefix-mlp" if prefix else "mlp"}, tensors
 
@@ -176,6 +180,7 @@ def test_copies_of_shared_weights_and_unused_embeddings_are_skipped(tmp_path: Pa
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     config, tensors = hydra(True)
     unused = {f"{PREFIX}embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}
+    del tensors["input_embed_fn.weight"]
     ours((config, tensors | unused), target, tmp_path / "hydra")
 
 
@@ -186,12 +191,18 @@ REFUSED: list[tuple[Folder, dict[str, Any], Tensors, str]] = [
     (HYDRA, {"hydra_head_arch": "eagle-attn"}, {}, "hydra_head_arch='eagle-attn' .*; expected one of mlp, prefix-mlp"),
     (HYDRA, {"hydra_num_heads": 0}, {}, "hydra_num_heads=0 in config.json; expected an integer, 1 or more"),
     (HYDRA, {"hydra_num_heads": 2}, {}, "unexpected tensor hydra_lm_head.2.bias"),
-    (HYDRA, {"hydra_num_layers": 10**6}, {}, "hydra_num_layers=1000000 in config.json; expected an integer, 1 to 30"),
+    (HYDRA, {"hydra_num_layers": 10**6}, {}, "hydra_num_layers=1000000 in config.json; expected an integer, 1 to 31"),
     (
         HYDRA,
         {},
         {"hydra_mlp.0.2.linear.bias": torch.ones(HIDDEN)},
         "hydra_mlp.0.2.linear.bias differs from hydra_mlp.0.1.linear.bias; expected one tensor",
+    ),
+    (
+        HYDRA,
+        {},
+        {"input_embed_fn.weight": torch.zeros(VOCAB, HIDDEN)},
+        r"input_embed_fn.weight \[64, 32\] is not the target's .*; expected the same: drafters .* with embeddings of",
     ),
     (SPECULATOR, {"emb_dim": 16}, {}, "emb_dim=16 in config.json; expected 32"),
     (SPECULATOR, {"vocab_size": 65}, {}, "vocab_size=65 in config.json; expected 64"),
