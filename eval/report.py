@@ -11,6 +11,7 @@ from rich.table import Table
 from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import EVALUATION, Evaluation, read_evaluation
 from draftsmith.eval.journal import JOURNAL, SCHEMA, require_same, whole_lines
+from draftsmith.eval.learning_curve import outlook
 from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EvalRow
@@ -90,7 +91,7 @@ def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[st
     plots += training_plots(runs or {})
     for plot in plots:
         (out / plot.file).write_bytes(plot.png)
-    values = {**_values(evaluation), "title": title, "plots": plots}
+    values = {**_values(evaluation), "title": title, "plots": plots, "training": training_lines(runs or {})}
     page = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True, keep_trailing_newline=True)
     page.trim_blocks, page.finalize = True, lambda value: printable(value) if type(value) is str else value
     page.filters |= {"interval": interval, "visible": visible}
@@ -156,6 +157,11 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "more_positions": deepest > MOST_POSITIONS,
         "samples": evaluation.samples,
     }
+
+
+def training_lines(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return a sentence for each drafter whose run shows what more steps would bring."""
+    return [f"{name}: {text}." for name, metrics in runs.items() if (text := outlook(metrics)) is not None]
 
 
 def _diagnostics(rows: list[EvalRow]) -> list[dict[str, Any]]:

@@ -239,6 +239,8 @@ def write_card(
     Raises:
         ConfigError: for a folder that is not a checkpoint, a drafter without rows, or metadata that the Hub refuses.
     """
+    from draftsmith.eval.learning_curve import outlook
+
     section = checkpoint_section(folder)
     rows = [] if evaluation is None else [row for row in evaluation["rows"] if row["drafter"] == drafter]
     if evaluation is not None:
@@ -270,6 +272,7 @@ def write_card(
         rows=overall,
         evaluation=evaluation,
         plots=plots,
+        outlook=outlook(metrics or []),
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
         recipe_text=yaml.safe_dump(recipe, sort_keys=False),
         generates=(folder / CODE / "generate.py").is_file(),

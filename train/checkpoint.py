@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from draftsmith.reading import read_json, require_regular
 from draftsmith.storage import atomic_folder, write_json
 from draftsmith.train.step import Last
 
-STATE = "state.json"
+STATE, AVERAGE = "state.json", "average.safetensors"
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
 
 
@@ -33,6 +33,10 @@ class Progress:
     """KL of the last step, where adapters are trained on the target."""
     evaluated: bool = True
     """False when a signal came before the evaluation that is due after this step."""
+    best_averaged: bool = False
+    """Whether the best drafter has averaged weights."""
+    end: int | None = None
+    """The run's last step, where it ends before the recipe's, see train/early_stop.py."""
 
     @property
     def last(self) -> Last:
@@ -47,6 +51,8 @@ class TrainState:
     """Trained weights by name."""
     moments: dict[str, dict[str, Tensor]]
     """The optimizers' state by name of the weight and the optimizer's key; empty before the first step."""
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """Averages of the weights, where the recipe has train.average."""
 
 
 def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: TrainState, keep: int) -> None:
@@ -58,6 +64,8 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
     with atomic_folder(checkpoint_folder(folder, progress.step)) as temporary:
         save_file(state.weights, temporary / "model.safetensors")
         save_file(moments, temporary / "optimizer.safetensors")
+        if state.average:
+            save_file(state.average, temporary / AVERAGE)
         write_json(temporary / STATE, {**asdict(progress), "recipe": recipe})
     for old in _newest_first(folder):
         if _step(old) > progress.step:  # damaged: the run was resumed from an earlier one
@@ -135,7 +143,7 @@ def load_from(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
         raise DraftsmithError(
             f"continue_from={checkpoint} cannot be read ({reason_of(error)}); expected an intact checkpoint"
         ) from error
-    return replace(progress, best_tau=0.0, best_step=0, evaluated=False)
+    return replace(progress, best_tau=0.0, best_step=0, best_averaged=False, evaluated=False, end=None)
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -151,7 +159,8 @@ def _put(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
     for place, value in load_file(checkpoint / "optimizer.safetensors").items():
         name, _, key = place.rpartition("/")
         moments.setdefault(name, {})[key] = value
-    put(TrainState(weights, moments))
+    average = load_file(checkpoint / AVERAGE) if (checkpoint / AVERAGE).exists() else {}
+    put(TrainState(weights, moments, average))
     return progress
 
 

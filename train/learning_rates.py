@@ -64,10 +64,13 @@ def with_rate(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"learning_rate": rate})})
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
+def learning_rate(recipe: Recipe, step: int, end: int | None = None) -> float:
     """Return the rate of `step`, counted from 0: a linear warm-up to the peak, then the recipe's schedule.
 
     'wsd' decays from the peak to zero as 1 - sqrt (Hägele et al. 2024, arXiv:2405.18392, section 3).
+
+    Args:
+        end: the step after which 'wsd' ends, by default the recipe's last one.
     """
     settings, peak = recipe.train, recipe.peak_rate
     warmup = warmup_steps(recipe)
@@ -75,7 +78,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, settings.steps - warmup)
     decay = decay_steps(recipe)
-    decayed = max(0.0, 1 - (settings.steps - step) / decay)
+    decayed = max(0.0, 1 - ((end or settings.steps) - step) / decay)
     shares = {
         "cosine": 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)),
         "linear": 1 - done,

@@ -71,10 +71,11 @@ class Console:
         """Print a line."""
         self._rich.print(text, soft_wrap=True)
 
-    def evaluation(self, step: int, result: dict[str, Any]) -> None:
+    def evaluation(self, step: int, result: dict[str, Any], averaged: bool) -> None:
         """Print the metrics of an evaluation in a line."""
         at = " ".join(f"{share:.2f}" for share in result["acceptance_at"])
-        self.say(f"  step {step}: alpha {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {at}")
+        name = f"step {step}{', averaged' * averaged}"
+        self.say(f"  {name}: alpha {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {at}")
 
     @contextmanager
     def bar(self, name: str, steps: int, done: int) -> Iterator[Callable[[dict[str, Any] | None], None]]:

@@ -176,6 +176,12 @@ class Recipe(Section):
                 f"train.decay_fraction={train.decay_fraction:g} with train.warmup_fraction={train.warmup_fraction:g}; "
                 "expected a sum of at most 1"
             )
+        for key in ("target_tau", "patience"):
+            if getattr(train, key) is not None and self.evaluation.count < 2:
+                raise ConfigError(
+                    f"train.{key}={getattr(train, key)} with evaluation.count={self.evaluation.count}; expected at "
+                    "least 2 prompts, for an interval"
+                )
 
     def drafter_options(self) -> dict[str, Any]:
         """Return the keyword arguments of the drafter's `from_target`, without its draft vocabulary."""

@@ -162,6 +162,9 @@ class TrainSection(Section):
     """Share of the steps in which 'wsd' decays the rate to zero."""
     warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05
     """Share of the steps in which the rate rises linearly."""
+    average: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    """Decay of a moving average of the drafter's weights (EMA), such as 0.99, which is evaluated too; the drafter with
+    the higher tau is kept."""
     optimizer: Literal["adamw", "muon"] = Field(default_factory=default_optimizer)
     """'muon' optimizes the matrices inside the drafter's layers with Muon, the rest with AdamW, and needs fewer steps.
     The default is 'muon', and 'adamw' under DeepSpeed, which supports no other."""
@@ -174,6 +177,11 @@ class TrainSection(Section):
     draft_length: Count | None = None
     """gamma, draft tokens in a round of the periodic evaluation, and the checkpoint's default; by default the number of
     the drafter's heads, or 4."""
+    target_tau: Annotated[Number, Field(gt=1)] | None = None
+    """Stop when the lower end of the measured tau's 95 % interval has reached this."""
+    patience: Count | None = None
+    """Stop when tau over this many evaluations is not significantly higher than over the same number before them; with
+    the schedule 'wsd', begin the decay and stop after it."""
     evaluate_every: Count = 50
     """Steps between two evaluations on held-out prompts."""
     checkpoint_every: Count = 50

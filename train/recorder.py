@@ -1,7 +1,8 @@
 """Everything that a run writes while it trains: metrics, checkpoints and the best drafter; and the evaluation of it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +19,9 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprints
 from draftsmith.storage import atomic_folder
+from draftsmith.train.averaging import WeightAverage
 from draftsmith.train.batch import ReadImages
-from draftsmith.train.checkpoint import Progress, load_from, load_state, load_step, prune, save_state
+from draftsmith.train.checkpoint import Progress, TrainState, load_from, load_state, load_step, prune, save_state
 from draftsmith.train.context import RunContext
 from draftsmith.train.engine import Engine, reduced
 from draftsmith.train.interrupts import Stopping
@@ -52,19 +54,22 @@ class BestDrafter:
 
     def __init__(self, recipe: Recipe, target: LoadedTarget, drafter: TrainableDrafter, draft_length: int) -> None:
         """To be created before adapters are added to the target, whose fingerprint is the original target's."""
-        self.tau, self.step = 0.0, 0
+        self.tau, self.step, self.averaged = 0.0, 0, False
         self.adapters: Adapters | None = None
         self._recipe, self._target, self._drafter, self._draft_length = recipe, target, drafter, draft_length
         self._described: dict[str, Any] = describe_target(target.model, target.tokenizer, target.name, target.revision)
         self._base_fingerprints = model_fingerprints(target.model)
 
-    def offer(self, step: int, result: dict[str, Any]) -> None:
-        """Save the drafter when its tau is the highest so far and its target is within `cotrain.max_quality_kl`."""
+    def offer(self, step: int, result: dict[str, Any], averaged: bool = False) -> None:
+        """Save the drafter when its tau is the highest so far and its target is within `cotrain.max_quality_kl`.
+
+        `averaged`: its weights are averages at present.
+        """
         quality, cotrain = result.get("target_quality"), self._recipe.cotrain
         fits = quality is None or cotrain is None or quality["kl"] <= cotrain.max_quality_kl
         if result["tau"] > self.tau and fits:
             self.save(quality)
-            self.tau, self.step = result["tau"], step
+            self.tau, self.step, self.averaged = result["tau"], step, averaged
 
     def save(self, quality: dict[str, Any] | None) -> None:
         """Save the current drafter; `quality`: measured on a target that is trained too, see `measure_quality`."""
@@ -94,7 +99,8 @@ class DrafterEvaluation(NamedTuple):
     """Metrics over all held-out prompts, and the decoded texts."""
 
     metrics: dict[str, Any]
-    """`alpha`, `tau` and `acceptance_at`; `target_quality` where the target is trained too."""
+    """`alpha`, `tau` and `acceptance_at`; `tokens` and `rounds` by prompt; `target_quality` where the target is trained
+    too."""
     outputs: "list[DecodeOutput]"
 
 
@@ -133,6 +139,8 @@ def evaluate_drafter(
     result = {
         "alpha": sum(overlaps) / max(1, len(overlaps)),
         "tau": sum(output.decode_tokens for output in outputs) / max(1, len(rounds)),
+        "tokens": [output.decode_tokens for output in outputs],
+        "rounds": [len(output.rounds) for output in outputs],
         "acceptance_at": acceptance_at(rounds),
     }
     return DrafterEvaluation(result, outputs)
@@ -158,18 +166,19 @@ class Record:
 
             self.publisher = publishing.Publisher(self._recipe, self._recipe.publish, self._console)
 
-    def resume(self, engine: Engine) -> Progress | None:
+    def resume(self, engine: Engine, average: WeightAverage | None) -> Progress | None:
         """Restore the last checkpoint, or the one to continue from, and return its progress; None without one."""
-        self._engine = engine
-        progress, problems = load_state(self._folder / CHECKPOINTS, engine.load)
+        self._engine, self._average = engine, average
+        progress, problems = load_state(self._folder / CHECKPOINTS, self._load)
         for problem in problems:
             self._console.say(problem)
         if progress is not None:
             self._console.say(f"{self._recipe.name}: resuming after step {progress.step}")
             self._saved = progress.step
             self.best.tau, self.best.step = progress.best_tau, progress.best_step
+            self.best.averaged = progress.best_averaged
         elif (source := self._recipe.continue_from) is not None:
-            progress = load_from(Path(source).expanduser(), engine.load)
+            progress = load_from(Path(source).expanduser(), self._load)
             self._console.say(f"{self._recipe.name}: continuing {source}, after step {progress.step}")
         if self._main:
             with self._writing(METRICS):
@@ -185,6 +194,11 @@ class Record:
             self._tracker = trackers.Tracker(self._context, self._saved)
         return progress
 
+    def _load(self, state: TrainState) -> None:
+        if self._average is not None:
+            self._average.load(state)
+        self._engine.load(state)
+
     def log(self, row: dict[str, Any]) -> None:
         """Write a row to the metrics and to the tracker."""
         if self._main:
@@ -199,20 +213,23 @@ class Record:
             acceptance_at = evaluation.metrics["acceptance_at"]
             self._tracker.show(step, acceptance_at, evaluation.outputs[:SAMPLES], tokenizer)
 
-    def offer(self, step: int, result: dict[str, Any]) -> None:
+    def offer(self, step: int, result: dict[str, Any], averaged: bool) -> None:
         """Save the drafter if it is the best by this evaluation, and publish it where the recipe says so."""
         with self._writing(DRAFTER):
-            self.best.offer(step, result)
+            self.best.offer(step, result, averaged)
         if self.publisher is not None and self.best.tau and self.stopping.problem is None:
             self.publisher.keep_up(self.best.step)
 
-    def checkpoint(self, step: int, last: Last, evaluated: bool) -> None:
-        """Save a checkpoint, unless the newest one is of this step."""
+    def checkpoint(self, step: int, last: Last, evaluated: bool, end: int | None) -> None:
+        """Save a checkpoint, unless the newest one is of this step. `end`: see `Progress`."""
         if step == self._saved:
             return
         state = self._engine.state()
         if self._main:
-            progress = Progress(step, self.best.tau, self.best.step, last.alpha, last.quality_kl, evaluated)
+            best = self.best
+            progress = Progress(step, best.tau, best.step, last.alpha, last.quality_kl, evaluated, best.averaged, end)
+            if self._average is not None:
+                state = replace(state, average={name: mean.cpu() for name, mean in self._average.weights.items()})
             recipe, keep = comparable(self._recipe), self._recipe.train.keep_checkpoints
             with self._writing(CHECKPOINTS):
                 self._metrics.sync()
@@ -230,23 +247,36 @@ class Record:
         if not broadcast_object_list([lost])[0]:
             return
         step, drafter = self.best.step, self._folder / DRAFTER
-        if not load_step(self._folder / CHECKPOINTS, step, self._engine.load):
+        if not load_step(self._folder / CHECKPOINTS, step, self._load):
             raise lost_for_good(self._folder, step)
         with self._engine.gathered():
             if self._main:
-                rows = [row for row in read_metrics(self._folder) if row["step"] == step and "evaluation" in row]
-                with self._writing(DRAFTER):
-                    self.best.save(rows[-1]["evaluation"].get("target_quality") if rows else None)
+                key = "average" if self.best.averaged else "evaluation"
+                rows = [row for row in read_metrics(self._folder) if row["step"] == step and key in row]
+                with self._writing(DRAFTER), self.weights(self.best.averaged):
+                    self.best.save(rows[-1][key].get("target_quality") if rows else None)
         self.meet()
         self._console.say(f"{drafter} was deleted: written again from the checkpoint of step {step}")
 
-    def finish(self, peak: int, estimate: "MemoryEstimate | None") -> None:
-        """Write the run's summary; `peak`: the most bytes that this start of the run has used."""
+    def weights(self, averaged: bool) -> AbstractContextManager[None]:
+        """Return the context in which the drafter has its averaged weights, or its own."""
+        return self._average.in_place() if averaged and self._average is not None else nullcontext()
+
+    def finish(self, steps: int, peak: int, estimate: "MemoryEstimate | None") -> None:
+        """Write the run's summary, and print what more steps would bring.
+
+        `peak`: the most bytes that this start of the run has used.
+        """
         if self._main:
+            from draftsmith.eval.learning_curve import outlook  # the measurement: loaded at the end alone
+
             memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}
-            summary = {"best_step": self.best.step, "best_tau": self.best.tau, "memory": memory}
+            best = self.best
+            summary = {"best_step": best.step, "best_tau": best.tau, "best_averaged": best.averaged, "steps": steps}
+            if (text := outlook(read_metrics(self._folder))) is not None:
+                self._console.say(f"  {text}")
             with self._writing(FINISHED):
-                finish(self._folder, {**summary, "environment": environment()})
+                finish(self._folder, {**summary, "memory": memory, "environment": environment()})
         self.meet()
 
     def meet(self) -> None:

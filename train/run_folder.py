@@ -50,7 +50,7 @@ def check_output(recipe: Recipe) -> None:
     read_metrics(folder)  # raises before anything is loaded
 
 
-MAY_CHANGE = {"steps", "schedule", "decay_fraction", "warmup_fraction"}
+MAY_CHANGE = {"steps", "schedule", "decay_fraction", "warmup_fraction", "average", "target_tau", "patience"}
 MAY_CHANGE |= {"evaluate_every", "checkpoint_every", "keep_checkpoints"}
 """Keys of `train` that may differ from those of a run that is continued."""
 
@@ -154,6 +154,8 @@ def _first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, A
 
 class _Evaluation(BaseModel):
     tau: FiniteFloat
+    tokens: list[FiniteFloat] = []
+    rounds: list[FiniteFloat] = []
 
 
 class _Row(BaseModel):
@@ -163,6 +165,7 @@ class _Row(BaseModel):
     loss: FiniteFloat = 0.0
     alpha: list[FiniteFloat] = []
     evaluation: _Evaluation = _Evaluation(tau=0.0)
+    average: _Evaluation = _Evaluation(tau=0.0)
 
     @model_validator(mode="after")
     def _require_whole(self) -> Self:

@@ -161,7 +161,9 @@ def _run_id(folder: Path) -> str:
 def tracker_row(row: dict[str, Any]) -> dict[str, float]:
     """Return metrics under flat names: `train/alpha_1`, `evaluation/tau`."""
     if "evaluation" in row:
-        return {f"evaluation/{key}": value for key, value in _flat(row["evaluation"]).items()}
+        kinds = {key: row[key] for key in ("evaluation", "average") if key in row}
+        by_prompt = ("tokens", "rounds")
+        return _flat({kind: {k: v for k, v in it.items() if k not in by_prompt} for kind, it in kinds.items()})
     return {f"train/{key}": value for key, value in _flat(row).items() if key != "step"}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.load_target import EMBEDDED
@@ -18,6 +19,7 @@ from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.locks import hold_folder
 from draftsmith.storage import write_json
 from draftsmith.train.accelerator import make_accelerator
+from draftsmith.train.averaging import WeightAverage
 from draftsmith.train.batch import batch_indices, collate, response_tokens
 from draftsmith.train.builders import (
     compile_blocks,
@@ -29,6 +31,7 @@ from draftsmith.train.builders import (
 )
 from draftsmith.train.context import RunContext
 from draftsmith.train.data import read_images, resample
+from draftsmith.train.early_stop import EarlyEnd, early_end
 from draftsmith.train.engine import reduced
 from draftsmith.train.interrupts import leave
 from draftsmith.train.learning_rates import described, learning_rate, rate_warning, watched_steps, width_of, with_rate
@@ -151,44 +154,46 @@ class Run:
             compile_blocks(self.drafter)
         self.engine = make_engine(recipe, accelerator, step, optimizers)
         self.module, self.optimizers = self.engine.module, self.engine.optimizers
+        decay, kept = recipe.train.average, context.placement.share.index == 0
+        self.average = None if decay is None else WeightAverage(step, decay, kept)
         self.start_token = start_token(model) if model.config.is_encoder_decoder else None
         self.limit = context_limit(model.config)
         self.read_images = read_images(recipe.data, self.target)
 
     def train(self) -> None:
         """Take the remaining steps, with evaluations and checkpoints, and write the run's summary."""
-        progress, stopping = self.record.resume(self.engine), self.stopping
+        progress, stopping = self.record.resume(self.engine, self.average), self.stopping
         step, self.last = (0, self.last) if progress is None else (progress.step, progress.last)
         self.evaluated = progress is not None and progress.evaluated
+        self.end = (progress and progress.end) or self.recipe.train.steps
         name, settings = self.recipe.name, self.recipe.train
         self.module.train()
         if not self.evaluated:
             self._evaluate(step)
         with self.console.bar(name, settings.steps, step) as advance:
-            while step < settings.steps and stopping.agreed is None:
+            while step < self.end and stopping.agreed is None:
                 self._refresh(step)
                 row = self.step(step)
                 step += 1
                 self.record.log({"step": step, **row})
                 advance(row)
                 self._judge_rate(step)
-                self.evaluated = step % settings.evaluate_every != 0 and step != settings.steps
+                self.evaluated = step % settings.evaluate_every != 0 and step != self.end
                 if not self.evaluated and stopping.agreed is None:
                     self._evaluate(step)
-                if step % settings.checkpoint_every == 0 or step == settings.steps or stopping.agreed is not None:
+                if step % settings.checkpoint_every == 0 or step == self.end or stopping.agreed is not None:
                     self._checkpoint(step)
         if stopping.agreed is not None:
             self.console.say(f"{name}: stopped by a signal after step {step}; the same command continues from there")
             return
         self.record.restore()
-        self.record.finish(self.memory.peak(), self.estimate)
+        self.record.finish(step, self.memory.peak(), self.estimate)
         best = self.record.best
         peak = in_units(self.memory.peak())
         estimates = {} if self.estimate is None else self.estimate.totals
         estimated = ", ".join(f"{in_units(size)} estimated {phase}" for phase, size in estimates.items())
-        self.console.say(
-            f"{name}: best tau {best.tau:.2f} at step {best.step}; peak memory {peak}{estimated and f' ({estimated})'}"
-        )
+        measured = f"best tau {best.tau:.2f} at step {best.step}{', averaged' * best.averaged}"
+        self.console.say(f"{name}: {measured}; peak memory {peak}{estimated and f' ({estimated})'}")
         self.console.say(f"next: {eval_command(self.recipe)}")
 
     def step(self, step: int) -> dict[str, Any]:
@@ -200,7 +205,7 @@ class Run:
         in_round = step - self.round * every
         indices = batch_indices(settings.seed + self.round, in_round, settings.batch_size, len(self.data.rows))
         tokens = response_tokens(self.data.rows, indices)
-        rate = learning_rate(self.recipe, step)
+        rate = learning_rate(self.recipe, step, self.end)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("ratio", 1.0)
@@ -216,6 +221,9 @@ class Run:
         norm = self.engine.step() if math.isfinite(loss) else math.nan
         if not math.isfinite(norm):
             self._stop_at(step, indices, loss, norm)
+        if self.average is not None:
+            with self.engine.gathered():
+                self.average.update(step)
         seconds = time.perf_counter() - started
         self.last = Last((alpha_K / count_K.clamp_min(1)).tolist(), quality / tokens)
         return {
@@ -297,35 +305,70 @@ class Run:
     def _evaluate(self, step: int) -> None:
         """Decode held-out prompts on the main process or its group, and keep the drafter if its tau is the best so far.
 
-        A signal interrupts the evaluation; the resumed run then begins with it.
+        With averaged weights too, where there are any. A signal interrupts the evaluation; the resumed run then begins
+        with it.
         """
         self.console.doing("evaluating")
         placement = self.context.placement
         with self.engine.gathered():
             if placement.share.index == 0:
-                evaluation = evaluate_drafter(
-                    self.target.model,
-                    self.drafter,
-                    self.data.heldout,
-                    self.recipe.evaluation,
-                    self.draft_length,
-                    stop=lambda: placement.any(self.stopping.received is not None),
-                    read_images=self.read_images,
-                )
-                if evaluation is not None and self.accelerator.is_main_process:
-                    result = evaluation.metrics
-                    if self.adapters is not None:
-                        result["target_quality"] = measure_quality(
-                            self.target.model, [prompt.input_ids for prompt in self.data.heldout]
-                        )
-                    self.record.log({"step": step, "evaluation": result})
-                    self.record.show(step, evaluation, self.target.tokenizer)
-                    self.console.evaluation(step, result)
-                    self.record.offer(step, result)
+                results: dict[str, Any] = {}
+                for averaged in (False, True) if self.average is not None and self.average.weights else (False,):
+                    with self.record.weights(averaged):
+                        result = self._measure(step, averaged)
+                    if result is None:
+                        break
+                    results["average" if averaged else "evaluation"] = result
+                else:
+                    self.record.log({"step": step, **results})
                     self.evaluated = True
             placement.meet()
         self.console.doing("")
         self.record.meet()
+        self._end_early(step)
+
+    def _end_early(self, step: int) -> None:
+        """Set the run's last step where its evaluations so far say that it can end before the recipe's."""
+        settings, found = self.recipe.train, None
+        if settings.target_tau is None and settings.patience is None:
+            return
+        if self.accelerator.is_main_process and self.evaluated:
+            decaying = self.end != settings.steps
+            found: EarlyEnd | None = early_end(self.recipe, read_metrics(self.folder), step, decaying)
+        found = broadcast_object_list([found])[0]
+        if found is not None:
+            self.end = found.step
+            self.record.log({"step": step, "ending": {"reason": found.reason, "last_step": found.step}})
+            self.console.say(f"  {found.reason}; the run ends after step {found.step}")
+
+    def _measure(self, step: int, averaged: bool) -> dict[str, Any] | None:
+        """Decode held-out prompts with the present weights, offer the drafter, and return its metrics.
+
+        Returns None where a signal came.
+        """
+        evaluation = evaluate_drafter(
+            self.target.model,
+            self.drafter,
+            self.data.heldout,
+            self.recipe.evaluation,
+            self.draft_length,
+            stop=lambda: self.context.placement.any(self.stopping.received is not None),
+            read_images=self.read_images,
+        )
+        if evaluation is None:
+            return None
+        result = evaluation.metrics
+        if not self.accelerator.is_main_process:
+            return result
+        if self.adapters is not None:
+            heldout = [prompt.input_ids for prompt in self.data.heldout]
+            result["target_quality"] = measure_quality(self.target.model, heldout)
+        self.console.evaluation(step, result, averaged)
+        self.record.offer(step, result, averaged)
+        if not averaged:
+            self.record.show(step, evaluation, self.target.tokenizer)
+        return result
 
     def _checkpoint(self, step: int) -> None:
-        self.record.checkpoint(step, self.last, self.evaluated)
+        end = None if self.end == self.recipe.train.steps else self.end
+        self.record.checkpoint(step, self.last, self.evaluated, end)

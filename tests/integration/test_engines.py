@@ -68,7 +68,10 @@ class Runs:
         return [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(self.place / name)]
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.place / name / "checkpoints" / "step-000006" / "model.safetensors")
+        return load_file(self.last(name) / "model.safetensors")
+
+    def last(self, name: str) -> Path:
+        return self.place / name / "checkpoints" / "step-000006"
 
     def require_same(self, name: str, reference: str) -> None:
         """Losses, norms and final weights, up to rounding; and what was decoded on the way."""
@@ -207,6 +210,27 @@ def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
     runs.run("muon", "one", *muon)
     runs.run("muon-fsdp2", "fsdp2", *muon)
     runs.require_same("muon-fsdp2", "muon")
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+def test_averaged_weights_are_whole_under_all_engines(engine: str, runs: Runs) -> None:
+    averaged = ("train.average=0.5",)
+    if not (runs.place / "averaged").exists():
+        runs.run("averaged", "one", *averaged)
+    name = f"averaged-{engine}"
+    runs.run(name, engine, *averaged)
+    runs.require_same(name, "averaged")
+    ours, theirs = (load_file(runs.last(one) / "average.safetensors") for one in (name, "averaged"))
+    torch.testing.assert_close(ours, theirs, **WEIGHTS)
+    assert [row.get("average", {}).get("tau") for row in runs.rows(name)] == [
+        row.get("average", {}).get("tau") for row in runs.rows("averaged")
+    ]
+
+
+def test_two_processes_agree_on_an_early_end(runs: Runs) -> None:
+    runs.run("still", "ddp", "train.learning_rate=1e-9", "train.patience=1")
+    assert runs.rows("still")[-1]["ending"]["last_step"] == 3
+    assert json.loads((runs.place / "still" / "finished.json").read_text())["steps"] == 3
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])

@@ -92,3 +92,87 @@ def test_a_continuation_that_does_not_fit_is_refused(
     (checkpoint / "optimizer.safetensors").write_bytes(b"damaged")
     with pytest.raises(DraftsmithError, match=r"continue_from=.* cannot be read .*; expected an intact checkpoint"):
         _train(recipe_file, tmp_path / "second", f"continue_from={checkpoint}")
+
+
+AVERAGED = ("train.average=0.8", "train.evaluate_every=3", "train.checkpoint_every=1", "train.keep_checkpoints=30")
+AVERAGED += ("drafter.type=draft_model", "train.optimizer=muon", "train.learning_rate=1e-2", "train.schedule=constant")
+AVERAGED += ("train.steps=24", "train.batch_size=2")
+"""A rate at which single weights are noisy, so that averages are better."""
+
+
+def test_averaged_weights_are_kept_where_their_tau_is_higher(recipe_file: Path, tmp_path: Path) -> None:
+    """The average follows its formula, and what is saved is the drafter of the highest tau, averaged or not."""
+    drafter = _train(recipe_file, tmp_path / "run", *AVERAGED)
+    means: dict[str, torch.Tensor] = {}
+    for step in range(24):
+        state = _state(tmp_path / "run", step + 1)
+        decay = min(0.8, (1 + step) / (10 + step))
+        for name in [name.removeprefix("model/") for name in state if name.startswith("model/")]:
+            weight = state[f"model/{name}"]
+            means[name] = decay * means[name] + (1 - decay) * weight if step else weight
+            torch.testing.assert_close(state[f"average/{name}"], means[name], rtol=1e-5, atol=1e-6)
+    rows = [row for row in _rows(tmp_path / "run") if "evaluation" in row]
+    assert ["average" in row for row in rows] == [False] + [True] * 8
+    taus = {(row["step"], key): row[key]["tau"] for row in rows for key in ("evaluation", "average") if key in row}
+    finished = json.loads((tmp_path / "run" / "finished.json").read_text())
+    best = (finished["best_step"], "average" if finished["best_averaged"] else "evaluation")
+    assert taus[best] == max(taus.values()) == finished["best_tau"]
+    assert finished["best_averaged"], "the test needs a run whose averages are better"
+    saved = load_file(drafter / "model.safetensors")
+    expected = _state(tmp_path / "run", best[0])
+    own = {name.removeprefix("average/drafter.model."): value for name, value in expected.items() if "average/" in name}
+    assert all(torch.equal(saved[name], own[name]) for name in saved)
+
+
+def test_a_killed_run_with_averages_resumes_exactly(recipe_file: Path, tmp_path: Path) -> None:
+    drafter = _train(recipe_file, tmp_path / "run", *AVERAGED)
+    rows, state = _rows(tmp_path / "run"), _state(tmp_path / "run", 24)
+    saved = load_file(drafter / "model.safetensors")
+    (tmp_path / "run" / "finished.json").unlink()
+    for step in range(8, 25):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
+    _train(recipe_file, tmp_path / "run", *AVERAGED)
+    assert _rows(tmp_path / "run") == rows
+    _require_equal(_state(tmp_path / "run", 24), state)
+    shutil.rmtree(drafter)
+    _train(recipe_file, tmp_path / "run", *AVERAGED)  # writes the best drafter again
+    _require_equal(load_file(drafter / "model.safetensors"), saved)
+
+
+def test_a_checkpoint_without_averages_is_continued_with_them(recipe_file: Path, tmp_path: Path) -> None:
+    _train(recipe_file, tmp_path / "first", "train.steps=4", "train.schedule=constant")
+    source = tmp_path / "first" / "checkpoints" / "step-000004"
+    _train(recipe_file, tmp_path / "second", f"continue_from={source}", "train.steps=5", "train.average=0.5")
+    before, after = _state(tmp_path / "first", 4), _state(tmp_path / "second", 5)
+    for name in [name for name in before if name.startswith("model/")]:
+        decay = 5 / 14  # of step 4, counted from 0
+        mean = decay * before[name] + (1 - decay) * after[name]
+        torch.testing.assert_close(after[name.replace("model/", "average/")], mean, rtol=1e-5, atol=1e-6)
+
+
+STILL = ("train.learning_rate=1e-9", "train.evaluate_every=2", "train.patience=2", "train.steps=30")
+"""At this rate nothing is learnt, so that tau does not rise."""
+
+
+def test_a_run_ends_when_tau_does_not_rise(recipe_file: Path, tmp_path: Path) -> None:
+    _train(recipe_file, tmp_path / "run", *STILL)
+    rows = _rows(tmp_path / "run")
+    assert rows[-1]["step"] == 6, "evaluations at steps 0, 2 | 4, 6"
+    assert rows[-1]["ending"]["last_step"] == 6
+    finished = json.loads((tmp_path / "run" / "finished.json").read_text())
+    assert finished["steps"] == 6
+    assert (tmp_path / "run" / "checkpoints" / "step-000006").is_dir()
+
+
+def test_a_stable_run_decays_when_tau_does_not_rise_also_when_it_is_resumed(recipe_file: Path, tmp_path: Path) -> None:
+    overrides = (*STILL, "train.schedule=wsd", "train.decay_fraction=0.2", "train.checkpoint_every=1")
+    _train(recipe_file, tmp_path / "run", *overrides)
+    rows, state = _rows(tmp_path / "run"), _state(tmp_path / "run", 12)
+    rates = [row["lr"] / 1e-9 for row in rows if "lr" in row]
+    assert len(rates) == 12, "the decay takes 6 of 30 steps, and begins after step 6"
+    assert rates[2:] == pytest.approx([1.0] * 4 + [1 - (i / 6) ** 0.5 for i in range(6)])
+    (tmp_path / "run" / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000012")  # as if killed during the decay
+    _train(recipe_file, tmp_path / "run", *overrides)
+    assert _rows(tmp_path / "run") == rows
+    _require_equal(_state(tmp_path / "run", 12), state)

@@ -48,6 +48,7 @@ class MemoryEstimate:
     drafter: int
     gradients: int
     optimizer: int
+    """Its state, and the averages of the weights where there are any."""
     activations: int
     """Everything else at the peak: activations, logits of a chunk, features, batch."""
     cache: int
@@ -142,7 +143,7 @@ def estimate_memory(
         for _ in range(2):
             live.peak = live.now
             step.run()
-        moments = _moments(step.optimizers)
+        moments, averages = _moments(step.optimizers), 0 if recipe.train.average is None else trained
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
         if data.response == "target" and recipe.teacher.kind != "logprobs":
@@ -159,7 +160,7 @@ def estimate_memory(
             target=weights - _elsewhere(recipe, target, beside_host, processes),
             drafter=drafted,
             gradients=trained,
-            optimizer=moments // processes if sharded else moments,
+            optimizer=(moments // processes if sharded else moments) + averages,
             activations=rest,
             cache=cache,
             reading=reading,

@@ -1,0 +1,59 @@
+"""Where a run ends before its last step."""
+
+from typing import Any
+
+import pytest
+
+from draftsmith.errors import ConfigError
+from draftsmith.train.early_stop import early_end
+from draftsmith.train.recipe import Recipe, parse_recipe
+
+
+def _recipe(**train: Any) -> Recipe:
+    values = {"name": "x", "output": "y", "drafter": {"type": "medusa"}, "train": {"steps": 100, **train}}
+    return parse_recipe(values, "here")
+
+
+def _rows(*taus: float, key: str = "evaluation") -> list[dict[str, Any]]:
+    """Evaluations at steps 0, 10, …; two prompts, one of them 0.2 higher than the other."""
+    return [
+        {"step": 10 * i, key: {"tokens": [100 * (tau - 0.1), 100 * (tau + 0.1)], "rounds": [100, 100]}}
+        for i, tau in enumerate(taus)
+    ]
+
+
+def test_a_run_ends_when_tau_has_stopped_rising() -> None:
+    recipe = _recipe(patience=2)
+    assert early_end(recipe, _rows(1.0, 1.5, 2.0, 2.1), 30, decaying=False) is None
+    assert early_end(recipe, _rows(2.0, 2.0, 2.0), 20, decaying=False) is None, "too early to say"
+    end = early_end(recipe, _rows(1.0, 2.0, 2.1, 2.0, 2.1), 40, decaying=False)
+    assert end is not None
+    assert end.step == 40
+    assert end.reason == "tau has stopped rising: +0.00 [0.00, 0.00] from 2 evaluations to the next 2"
+
+
+def test_a_stable_run_decays_first_if_there_is_time() -> None:
+    rows = _rows(2.0, 2.0, 2.0, 2.0)
+    recipe = _recipe(patience=2, schedule="wsd", decay_fraction=0.2)
+    end = early_end(recipe, rows, 30, decaying=False)
+    assert end is not None
+    assert end.step == 50
+    assert early_end(recipe, rows, 30, decaying=True) is None
+    assert early_end(recipe, rows, 80, decaying=False) is None, "the decay has begun anyway"
+
+
+@pytest.mark.parametrize("key", ["evaluation", "average"])
+def test_a_run_ends_when_the_interval_of_tau_is_above_the_goal(key: str) -> None:
+    rows = _rows(1.0, 3.0, key=key)  # the last interval is [2.9, 3.1]
+    assert early_end(_recipe(target_tau=3.0), rows, 10, decaying=False) is None
+    for decaying in (False, True):
+        end = early_end(_recipe(target_tau=2.9), rows, 10, decaying)
+        assert end is not None
+        assert end == (10, "tau 3.00 [2.90, 3.10] has reached train.target_tau=2.9")
+
+
+def test_one_prompt_gives_no_interval() -> None:
+    values = {"name": "x", "output": "y", "drafter": {"type": "medusa"}, "evaluation": {"count": 1}}
+    for train in ({"patience": 2}, {"target_tau": 3}):
+        with pytest.raises(ConfigError, match=r"with evaluation\.count=1; expected at least 2 prompts"):
+            parse_recipe({**values, "train": train}, "here")
