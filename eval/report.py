@@ -85,7 +85,7 @@ def check_report_folder(out: Path, settings: Settings) -> None:
 
 
 def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[str, list[dict]] | None = None) -> None:
-    """Write the report into `out`. `runs`: rows of `metrics.jsonl` by drafter, for the plot of training."""
+    """Write the report into `out`. `runs`: rows of `metrics.jsonl` by drafter, for what it says of training."""
     out.mkdir(parents=True, exist_ok=True)
     plots = evaluation_plots(evaluation.rows)
     plots += training_plots(runs or {})

@@ -174,6 +174,16 @@ def test_lines_of_single_points_are_not_drawn(tmp_path: Path) -> None:
     assert "](over_draft_length.png)" in (tmp_path / "report.md").read_text()
 
 
+def test_a_report_says_what_more_training_would_bring(tmp_path: Path) -> None:
+    metrics = [{"step": 10 * n, "evaluation": {"tau": 2.0, "tokens": [4, 4], "rounds": [2, 2]}} for n in range(6)]
+    write_report(evaluation(), tmp_path, title="t", runs={"d": metrics, "untrained": []})
+    line = "d: Twice the steps (100) would bring about tau 2.00 [2.00, 2.00], against 2.00 [2.00, 2.00] at step 50"
+    for report in ("report.md", "report.html"):
+        text = (tmp_path / report).read_text().replace("\\", "")  # Markdown's escapes
+        assert text.count(line) == 1
+        assert "untrained:" not in text
+
+
 def test_training_is_plotted_where_positions_are_missing() -> None:
     """A file that was edited, or continued with another number of draft positions."""
     rows = [

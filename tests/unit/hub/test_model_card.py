@@ -109,6 +109,18 @@ def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_targe
         write_card(folder, evaluation().as_json(), "nobody")
 
 
+def test_a_card_says_what_more_training_would_bring(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    folder = _saved("medusa", tmp_path / "d", tiny_target, "embedded")
+    metrics = [{"step": 10 * n, "evaluation": {"tau": 2.0, "tokens": [4, 4], "rounds": [2, 2]}} for n in range(6)]
+    write_card(folder, None, None, metrics=metrics)
+    card = (folder / "README.md").read_text().replace("\\", "")
+    assert "during training. Twice the steps (100) would bring about tau 2.00 [2.00, 2.00], against 2.00" in card
+    assert "held-out prompts.\n\n<details>" in card
+    write_card(folder, None, None, metrics=metrics[:3])
+    card = (folder / "README.md").read_text().replace("\\", "")
+    assert "during training.\n\n<details>" in card
+
+
 def test_a_card_shows_names_as_text(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
     """Markup in the names of target, revision, prompts and drafters, wherever the card has them."""
     nasty = "x\n```\n# owned ![i](http://h/i.png) <b> `c` \x1b]0;t\x07"
