@@ -10,7 +10,7 @@
     lm_heads.k                    hydra_lm_head.k               hydra_lm_head.k.1                  head.k
 
 The residual blocks of a Hydra head are one module, stored once for each time it is applied. With tied weights an MLP
-speculator has one step, stored once or n times, whose projection is proj.1; proj.0 projects the target's state.
+speculator has one step, stored n times or once, whose projection is proj.1; proj.0 projects the target's state.
 Sources: hydra/model at 3f39fbd, fms_extras/models/speculator.py at 16339f7.
 """
 
@@ -150,13 +150,18 @@ def _of_fms(name: str, tied: bool) -> str:
 
 
 def write_fms(source: Source[MlpSpeculator]) -> Serving:
-    """Write IBM's layout, with tied weights once."""
+    """Write IBM's layout, with a copy of tied weights for each step: its class and TGI look for every name."""
     drafter, otherwise = source.drafter, "format=transformers"
     source.require(drafter.fms, "fms=False", f"true, or {otherwise}")
     source.require(drafter.draft_vocabulary is None, "a draft vocabulary", f"none, or {otherwise}")
     source.require(drafter.num_heads > 1 or not drafter.tie_weights, "tie_weights with one head", "false")
     tied = drafter.tie_weights
     tensors = source.weights(drafter, lambda name: f"speculator.{_of_fms(name, tied)}")
+    for name, value in list(tensors.items()) if tied else []:
+        part, first = name.split(".")[1:3]
+        if (part, first) != ("proj", "0"):
+            later = range(int(first) + 1, drafter.num_heads)
+            tensors |= {name.replace(f".{first}.", f".{k}."): value.clone() for k in later}
     config: dict[str, Any] = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",

@@ -97,12 +97,14 @@ def hydra_logits(w: Tensors, target: LlamaForCausalLM, prefix: bool, layers: int
 
 
 def speculator(tied: bool, scaled: bool, inner: int = INNER) -> Folder:
-    """Tied weights are stored once; the projection of the target's state is separate."""
+    """Tied weights are stored for every step; the projection of the target's state is another one."""
     shapes = {f"speculator.{name}.{k}.weight": (VOCAB, inner) for name in ("emb", "head") for k in range(HEADS)}
     shapes |= {f"speculator.ln.{k}.{part}": (inner,) for k in range(HEADS) for part in ("weight", "bias")}
     shapes |= {f"speculator.proj.{k}.weight": (inner, inner if k else HIDDEN) for k in range(HEADS)}
-    kept = {name for name in shapes if not tied or name.split(".")[2] == "0" or ".proj.1." in name}
-    tensors = random_tensors({name: shape for name, shape in shapes.items() if name in kept})
+    tensors = random_tensors(shapes)
+    for name in list(tensors) if tied else ():
+        first = 1 if ".proj." in name and ".0." not in name else 0
+        tensors[name] = tensors[re.sub(r"\.\d\.", f".{first}.", name)].clone()
     config = {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": HIDDEN}
     config |= {"inner_dim": inner, "vocab_size": VOCAB, "tie_weights": tied, "scale_input": scaled, "n_predict": HEADS}
     return config | {"top_k_tokens_per_head": [5, 4, 3], "n_candidates": 5}, tensors
@@ -172,11 +174,9 @@ def test_files_come_back(name: str, tmp_path: Path, target: LlamaForCausalLM) ->
 
 def test_copies_of_shared_weights_and_unused_embeddings_are_skipped(tmp_path: Path, target: LlamaForCausalLM) -> None:
     config, tensors = speculator(True, True)
-    shared = {name: value for name, value in tensors.items() if ".proj.0." not in name}
-    copies = {re.sub(r"\.[01]\.", f".{k}.", name): value for name, value in shared.items() for k in range(1, HEADS)}
-    copies = {name: value.clone() for name, value in copies.items()}
-    one = ours((config, tensors), target, tmp_path / "once").state_dict()
-    other = ours((config, copies | tensors), target, tmp_path / "copied").state_dict()
+    once = {name: value for name, value in tensors.items() if ".0." in name or ".proj.1." in name}
+    one = ours((config, once), target, tmp_path / "once").state_dict()
+    other = ours((config, tensors), target, tmp_path / "copied").state_dict()
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     config, tensors = hydra(True)
     unused = {f"{PREFIX}embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}
