@@ -46,6 +46,7 @@ UNREAD = {
     "EagleDeepseekV3ForCausalLM": "its layer has latent attention",
     "Gemma4DSparkModel": "its layers scale embeddings and norm values",
     "Gemma4Eagle3Model": "its layers scale embeddings and norm values",
+    "PEagleDraftModel": "SpecForge's config.json does not say how many tokens it drafts",
     "QwenDFlareDraftModel": "its layers mix the target's layers, with keys and values of their own for them",
 }
 """Classes that no drafter here can represent, and the reason."""

@@ -256,6 +256,7 @@ EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.we
             "markov_head_type='lstm' in config.json; expected one of vanilla",
         ),
         (DEEPSPEC | {"dflash_config": {"projector_type": "domino"}}, {}, "projector_type='domino' in config.json; exp"),
+        (llama_config(architectures=["PEagleDraftModel"]), {}, "a PEagleDraftModel .SpecForge's config.json does not"),
         (ZLAB | {"architectures": ["QwenDFlareDraftModel"]}, {}, "a QwenDFlareDraftModel .its layers mix the target's"),
         (DEEPSPEC | {"target_layer_ids": [-1]}, {}, r"target_layer_ids=\[-1\]; expected a list of the target's layers"),
         (
