@@ -183,9 +183,9 @@ def last_gain(target: PreTrainedModel, default_H: Tensor) -> Tensor:
 
 def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
     """Return the rotary position embedding that `config` describes, of a part of each head where it says so."""
-    part, size = (config.rope_parameters or {}).get("partial_rotary_factor") or 1.0, config.head_dim
+    part = (config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
     if part != 1:
-        assert size is not None, "LlamaConfig sets it"
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         config = copy(config)
         config.head_dim = int(part * size)
     return LlamaRotaryEmbedding(config)

@@ -457,6 +457,14 @@ def test_other_modules_do_not_fit_into_the_targets_files(tmp_path: Path) -> None
         export_drafter(other, target, "vllm", tmp_path / "out", target_name="org/target")
 
 
+def test_a_config_need_not_have_the_size_of_a_head() -> None:
+    """GLM-4.5's class has no such attribute by default; the size is that of the state divided by the heads."""
+    config = AutoConfig.for_model("glm4_moe", hidden_size=32, num_attention_heads=4, rope_parameters=HALF)
+    assert getattr(config, "head_dim", None) is None
+    cos, _ = rotary(config)(torch.zeros(1, 3, 4), torch.arange(3)[None])
+    assert cos.shape[-1] == 4
+
+
 def test_a_part_of_each_head_is_rotated() -> None:
     from draftsmith.heads.layers import layer_config, rotated
 
