@@ -17,8 +17,9 @@ from typing import Any
 
 import pyarrow.parquet
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_from_disk
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
+from draftsmith.bars import Bars
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.asked import Asked
@@ -272,7 +273,7 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
     mine = parts[share.index :: share.count]
     missing = [part for part in mine if not part.file.exists()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
+    with Bars(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
         task = bar.add_task("sampling from the target", total=sum(len(part.indices) for part in mine))
         bar.advance(task, sum(len(part.indices) for part in mine if part not in missing))
         for part in missing:

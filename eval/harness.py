@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
+from draftsmith.bars import Bars
 from draftsmith.decode.compiled import built_graphs
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
@@ -277,7 +278,7 @@ class Run:
     def _decode_all(self, progress: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         columns += (TextColumn("left:"), TimeRemainingColumn())
-        with Progress(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
+        with Bars(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
             done = len(self.journal.cells)
             total = sum(len(self.arms) for _ in self._places())
             task = bar.add_task("measuring", total=total, completed=done)

@@ -228,9 +228,12 @@ def step_and_optimizers(
     if settings.activation_checkpointing:
         recompute_activations(drafter)
     dtype = torch.bfloat16 if precision(recipe) == "bf16" else torch.float32
+    beside = settings.adamw_learning_rate
+    adamw_ratio = 1.0 if beside is None else beside / (settings.learning_rate or beside)
     if cotrain is None:
         step = AgreementStep(drafter, objective, teacher)
-        return TrainedStep(step, optimizers(drafter, settings.optimizer, settings.weight_decay, dtype=dtype), None)
+        made = optimizers(drafter, settings.optimizer, settings.weight_decay, dtype=dtype, adamw_ratio=adamw_ratio)
+        return TrainedStep(step, made, None)
     torch.manual_seed(settings.seed)
     adapters = Adapters.on(target, rank=cotrain.lora_rank, alpha=cotrain.lora_alpha, modules=cotrain.modules)
     if settings.activation_checkpointing:
@@ -245,7 +248,7 @@ def step_and_optimizers(
     )
     step = CotrainStep(drafter, objective, teacher, adapters, weights)
     ratio = cotrain.learning_rate_ratio
-    made = optimizers(drafter, settings.optimizer, settings.weight_decay, step.adapters, ratio, dtype)
+    made = optimizers(drafter, settings.optimizer, settings.weight_decay, step.adapters, ratio, dtype, adamw_ratio)
     return TrainedStep(step, made, adapters)
 
 
@@ -256,6 +259,7 @@ def optimizers(
     adapters: nn.ParameterList | None = None,
     ratio: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    adamw_ratio: float = 1.0,
 ) -> Optimizers:
     """Return optimizers with a learning rate of 0, which every step sets.
 
@@ -266,6 +270,7 @@ def optimizers(
         kind: the recipe's `train.optimizer`.
         adapters: on the target, for AdamW at `ratio` times the drafter's rate; the group stores it as `ratio`.
         dtype: of Muon's matrix products.
+        adamw_ratio: AdamW's rate for the drafter's other weights relative to the drafter's rate.
     """
     trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
     matrices = [weight for name, weight in trained.items() if kind == "muon" and weight.ndim == 2 and _inside(name)]
@@ -280,7 +285,8 @@ def optimizers(
         group = {"params": list(adapters), "ratio": ratio}
         made.append(torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True))
     if rest:
-        made.append(torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True))
+        group = {"params": rest, "ratio": adamw_ratio}
+        made.append(torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True))
     return made
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import psutil
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from draftsmith.bars import Bars
 from draftsmith.safe_text import Terminal
 
 
@@ -90,7 +91,7 @@ class Console:
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
         )
-        with Progress(*columns, console=self._rich, disable=not self.visible) as progress:
+        with Bars(*columns, console=self._rich, disable=not self.visible) as progress:
             task, numbers = progress.add_task(name, total=steps, completed=done, numbers=""), ""
 
             def advance(row: dict[str, Any] | None) -> None:

@@ -176,6 +176,11 @@ class Recipe(Section):
                 f"train.decay_fraction={train.decay_fraction:g} with train.warmup_fraction={train.warmup_fraction:g}; "
                 "expected a sum of at most 1"
             )
+        if train.adamw_learning_rate is not None and train.optimizer != "muon":
+            raise ConfigError(
+                f"train.adamw_learning_rate={train.adamw_learning_rate:g} with train.optimizer={train.optimizer!r}; "
+                "expected 'muon', or train.learning_rate alone"
+            )
         for key in ("target_tau", "patience"):
             if getattr(train, key) is not None and self.evaluation.count < 2:
                 raise ConfigError(

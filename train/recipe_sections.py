@@ -168,6 +168,8 @@ class TrainSection(Section):
     optimizer: Literal["adamw", "muon"] = Field(default_factory=default_optimizer)
     """'muon' optimizes the matrices inside the drafter's layers with Muon, the rest with AdamW, and needs fewer steps.
     The default is 'muon', and 'adamw' under DeepSpeed, which supports no other."""
+    adamw_learning_rate: Annotated[Number, Field(gt=0)] | None = None
+    """Peak rate of the AdamW beside Muon, for embeddings, lm_heads and gains; by default learning_rate."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     """Decoupled weight decay of the drafter's optimizers."""
     clip_norm: Annotated[Number, Field(gt=0)] = 1.0

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
+from draftsmith.bars import Bars
 from draftsmith.distill.embedded.corpus import Module, corpus_hash, embedded_prompts, read_modules
 from draftsmith.distill.embedded.training import (
     EmbeddedRecipe,
@@ -102,7 +103,7 @@ def _build(folder: Path, recipe: EmbeddedRecipe, train: list[Module], heldout: l
     disable_progress_bar()  # transformers shows one for writing a file
     started = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
+    with Bars(*columns, console=console) as bar:
         task = bar.add_task("embedded target: tokenizer", total=recipe.cost)
         texts = [module.text for module in train]
         tokenizer = train_tokenizer(texts, recipe.vocab_size, recipe.max_position_embeddings)

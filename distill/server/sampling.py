@@ -12,8 +12,9 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
+from draftsmith.bars import Bars
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.regeneration import SampleSettings
@@ -214,7 +215,7 @@ class _Run:
         state = TextColumn("{task.fields[state]}")
         async with Servers(self.sampler.server) as servers:
             await check(self.sampler, self.questions, servers)
-            with Progress(*columns, state, console=Terminal(stderr=True), disable=not progress) as bar:
+            with Bars(*columns, state, console=Terminal(stderr=True), disable=not progress) as bar:
                 task = bar.add_task("asking the server", total=total, completed=total - len(pending), state="")
                 todo = iter(pending)
                 most = len(servers.settings.urls) * servers.settings.concurrency
@@ -222,7 +223,7 @@ class _Run:
                     [self._work(todo, servers, bar, task) for _ in range(min(most, len(pending)))],
                 )
 
-    async def _work(self, todo: Iterator[tuple[int, int]], servers: Servers, bar: Progress, task: TaskID) -> None:
+    async def _work(self, todo: Iterator[tuple[int, int]], servers: Servers, bar: Bars, task: TaskID) -> None:
         for response, question in todo:
             try:
                 await self._converse(response, question, servers)

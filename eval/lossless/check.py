@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from draftsmith.bars import Bars
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.draws import Done, Plan
@@ -170,7 +171,7 @@ def _work(decoders: dict, prompts: list[Prompt], settings: CheckSettings) -> int
 @contextmanager
 def _bar(total: int, shown: bool) -> Iterator[Done]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Terminal(stderr=True), disable=not shown) as bar:
+    with Bars(*columns, console=Terminal(stderr=True), disable=not shown) as bar:
         task = bar.add_task("checking", total=total)
         yield lambda tokens: bar.advance(task, tokens)
 

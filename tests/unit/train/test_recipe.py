@@ -28,6 +28,10 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
         (["objective.position_decay=2"], r"objective\.position_decay=2; expected <= 1"),
         (["train.seed=4294967296"], r"train\.seed=4294967296; expected <= 4294967295"),
         (["drafter={type: eagle3, layers: []}"], r"drafter\.layers=\[\]; expected"),
+        (
+            ["train.adamw_learning_rate=1e-3", "train.optimizer=adamw"],
+            r"adamw_learning_rate=0\.001 with train\.opt",
+        ),
         (["train=3"], r"train=3; expected a section with keys"),
         (["name=" + "x" * 101], r"name='x+.*; expected at most 100 characters"),
         (["objective.kind=kll"], r"objective\.kind='kll'; expected 'kl', 'reverse_kl', 'js', 'tv'"),
