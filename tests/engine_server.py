@@ -78,6 +78,8 @@ class Engine:
     key: str | None = None
     answer: Callable[[list[int], int, int], list[int]] = answer_tokens
     metrics: Callable[["Engine"], str] | None = None
+    info: dict[str, Any] | None = None
+    """SGLang's description of itself."""
     asked: list[dict[str, Any]] = field(default_factory=list)
     """The bodies of all requests for text."""
     answered: Counter[str] = field(default_factory=Counter)
@@ -159,6 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"object": "list", "data": [{"id": name, "object": "model", "root": name} for name in names]})
         elif self.path == "/metrics" and self.engine.metrics is not None:
             self._send(self.engine.metrics(self.engine).encode(), 200, "text/plain; version=0.0.4")
+        elif self.path == "/get_server_info" and self.engine.info is not None:
+            self._json(self.engine.info)
         else:
             self._json({"detail": "Not Found"}, 404)
 

@@ -25,6 +25,7 @@ from draftsmith.cli.options import (
     suggest,
     template_options,
 )
+from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftsmith.eval.forecast.run import Outcome
@@ -54,6 +55,17 @@ def forecast(
     save_profile: Annotated[
         Path | None, typer.Option("--save-profile", help="File for this machine's timings, for --profile.")
     ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option("--server", help="Time running servers: one without a drafter, and one for each draft length."),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="The name under which the servers have it.")] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", help="With --server: tokens of each prompt; default: as they are.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", help="With --server: JSON file for vLLM's and SGLang's settings.")
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also decode with each best policy and time it.")] = False,
     seed: SeedOption = 0,
     chat_template: TemplateOption = None,
@@ -67,6 +79,7 @@ def forecast(
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
     from draftsmith.eval.forecast.forecast import ForecastSettings
     from draftsmith.eval.forecast.run import ForecastFiles, run
+    from draftsmith.eval.forecast.served import ServedRequest
 
     settings = ForecastSettings(
         target=target,
@@ -87,7 +100,10 @@ def forecast(
         dtype=dtype,
         attn_implementation=attn_implementation,
     )
-    files = ForecastFiles(profile, save_profile)
+    served = ServedRequest(tuple(server), model, context, write) if server else None
+    if served is None and (model, context, write) != (None, None, None):
+        raise ConfigError("--model, --context and --write without --server; expected the addresses of servers")
+    files = ForecastFiles(profile, save_profile, served)
     _show(run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code), out, as_json)
 
 

@@ -1,5 +1,7 @@
 """`draftsmith forecast`: validate, load, forecast, measure, and print."""
 
+import json
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -12,6 +14,13 @@ from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast
 from draftsmith.eval.forecast.hardware import CostModel
+from draftsmith.eval.forecast.served import (
+    ServedRequest,
+    engine_settings,
+    measure_servers,
+    served_forecast,
+    served_settings,
+)
 from draftsmith.eval.prompts import OVERALL, PromptRows
 from draftsmith.eval.session import Session, load_session
 from draftsmith.eval.settings import Settings, require_valid
@@ -30,6 +39,8 @@ class ForecastFiles:
     """Seconds of another machine, used instead of measured ones."""
     save_profile: Path | None = None
     """File for the measured seconds of this machine."""
+    served: ServedRequest | None = None
+    """Servers that are timed instead of this machine."""
 
 
 class MeasuredRow(TypedDict):
@@ -50,9 +61,12 @@ class Outcome:
 
     forecast: Forecast
     measured: list[MeasuredRow] = field(default_factory=list)
+    engine: dict[str, Any] | None = None
+    """Settings of engines, see `engine_settings`; None for a forecast without servers."""
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.forecast.as_json(), "measured": self.measured}
+        engine = {} if self.engine is None else {"engine": self.engine}
+        return {**self.forecast.as_json(), "measured": self.measured, **engine}
 
 
 def run(
@@ -68,11 +82,13 @@ def run(
     Args:
         measures: also decode and time the best policy of each drafter.
     """
-    hardware, rows = _validated(settings, out, files)
+    hardware, rows = _validated(settings, out, files, measures)
     with hold_folder("out", out):
         session = load_session(settings, rows, trust_remote_code=trust_remote_code)
         _require_shared_passes(session, settings)
         ids = [prompt.input_ids for prompt in session.prompts]
+        if files.served is not None:
+            return _served(files, settings, session, out)
         predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
         if files.save_profile is not None:
             predicted.hardware[settings.temperatures[0]].save(files.save_profile)
@@ -87,6 +103,29 @@ def run(
         outcome = Outcome(predicted, [row for row in measured if row is not None])
         _write(outcome, out)
         return outcome
+
+
+def _served(files: ForecastFiles, settings: ForecastSettings, session: Session, out: Path) -> Outcome:
+    """Forecast with the seconds of servers, and write the engines' settings."""
+    assert files.served is not None
+    (drafter,) = session.drafters.values()
+    if drafter.only_retrieves:
+        raise ConfigError(f"--server with drafter {drafter.type!r}, which copies; expected one that predicts tokens")
+    profile = measure_servers(files.served, settings, session)
+    if files.save_profile is not None:
+        profile.save(files.save_profile)
+    ids = [prompt.input_ids for prompt in session.prompts]
+    settings = served_settings(settings, profile)
+    predicted = forecast(session.target, session.drafters, ids, settings, profile, progress=True)
+    predicted = served_forecast(predicted, profile)
+    if not predicted.rows:
+        raise ConfigError(f"servers draft more tokens than {drafter.type!r} can; expected a server with fewer")
+    outcome = Outcome(predicted, engine=engine_settings(predicted, drafter))
+    _write(outcome, out)
+    if files.served.write is not None:
+        with writing(files.served.write, "the settings are in forecast.json"):
+            write_json(files.served.write, outcome.engine)
+    return outcome
 
 
 def _require_shared_passes(session: Session, settings: ForecastSettings) -> None:
@@ -149,7 +188,9 @@ def measured_row(session: Session, name: str, temperature: float, predicted: For
     }
 
 
-def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> tuple[CostModel | None, PromptRows]:
+def _validated(
+    settings: ForecastSettings, out: Path, files: ForecastFiles, measures: bool
+) -> tuple[CostModel | None, PromptRows]:
     """Return the profile and the rows of the prompts; ConfigError for settings that cannot be forecast."""
     if not settings.drafters:
         raise ConfigError("drafter is missing; expected at least one")
@@ -166,6 +207,10 @@ def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> t
         raise ConfigError.of(
             "save-profile", str(files.save_profile), "one --temperature: rounds cost more when tokens are drawn"
         )
+    if files.served is not None:
+        if files.profile is not None or measures:
+            raise ConfigError("--server with --profile or --measure; expected one of them")
+        files.served.sections(settings)
     rows = PromptRows.read(settings.prompts)
     if rows.images:
         raise ConfigError(f"prompts={settings.prompts} have images; expected prompts of text alone for a forecast")
@@ -182,8 +227,21 @@ def show(outcome: Outcome, out: Path | None) -> None:
         console.print(best_line(best))
     for note in outcome.forecast.notes:
         console.print(f"note: {note}")
+    for line in _engine_lines(outcome):
+        console.print(line, soft_wrap=True, markup=False)
     if out is not None:
         console.print(f"forecast: {out / 'forecast.json'}")
+
+
+def _engine_lines(outcome: Outcome) -> list[str]:
+    """Return the settings of engines by load."""
+    if outcome.engine is None:
+        return []
+    vllm, off = outcome.engine["vllm"], outcome.engine["off_from"]
+    lines = [] if vllm is None else [f"vLLM: --speculative-config {shlex.quote(json.dumps(vllm))}"]
+    lines += [f"SGLang, {load} requests: {flags or 'no drafter'}" for load, flags in outcome.engine["sglang"].items()]
+    where = f"off from {off} requests at a time" if off else "faster at every measured number of requests"
+    return [*lines, f"speculation: {where}"]
 
 
 def forecast_table(outcome: Outcome, batch: int) -> Table:

@@ -6,6 +6,7 @@ whole server, so other requests during the measurement would count too.
 
 import re
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
@@ -16,6 +17,7 @@ from draftsmith.errors import ConfigError, reason_of
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
 POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 DRAFTS = "vllm:spec_decode_num_drafts"
+DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 VERIFICATIONS = "sglang:spec_verify_calls"
 GENERATED = ("vllm:generation_tokens", "sglang:generation_tokens")
@@ -33,6 +35,8 @@ class Counters:
     """Verified drafts of all texts."""
     accepted: tuple[float, ...] = ()
     """By draft position, drafts that were accepted up to it; empty where the engine does not count positions."""
+    drafted: float = 0.0
+    """Draft tokens, where the engine counts them."""
 
     def since(self, before: "Counters") -> "Counters":
         """Return the difference; ConfigError if the server was started again in between."""
@@ -41,12 +45,12 @@ class Counters:
         rounds = self.rounds - before.rounds
         if rounds < 0 or any(count < 0 for count in accepted) or len(self.accepted) < len(before.accepted):
             raise ConfigError("server's counters have decreased: it was started again; expected one that keeps running")
-        return Counters(self.known, rounds, accepted)
+        return Counters(self.known, rounds, accepted, self.drafted - before.drafted)
 
 
 def parse_counters(text: str) -> Counters:
     """Return the numbers in Prometheus' text format, summed over engines and ranks."""
-    known, rounds, accepted = False, 0.0, dict[int, float]()
+    known, rounds, drafted, accepted = False, 0.0, 0.0, dict[int, float]()
     for line in text.splitlines():
         match = SAMPLE.match(line)
         if match is None:
@@ -55,11 +59,13 @@ def parse_counters(text: str) -> Counters:
         known |= name in GENERATED or name in (DRAFTS, VERIFICATIONS)
         if name in (DRAFTS, VERIFICATIONS):
             rounds += value
+        drafted += value if name == DRAFT_TOKENS else 0.0
         position = POSITION.search(match["labels"] or "") if name == PER_POSITION else None
         if position is not None:
             place = int(position[1])
             accepted[place] = accepted.get(place, 0.0) + value
-    return Counters(known, rounds, tuple(accepted.get(place, 0.0) for place in range(max(accepted, default=-1) + 1)))
+    positions = tuple(accepted.get(place, 0.0) for place in range(max(accepted, default=-1) + 1))
+    return Counters(known, rounds, positions, drafted)
 
 
 def _number(text: str) -> float:
@@ -86,17 +92,33 @@ class CounterRoutes:
 
     def sglang_tau(self) -> float | None:
         """Return SGLang's mean acceptance length since its start; None where it is not told."""
+        for state in self._states():
+            value = state.get("avg_spec_accept_length")
+            if isinstance(value, int | float) and 1 <= value < 1e6:
+                return float(value)
+        return None
+
+    def sglang_draft_length(self) -> int | None:
+        """Return the draft length of SGLang's chains; None where it is not told. ConfigError for trees."""
+        for state in self._states():
+            count, branches = state.get("speculative_num_draft_tokens"), state.get("speculative_eagle_topk")
+            if isinstance(branches, int) and branches > 1:
+                raise ConfigError(
+                    f"server {self.root} drafts trees (topk={branches}); expected --speculative-eagle-topk 1"
+                )
+            if isinstance(count, int) and 1 < count < 1000:
+                return count - 1  # SGLang counts the last committed token as a draft token
+        return None
+
+    def _states(self) -> list[dict[str, Any]]:
+        """Return SGLang's description of itself and of its ranks."""
         answer = self._get("/get_server_info")
         try:
             info = {} if answer is None else answer.json()
         except ValueError:
-            return None
+            return []
         states = info.get("internal_states") if isinstance(info, dict) else None
-        for state in [info, *(states if isinstance(states, list) else [])]:
-            value = state.get("avg_spec_accept_length") if isinstance(state, dict) else None
-            if isinstance(value, int | float) and 1 <= value < 1e6:
-                return float(value)
-        return None
+        return [state for state in [info, *(states if isinstance(states, list) else [])] if isinstance(state, dict)]
 
     def _get(self, path: str) -> httpx.Response | None:
         try:

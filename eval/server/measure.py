@@ -136,9 +136,9 @@ class ServerRun:
                 for repeat in range(self.settings.repeats):
                     asking = replace(self._sampler(temperature, repeat), accepts=sampler.accepts)
                     for unit, group in enumerate(groups):
-                        before = await _settled(routes)
+                        before = await settled(routes)
                         tokens, seconds = await self._batch(asking, servers, group, unit)
-                        series.add(unit, repeat, tokens, seconds, (await _settled(routes)).since(before))
+                        series.add(unit, repeat, tokens, seconds, (await settled(routes)).since(before))
                         done()
                 found[temperature, size] = series
         return found
@@ -191,7 +191,7 @@ def _continues(sampler: ServerSampler, text: Asked, answer: Answer, turn: int) -
         return False  # without its tokens the next question cannot follow the answer
 
 
-async def _settled(routes: CounterRoutes) -> Counters:
+async def settled(routes: CounterRoutes) -> Counters:
     """Return the counters once two readings agree."""
     last = await asyncio.to_thread(routes.counters)
     while last.known:

@@ -1,0 +1,262 @@
+"""Seconds of running servers as a profile (hardware.py), and the settings of an engine that a forecast recommends.
+
+A server drafts as many tokens as it was started with. So one server without a drafter is measured, and one for each
+draft length. A round is timed by the difference of long and short answers, in which prefill and network cancel:
+
+    seconds of a round = (seconds of long answers - seconds of short ones) / (rounds of long - rounds of short ones)
+
+with rounds from the engine's counters, or one a token without a drafter.
+"""
+
+import asyncio
+import shlex
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from draftsmith.decode.policies import Chain
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.server.answers import COMPLETION
+from draftsmith.distill.server.client import BadAnswer, Servers
+from draftsmith.distill.server.settings import ServerSection, require_client, server_section
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings, best_of
+from draftsmith.eval.forecast.hardware import ANY, CostModel, DrafterSeconds
+from draftsmith.eval.server.counters import CounterRoutes
+from draftsmith.eval.server.measure import ServerRun, settled
+from draftsmith.eval.session import Session
+from draftsmith.eval.settings import Settings
+from draftsmith.eval.stages import stage
+from draftsmith.heads.base import Drafter, TrainableDrafter
+from draftsmith.heads.formats.common import SGLANG, VLLM, vllm_type
+from draftsmith.heads.model_config import context_limit
+
+SHORT, LONG = 8, 72
+"""Tokens of short and long answers."""
+TURNS = 5
+"""Times that every server answers at every batch size, in turns; at least two have to be usable."""
+Seconds = dict[int, dict[int, float]]
+"""Seconds of a round by draft length (0: without a drafter) and batch size."""
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """The servers of a forecast: one without a drafter, and one for each draft length to compare."""
+
+    urls: tuple[str, ...]
+    model: str | None
+    context: int | None = None
+    """Tokens of each prompt; None: the prompts as they are."""
+    write: Path | None = None
+    """File for the engines' settings."""
+
+    def sections(self, settings: ForecastSettings) -> list[ServerSection]:
+        """Return each server's section; ConfigError for what cannot be measured over HTTP."""
+        require_client()
+        if self.model is None:
+            raise ConfigError("--model is missing; expected the name under which the servers have the target")
+        if len(settings.temperatures) != 1:
+            raise ConfigError.of("temperature", list(settings.temperatures), "one with --server")
+        if len(settings.drafters) != 1 or settings.policies:
+            raise ConfigError("--server with several drafters or --policy; expected one drafter: engines draft chains")
+        if len(self.urls) < 2:
+            raise ConfigError(
+                f"--server {', '.join(self.urls)} alone; expected a server without a drafter and at least one with it, "
+                "since the draft length of a running server cannot be changed"
+            )
+        if self.context is not None and self.context < 1:
+            raise ConfigError.of("context", self.context, "at least 1")
+        server_section(url=list(self.urls), model=self.model)  # each address once
+        most = max(settings.batch_sizes)
+        return [server_section(url=url, model=self.model, concurrency=most) for url in self.urls]
+
+
+def measure_servers(request: ServedRequest, settings: ForecastSettings, session: Session) -> CostModel:
+    """Return the profile of the servers, with `*` for the drafter's seconds at the lengths that they draft."""
+    sections = request.sections(settings)
+    checked = Settings(settings.target, {}, settings.prompts, max_new_tokens=settings.max_new_tokens)
+    chat = Chat(session.tokenizer, settings.chat_template, settings.template_options)
+    limit = context_limit(session.target.config)
+    for section in sections:
+        ServerRun(section, checked, chat, limit, session.prompts).check()
+    prompts = _prompts([prompt.input_ids for prompt in session.prompts], request.context, limit)
+    with stage("timing the servers", TURNS * len(sections) * len(settings.batch_sizes)) as done:
+        turns = asyncio.run(_turns(sections, prompts, settings, done))
+    usable = [turn for turn in turns if all(value > 0 for of in turn.values() for value in of.values())]
+    if len(usable) < 2:
+        raise DraftsmithError(
+            f"servers: longer answers took longer in {len(usable)} of {TURNS} turns; expected at least 2, without "
+            "other requests to the servers"
+        )
+    means = {
+        length: {batch: fmean(turn[length][batch] for turn in usable) for batch in of}
+        for length, of in usable[0].items()
+    }
+    return _profile(means, request).model_copy(update={"repeats": tuple(_profile(turn, request) for turn in usable)})
+
+
+def _prompts(prompts: list[list[int]], context: int | None, limit: int | None) -> list[list[int]]:
+    """Return the prompts, repeated or cut to `context` tokens."""
+    if context is not None:
+        prompts = [(ids * (context // len(ids) + 1))[:context] for ids in prompts]
+    longest = max(map(len, prompts)) + LONG
+    if limit is not None and longest > limit:
+        raise ConfigError.of(
+            "context", longest - LONG, f"at most {limit - LONG}, the target's limit less {LONG} tokens"
+        )
+    return prompts
+
+
+async def _turns(
+    sections: list[ServerSection], prompts: list[list[int]], settings: ForecastSettings, done: Any
+) -> list[Seconds]:
+    routes = [CounterRoutes(section.urls[0]) for section in sections]
+    async with AsyncExitStack() as stack:
+        opened = [await stack.enter_async_context(Servers(section, first=section.concurrency)) for section in sections]
+        asked = [_Asking(server, route, settings.temperatures[0]) for server, route in zip(opened, routes, strict=True)]
+        for each in asked:
+            await each.round_seconds(prompts, 1)  # warm-up, which also tells the draft length
+        lengths = [each.draft_length for each in asked]
+        if 0 not in lengths or len(set(lengths)) < len(lengths):
+            named = zip((section.urls[0] for section in sections), lengths, strict=True)
+            shown = ", ".join(f"{url} drafts {length}" for url, length in named)
+            raise ConfigError(f"servers: {shown}; expected one without a drafter and different draft lengths")
+        turns: list[Seconds] = []
+        for _ in range(TURNS):
+            turn: Seconds = {length: {} for length in lengths}
+            for batch in settings.batch_sizes:
+                for length, each in zip(lengths, asked, strict=True):
+                    turn[length][batch] = await each.round_seconds(prompts, batch)
+                    done()
+            turns.append(turn)
+        return turns
+
+
+@dataclass
+class _Asking:
+    servers: Servers
+    routes: CounterRoutes
+    temperature: float
+    draft_length: int = 0
+
+    async def round_seconds(self, prompts: list[list[int]], batch: int) -> float:
+        """Return the seconds of a round of `batch` texts at a time; not positive where noise exceeds it."""
+        before = await settled(self.routes)
+        short_seconds, short_tokens = await self._answers(prompts, batch, SHORT)
+        between = await settled(self.routes)
+        long_seconds, long_tokens = await self._answers(prompts, batch, LONG)
+        short, long = between.since(before), (await settled(self.routes)).since(between)
+        if short.rounds + long.rounds > 0:
+            self.draft_length = await asyncio.to_thread(self._length, long.drafted / max(long.rounds, 1))
+            rounds = long.rounds - short.rounds
+        else:
+            rounds = float(long_tokens - short_tokens)
+        return batch * (long_seconds - short_seconds) / rounds if rounds > 0 else 0.0
+
+    def _length(self, drafted: float) -> int:
+        length = round(drafted) or self.routes.sglang_draft_length()
+        if not length:
+            raise ConfigError(
+                f"server {self.routes.root} does not tell how many tokens it drafts; expected vLLM or SGLang"
+            )
+        return length
+
+    async def _answers(self, prompts: list[list[int]], batch: int, tokens: int) -> tuple[float, int]:
+        """Return the seconds until `batch` texts are answered together, and the number of tokens."""
+
+        def body(place: int) -> dict[str, Any]:
+            prompt = prompts[place % len(prompts)]
+            sampling = {"temperature": self.temperature, "seed": place, "ignore_eos": True}
+            return {"model": self.servers.settings.model, "prompt": prompt, "max_tokens": tokens, **sampling}
+
+        started = time.perf_counter()
+        counts = await asyncio.gather(*(self.servers.ask(COMPLETION, body(n), _tokens) for n in range(batch)))
+        return time.perf_counter() - started, sum(counts)
+
+
+def _tokens(answer: Any) -> int:
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    if not isinstance(count, int) or count < 1:
+        raise BadAnswer("usage without completion_tokens")
+    return count
+
+
+def _profile(seconds: Seconds, request: ServedRequest) -> CostModel:
+    """Return a profile: the target's round, and what a drafting server takes beyond it."""
+    alone = seconds[0]
+    draft = {
+        batch: {length: max(0.0, of[batch] - alone[batch]) for length, of in sorted(seconds.items()) if length}
+        for batch in alone
+    }
+    context = "" if request.context is None else f", {request.context} tokens of context"
+    return CostModel(
+        name=f"{request.model} at {', '.join(request.urls)}{context}",
+        alone=alone,
+        verify={batch: {1: value} for batch, value in alone.items()},
+        drafters={ANY: DrafterSeconds(draft=draft)},
+    )
+
+
+def served_settings(settings: ForecastSettings, profile: CostModel) -> ForecastSettings:
+    """Return the settings of a forecast for these servers: chains up to the longest measured one, the engines' rule."""
+    longest = max(_lengths(profile))
+    return replace(settings, max_draft_length=longest, policies=(str(Chain(longest)),), rule=settings.rule or "token")
+
+
+def _lengths(profile: CostModel) -> list[int]:
+    return sorted({length for of in profile.drafters[ANY].draft.values() for length in of})
+
+
+class Load(NamedTuple):
+    """The best draft length between two numbers of requests; 0: no drafting."""
+
+    first: int
+    last: int
+    draft_length: int
+
+
+def served_forecast(predicted: Forecast, profile: CostModel) -> Forecast:
+    """Return the forecast without draft lengths outside the measured ones, of which nothing is known."""
+    low, high = _lengths(profile)[0], _lengths(profile)[-1]
+    chains = {str(Chain(length)) for length in range(low, high + 1)}
+    rows = [row for row in predicted.rows if row["policy"] in chains]
+    best = [best_of(rows, entry["temperature"], entry["batch_size"]) for entry in predicted.best]
+    return replace(predicted, rows=rows, best=best)
+
+
+def loads(predicted: Forecast) -> list[Load]:
+    """Return the best draft length by load; that of a measured batch size holds until the next one."""
+    found: list[Load] = []
+    chains = {str(Chain(length)): length for length in range(1, predicted.settings.max_draft_length + 1)}
+    entries = sorted(predicted.best, key=lambda entry: entry["batch_size"])
+    for place, entry in enumerate(entries):
+        first = 1 if place == 0 else entry["batch_size"]
+        last = entries[place + 1]["batch_size"] - 1 if place + 1 < len(entries) else entry["batch_size"]
+        length = 0 if entry["policy"] is None else chains[entry["policy"]]
+        if found and found[-1].draft_length == length:
+            found[-1] = found[-1]._replace(last=last)
+        else:
+            found.append(Load(first, last, length))
+    return found
+
+
+def engine_settings(predicted: Forecast, drafter: Drafter) -> dict[str, Any]:
+    """Return the engines' settings: vLLM's `--speculative-config`, SGLang's flags by load, and from where none pays."""
+    (path,), plan = predicted.settings.drafters.values(), loads(predicted)
+    off = plan[-1].first if plan[-1].draft_length == 0 else None
+    longest = max(load.draft_length for load in plan)
+    method = VLLM.get(vllm_type(drafter.type, drafter.config() if isinstance(drafter, TrainableDrafter) else {}))
+    settings: dict[str, Any] = {"off_from": off, "vllm": None, "sglang": {}}
+    if longest and method is not None:
+        settings["vllm"] = {**method, "model": path, "num_speculative_tokens": longest}
+        settings["vllm"]["num_speculative_tokens_per_batch_size"] = [list(load) for load in plan]
+    for load in plan if drafter.type in SGLANG else ():
+        size = load.draft_length
+        flags = f"--speculative-algorithm {SGLANG[drafter.type]} --speculative-draft-model-path {shlex.quote(path)} "
+        flags += f"--speculative-num-steps {size} --speculative-eagle-topk 1 --speculative-num-draft-tokens {size + 1}"
+        settings["sglang"][f"{load.first}-{load.last}"] = flags if size else ""
+    return settings
