@@ -142,24 +142,15 @@ def load_target(
     check_attention("target.attn_implementation", attn_implementation, dtype)
     check_target_name(name)
     folder = Path(name).expanduser()
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if is_adapter(folder):
         if tensor_parallel > 1:
             raise ConfigError(f"target.tensor_parallel={tensor_parallel} with target={name}, an adapter; expected 1")
-        base = load_target(
-            adapter_base(folder),
-            revision=revision,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            device=device,
-            progress=progress,
-            images=images,
-        )
-        return LoadedTarget(
-            with_adapter(base.model, folder).eval().requires_grad_(False), base.tokenizer, name, revision
-        )
+        kind: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "images": images}
+        base = load_target(adapter_base(folder), device=device, progress=progress, **kind, **options)
+        model = with_adapter(base.model, folder).eval().requires_grad_(False)
+        return LoadedTarget(model, base.tokenizer, name, revision)
     source = str(embedded_target(progress)) if name == EMBEDDED else str(folder)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         _require_regular(folder)
         require_whole_model("target", source, revision)

@@ -242,12 +242,9 @@ def write_card(
     from draftsmith.eval.learning_curve import outlook
 
     section = checkpoint_section(folder)
-    rows = [] if evaluation is None else [row for row in evaluation["rows"] if row["drafter"] == drafter]
-    if evaluation is not None:
-        if drafter is None or not rows:
-            raise ConfigError(f"drafter={drafter} has no rows in this evaluation; expected one that was measured")
-        evaluation = _about(drafter, evaluation)
-    overall = _overall(rows)
+    evaluation = evaluation and _about(drafter, evaluation)
+    rows = [] if evaluation is None else evaluation["rows"]
+    overall, metrics = _overall(rows), metrics or []
     name, base_model = request.repo or str(folder), request.base_model or hub_target(section)
     recipe = section["recipe"] or {}
     data = card_data(
@@ -259,7 +256,7 @@ def write_card(
         rows=overall,
         prompts="" if evaluation is None else last_part(evaluation["settings"]["prompts"]),
     )
-    plots = _plots(rows, drafter or last_part(name), metrics or [])
+    plots = _plots(rows, drafter or last_part(name), metrics)
     card = _render(
         metadata=Markup(data.to_yaml()),
         name=name,
@@ -272,7 +269,7 @@ def write_card(
         rows=overall,
         evaluation=evaluation,
         plots=plots,
-        outlook=outlook(metrics or []),
+        outlook=outlook(metrics),
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
         recipe_text=yaml.safe_dump(recipe, sort_keys=False),
         generates=(folder / CODE / "generate.py").is_file(),
@@ -283,7 +280,7 @@ def write_card(
     write_text(folder / "README.md", card)
     if evaluation is not None:
         # Measurements of single prompts and sampled texts stay in the report.
-        write_json(folder / EVALUATION, {**evaluation, "rows": rows, "measurements": [], "samples": []})
+        write_json(folder / EVALUATION, {**evaluation, "measurements": [], "samples": []})
 
 
 def _overall(rows: "list[StoredRow]") -> "list[StoredRow]":
@@ -293,13 +290,16 @@ def _overall(rows: "list[StoredRow]") -> "list[StoredRow]":
     return [row for row in rows if row["category"] == OVERALL]
 
 
-def _about(drafter: str, evaluation: "StoredEvaluation") -> "StoredEvaluation":
-    """Return the evaluation without notes and guards that begin with the name of another drafter in it."""
+def _about(drafter: str | None, evaluation: "StoredEvaluation") -> "StoredEvaluation":
+    """Return the rows of the drafter, without notes and guards that begin with the name of another one."""
+    rows = [row for row in evaluation["rows"] if row["drafter"] == drafter]
+    if not rows:
+        raise ConfigError(f"drafter={drafter} has no rows in this evaluation; expected one that was measured")
     others = {row["drafter"] for row in evaluation["rows"]} - {drafter}
     starts = tuple(f"{other}{suffix}" for other in others for suffix in (" (", ": ", " is in "))
     notes = [note for note in evaluation["notes"] if not note.startswith(starts)]
     guards = [guard for guard in evaluation["guards"] if not guard["message"].startswith(starts)]
-    return {**evaluation, "notes": notes, "guards": guards}
+    return {**evaluation, "rows": rows, "notes": notes, "guards": guards}
 
 
 class _Engines(NamedTuple):
