@@ -14,14 +14,15 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from draftsmith.decode.capability import Capability, capability_of, require_compilable
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft, now
+from draftsmith.decode.observer import Observer
 from draftsmith.decode.policies import MAY_BRANCH, Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.policies.base import usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.prompt_check import usable_inputs
-from draftsmith.decode.prompts import prompt_rows, require_known
+from draftsmith.decode.prompts import one_seed_each, prompt_rows, require_known
 from draftsmith.decode.recurrent_state import is_recurrent
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng, require_seed
+from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.verification import Rule, rule_named
@@ -67,6 +68,7 @@ class SpeculativeDecoder:
         compile: compile the passes of the target and of the drafter's model with torch.compile when they first run, on
             CUDA as CUDA graphs. Later calls use the same graphs for batches of the same size and texts of similar
             length.
+        learn: train the drafter on what the target verifies, see `draftsmith.OnlineLearning`.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class SpeculativeDecoder:
         rule: str | None = None,
         costs: Costs | None = None,
         compile: bool = False,
+        learn: Observer | None = None,
     ) -> None:
         self._target = TransformersTarget(target)
         models = capabilities(target, drafter)
@@ -111,6 +114,9 @@ class SpeculativeDecoder:
         self.costs = costs
         self._target.widths = {} if costs is None else costs.verify_widths
         self._target.compile = compile
+        self._observer = learn
+        if learn is not None:
+            learn.attach(target, drafter)
 
     @property
     def lossless(self) -> bool:
@@ -191,7 +197,7 @@ class SpeculativeDecoder:
         rows, paddings = prompt_rows(input_ids, attention_mask, may_be_empty=encoder_states is not None)
         processors = Processors(Sampling(temperature, top_k, top_p), logits_processor, texts=len(rows))
         stops = Stops(self._eos(eos_token_id), [*stopping_criteria, *_stop_strings(stop_strings, tokenizer)])
-        prompt_seeds = _one_seed_each(seeds, len(rows))
+        prompt_seeds = one_seed_each(seeds, len(rows))
         prompts, sources = self._prompts(rows, decoder_input_ids)
         require_known(prompts, self._model)
         require_known(sources, self._model)
@@ -227,7 +233,15 @@ class SpeculativeDecoder:
         policy, target = self.policy, self._target
         target.width = 1 if self.drafter is None else usual_width(policy, greedy=processors.greedy)
         loop = DecodeLoop(
-            target, self.drafter, policy, sequences, processors, self.rule, widths, compile=target.compile
+            target,
+            self.drafter,
+            policy,
+            sequences,
+            processors,
+            self.rule,
+            widths,
+            compile=target.compile,
+            observer=self._observer,
         )
         device = next(self._model.parameters()).device
         with closing(target), closing(loop):
@@ -321,17 +335,6 @@ def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
         on_tokens(tokens, record)
 
     return forward
-
-
-def _one_seed_each(seeds: Sequence[int] | int, count: int) -> Sequence[int]:
-    """Return one seed for each of `count` prompts; ConfigError for another number of seeds or seeds out of range."""
-    if isinstance(seeds, int):
-        seeds = range(seeds, seeds + count)
-    for seed in (seeds[0], seeds[-1]) if isinstance(seeds, range) else seeds:
-        require_seed("seed", seed, 2**64 - 1)
-    if len(seeds) != count:
-        raise ConfigError.of("seeds", list(seeds), f"one for each of the {count} prompts")
-    return seeds
 
 
 def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[StoppingCriteria]:

@@ -16,6 +16,7 @@ from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import draws_of
 from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.observer import Observer
 from draftsmith.decode.policies.base import FixedPolicy, Growing, Policy
 from draftsmith.decode.proposal import NO_DRAFT, Proposal, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng
@@ -152,12 +153,14 @@ class DecodeLoop:
         widths: dict[int, int] | None = None,
         *,
         compile: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self.texts = list(texts)
         self._compile = compile
         self._runners: list[ModelRunner] = []
         self._target, self._drafter = target, drafter
         self._processors, self._rule, self._widths = processors, rule, widths
+        self._observer = observer
         self._shared: tuple[int, int] | None = None
         self._committed: CommittedTokens | None = None
         """The committed tokens, with padding, where a processor reads them."""
@@ -186,6 +189,8 @@ class DecodeLoop:
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
         """Read the prompts and commit the first token of each; return every text with its new tokens."""
+        if self._observer is not None:
+            self._observer.begin(self.texts, self._processors.sampling)
         layers = () if self._drafter is None else self._drafter.needs.layers
         logits_BV = self._target.prefill(self.texts, layers)
         self._device = logits_BV.device
@@ -210,6 +215,8 @@ class DecodeLoop:
     def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
         """Propose, verify and commit once; return every unfinished text with its new tokens and the round's record."""
         device = self._device
+        if self._observer is not None:  # here and not at the end: the caller has the tokens of the last round
+            self._observer.between_rounds()
         started = now(device)
         proposal = self._propose()
         drafted = now(device)
@@ -329,7 +336,11 @@ class DecodeLoop:
         hidden_BH = self._target.hidden(ends) if needed else None
         for row, text in enumerate(self.texts):
             text.hidden = None if hidden_BH is None else hidden_BH[row]
-            text.add_features(self._target.features(row, None if paths is None else paths[row]))
+            path = None if paths is None else paths[row]
+            features_nF = self._target.features(row, path)
+            text.add_features(features_nF)
+            if self._observer is not None:
+                self._observer.read(text, self._target.states(row, path), features_nF)
 
     def _observe(self, proposal: Proposal, results: list[VerifyResult]) -> list[list[int]]:
         """Pass results to the policies; return the slots of accepted nodes that the drafter has read."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.sampling import require_seed
 from draftsmith.errors import ConfigError
 
 
@@ -52,3 +53,14 @@ def require_known(rows: Sequence[list[int]], model: PreTrainedModel) -> None:
                 raise ConfigError(
                     f"prompt {number} contains token {token}; expected 0 to {known - 1}, the target's vocabulary"
                 )
+
+
+def one_seed_each(seeds: Sequence[int] | int, count: int) -> Sequence[int]:
+    """Return one seed for each of `count` prompts; ConfigError for another number of seeds or seeds out of range."""
+    if isinstance(seeds, int):
+        seeds = range(seeds, seeds + count)
+    for seed in (seeds[0], seeds[-1]) if isinstance(seeds, range) else seeds:
+        require_seed("seed", seed, 2**64 - 1)
+    if len(seeds) != count:
+        raise ConfigError.of("seeds", list(seeds), f"one for each of the {count} prompts")
+    return seeds

@@ -190,7 +190,7 @@ class Processors:
     """
 
     def __init__(self, sampling: Sampling, extra: Sequence[LogitsProcessor] = (), *, texts: int = 1) -> None:
-        self.greedy = sampling.greedy
+        self.sampling, self.greedy = sampling, sampling.greedy
         for processor in extra:
             name = type(processor).__name__
             if name in _STATEFUL:

@@ -46,6 +46,10 @@ class Target(Protocol):
         """
         ...
 
+    def states(self, row: int, nodes: list[int] | None = None) -> Tensor:
+        """Return the inputs of the lm_head [n, H] for the root and these draft nodes, or for the last token read."""
+        ...
+
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
         """Return the features [n, F] of all tokens that were just read, or of the root and these draft nodes."""
         ...
@@ -107,6 +111,12 @@ class TransformersTarget:
             return states[:, nodes[0] + 1]
         rows_B = torch.arange(len(nodes), device=states.device)
         return states[rows_B, torch.tensor(nodes, device=states.device) + 1]
+
+    def states(self, row: int, nodes: list[int] | None = None) -> Tensor:
+        states = self._runner.states
+        if nodes is None:
+            return states[row][None]
+        return states[row, [0, *(node + 1 for node in nodes)]]
 
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
         features_BQF = self._runner.features_BQF

@@ -9,7 +9,7 @@ import torch
 from exact import wrong_rules
 from exact.enumeration import Tokens
 from exact.one_round import EXACT, GAMMA, PROMPT, Drafts, Round, Setting, Verify, the_rule
-from exact.toys import below
+from exact.toys import ToyModel, below
 from torch import Tensor
 from transformers import NoRepeatNGramLogitsProcessor
 
@@ -168,6 +168,13 @@ class Forgery:
     setting: Setting = PLAIN_SETTING
 
 
+def learned_from_the_draft(pair: Round, draft: DrawnDraft) -> Draft:
+    """Return the draft with the q of a drafter that was updated on the drawn tokens before they were verified."""
+    updated = ToyModel(hash((SEED, draft.tokens)))
+    texts = [PROMPT + below(draft, parent) for parent in draft.parents]
+    return forged(draft.tokens, draft.parents, [updated.logits(text).softmax(-1) for text in texts])
+
+
 WOR = "siblings-without-replacement"
 FORGERIES = [
     Forgery(softmax_q, CHAIN, "token", 1e-2, CHAIN, Setting(Sampling(0.7))),
@@ -178,6 +185,9 @@ FORGERIES = [
     Forgery(sorted_by_q, StaticTree(PAIR_OF_SIBLINGS, siblings="without-replacement"), "traversal", 1e-1, TREE),
     Forgery(best_two, StaticTree(THREE_SIBLINGS, siblings="without-replacement"), WOR, 5e-2, TREE),
     Forgery(best_two, StaticTree(THREE_SIBLINGS, siblings="without-replacement"), "traversal", 5e-2, TREE),
+    Forgery(learned_from_the_draft, CHAIN, "token", 1e-1, CHAIN),
+    Forgery(learned_from_the_draft, CHAIN, "block", 1e-1, CHAIN),
+    Forgery(learned_from_the_draft, TREE, WOR, 1e-1, TREE),
     Forgery(without_unlikely, CHAIN, "token", 1e-2, ConfidenceChain(0.5, GAMMA)),
     Forgery(without_unlikely, CHAIN, "block", 1e-2, ConfidenceChain(0.5, GAMMA)),
 ]

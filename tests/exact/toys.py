@@ -63,6 +63,9 @@ class ToyTarget:
     def hidden(self, nodes: list[int]) -> None:
         return None
 
+    def states(self, row: int, nodes: list[int] | None = None) -> Tensor:
+        return torch.zeros(1 if nodes is None else len(nodes) + 1, 0)
+
     def features(self, row: int, nodes: list[int] | None = None) -> None:
         return None
 
