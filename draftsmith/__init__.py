@@ -9,12 +9,22 @@ if TYPE_CHECKING:
     from draftsmith.decode.custom_generate import as_custom_generate
     from draftsmith.decode.decoder import SpeculativeDecoder
     from draftsmith.heads.checkpoint import load_drafter, save_drafter
+    from draftsmith.train.online.learner import OnlineLearning
 
 __version__ = "0.2.0"
-__all__ = ["ConfigError", "DraftsmithError", "SpeculativeDecoder", "as_custom_generate", "load_drafter", "save_drafter"]
+__all__ = [
+    "ConfigError",
+    "DraftsmithError",
+    "OnlineLearning",
+    "SpeculativeDecoder",
+    "as_custom_generate",
+    "load_drafter",
+    "save_drafter",
+]
 
 # Imported on first use, so that `import draftsmith` and `draftsmith --help` do not wait for torch.
 _LAZY = {
+    "OnlineLearning": "draftsmith.train.online.learner",
     "SpeculativeDecoder": "draftsmith.decode.decoder",
     "as_custom_generate": "draftsmith.decode.custom_generate",
     "load_drafter": "draftsmith.heads.checkpoint",

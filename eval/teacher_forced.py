@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Processors, Sampling
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter
 from draftsmith.heads.base import Drafter, DraftStates, TeacherSignals, TrainableDrafter
@@ -168,18 +168,18 @@ def agreement(
         ConfigError: for a drafter without logits, a target whose logits are not those of its lm_head, or texts that are
             longer than the drafter's context.
     """
-    drafter = _unrollable(drafter, draft_length, texts)
+    drafter = unrollable(drafter, draft_length, texts)
     positions = min(draft_length, drafter.max_draft_length or draft_length)
     teacher = OnlineTeacher(target, drafter.needs.layers)
     result: list[PositionStats] = []
     order = sorted(range(len(texts)), key=lambda place: len(texts[place].tokens))
     for start in range(0, len(texts), BATCH):
         batch = [texts[place] for place in order[start : start + BATCH]]
-        result += _batch(teacher, drafter, batch, positions, measures)
+        result += agreement_of(_signals(teacher, batch), teacher.lm_head, drafter, batch, positions, measures)
     return [stats for _, stats in sorted(zip(order, result, strict=True), key=lambda pair: pair[0])]
 
 
-def _unrollable(drafter: Drafter, draft_length: int, texts: Sequence[TargetText]) -> TrainableDrafter:
+def unrollable(drafter: Drafter, draft_length: int, texts: Sequence[TargetText]) -> TrainableDrafter:
     """Return the drafter, or a shallow copy that unrolls `draft_length` positions from every anchor."""
     if isinstance(drafter, Hybrid):
         drafter = drafter.drafter
@@ -200,14 +200,18 @@ def _unrollable(drafter: Drafter, draft_length: int, texts: Sequence[TargetText]
     return drafter
 
 
-def _batch(
-    teacher: OnlineTeacher,
+def agreement_of(
+    signals: TeacherSignals,
+    lm_head: TargetHead,
     drafter: TrainableDrafter,
-    texts: list[TargetText],
+    texts: Sequence[TargetText],
     positions: int,
     measures: Sequence[Measure],
 ) -> list[PositionStats]:
-    signals = _signals(teacher, texts)
+    """Return all `measures` of every text, [A, positions] each, from the target's signals of these texts.
+
+    `drafter`: from `unrollable`.
+    """
     stats: list[PositionStats] = [{} for _ in texts]
     entries = _entries(drafter, signals, positions)
     by_tokens_alone = len(entries) == 1 and _serves_all(entries[0])
@@ -216,11 +220,11 @@ def _batch(
         if not places:
             continue
         rows_N, states_N, targets_N, anchors_N = torch.tensor(places).T
-        size = max(1, CHUNK // vocabulary_size(teacher.model))
+        size = max(1, CHUNK // lm_head.weight.shape[0])
         parts: list[dict[str, Tensor]] = []
         for start in range(0, len(places), size):
             part = slice(start, start + size)
-            rows = _rows(teacher, drafter, entry, signals, rows_N[part], states_N[part], targets_N[part])
+            rows = _rows(lm_head, drafter, entry, signals, rows_N[part], states_N[part], targets_N[part])
             parts.append({name: value for measure in measures for name, value in measure(rows).items()})
         for name in parts[0]:
             values_N = torch.cat([part[name] for part in parts]).double().cpu().numpy()
@@ -264,7 +268,7 @@ def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int)
     return drafter.unroll(signals)[:positions]
 
 
-def _places(entry: DraftStates, column: int, texts: list[TargetText]) -> Iterator[tuple[int, int, int, int]]:
+def _places(entry: DraftStates, column: int, texts: Sequence[TargetText]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (row, index of the drafter's state, position of the target's p, anchor counted from 0) for one entry.
 
     If the anchor is the text's token t, the target's p for draft position k + 1 is at position t + k.
@@ -281,7 +285,7 @@ def _places(entry: DraftStates, column: int, texts: list[TargetText]) -> Iterato
 
 
 def _rows(
-    teacher: OnlineTeacher,
+    lm_head: TargetHead,
     drafter: TrainableDrafter,
     entry: DraftStates,
     signals: TeacherSignals,
@@ -291,7 +295,7 @@ def _rows(
 ) -> Rows:
     states_ND = entry.hidden_BTD[rows_N, states_N]
     target_NH = signals.hidden_BTH[rows_N, targets_N]
-    p_NV, logits_ND = teacher.lm_head(target_NH), entry.head(states_ND)
+    p_NV, logits_ND = lm_head(target_NH), entry.head(states_ND)
     known = logits_ND.shape[1] if drafter.shared_vocabulary is None else drafter.shared_vocabulary
     tokens = slice(known) if entry.vocabulary_D is None else entry.vocabulary_D
     if logits_ND.shape == p_NV.shape and entry.vocabulary_D is None and drafter.shared_vocabulary is None:

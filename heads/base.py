@@ -186,6 +186,9 @@ class Drafter(nn.Module):
     """The draft length that the checkpoint was trained and selected for."""
     target_quality: dict[str, float] | None = None
     """For a target that was trained with the drafter: the change of the target, see `measure_quality`."""
+    online: dict[str, int] | None = None
+    """For a drafter that learned while it served: the decoded tokens it learned from (`tokens`), optimizer steps
+    (`steps`), and updates that were `adopted` and `refused`."""
     shared_vocabulary: int | None = None
     """Number of tokens shared with the target, where the padded vocabularies differ in size."""
     max_draft_length: int | None = None

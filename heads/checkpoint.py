@@ -123,8 +123,12 @@ def save_drafter(
     recipe: dict[str, Any] | None,
     draft_length: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    online: dict[str, int] | None = None,
 ) -> None:
-    """Write the drafter into `folder`, which is created if missing. Use `atomic_folder` for an atomic write."""
+    """Write the drafter into `folder`, which is created if missing. Use `atomic_folder` for an atomic write.
+
+    `online`: see `Drafter.online`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     section = {
         "format": FORMAT,
@@ -134,6 +138,8 @@ def save_drafter(
         "target": target,
         "recipe": recipe,
     }
+    if online is not None:
+        section["online"] = online
     if drafter.draft_vocabulary is not None:
         section["draft_vocabulary"] = drafter.draft_vocabulary.fingerprint()
     config: dict[str, Any] = {}
@@ -197,6 +203,7 @@ def load_drafter(
             f"drafter={path_or_repo} asks for drafts of {length} tokens; expected at most {LONGEST_DRAFT}"
         )
     drafter.target_quality = stored.target.quality if stored else None
+    drafter.online = stored.online if stored else None
     drafter = drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
     if drafter.needs.hidden:
         _require_runs(drafter, path_or_repo, target)

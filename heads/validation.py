@@ -245,6 +245,8 @@ class StoredDrafter(_Stored):
     target: StoredTarget
     recipe: dict[str, Any] | None = None
     draft_vocabulary: Text | None = None
+    online: dict[Literal["tokens", "steps", "adopted", "refused"], Annotated[int, Field(ge=0)]] | None = None
+    """See `Drafter.online`."""
 
 
 def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredDrafter | None]:

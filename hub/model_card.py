@@ -332,7 +332,7 @@ def checkpoint_section(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} was not trained by draftsmith; expected a drafter checkpoint")
     if stored.type not in DRAFTERS:
         raise ConfigError(f"{folder} is of type {stored.type!r}; expected one of {', '.join(DRAFTERS)}")
-    section = {"recipe": None, **config["draftsmith"]}
+    section = {"recipe": None, "online": None, **config["draftsmith"]}
     try:
         _StoredRecipe.model_validate(section["recipe"] or {})
     except ValidationError as error:

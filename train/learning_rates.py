@@ -44,8 +44,12 @@ def default_rate(recipe: Recipe, width: int) -> float:
     AdamW's rate is proportional to 1/width. Muon's best rate was the same from width 64 to `WIDEST`, the largest one
     measured, for drafters whose matrices all start untrained; above, 1/width is a precaution.
     """
-    rates = TRAINED if starts_trained(recipe) else RATES[recipe.drafter.type]
-    if recipe.train.optimizer == "adamw":
+    return scaled_rate(TRAINED if starts_trained(recipe) else RATES[recipe.drafter.type], recipe.train.optimizer, width)
+
+
+def scaled_rate(rates: Rates, optimizer: str, width: int) -> float:
+    """Return the rate of an optimizer for a target of hidden size `width`; see `default_rate`."""
+    if optimizer == "adamw":
         value = rates.adamw * WIDTH / width
     else:
         value = rates.muon * (WIDTH / width if rates.scaled else min(1.0, WIDEST / width))

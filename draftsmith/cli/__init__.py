@@ -19,6 +19,7 @@ from draftsmith.cli.options import (
     CompileOption,
     DtypeOption,
     JsonOption,
+    LearnOption,
     RuleOption,
     SeedOption,
     TargetOption,
@@ -175,6 +176,10 @@ def generate(
     image: Annotated[list[str] | None, typer.Option("--image", help="Image before the prompt; repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; repeatable.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most tokens to generate.")] = 128,
+    learn: LearnOption = False,
+    save_drafter: Annotated[
+        Path | None, typer.Option("--save-drafter", help="Folder for the drafter that has learned; no text is saved.")
+    ] = None,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = 0,
@@ -199,6 +204,8 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop_strings=tuple(stop or ()),
         image_files=tuple(image or ()),
+        learn=learn,
+        save_drafter=save_drafter,
         dtype=dtype,
         attn_implementation=attn_implementation,
         compile=compile,

@@ -1,7 +1,9 @@
 """`draftsmith check`: a test of losslessness on this machine, with an exit code."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +16,7 @@ from draftsmith.cli.options import (
     DtypeOption,
     ImagesOption,
     JsonOption,
+    LearnOption,
     RuleOption,
     SeedOption,
     TargetOption,
@@ -35,10 +38,13 @@ from draftsmith.reading import read_json
 if TYPE_CHECKING:
     from draftsmith.eval.lossless.check import Check, CheckSettings
     from draftsmith.eval.prompts import PromptRows
+    from draftsmith.train.online.learner import OnlineLearning
 
 EXIT_CODES = {"lossless": 0, "lossy": 1, "inconclusive": 3}
 """By verdict; 2 is bad input, as in every command."""
 LEAST_TOKENS = 500
+TOKENS_PER_STEP = 64
+"""With --learn, decoded tokens for each optimizer step: a check of the same seed makes the same draws."""
 
 
 def check(
@@ -50,6 +56,7 @@ def check(
     gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; default: each drafter's own.")] = None,
     policy: Annotated[list[str] | None, typer.Option("--policy", help="As for `draftsmith eval`; repeatable.")] = None,
     rule: RuleOption = None,
+    learn: LearnOption = False,
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to sample; as many for the control.")] = 10_000,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -78,6 +85,7 @@ def check(
         rule=rule,
         top_k=top_k,
         top_p=top_p,
+        learn=learn,
         tokens=tokens,
         seed=seed,
         chat_template=chat_template,
@@ -133,6 +141,12 @@ def _require_folder(settings: "CheckSettings", out: Path) -> None:
             )
 
 
+def _learner(seed: int) -> "Callable[[], OnlineLearning]":
+    from draftsmith.train.online.learner import OnlineLearning
+
+    return partial(OnlineLearning, every=TOKENS_PER_STEP, seed=seed)
+
+
 def _run(
     settings: "CheckSettings", rows: "PromptRows", out: Path | None, trust_remote_code: bool, as_json: bool
 ) -> "Check":
@@ -160,7 +174,8 @@ def _run(
         else:
             problem = None
 
-    checked = check(session.target, session.drafters, session.prompts, settings, keep=keep)
+    learner = _learner(settings.seed) if settings.learn else None
+    checked = check(session.target, session.drafters, session.prompts, settings, keep=keep, learner=learner)
     if as_json:
         print_json(checked.as_json())
     else:

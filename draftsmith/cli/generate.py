@@ -6,9 +6,10 @@ from pathlib import Path
 
 from rich.text import Text
 
+from draftsmith.cli.learning import Learned, require_learnable
 from draftsmith.cli.options import measuring, suggest
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.sequence import Round
+from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.distill.sources import Conversation, conversation
@@ -32,6 +33,10 @@ class GenerateRequest(PairSettings):
     stop_strings: tuple[str, ...] = ()
     image_files: tuple[str, ...] = ()
     """Images before the prompt, which then goes through the chat template."""
+    learn: bool = False
+    """Train the drafter while it decodes."""
+    save_drafter: Path | None = None
+    """Folder for the drafter that has learned."""
 
 
 def _asked(prompt: str, files: tuple[str, ...]) -> Conversation:
@@ -41,14 +46,28 @@ def _asked(prompt: str, files: tuple[str, ...]) -> Conversation:
     return conversation("--image", {"messages": [message]}, Path(Path.cwd().anchor))
 
 
+def _summary(out: DecodeOutput) -> str:
+    """Return the tokens, tau and speed of a text in one line."""
+    return (
+        f"{len(out.tokens)} tokens, {sum(out.drafted)} of them drafted; tau {out.acceptance_length:.2f}, "
+        f"{out.tokens_per_second:.0f} tokens/s, stopped by {out.stopped_by}"
+    )
+
+
 def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) -> None:
     """Decode `prompt` and print the text as it is decoded; the summary is printed to stderr."""
     require_valid(request, counts={"gamma": [request.draft_length]})
+    path = next(iter(request.drafters.values()), None)
+    require_learnable(path, learn=request.learn, save=request.save_drafter)
     images = bool(request.image_files)
     asked = _asked(prompt, request.image_files) if images else None
     session = load_session(request, None, trust_remote_code=trust_remote_code, progress=False, images=images)
     tokenizer, drafter = session.tokenizer, next(iter(session.drafters.values()), None)
     (temperature,) = request.temperatures
+    console, log = Terminal(soft_wrap=True, files_as_is=True), Terminal(stderr=True)
+    learned = None
+    if request.learn and path is not None:
+        learned = Learned(session, request.target, path, request.save_drafter, request.seed)
     decoder = SpeculativeDecoder(
         session.target,
         drafter,
@@ -56,8 +75,8 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
         policy=next(iter(request.policies), None),
         rule=request.rule,
         compile=request.compile,
+        learn=None if learned is None else learned.learning,
     )
-    console, log = Terminal(soft_wrap=True, files_as_is=True), Terminal(stderr=True)
     encoder_decoder = session.target.config.is_encoder_decoder
     ids, inputs = tokenizer(prompt)["input_ids"], None
     if asked is not None:
@@ -88,13 +107,9 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
             stop_strings=request.stop_strings,
         )
     console.print(Text(text.rest(), style=OWN))
-    accepted = sum(min(record.accepted, record.committed) for record in out.rounds)
-    log.print(
-        f"{len(out.tokens)} tokens, {accepted} of them drafted; tau {out.acceptance_length:.2f}, "
-        f"{out.tokens_per_second:.0f} tokens/s, stopped by {out.stopped_by}"
-        + ("" if decoder.lossless or temperature == 0 else f"; rule {request.rule} is LOSSY")
-    )
+    log.print(_summary(out) + ("" if decoder.lossless or temperature == 0 else f"; rule {request.rule} is LOSSY"))
+    if learned is not None:
+        learned.finish(log.print)
     if drafter is not None:
-        suggest(
-            "draftsmith", "eval", *measuring(request.target, request.drafters.values(), request.prompts), to_stderr=True
-        )
+        words = measuring(request.target, request.drafters.values(), request.prompts)
+        suggest("draftsmith", "eval", *words, to_stderr=True)

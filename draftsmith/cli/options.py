@@ -52,6 +52,8 @@ POLICY_HELP = (
 RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; default: the best lossless one.")]
 TopKOption = Annotated[int | None, typer.Option("--top-k", help="Sample from the k most likely tokens.")]
 TopPOption = Annotated[float | None, typer.Option("--top-p", help="Sample from the smallest set of probability p.")]
+LEARN_HELP = "Train the drafter on what the target verifies, between rounds; texts stay the target's."
+LearnOption = Annotated[bool, typer.Option("--learn", help=LEARN_HELP)]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.bars import Bars
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.observer import Observer
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.draws import Done, Plan
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greedy
@@ -37,6 +38,8 @@ class CheckSettings(PairSettings):
 
     count: int | None = 12
     draft_length: int | None = None
+    learn: bool = False
+    """The drafters learn while they decode."""
     tokens: int = 10_000
     """Tokens sampled with the rule, and as many with the control, for each drafter, policy and temperature."""
 
@@ -84,15 +87,18 @@ def check(
     *,
     keep: Callable[[Check], None] = lambda _: None,
     progress: bool = True,
+    learner: Callable[[], Observer] | None = None,
 ) -> Check:
     """Check every drafter, under every policy, at every temperature.
 
     Args:
         keep: called with the results so far after each arm, so that an interrupted run keeps them.
         progress: show the stages on stderr, the longest with a bar of tokens and remaining time.
+        learner: makes what trains the drafter of each decoder, see `SpeculativeDecoder`; needed for `settings.learn`.
     """
+    assert (learner is not None) == settings.learn
     with stage("preparing the decoders", shown=progress):
-        decoders = _decoders(target, drafters, prompts, settings)
+        decoders = _decoders(target, drafters, prompts, settings, learner)
     sampled = sum(temperature > 0 for temperature in settings.temperatures) * len(decoders)
     checked = Check(settings, environment(), model_fingerprint(target))
     alone: list[list[int]] = []
@@ -125,7 +131,11 @@ def _greedy_verdict(greedy: GreedyCheck) -> Verdict:
 
 
 def _decoders(
-    target: PreTrainedModel, drafters: dict[str, Drafter], prompts: list[Prompt], settings: CheckSettings
+    target: PreTrainedModel,
+    drafters: dict[str, Drafter],
+    prompts: list[Prompt],
+    settings: CheckSettings,
+    learner: Callable[[], Observer] | None,
 ) -> dict[tuple[str, str], SpeculativeDecoder]:
     """Return a decoder for each drafter and policy; policies that learn are calibrated on a few texts."""
     decoders = {}
@@ -133,7 +143,7 @@ def _decoders(
         for policy in settings.policies_of(name) or (None,):
             length = settings.draft_length if policy is None else None
             plan = {"draft_length": length, "policy": policy, "rule": settings.rule, "compile": settings.compile}
-            decoder = SpeculativeDecoder(target, drafter, **plan)
+            decoder = SpeculativeDecoder(target, drafter, **plan, learn=None if learner is None else learner())
             for temperature in settings.temperatures:
                 cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
                 rows, inputs = zip(*((p.input_ids, p.inputs) for p in prompts[:CALIBRATION]), strict=True)

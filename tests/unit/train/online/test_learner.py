@@ -1,0 +1,356 @@
+"""Learning while decoding: greedy texts stay the target's, updates are reproducible, and only better ones are used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_llama
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from draftsmith import OnlineLearning, SpeculativeDecoder, load_drafter
+from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS, DraftModel, Medusa
+from draftsmith.heads.base import Drafter, TrainableDrafter
+from draftsmith.heads.checkpoint import describe_target, drafter_named
+from draftsmith.heads.lora import add_lora
+from draftsmith.heads.ngram import Hybrid
+from draftsmith.train.online.judge import judged, scores
+
+PROMPTS = [[int(x) for x in torch.randint(2, 64, (5,), generator=torch.Generator().manual_seed(i))] for i in range(64)]
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in HEADS},
+    "eagle3": {"draft_vocabulary": list(range(0, 64, 2)), "train_steps": 3},
+    "peagle": {"num_tokens": 3},
+    "dflash": {"block_size": 4, "markov_rank": 3, "confidence_head": True},
+}
+
+
+def target_model() -> LlamaForCausalLM:
+    return make_llama(num_hidden_layers=6).requires_grad_(False)
+
+
+def make(kind: str, target: LlamaForCausalLM) -> TrainableDrafter:
+    """Return a drafter off its initial weights."""
+    torch.manual_seed(3)
+    drafter = HEADS[kind].from_target(target, **FAMILIES[kind]).eval().requires_grad_(False)
+    for weight in drafter.parameters():
+        weight.add_(0.02 * torch.randn_like(weight))
+    return drafter
+
+
+def texts_of(decoder: SpeculativeDecoder, count: int, temperature: float = 0.0, tokens: int = 20) -> list[list[int]]:
+    """Decode `count` prompts, four at a time."""
+    outputs = []
+    for start in range(0, count, 4):
+        rows = PROMPTS[start : start + 4]
+        settings = {"max_new_tokens": tokens, "temperature": temperature, "eos_token_id": None, "seeds": start}
+        outputs += decoder.generate_batch(rows, **settings)
+    return [output.tokens for output in outputs]
+
+
+def weights(drafter: Drafter) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in drafter.state_dict().items()}
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def noisy(target: LlamaForCausalLM, noise: float = 0.25) -> DraftModel:
+    """A draft model that has the target's weights and some noise, which is quickly unlearned."""
+    drafter = DraftModel.from_target(target, init="target_layers", num_hidden_layers=2).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(5)
+    for name, weight in drafter.named_parameters():
+        if "mlp" in name:
+            weight.add_(noise * torch.randn(weight.shape, generator=generator))
+    return drafter
+
+
+def quick(**options: object) -> OnlineLearning:
+    return OnlineLearning(**{"every": 8, "judge_every": 8, "batch_rows": 4, "learning_rate": 3e-3, **options})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_learns_and_stays_lossless(name: str) -> None:
+    target = target_model()
+    drafter = make(name, target)
+    learn = quick(judge_every=2)
+    expected = texts_of(SpeculativeDecoder(target), 44)
+    assert texts_of(SpeculativeDecoder(target, drafter, learn=learn), 44) == expected
+    assert learn.steps >= 2
+    assert {type(drafter)} == {type(learn._candidate.drafter)}
+    assert changed(weights(drafter), weights(learn._candidate.drafter)) or learn.adopted or learn.refused
+
+
+def test_a_better_candidate_is_adopted_and_accepts_more() -> None:
+    target = make_llama().requires_grad_(False)
+    drafter, frozen = noisy(target), noisy(target)
+    learn = quick()
+    decoder = SpeculativeDecoder(target, drafter, draft_length=3, learn=learn)
+    for _ in range(2):
+        texts_of(decoder, 64)
+    adopted = [update for update in learn.updates if update.kind == "adopted"]
+    assert len(adopted) == learn.adopted > 0
+    assert all(update.verdict.interval[0] > 0 for update in adopted)
+    assert changed(weights(frozen), weights(drafter))
+    taus = []
+    for one in (frozen, drafter):
+        outputs = SpeculativeDecoder(target, one, draft_length=3).generate_batch(PROMPTS, max_new_tokens=20)
+        rounds = [record for output in outputs for record in output.rounds]
+        taus.append(sum(record.committed for record in rounds) / len(rounds))
+    assert taus[1] > 1.1 * taus[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_requests_give_the_same_updates_and_texts(temperature: float) -> None:
+    target, runs = make_llama().requires_grad_(False), []
+    for _ in range(2):
+        drafter, learn = noisy(target), quick(seed=3)
+        texts = texts_of(SpeculativeDecoder(target, drafter, learn=learn), 64, temperature)
+        runs.append((texts, learn.updates, weights(drafter), learn.provenance))
+        torch.rand(1)  # the global generator plays no part
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1] == runs[1][1]
+    assert not changed(runs[0][2], runs[1][2])
+    assert runs[0][3] == runs[1][3]
+    assert runs[0][3]["steps"] > 0
+
+
+def test_the_global_random_state_is_left_alone() -> None:
+    target = target_model()
+    drafter = make("dflash", target)  # its training draws anchors
+    torch.manual_seed(11)
+    before = torch.random.get_rng_state()
+    learn = quick()
+    texts_of(SpeculativeDecoder(target, drafter, learn=learn), 48)
+    assert learn.steps > 0
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("rate", [30.0, 1e30], ids=["worse", "not finite"])
+def test_a_candidate_that_is_not_better_is_rolled_back_and_learning_pauses(rate: float) -> None:
+    target = make_llama().requires_grad_(False)
+    drafter = noisy(target, 0.02)
+    before, said = weights(drafter), []
+    learn = quick(learning_rate=rate, optimizer="adamw", on_update=said.append)
+    texts_of(SpeculativeDecoder(target, drafter, learn=learn), 64)
+    assert learn.refused > 0
+    assert learn.adopted == 0
+    assert not changed(before, weights(drafter))
+    assert said == learn.updates
+    assert [update.kind for update in learn.updates[:2]] == ["refused", "paused"]
+    if learn.tokens < learn._asleep_until:
+        assert not changed(before, weights(learn._candidate.drafter))
+
+
+def test_a_pause_ends_after_its_tokens_and_doubles() -> None:
+    target = make_llama().requires_grad_(False)
+    learn = quick(learning_rate=30.0, optimizer="adamw", judge_every=1)
+    decoder = SpeculativeDecoder(target, noisy(target, 0.02), learn=learn)
+    for _ in range(2):
+        texts_of(decoder, 64)
+    pauses = [int(update.reason.split()[-2]) for update in learn.updates if update.kind == "paused"]
+    kinds = [update.kind for update in learn.updates]
+    assert kinds[:5] == ["refused", "paused", "resumed", "refused", "paused"]
+    ended = [update.tokens for update in learn.updates if update.kind == "resumed"]
+    began = [update.tokens for update in learn.updates if update.kind == "paused"]
+    assert all(start + length <= end for start, length, end in zip(began, pauses, ended, strict=False))
+    spans = [end - start for start, end in zip([0, *ended], began, strict=False)]
+    assert pauses[1] == 2 * spans[1]
+
+
+def test_learning_continues_early_when_acceptance_falls() -> None:
+    learn = quick()
+    learn.attach(*_pair())
+    learn.tokens, learn._tau_asleep, learn._asleep_until = 100, 3.0, 10_000
+    learn._recent.extend([3] * 256)
+    assert not learn._owed()
+    learn._recent.extend([2] * 256)
+    learn._owed()
+    assert learn.updates[-1].kind == "resumed"
+    assert "fallen" in learn.updates[-1].reason
+
+
+def _pair() -> tuple[LlamaForCausalLM, DraftModel]:
+    target = make_llama().requires_grad_(False)
+    return target, noisy(target)
+
+
+def test_only_adapters_are_trained_and_their_product_is_adopted() -> None:
+    target, drafter = _pair()
+    before = weights(drafter)
+    learn = quick(lora_rank=4, learning_rate=1e-2)
+    decoder = SpeculativeDecoder(target, drafter, learn=learn)
+    trained = [name for name, weight in learn._candidate.drafter.named_parameters() if weight.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    for _ in range(2):
+        texts_of(decoder, 64)
+    assert learn.adopted > 0
+    after = weights(drafter)
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert not any("embed" in name or "norm" in name or "lm_head" in name for name in moved)
+    learn._candidate.roll_back()
+    ids_1T = torch.tensor([PROMPTS[0]])
+    adapted, merged = (one.model(input_ids=ids_1T).logits for one in (learn._candidate.drafter.eval(), drafter))
+    torch.testing.assert_close(adapted, merged)
+
+
+def test_half_precision_keeps_small_steps() -> None:
+    """Steps of a thousandth are lost when they are added to bf16 weights one by one."""
+    target = make_llama().requires_grad_(False).bfloat16()
+    drafter = noisy(make_llama().requires_grad_(False)).bfloat16()
+    learn = quick()
+    texts = texts_of(SpeculativeDecoder(target, drafter, learn=learn), 64)
+    assert len(texts) == 64
+    assert learn.steps > 0
+    assert {weight.dtype for weight in learn._candidate.drafter.parameters()} == {torch.float32}
+    assert {weight.dtype for weight in drafter.parameters()} == {torch.bfloat16}
+    assert {row.hidden_nH.dtype for row in learn._rows} == {torch.bfloat16}
+
+
+def test_a_hybrids_trained_drafter_learns() -> None:
+    target, drafter = _pair()
+    learn = quick()
+    texts_of(SpeculativeDecoder(target, Hybrid(drafter), learn=learn), 64)
+    assert learn._candidate.served is drafter
+    assert learn.steps > 0
+
+
+@pytest.mark.parametrize("name", ["suffix", "prompt-lookup", "early-exit:layers=1"])
+def test_drafters_without_weights_are_refused_by_name(name: str) -> None:
+    target = make_llama()
+    drafter = drafter_named(name, target, lambda _: pytest.fail("no checkpoint is read"))
+    with pytest.raises(ConfigError, match=f"drafter of type '{name.split(':')[0]}'.*expected a trained drafter"):
+        SpeculativeDecoder(target, drafter, learn=OnlineLearning())
+
+
+def test_what_cannot_learn_is_refused() -> None:
+    target, drafter = _pair()
+    with pytest.raises(ConfigError, match="learn without a drafter"):
+        SpeculativeDecoder(target, learn=OnlineLearning())
+    with pytest.raises(ConfigError, match="lora_rank=2 with a medusa drafter; expected a draft model"):
+        SpeculativeDecoder(target, Medusa.from_target(target), learn=OnlineLearning(lora_rank=2))
+    learn = OnlineLearning()
+    SpeculativeDecoder(target, drafter, learn=learn)
+    with pytest.raises(ConfigError, match="another decoder"):
+        SpeculativeDecoder(target, drafter, learn=learn)
+    add_lora(drafter.model, rank=2, alpha=4)
+    with pytest.raises(ConfigError, match="adapters; expected them merged"):
+        SpeculativeDecoder(target, drafter, learn=OnlineLearning())
+    other, _ = _pair()
+    padded = noisy(other)
+    padded.shared_vocabulary = 60
+    with pytest.raises(ConfigError, match="expected the target's vocabulary size"):
+        SpeculativeDecoder(target, padded, learn=OnlineLearning())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("share", 0.0), ("share", 1.0), ("optimizer", "sgd"), ("learning_rate", 0.0)),
+        *((key, 0) for key in ("every", "buffer_bytes", "lora_rank", "batch_rows", "judge_every", "patience")),
+    ],
+)
+def test_settings_out_of_range_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key):
+        OnlineLearning(**{key: value})
+
+
+def test_a_saved_drafter_counts_on_and_holds_no_text(tmp_path: Path) -> None:
+    target, drafter = _pair()
+    learn = quick()
+    texts_of(SpeculativeDecoder(target, drafter, learn=learn), 64)
+    description = describe_target(target, None, "tiny")
+    learn.save(tmp_path / "saved", description, recipe={"name": "x"})
+    assert {file.name for file in (tmp_path / "saved").iterdir()} <= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    section = json.loads((tmp_path / "saved" / "config.json").read_text())["draftsmith"]
+    assert section["online"] == learn.provenance
+    assert section["online"]["tokens"] == learn.tokens > 0
+    assert section["recipe"] == {"name": "x"}
+    loaded = load_drafter(tmp_path / "saved", target)
+    assert not changed(weights(drafter), weights(loaded))
+    again = quick()
+    decoder = SpeculativeDecoder(target, loaded, learn=again)
+    assert again.provenance == learn.provenance
+    texts_of(decoder, 4)
+    assert again.tokens == learn.tokens + 4 * 20
+
+
+def test_a_drafter_is_saved_as_it_is_in_use(tmp_path: Path) -> None:
+    """Not as the candidate, which nothing has shown to be better."""
+    target, drafter = _pair()
+    before = weights(drafter)
+    learn = quick(judge_every=1000)
+    texts_of(SpeculativeDecoder(target, drafter, learn=learn), 64)
+    assert learn.steps > 0
+    learn.save(tmp_path / "saved", describe_target(target, None, "tiny"))
+    assert not changed(before, weights(load_drafter(tmp_path / "saved", target)))
+
+
+def test_scores_are_the_acceptance_of_decoding() -> None:
+    """At temperature 0 the expected tau over all anchors of a text is what rounds from each anchor would commit."""
+    target, drafter = _pair()
+    learn = quick(judge_every=1000)
+    texts_of(SpeculativeDecoder(target, drafter, learn=learn), 64)
+    rows = list(learn._held)
+    found = scores(drafter, rows, learn._lm_head, 3)
+    for row, (committed, rounds) in zip(rows, found.tolist(), strict=True):
+        tokens, first = row.text.tokens, row.text.prompt_length
+        assert rounds == len(tokens) - 1 - first
+        expected = 0
+        for anchor in range(first, len(tokens) - 1):
+            text, accepted = tokens[: anchor + 1], 0
+            while accepted < 3 and anchor + 1 + accepted < len(tokens):
+                logits_V = drafter.model(input_ids=torch.tensor([text])).logits[0, -1]
+                if int(logits_V.argmax()) != tokens[anchor + 1 + accepted]:
+                    break
+                text, accepted = [*text, tokens[anchor + 1 + accepted]], accepted + 1
+            expected += 1 + accepted
+        assert committed == expected
+
+
+def test_an_interval_is_paired() -> None:
+    """Rows that differ widely hide no gain that all of them share."""
+    generator = torch.Generator().manual_seed(0)
+    served = torch.stack([torch.rand(32, generator=generator) * 40 + 20, torch.full((32,), 20.0)], -1).double().numpy()
+    better = served.copy()
+    better[:, 0] *= 1.02
+    verdict = judged(served, better, seed=1)
+    assert verdict.gain == pytest.approx(0.02)
+    assert verdict.interval == pytest.approx((0.02, 0.02))
+    same = judged(served, served, seed=1)
+    assert same.interval == (0, 0)
+    assert same.served == pytest.approx(served[:, 0].sum() / served[:, 1].sum())
+
+
+def test_a_text_that_ends_inside_a_draft_is_learned_from() -> None:
+    target, drafter = _pair()
+    learn = quick()
+    decoder = SpeculativeDecoder(target, drafter, draft_length=4, learn=learn)
+    outputs = [decoder.generate(prompt, max_new_tokens=24, eos_token_id=list(range(2, 12))) for prompt in PROMPTS[:32]]
+    learn._close(all_of_them=True)
+    kept = sorted(len(row.text.tokens) - row.text.prompt_length for row in [*learn._rows, *learn._held])
+    assert kept == sorted(len(output.tokens) for output in outputs if len(output.tokens) >= 4)
+    assert all(len(row.hidden_nH) == len(row.text.tokens) - row.text.prompt_length for row in learn._rows)
+
+
+@pytest.mark.slow
+def test_five_hundred_greedy_texts_are_the_targets() -> None:
+    target, drafter = _pair()
+    learn = quick(learning_rate=1e-3)
+    decoder, alone = SpeculativeDecoder(target, drafter, learn=learn), SpeculativeDecoder(target)
+    for number in range(500):
+        prompt = [int(x) for x in torch.randint(2, 64, (5,), generator=torch.Generator().manual_seed(1000 + number))]
+        settings = {"max_new_tokens": 20, "eos_token_id": None}
+        assert decoder.generate(prompt, **settings).tokens == alone.generate(prompt, **settings).tokens
+    assert learn.adopted > 0

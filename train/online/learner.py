@@ -1,0 +1,381 @@
+"""`OnlineLearning`: trains a drafter on the states of its own verifications, and uses an update only if it is better.
+
+decode ──▶ rows ──┬─▶ training rows ──▶ optimizer steps on a candidate ──┐
+                  └─▶ held-back rows ──▶ candidate better? ◀─────────────┘
+                                          │ yes: copied into the drafter, between two rounds
+                                          └ no: rolled back, learning pauses
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.loop import now
+from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.sequence import DecodeSequence
+from draftsmith.distill.objective import Objective
+from draftsmith.distill.teacher import TargetHead
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.checkpoint import save_drafter
+from draftsmith.heads.lm_head import logits_head
+from draftsmith.storage import atomic_folder
+from draftsmith.train.builders import optimizers
+from draftsmith.train.learning_rates import TRAINED, scaled_rate, width_of
+from draftsmith.train.online.budget import Budget
+from draftsmith.train.online.buffer import CONTEXT, ROW_TOKENS, OpenRow, Row, RowBuffer, signals_of
+from draftsmith.train.online.candidate import Candidate, learnable
+from draftsmith.train.online.judge import Verdict, judged, scores
+
+HELD_EVERY, HELD_ROWS = 4, 32
+"""Every fourth row is held back; the most recent ones decide."""
+LEAST_ROWS = 8
+"""Held-back rows that a decision needs."""
+WARMUP = 8
+"""Optimizer steps in which the rate rises, after each start of the optimizers."""
+CLIP = 1.0
+MEMORY, FALL = 256, 0.9
+"""Rounds whose mean committed tokens are watched while learning pauses, and the share of their value at its start below
+which it continues: the texts have changed."""
+LONGEST_PAUSE = 8
+"""Longest pause, in units of the learning before it."""
+
+Kind = Literal["adopted", "refused", "paused", "resumed"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """An event of learning."""
+
+    kind: Kind
+    tokens: int
+    """Decoded tokens so far."""
+    steps: int
+    """Optimizer steps so far."""
+    verdict: Verdict | None = None
+    """On the held-back rows; None where no candidate was judged."""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        head = f"learning: {self.kind} after {self.tokens} tokens and {self.steps} steps"
+        if self.verdict is None:
+            return f"{head}{self.reason and f': {self.reason}'}"
+        low, high = self.verdict.interval
+        return (
+            f"{head}: tau {self.verdict.served:.2f} -> {self.verdict.candidate:.2f} on held-back text "
+            f"({self.verdict.gain:+.1%} [{low:+.1%}, {high:+.1%}]){self.reason and f'; {self.reason}'}"
+        )
+
+
+class OnlineLearning:
+    """Learning while decoding, for `SpeculativeDecoder(target, drafter, learn=OnlineLearning())`.
+
+    Decoding stays lossless: weights change between rounds only. No text is written to disk.
+
+    Args:
+        share: largest share of the wall time that learning takes; less until an update was adopted, see `Budget`.
+        every: decoded tokens per optimizer step, instead of a share of the time: then no clock is read, and the same
+            requests with the same seed give the same updates and texts.
+        seed: of the rows of each step, the objective's random positions and the intervals.
+        buffer_bytes: memory of the stored states.
+        objective: default: KL(p || q) as in recipes.
+        optimizer, learning_rate: default: Muon at the rate for drafters with trained weights.
+        lora_rank: for draft models: train adapters of this rank only; their product is added to the weights in use.
+        batch_rows: rows of a step.
+        judge_every: steps after which the candidate is compared with the drafter in use.
+        patience: undecided comparisons after which a candidate is refused.
+        on_update: called after each `Update`.
+    """
+
+    def __init__(
+        self,
+        *,
+        share: float = 0.1,
+        every: int | None = None,
+        seed: int = 0,
+        buffer_bytes: int = 256 * 2**20,
+        objective: Objective | None = None,
+        optimizer: Literal["muon", "adamw"] = "muon",
+        learning_rate: float | None = None,
+        lora_rank: int | None = None,
+        batch_rows: int = 8,
+        judge_every: int = 16,
+        patience: int = 4,
+        on_update: Callable[[Update], None] = lambda _: None,
+    ) -> None:
+        if not 0 < share < 1:
+            raise ConfigError.of("share", share, "a number between 0 and 1")
+        counts = {"every": every, "buffer_bytes": buffer_bytes, "lora_rank": lora_rank, "batch_rows": batch_rows}
+        for key, value in {**counts, "judge_every": judge_every, "patience": patience}.items():
+            if value is not None and value < 1:
+                raise ConfigError.of(key, value, ">= 1")
+        if optimizer not in ("muon", "adamw"):
+            raise ConfigError.of("optimizer", optimizer, "'muon' or 'adamw'")
+        if learning_rate is not None and not learning_rate > 0:
+            raise ConfigError.of("learning_rate", learning_rate, "> 0")
+        self.every, self.seed, self._budget = every, seed, Budget(share, every)
+        self.batch_rows, self.judge_every, self.patience = batch_rows, judge_every, patience
+        self._objective, self._optimizer, self._rate, self._lora_rank = objective, optimizer, learning_rate, lora_rank
+        self._rows, self._held = RowBuffer(buffer_bytes * 3 // 4), RowBuffer(buffer_bytes // 4, HELD_ROWS)
+        self._on_update, self._candidate = on_update, cast(Candidate | None, None)
+        self._open: dict[int, OpenRow] = {}
+        self.updates: list[Update] = []
+        self.tokens = self.steps = self.adopted = self.refused = 0
+        self.seconds = 0.0
+        """Time that learning has taken."""
+        self._random = Random(seed)
+        self._closed = self._judgements = self._undecided = self._steps_of_candidate = self._pauses = 0
+        self._asleep_until, self._awake_since = 0, 0
+        self._mark = self._tau_asleep = 0.0
+        self._recent: deque[int] = deque(maxlen=MEMORY)
+        self._served_scores: dict[Row, np.ndarray] = {}
+
+    # What the decoder calls; see `draftsmith.decode.observer`.
+
+    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> None:
+        """Prepare a candidate for this pair.
+
+        Raises:
+            ConfigError: for a drafter that cannot be trained from stored states, by its type; for a second pair.
+        """
+        if self._candidate is not None:
+            raise ConfigError("learn: this OnlineLearning is used by another decoder; expected one for each decoder")
+        served = learnable(drafter)
+        self._device = next(target.parameters()).device
+        self._draft_length = served.draft_length_hint or served.max_draft_length or 4
+        self._loss = self._objective or Objective(draft_length=self._draft_length, chunk_tokens=1024)
+        self._peak = self._rate or scaled_rate(TRAINED, self._optimizer, width_of(target.config))
+        # Heads on one state need no text before it; draft models and networks attend to it.
+        self._context = 0 if served.needs.hidden and not served.needs.layers else CONTEXT
+        self._lm_head = cast(TargetHead, logits_head(target))
+        with torch.inference_mode(False):
+            self._candidate = Candidate(served, target, self._lora_rank, self.seed)
+        learned = served.online or {}
+        self.tokens, self.steps = learned.get("tokens", 0), learned.get("steps", 0)
+        self.adopted, self.refused = learned.get("adopted", 0), learned.get("refused", 0)
+        self._awake_since = self.tokens
+        self._start_optimizers()
+
+    def begin(self, texts: Sequence[DecodeSequence], sampling: Sampling) -> None:
+        """Open a row for each text; texts of the last call have ended."""
+        self._close(all_of_them=True)
+        self._open = {id(text): OpenRow(text, sampling, self._context) for text in texts}
+        self._mark = self._clock()
+
+    def read(self, text: DecodeSequence, hidden_nH: Tensor, features_nF: Tensor | None) -> None:
+        """Store the states of the tokens that the target has just read."""
+        row = self._open[id(text)]
+        if row.hidden or row.prompt_length > text.prompt_length:  # not the prompt
+            self._recent.append(len(hidden_nH))
+        self.tokens += len(hidden_nH)
+        row.add(hidden_nH, features_nF)
+
+    def between_rounds(self) -> None:
+        """Train and judge within the budget."""
+        started = self._clock()
+        self._budget.decoded(started - self._mark)
+        self._close()
+        with torch.inference_mode(False), torch.enable_grad():
+            while self._owed():
+                self._work()
+                if self.every is None:
+                    break  # the caller waits for tokens
+        self._mark = self._clock()
+        self.seconds += self._mark - started
+
+    # Budget.
+
+    def _clock(self) -> float:
+        return 0.0 if self.every is not None else now(self._device)
+
+    def _owed(self) -> bool:
+        """Return whether the next optimizer step is due."""
+        if self.tokens < self._asleep_until and not self._shifted():
+            ready = False
+        else:
+            self._wake()
+            ready = len(self._rows) >= LEAST_ROWS and len(self._held) >= LEAST_ROWS
+        if not ready:
+            self._budget.start(self.tokens)
+        return ready and self._budget.owes(self.tokens)
+
+    def _shifted(self) -> bool:
+        """Return whether the rounds since learning paused commit clearly fewer tokens than those before."""
+        full = len(self._recent) == MEMORY
+        return full and sum(self._recent) / MEMORY < FALL * self._tau_asleep
+
+    def _wake(self) -> None:
+        if not self._asleep_until:
+            return
+        if self.tokens < self._asleep_until:
+            self._budget.gained, self._pauses = 1.0, 0
+            self._record(Update("resumed", self.tokens, self.steps, reason="the acceptance length has fallen"))
+        else:
+            self._record(Update("resumed", self.tokens, self.steps))
+        self._asleep_until, self._awake_since = 0, self.tokens
+        self._budget.start(self.tokens)
+
+    def _pause(self, reason: str) -> None:
+        """Stop learning for as many tokens as the learning before took, twice as long each time in a row."""
+        length = max(self.tokens - self._awake_since, 1) * min(2**self._pauses, LONGEST_PAUSE)
+        self._pauses += 1
+        self._asleep_until = self.tokens + length
+        self._tau_asleep = sum(self._recent) / max(len(self._recent), 1)
+        self._recent.clear()
+        self._record(Update("paused", self.tokens, self.steps, reason=f"{reason}; for {length} tokens"))
+
+    def _record(self, update: Update) -> None:
+        self.updates.append(update)
+        self._on_update(update)
+
+    # Rows.
+
+    def _close(self, *, all_of_them: bool = False) -> None:
+        """Move rows that are long enough, or whose text has ended, to the training or the held-back rows."""
+        for key, one in list(self._open.items()):
+            ended = all_of_them or one.sequence.stopped_by is not None
+            if not ended and one.decoded < ROW_TOKENS:
+                continue
+            row = one.close()
+            if ended:
+                del self._open[key]
+            if row is not None:
+                self._closed += 1
+                (self._held if self._closed % HELD_EVERY == 0 else self._rows).add(row)
+
+    # Training.
+
+    def _work(self) -> None:
+        """Take an optimizer step; after every `judge_every` of them, compare the candidate."""
+        started = self._clock()
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(self.seed * 1_000_003 + self.steps)  # for drafters that unroll at random anchors
+            finite = self._step()
+            self._steps_of_candidate += 1
+            self.steps += 1
+            if not finite:
+                self._refuse(None, "the loss or its gradient is not finite")
+            elif self._steps_of_candidate % self.judge_every == 0:
+                self._judge()
+        self._budget.learned(self._clock() - started)
+
+    def _start_optimizers(self) -> None:
+        assert self._candidate is not None
+        self._optimizers = optimizers(self._candidate.drafter, self._optimizer, 0.0)
+        self._last_alpha: list[float] | None = None
+        self._steps_of_candidate = self._undecided = 0
+
+    def _step(self) -> bool:
+        """Take one step on random rows and return whether its gradient was finite."""
+        assert self._candidate is not None, "attached"
+        drafter = self._candidate.drafter.train()
+        places = [self._random.randrange(len(self._rows)) for _ in range(self.batch_rows)]
+        signals = signals_of([self._rows[place] for place in places], self._device)
+        sums = self._loss(drafter.unroll(signals), signals, self._lm_head, self._last_alpha)
+        (sums.loss / signals.mask_BT.sum()).backward()
+        parameters = [weight for weight in drafter.parameters() if weight.requires_grad]
+        norm = float(nn.utils.clip_grad_norm_(parameters, CLIP))
+        finite = bool(np.isfinite(norm))
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._peak * min(1.0, (self._steps_of_candidate + 1) / WARMUP)
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad()
+        self._last_alpha = (sums.alpha_K / sums.count_K.clamp_min(1)).tolist()
+        return finite
+
+    # Judging.
+
+    def _judge(self) -> None:
+        """Adopt the candidate if it is better on the held-back rows, refuse it if it is not; else keep training it."""
+        assert self._candidate is not None
+        rows = list(self._held)
+        new = [row for row in rows if row not in self._served_scores]
+        found = scores(self._candidate.served, new, self._lm_head, self._draft_length)
+        known = {**self._served_scores, **dict(zip(new, found, strict=True))}
+        self._served_scores = {row: known[row] for row in rows}
+        own = np.stack(list(self._served_scores.values()))
+        other = scores(self._candidate.drafter.eval(), rows, self._lm_head, self._draft_length)
+        self._judgements += 1
+        verdict = judged(own, other, self.seed + self._judgements)
+        low, high = verdict.interval
+        self._undecided += 1
+        if low > 0:
+            self._adopt(verdict)
+        elif high < 0:
+            self._refuse(verdict, "")
+        elif self._undecided >= self.patience:
+            self._refuse(verdict, "no clear gain")
+
+    def _adopt(self, verdict: Verdict) -> None:
+        assert self._candidate is not None
+        self._candidate.adopt()
+        self.adopted += 1
+        self._pauses, self._undecided = 0, 0
+        self._budget.gained *= 1 + verdict.interval[0]
+        self._served_scores = {}
+        self._record(Update("adopted", self.tokens, self.steps, verdict))
+        if not self._budget.pays(verdict.gain, self.tokens):
+            self._pause(f"a gain of {verdict.gain:.1%} for {self._budget.cost():.1%} of the time does not pay")
+        self._awake_since = self.tokens
+        self._budget.start(self.tokens)
+
+    def _refuse(self, verdict: Verdict | None, reason: str) -> None:
+        assert self._candidate is not None
+        self._candidate.roll_back()
+        self.refused += 1
+        self._start_optimizers()
+        self._record(Update("refused", self.tokens, self.steps, verdict, reason))
+        self._pause("the last candidate was not better")
+
+    # Results.
+
+    @property
+    def provenance(self) -> dict[str, int]:
+        """Numbers that a saved drafter carries; no text is among them."""
+        return {"tokens": self.tokens, "steps": self.steps, "adopted": self.adopted, "refused": self.refused}
+
+    def summary(self) -> str:
+        """Return one line on what was learned."""
+        asleep = ", paused" if self.tokens < self._asleep_until else ""
+        return (
+            f"learned from {self.tokens} tokens: {self.steps} steps, {self.adopted} updates adopted, "
+            f"{self.refused} refused{asleep}"
+        )
+
+    def save(
+        self,
+        folder: Path,
+        target: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        recipe: dict[str, Any] | None = None,
+    ) -> None:
+        """Atomically write the drafter in use as a checkpoint, with `provenance`.
+
+        A later run that loads it continues to count; a candidate that was not adopted is lost.
+
+        Args:
+            target: from `describe_target`.
+            recipe: of the checkpoint that the drafter was loaded from.
+        """
+        assert self._candidate is not None, "a decoder has attached it"
+        drafter = self._candidate.served
+        with atomic_folder(folder) as temporary:
+            save_drafter(
+                drafter,
+                temporary,
+                target=target,
+                recipe=recipe,
+                draft_length=self._draft_length,
+                tokenizer=tokenizer,
+                online=self.provenance,
+            )
