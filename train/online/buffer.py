@@ -11,6 +11,7 @@ rejected draft token condition on text that the target does not write; a draft t
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class Row:
 
     text: TargetText
     hidden_nH: Tensor
-    """Inputs of the lm_head at positions prompt_length - 1 to T - 2."""
+    """Inputs of the lm_head at the last positions up to T - 2, from prompt_length - 1 or earlier."""
     features_TF: Tensor | None
     """Features at positions 0 to T - 2; None where the drafter reads none."""
     sampling: Sampling
@@ -44,7 +45,7 @@ class Row:
     @property
     def bytes(self) -> int:
         """Memory of the row."""
-        tensors = [self.hidden_nH, *([] if self.features_TF is None else [self.features_TF])]
+        tensors = {id(tensor): tensor for tensor in (self.hidden_nH, self.features_TF) if tensor is not None}.values()
         return 8 * len(self.text.tokens) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -54,18 +55,21 @@ class OpenRow:
 
     Args:
         context: tokens before the decoded ones that are kept; 0 for drafters that read one position at a time.
+        final: the features are the inputs of the lm_head, which are then known in the prompt too, and stored once.
     """
 
     sequence: DecodeSequence
     sampling: Sampling
     context: int
+    final: bool = False
     prompt_length: int = 0
     """Position of the first decoded token of this row."""
     start: int = 0
     """Position of the first token that the row keeps."""
     hidden: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
-    rounds: int = 0
+    reads: int = 0
+    """Calls of `add` for this text."""
 
     def __post_init__(self) -> None:
         self._begin(len(self.sequence.tokens))
@@ -78,7 +82,9 @@ class OpenRow:
     def add(self, hidden_nH: Tensor, features_nF: Tensor | None) -> None:
         """Copy the states of the tokens that the target has just read."""
         with torch.inference_mode(False):  # inference tensors cannot be trained on
-            self.hidden.append(hidden_nH.clone())
+            self.reads += 1
+            if not self.final:
+                self.hidden.append(hidden_nH.clone())
             if features_nF is not None:
                 skipped = 0 if self.features else max(len(features_nF) - 1 - self.context, 0)
                 self.features.append(features_nF[skipped:].clone())
@@ -92,8 +98,9 @@ class OpenRow:
             own = tokens[self.start :]
             text = TargetText(own, first - self.start, self.sequence.max_length - self.start, self.sequence.source)
             # A text may have ended inside a draft: then states follow its last token.
-            hidden_nH = torch.cat(self.hidden)[: len(tokens) - first]
-            row = Row(text, hidden_nH, None if features is None else features[: len(own) - 1], self.sampling)
+            read_TF = None if features is None else features[: len(own) - 1]
+            hidden_nH = None if self.final else torch.cat(self.hidden)[: len(tokens) - first]
+            row = Row(text, cast(Tensor, read_TF if hidden_nH is None else hidden_nH), read_TF, self.sampling)
         self._begin(len(tokens))
         self.hidden, self.features = [], []
         if features is not None:
@@ -135,10 +142,10 @@ def signals_of(rows: Sequence[Row], device: torch.device) -> TeacherSignals:
     attention_BT, mask_BT = torch.zeros_like(ids_BT), torch.zeros_like(ids_BT, dtype=torch.bool)
     hidden = []
     for number, row in enumerate(rows):
-        first, length = row.text.prompt_length, len(row.text.tokens)
+        first, length, known = row.text.prompt_length, len(row.text.tokens), len(row.hidden_nH)
         attention_BT[number, :length] = 1
         mask_BT[number, first : length - 1] = True
-        hidden.append(nn.functional.pad(row.hidden_nH, (0, 0, first - 1, T - first + 1 - len(row.hidden_nH))))
+        hidden.append(nn.functional.pad(row.hidden_nH, (0, 0, length - 1 - known, T - length + 1)))
     features = [row.features_TF for row in rows if row.features_TF is not None]
     features_BTF = None
     if features:

@@ -24,7 +24,7 @@ from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import TargetHead
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Drafter
+from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.storage import atomic_folder
@@ -155,6 +155,7 @@ class OnlineLearning:
         self._peak = self._rate or scaled_rate(TRAINED, self._optimizer, width_of(target.config))
         # Heads on one state need no text before it; draft models and networks attend to it.
         self._context = 0 if served.needs.hidden and not served.needs.layers else CONTEXT
+        self._final = served.needs.layers == (FINAL,)
         self._lm_head = cast(TargetHead, logits_head(target))
         with torch.inference_mode(False):
             self._candidate = Candidate(served, target, self._lora_rank, self.seed)
@@ -167,13 +168,13 @@ class OnlineLearning:
     def begin(self, texts: Sequence[DecodeSequence], sampling: Sampling) -> None:
         """Open a row for each text; texts of the last call have ended."""
         self._close(all_of_them=True)
-        self._open = {id(text): OpenRow(text, sampling, self._context) for text in texts}
+        self._open = {id(text): OpenRow(text, sampling, self._context, self._final) for text in texts}
         self._mark = self._clock()
 
     def read(self, text: DecodeSequence, hidden_nH: Tensor, features_nF: Tensor | None) -> None:
         """Store the states of the tokens that the target has just read."""
         row = self._open[id(text)]
-        if row.hidden or row.prompt_length > text.prompt_length:  # not the prompt
+        if row.reads:  # not the prompt
             self._recent.append(len(hidden_nH))
         self.tokens += len(hidden_nH)
         row.add(hidden_nH, features_nF)

@@ -14,8 +14,8 @@ from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.teacher_forced import TargetText
-from draftsmith.heads import DraftModel, Eagle3, Medusa
-from draftsmith.heads.base import Drafter
+from draftsmith.heads import DraftModel, Eagle3, Medusa, Mtp
+from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.train.online.buffer import LEAST_TOKENS, OpenRow, Row, RowBuffer, signals_of
 
 CPU = torch.device("cpu")
@@ -27,13 +27,14 @@ class Stores:
     """Closes the rows of all texts after `length` decoded tokens, and at the end."""
 
     def __init__(self, context: int, length: int) -> None:
-        self.context, self.length, self.rows = context, length, list[Row]()
+        self.context, self.length, self.rows, self.final = context, length, list[Row](), False
         self.open: dict[int, OpenRow] = {}
 
-    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> None: ...
+    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> None:
+        self.final = drafter.needs.layers == (FINAL,)
 
     def begin(self, texts: Sequence[DecodeSequence], sampling: Sampling) -> None:
-        self.open = {id(text): OpenRow(text, sampling, self.context) for text in texts}
+        self.open = {id(text): OpenRow(text, sampling, self.context, self.final) for text in texts}
 
     def read(self, text: DecodeSequence, hidden_nH: Tensor, features_nF: Tensor | None) -> None:
         self.open[id(text)].add(hidden_nH, features_nF)
@@ -65,7 +66,7 @@ def deep_target() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("policy", [Chain(3), StaticTree(((0,), (1,), (0, 0)))], ids=str)
-@pytest.mark.parametrize("kind", [DraftModel, Eagle3, Medusa])
+@pytest.mark.parametrize("kind", [DraftModel, Eagle3, Medusa, Mtp])
 def test_states_are_those_of_the_whole_text(kind: type[Medusa], policy: Policy) -> None:
     target = deep_target()
     drafter = kind.from_target(target).eval()
@@ -84,7 +85,8 @@ def test_states_are_those_of_the_whole_text(kind: type[Medusa], policy: Policy) 
         trained = signals.mask_BT[number].nonzero()[:, 0].tolist()
         assert trained == list(range(first - start, length - 1)), "decoded positions whose next token is known"
         part = slice(first - 1, len(text) - 1)
-        ours_nH = signals.hidden_BTH[number, first - 1 - start : length - 1]
+        part = slice(0, len(text) - 1) if kind is Mtp else part  # its features are the final states, of the prompt too
+        ours_nH = signals.hidden_BTH[number, part.start - start : length - 1]
         torch.testing.assert_close(ours_nH, known.hidden_BTH[0, part], rtol=1e-4, atol=1e-4)
         if known.features_BTF is not None:
             ours_TF = signals.features_BTF[number, : length - 1]

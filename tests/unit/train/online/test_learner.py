@@ -22,6 +22,7 @@ from draftsmith.train.online.judge import judged, scores
 PROMPTS = [[int(x) for x in torch.randint(2, 64, (5,), generator=torch.Generator().manual_seed(i))] for i in range(64)]
 FAMILIES: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in HEADS},
+    "hydra, prefix": {"prefix_layer": True},
     "eagle3": {"draft_vocabulary": list(range(0, 64, 2)), "train_steps": 3},
     "peagle": {"num_tokens": 3},
     "dflash": {"block_size": 4, "markov_rank": 3, "confidence_head": True},
@@ -35,7 +36,7 @@ def target_model() -> LlamaForCausalLM:
 def make(kind: str, target: LlamaForCausalLM) -> TrainableDrafter:
     """Return a drafter off its initial weights."""
     torch.manual_seed(3)
-    drafter = HEADS[kind].from_target(target, **FAMILIES[kind]).eval().requires_grad_(False)
+    drafter = HEADS[kind.partition(",")[0]].from_target(target, **FAMILIES[kind]).eval().requires_grad_(False)
     for weight in drafter.parameters():
         weight.add_(0.02 * torch.randn_like(weight))
     return drafter
