@@ -143,6 +143,7 @@ def _measured(model: PreTrainedModel) -> Capability:
             return Capability(kind, no_trees=_structural(model), no_ragged=str(error))
         return Capability(kind, no_trees=_structural(model))
     reason = _reason(lambda: _chain_gap(model), model)
+    reason = reason or _reason(lambda: _positions_gap(model), model, "in its `generate`, ")
     if reason:
         raise ConfigError(f"model_type={kind!r} cannot verify drafts: {reason}; expected another target")
     if passes == "native":
@@ -248,6 +249,18 @@ def _generate_gap(model: PreTrainedModel) -> float:
     return _worst([_gap(model, logits[0], text[: len(context) + new]) for new, logits in enumerate(output.logits)])
 
 
+def _positions_gap(model: PreTrainedModel) -> float:
+    """Compare with `generate` where the model's own positions are not indices from 0: 0.0 where they are.
+
+    `generate` passes indices to most of them (RoBERTa) and lets others take positions from the tokens (Kosmos-2.5).
+    """
+    if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
+        return 0.0
+    context = _tokens(model, _context(model))
+    own = _gap(model, model(input_ids=_ids(model, [context]), use_cache=False).logits[0, -1], context)
+    return 0.0 if own < TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE) else _generate_gap(model)
+
+
 def _worst(gaps: list[float]) -> float:
     """Return the largest number; NaN if any is NaN."""
     return float(torch.tensor(gaps).max())
@@ -268,7 +281,8 @@ def _tokens(model: PreTrainedModel, count: int, seed: int = 0) -> list[int]:
     """Return random tokens without padding, which some models do not count among the positions."""
     config, generator = text_config(model), torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (2 * count,), generator=generator).tolist()
-    return [token for token in tokens if token != config.pad_token_id][:count]
+    padding = getattr(config, "pad_token_id", None)  # RWKV's config has none
+    return [token for token in tokens if token != padding][:count]
 
 
 def _ids(model: PreTrainedModel, rows: list[list[int]]) -> Tensor:

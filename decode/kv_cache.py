@@ -179,7 +179,8 @@ class RollbackCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, rows: int, longest: int | None = None, *, fixed: bool = False) -> None:
         text_config = config.get_text_config(decoder=True)
-        depth = getattr(text_config, "num_decoder_layers", None) or text_config.num_hidden_layers
+        names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")  # the last is BART's encoder's number
+        depth = next(number for name in names if (number := getattr(text_config, name, None)))
         self.place = WritePosition()
         self.lengths = [0] * rows
         self._layers = [RollbackLayer(self.place, rows, longest, fixed) for _ in range(depth)]

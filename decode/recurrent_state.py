@@ -66,7 +66,7 @@ class Mixer:
 
         def read(*args: Any, **kwargs: Any) -> Any:
             arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-            return self._read(_Call(forward, arguments, self._cache), width, counts)
+            return self._read(_Call(self._module, forward, arguments, self._cache), width, counts)
 
         self._module.forward = read
         try:
@@ -163,8 +163,8 @@ class Mixer:
 class _Call:
     """A call of a mixer's forward method, whose inputs and states are replaced."""
 
-    def __init__(self, forward: Callable[..., Any], arguments: dict[str, Any], cache: Cache) -> None:
-        self._forward, self._arguments, self._cache = forward, arguments, cache
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any], cache: Cache) -> None:
+        self._module, self._forward, self._arguments, self._cache = module, forward, arguments, cache
 
     def inputs(self, rows: int, width: int) -> Inputs:
         """Return the arguments with a value for each token."""
@@ -181,7 +181,25 @@ class _Call:
         arguments = {name: cache if value is self._cache else value for name, value in self._arguments.items()}
         if "attention_mask" in arguments:  # it would mask padding, and rows have none between their tokens
             arguments["attention_mask"] = None
-        return self._forward(**{**arguments, **inputs})
+        with _short_chunks(self._module, next(iter(inputs.values()))):
+            return self._forward(**{**arguments, **inputs})
+
+
+@contextmanager
+def _short_chunks(module: nn.Module, value: Tensor) -> Iterator[None]:
+    """Let Mamba-2's scan in PyTorch read as many tokens as `value` [B, P, ...] has; it pads to chunks, often of 256.
+
+    On a CPU only: kernels do not pad, and compile for each size of a chunk.
+    """
+    chunk, width = vars(module).get("chunk_size"), value.shape[1]
+    shorter = isinstance(chunk, int) and width < chunk and value.device.type == "cpu"
+    if shorter:
+        module.chunk_size = width  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        if shorter:
+            module.chunk_size = chunk  # pyright: ignore[reportArgumentType]
 
 
 class Mixers:

@@ -283,7 +283,9 @@ def _resized(config: PreTrainedConfig, layers: list[int], widths: _Widths) -> Pr
     if getattr(config, "num_kv_shared_layers", 0):
         config.num_kv_shared_layers = 0  # a few layers have keys of their own
     config.num_hidden_layers = len(layers)
-    if config.is_encoder_decoder:
+    if hasattr(config, "decoder_layers"):  # BART and its relatives; their num_hidden_layers is the encoder's
+        config.decoder_layers = len(layers)
+    elif config.is_encoder_decoder:
         config.num_decoder_layers = len(layers)
     _keep_types(config, layers)
     if own:  # made again as it is when a checkpoint is loaded, where the last layer becomes a full one

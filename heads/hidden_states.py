@@ -127,6 +127,7 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
         decoder = model.get_decoder()
         prefix = next((name for name, module in model.named_modules() if module is decoder), "")
         names = [name for name in names if name.startswith(prefix)] or names
+        names.sort(key=lambda name: name.count("."))  # an encoder of images inside the decoder (GIT) lies deeper
     if len(names) < wanted:
         raise ConfigError(
             f"model {type(model).__name__} has no list of {depth} layers to copy from; expected init='random'"

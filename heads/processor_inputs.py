@@ -62,7 +62,8 @@ def prompt_positions(model: PreTrainedModel, ids_1T: Tensor, inputs: ProcessorIn
     if locate is None or not inputs:
         return None, 0
     accepted = inspect.signature(locate).parameters
-    arguments = {name: value for name, value in inputs.items() if name in accepted}
+    given = {"attention_mask": torch.ones_like(ids_1T), **inputs}
+    arguments = {name: value for name, value in given.items() if name in accepted}
     positions_A1T, shift_11 = locate(input_ids=ids_1T, **arguments)
     return positions_A1T, int(shift_11)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.distill.load_target import load_target
+from draftsmith.distill.load_target import decoder_class, load_target
 from draftsmith.train.__main__ import main
 from draftsmith.train.estimate.memory import estimate_memory
 from draftsmith.train.recipe import load_recipe, shipped_recipes
@@ -32,18 +32,25 @@ SMALL |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "k
 SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 SMALL |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0}
 SMALL |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+SMALL |= {"depth": 2, "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+SMALL |= {"mrope_section": [1, 1, 2]}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def small_shapes(shapes: dict[str, Any]) -> dict[str, Any]:
+    """Return small sizes for those of a config, of its parts too, with as many heads of queries for each of keys."""
+    nested = {key: small_shapes(value) for key, value in shapes.items() if isinstance(value, dict)}
+    values = {key: SMALL.get(key, value) for key, value in shapes.items()} | nested
+    if "num_attention_heads" in shapes:
+        groups = shapes["num_attention_heads"] // shapes["num_key_value_heads"]
+        values |= {"num_attention_heads": 4, "num_key_value_heads": 1 if groups >= 4 else 4 // groups}
+    return values
 
 
 def small_model(shapes: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
     """Of the same kind: model type, ties, groups of heads, rope and windows, in a few thousand weights."""
-    values = {key: SMALL.get(key, value) for key, value in shapes.items()}
-    if "num_attention_heads" in shapes:
-        groups = shapes["num_attention_heads"] // shapes["num_key_value_heads"]
-        values |= {"num_attention_heads": 4, "num_key_value_heads": 1 if groups >= 4 else 4 // groups}
-    values |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    config = AutoConfig.for_model(**values)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    config = AutoConfig.for_model(**small_shapes(shapes) | {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None})
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder_class(config, images=False)
     auto.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,12 +1,13 @@
 """The outcome of one class: what the decoder does with a tiny model of it, compared with transformers' `generate`."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
@@ -21,7 +22,8 @@ from draftsmith.heads.model_config import start_token
 from draftsmith.train.batch import collate
 from draftsmith.train.step import AgreementStep, Last
 
-from .tiny import VOCAB, build
+from .tiny import VOCAB, build, tiny_config
+from .vision import image_prompt, vision_classes, vision_config
 
 PROMPTS = [[7, 8, 9, 20], [5, 4, 3, 6, 22, 21, 25, 24, 23, 26, 30], [11, 12, 50, 31, 40, 41, 42]]
 NEW_TOKENS = 14
@@ -84,6 +86,8 @@ class Outcome:
     """One training step of a draft model of the target's architecture; empty where the target is refused."""
     medusa: str = ""
     eagle3: str = ""
+    images: str = ""
+    """Chains after prompts with an image, alone and in a batch; empty for text models, or without known tensors."""
 
 
 def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
@@ -92,7 +96,8 @@ def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
     family = kind.config_class.model_type
     empty = Outcome(family, kind.__name__)
     try:
-        model = build(kind)
+        vision = kind.__name__ in vision_classes()
+        model = build(kind, vision_config(kind) if vision else tiny_config(kind))
         texts = {tuple(prompt): _generated(model, prompt) for prompt in PROMPTS}
     except Exception as error:  # whatever transformers raises
         return replace(empty, broken=_line(error))
@@ -104,6 +109,7 @@ def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
         trees=_tried(lambda: _alone(SpeculativeDecoder(model, trees)) == expected),
         batch=_tried(lambda: _together(SpeculativeDecoder(model, chains)) == expected),
         early_exit=_tried(lambda: _alone(SpeculativeDecoder(model, EarlyExit(model), draft_length=3)) == expected),
+        images=_images(model) if vision else "",
     )
     if outcome.chains != EXACT:
         return outcome
@@ -114,6 +120,26 @@ def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
         medusa=_tried(lambda: trains(model, "medusa")),
         eagle3=_tried(lambda: trains(model, "eagle3", layers=[1])),
     )
+
+
+def _images(model: PreTrainedModel) -> str:
+    """Return the outcome of chains after two prompts with an image and one of text."""
+    try:
+        asked = [image_prompt(model, 0, [7, 8, 9], [20]), image_prompt(model, 1, [5], [22, 23]), (PROMPTS[0], {})]
+        expected = [_generated(model, ids, inputs) for ids, inputs in asked]
+    except Exception:  # whatever transformers raises
+        return ""
+    texts = {tuple(ids): text for (ids, _), text in zip(asked, expected, strict=True)}
+    rows, inputs = [ids for ids, _ in asked], [inputs or None for _, inputs in asked]
+    options = {"max_new_tokens": NEW_TOKENS}
+
+    def same() -> bool:
+        decoder = SpeculativeDecoder(model, NoisyReference(texts, branches=False))
+        alone = [decoder.generate(ids, inputs=given, **options).tokens for ids, given in asked]
+        together = [output.tokens for output in decoder.generate_batch(rows, inputs=inputs, **options)]
+        return alone == together == expected
+
+    return _tried(same)
 
 
 def trains(target: PreTrainedModel, kind: str, **options: Any) -> bool:
@@ -129,12 +155,12 @@ def trains(target: PreTrainedModel, kind: str, **options: Any) -> bool:
     return bool(gradients) and all(value.isfinite().all() for value in [loss, *gradients])
 
 
-def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Return the text of `generate` after one prompt."""
+def _generated(model: PreTrainedModel, prompt: list[int], inputs: Mapping[str, Tensor] | None = None) -> list[int]:
+    """Return the text of `generate` after one prompt, with the tensors of its image."""
     ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
+    options = {"attention_mask": torch.ones_like(ids), **(inputs or {}), "max_new_tokens": NEW_TOKENS}
     with torch.inference_mode():
-        text = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)  # pyright: ignore
+        text = model.generate(ids, **options, do_sample=False)  # pyright: ignore
     return text[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
 
 

@@ -9,6 +9,8 @@ from .outcome import EXACT, Outcome
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 ENCODER_DECODER = "model_type={!r}; expected a decoder-only target for these features"
 """EAGLE-3 with every encoder-decoder class, which is said once above the table."""
+NO_CLASS = "Unrecognized configuration class"
+"""In the error of transformers for a text config whose model cannot be built by itself."""
 VERSION = f"transformers {transformers.__version__}"
 HEAD = """# Targets
 
@@ -33,21 +35,31 @@ warning that names it, since a round may then cost more than the tokens that it 
   GPT), and those that continue their cache by one token at a time only (MiniMax-Text, RecurrentGemma). With the latter,
   a prompt of a thousand tokens is read in every round: expect less than the speed of `generate`.
 
+A round of a model with recurrent layers costs more than one of a model with attention only, since these layers read up
+to 16 committed tokens again ([how](decoding.md#targets)). Processor time of a pass over a draft of 4 tokens, relative
+to a pass of the same target over one token without drafts: attention only 1.64, short convolutions (LFM2) 1.56, gated
+delta rule (Qwen3.5) 2.12, Mamba-2 1.81, Mamba-1 3.71 (`python benchmarks/recurrent.py --repeats 9`: random models of 8
+layers of width 512, transformers' paths in PyTorch, one core of a virtual AMD EPYC, other processes beside it). `eval`
+and `forecast` time such passes on your machine, with 8 tokens that are read again.
+
 A model whose logits after a token depend on later tokens cannot verify several draft tokens in one pass; it is refused.
 
 The table is the outcome of a test: each class is built with random weights and a few layers in float64, and its greedy
 texts are compared with those of `generate`, for chains, trees and a batch of prompts of different lengths, with drafts
-that are wrong at random positions. `exact` means that all tokens are equal. `trains` means that one training step of a
-new drafter in float32 has finite gradients. The draft model of that step has the target's architecture;
-`drafter.config` and `drafter.model` choose another. EAGLE-3 reads decoder-only targets.
+that are wrong at random positions. `exact` means that all tokens are equal. `images`: chains after prompts with an
+image and without, alone and in a batch, with random pixels in the layout of the family's processor; empty for models of
+text, and where the test knows no such layout. `trains` means that one training step of a new drafter in float32 has
+finite gradients. The draft model of that step has the target's architecture; `drafter.config` and `drafter.model`
+choose another, as targets need whose language model has no class of its own (Qwen3-VL: any Qwen3). EAGLE-3 reads
+decoder-only targets.
 
 A model is measured again before it is used, so other sizes and options than those of the table may be accepted or
 refused. Attention that an indexer limits to the tokens with the best scores (DeepSeek-V3.2) has no unique outcome where
 scores are equal; released models have enough heads that this does not occur.
 """
 TABLE = """
-| family | class | chains | trees | batch | draft model | Medusa | EAGLE-3 | reason |
-|---|---|---|---|---|---|---|---|---|
+| family | class | chains | trees | batch | images | draft model | Medusa | EAGLE-3 | reason |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -55,6 +67,7 @@ def row(outcome: Outcome) -> str:
     """Return the table row of one class."""
     cells = [outcome.chains, outcome.trees, outcome.batch]
     shown = [cell if cell == EXACT else "refused" for cell in cells]
+    shown.append(outcome.images if outcome.images in ("", EXACT) else "refused")
     shown += ["trains" if cell == EXACT else "refused" if cell else "" for cell in _trained(outcome).values()]
     return " | ".join([f"| `{outcome.family}`", f"`{outcome.name}`", *shown, f"{_reasons(outcome)} |"])
 
@@ -67,7 +80,9 @@ def _reasons(outcome: Outcome) -> str:
     """Return why the class is refused, or only for trees or single drafters, in a cell of the table."""
     text = next((cell for cell in (outcome.chains, outcome.trees) if cell != EXACT), "")
     reasons = [text.split("reads chains only: ")[-1]] if text else []
-    for name, cell in _trained(outcome).items():
+    for name, cell in {"images": outcome.images if outcome.chains == EXACT else "", **_trained(outcome)}.items():
+        if NO_CLASS in cell:
+            cell = "its language model has no class of its own"
         if cell not in ("", EXACT, ENCODER_DECODER.format(outcome.family)):
             reasons.append(f"{name}: {cell}")
     plain = [text.replace(f"model_type='{outcome.family}' ", "").split("; expected")[0] for text in reasons]

@@ -145,26 +145,33 @@ def tiny_config(kind: type[PreTrainedModel]) -> PreTrainedConfig:
     make = kind.config_class
     assert make is not None
     default = make()
-    default.allow_global_per_layer_attribute_access = True  # Gemma 4 has sizes that differ between layers
-    values = {}
-    for key, value in SIZES.items():
-        try:
-            if getattr(default, key, None) is not None:
-                values[key] = value
-        except (ValueError, AttributeError):  # differs between layers
-            continue
-    for key in ("layer_types", "mlp_layer_types"):
-        kinds = list(dict.fromkeys(getattr(default, key, None) or []))
-        if len(kinds) > 1:  # one layer of each kind; the last is a full one where families require that
-            values[key] = sorted(kinds, key="full_attention".__eq__)
-            values["num_hidden_layers"] = len(kinds)
-    given = {**values, **IDS, **OVERRIDES.get(default.model_type, {})}
+    given = {**tiny_values(default), **IDS, **OVERRIDES.get(default.model_type, {})}
     return make(**{key: value for key, value in given.items() if value is not None or key in IDS})
 
 
-def build(kind: type[PreTrainedModel], seed: int = 0) -> PreTrainedModel:
+def tiny_values(default: PreTrainedConfig, sizes: dict[str, Any] = SIZES) -> dict[str, Any]:
+    """Return those of `sizes` that a config has, and one layer of each kind."""
+    default.allow_global_per_layer_attribute_access = True  # Gemma 4 has sizes that differ between layers
+    values = {}
+    for key, value in sizes.items():
+        try:
+            own = getattr(default, key, None)
+        except (ValueError, AttributeError):  # differs between layers
+            continue
+        if isinstance(own, (list, tuple)) and not isinstance(value, list):
+            values[key] = [value] * len(own)
+        elif own is not None:
+            values[key] = float(value) if isinstance(own, float) else value
+    for key in ("layer_types", "mlp_layer_types"):
+        kinds = list(dict.fromkeys(getattr(default, key, None) or []))
+        if len(kinds) > 1:  # the last is a full one where families require that
+            values[key] = sorted(kinds, key="full_attention".__eq__)
+            values["num_hidden_layers"] = len(kinds)
+    return values
+
+
+def build(kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Return a random model in float64 whose texts depend on their prompts and are not repetitive at once."""
-    config = tiny_config(kind)
     dtype = torch.float32 if config.model_type in FLOAT32 else torch.float64
     config._experts_implementation = "eager"  # others change their order of summation with the number of tokens
     with torch.device("meta"):
@@ -177,6 +184,8 @@ def build(kind: type[PreTrainedModel], seed: int = 0) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases that a fresh model has at 0 or 1 would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif not parameter.any():  # a projector of images that a fresh model has at 0
+                parameter.normal_(std=0.1)
         # Padding, which these models write like any other token, is embedded as zeros: an indexer's scores would be
         # ties, which are broken by chance. Embeddings near zero, as RWKV's, would write the same after all prompts.
         embedding = model.get_input_embeddings().weight

@@ -1,5 +1,7 @@
 """The capability of a model, measured before it is used: trees and chains, chains only, or nothing."""
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import make_llama
@@ -20,6 +22,10 @@ from transformers import (
     PreTrainedModel,
     ReformerConfig,
     ReformerModelWithLMHead,
+    RobertaConfig,
+    RobertaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     XLMConfig,
     XLMWithLMHeadModel,
 )
@@ -180,6 +186,43 @@ def test_a_model_whose_generate_reads_other_inputs_is_refused(monkeypatch: pytes
     )
     with pytest.raises(ConfigError, match="cannot verify drafts: in its `generate`, logits differ from those of a"):
         SpeculativeDecoder(model)
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(1, 2), (3, 1)])
+def test_encoders_and_decoders_of_other_depths_and_their_draft_models(encoder: int, decoder: int) -> None:
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    layers = {"encoder_layers": encoder, "decoder_layers": decoder}
+    ids = {"bos_token_id": 2, "decoder_start_token_id": 2, "eos_token_id": None, "forced_eos_token_id": None}
+    config = BartConfig(vocab_size=64, d_model=16, init_std=0.25, **heads, **layers, **ids, pad_token_id=0)
+    target, prompt = BartForConditionalGeneration(config).eval(), torch.tensor([[5, 9, 33]])
+    drafter = DraftModel.from_target(target).eval()
+    assert drafter.model.config.decoder_layers == drafter.model.config.encoder_layers == 1
+    text = target.generate(prompt, max_new_tokens=8, do_sample=False, num_beams=1)[0, 1:].tolist()  # pyright: ignore
+    assert SpeculativeDecoder(target, drafter).generate(prompt[0].tolist(), max_new_tokens=8).tokens == text
+
+
+def test_a_config_without_an_id_of_padding() -> None:
+    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)
+    vars(config).pop("pad_token_id", None)
+    with pytest.warns(UserWarning, match="each round copies its own cache"):
+        assert capability_of(RwkvForCausalLM(config).eval()).no_trees
+
+
+class TakesPositionsFromTokens(RobertaForCausalLM):
+    """As Kosmos-2.5: positions count from the id of padding, and `generate` passes none."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("position_ids", None)
+        return inputs
+
+
+def test_a_model_whose_generate_counts_positions_otherwise_is_refused() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = RobertaConfig(vocab_size=64, is_decoder=True, initializer_range=0.25, **sizes)
+    assert not capability_of(RobertaForCausalLM(config).eval()).no_trees, "`generate` passes indices to RoBERTa"
+    with pytest.raises(ConfigError, match="'roberta' cannot verify drafts: in its `generate`, logits differ from"):
+        SpeculativeDecoder(TakesPositionsFromTokens(config).eval())
 
 
 def test_random_attention_is_refused_by_name() -> None:

@@ -220,3 +220,17 @@ def test_measured_passes_read_as_many_tokens_again_as_rounds_do_on_average() -> 
         for width in (3, 5):
             read(width)
     assert widths == [MOST_AGAIN // 2 + 3, MOST_AGAIN // 2 + 5]
+
+
+@torch.inference_mode()
+def test_the_scan_of_a_draft_is_not_padded_to_a_whole_chunk() -> None:
+    model, seen = build("mamba2", chunk_size=64), []
+    mixer = model.get_submodule("backbone.layers.0.mixer")
+    mixer.get_submodule("in_proj").register_forward_pre_hook(
+        lambda _, arguments: seen.append((arguments[0].shape[1], mixer.chunk_size))
+    )
+    assert rollback_gap(model, 1) < ROUNDING
+    short = [(width, chunk) for width, chunk in seen if chunk != 64]  # the others are plain passes
+    assert any(width > 1 for width, _ in short)
+    assert all(width == chunk for width, chunk in short)
+    assert mixer.chunk_size == 64

@@ -3,11 +3,14 @@
 import pytest
 import torch
 from conftest import make_llama
+from targets.tiny import build
+from targets.vision import vision_config
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import GitForCausalLM, LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.heads.base import FINAL, Context, Drafter, Level, Needs
+from draftsmith.heads.hidden_states import layer_lists
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 3]]
 
@@ -64,3 +67,8 @@ def test_features_are_those_of_a_plain_pass(policy: str, prompts: list[list[int]
         expected = torch.cat([plain[1][0], plain[3][0], plain[-1][0]], -1)
         assert len(seen) > len(prompt) + 15
         torch.testing.assert_close(seen, expected[: len(seen)], rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_a_language_model_that_contains_an_encoder_of_images() -> None:
+    model = build(GitForCausalLM, vision_config(GitForCausalLM))
+    assert layer_lists(model) == ["git.encoder.layer"]
