@@ -4,8 +4,13 @@ import pytest
 import torch
 from targets.outcome import NoisyReference
 from torch import Tensor
-from transformers import PreTrainedModel
-from vision_models import FAMILIES, ImagePrompt, build, prompt, two_images
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+)
+from vision_models import FAMILIES, IMAGE, TEXT, ImagePrompt, build, prompt, two_images
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.policies import StaticTree, widths_shape
@@ -146,3 +151,29 @@ def test_the_teacher_reads_rows_with_their_images(family: str) -> None:
         out = SpeculativeDecoder(model).generate(one.ids, inputs=one.inputs, max_new_tokens=1)
         place = len(one.ids) - 1
         assert out.tokens == [int(teacher.lm_head(signals.hidden_BTH[row, place]).argmax())], "as in decoding"
+
+
+def sounds(seed: int, before: list[int], after: list[int]) -> ImagePrompt:
+    """Return text, a random sound of 32 frames, which takes 8 tokens, and text."""
+    frames = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    mask = torch.ones(1, 32, dtype=torch.long)
+    return ImagePrompt([*before, *[IMAGE] * 8, *after], {"input_features": frames, "feature_attention_mask": mask})
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_prompts_with_sounds(branches: bool) -> None:
+    sizes = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16}
+    audio = {"model_type": "qwen2_audio_encoder", "num_mel_bins": 8, "max_source_positions": 16, "init_std": 0.25}
+    config = Qwen2AudioConfig(
+        audio_config={**audio, **sizes}, text_config={"model_type": "qwen2", **TEXT}, audio_token_id=IMAGE
+    )
+    torch.manual_seed(0)
+    model = Qwen2AudioForConditionalGeneration(config).double().eval()
+    model.generation_config = GenerationConfig(bos_token_id=2, pad_token_id=0)
+    asked = [sounds(0, [7, 8, 9], [20]), sounds(1, [5], [22, 23]), ImagePrompt([7, 8, 9, 20], {})]
+    texts = [generated(model, one) for one in asked]
+    assert len({tuple(text) for text in texts}) == len(texts)
+    known = {tuple(one.ids): text for one, text in zip(asked, texts, strict=True)}
+    decoder = SpeculativeDecoder(model, NoisyReference(known, branches=branches))
+    assert alone(decoder, asked) == texts
+    assert together(decoder, asked) == texts
