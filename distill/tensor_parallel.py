@@ -114,7 +114,7 @@ def require_same_layers(model: PreTrainedModel, empty: PreTrainedModel) -> None:
     refusal = f"{KEY} with {type(model).__name__}"
     if not any(isinstance(weight, DTensor) for weight in model.parameters()):
         raise ConfigError(f"{refusal}: its plan divides nothing; expected target.sharded")
-    empty.set_attn_implementation(model.config._attn_implementation or "eager")
+    empty.eval().set_attn_implementation(model.config._attn_implementation or "eager")
     lists = [(name, model.get_submodule(name)) for name in layer_lists(model)]
     names = {layer: f"{name}.{place}" for name, layers in lists for place, layer in layers.named_children()}
     wrong: list[str] = []

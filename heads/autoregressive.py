@@ -13,7 +13,7 @@ Committed tokens are read again with the target's features, so errors of the sta
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -197,13 +197,15 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         """Return the states of the training-time test: step k reads those of step k - 1, as in decoding."""
-        body, ids_BT = self.body, signals.input_ids_BT
-        states_BTH = self._teacher_states(signals)
-        positions_BT = positions_like(ids_BT, signals.documents_BT)
+        body, ids_BT, part = self.body, signals.input_ids_BT, self.part
+        T = ids_BT.shape[1]
+        here = slice(0, T) if part is None else part.positions(T)
+        states_BTH = self._teacher_states(signals if part is None else _states_at(signals, here))
+        positions_BT = positions_like(ids_BT, signals.documents_BT)[:, here]
         tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
-        attend, unrolled = UnrolledAttention(signals.documents_BT, windows_of(body.config)), []
+        attend, unrolled = UnrolledAttention(signals.documents_BT, windows_of(body.config), part, T), []
         for k in range(self.train_steps):
-            embeds_BTH = body.embed(shifted(ids_BT, k + 1))
+            embeds_BTH = body.embed(shifted(ids_BT, k + 1)[:, here])
             rope = body.rotary(embeds_BTH, positions_BT + k)
             states_BTH = body.step(embeds_BTH, states_BTH, rope, attend)
             unrolled.append(
@@ -211,6 +213,7 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
                     states_BTH,
                     body.head,
                     offset=k + 1,
+                    places_BT=None if part is None else part.places(ids_BT, k + 1),
                     vocabulary_D=tokens,
                     regresses=self.regresses,
                     head_parameters=body.head_parameters(),
@@ -225,6 +228,12 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
 
     def options(self) -> dict[str, Any]:
         return {"train_steps": self.train_steps}
+
+
+def _states_at(signals: TeacherSignals, here: slice) -> TeacherSignals:
+    """Return the signals with the target's states at some positions only."""
+    features_BTF = None if signals.features_BTF is None else signals.features_BTF[:, here]
+    return replace(signals, hidden_BTH=signals.hidden_BTH[:, here], features_BTF=features_BTF)
 
 
 def shifted(ids_BT: Tensor, by: int) -> Tensor:

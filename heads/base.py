@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.draft_vocab import DraftVocabulary
+
+if TYPE_CHECKING:
+    from draftsmith.heads.sequence_part import SequencePart
 
 # Shapes: B texts, T positions, S source positions, H target hidden size, F size of the target's features per position,
 # D drafter hidden size, n draft nodes, K draft positions, V vocabulary, E tokens whose probability is known.
@@ -233,6 +236,8 @@ class TrainableDrafter(Drafter, ABC):
     """A drafter with weights: it is created for a target, trained, saved and loaded."""
 
     vocab_size: int  # pyright: ignore[reportIncompatibleVariableOverride]  # set once, in every subclass's constructor
+    part: "SequencePart | None" = None
+    """Positions at which `unroll` computes states, where the drafter divides texts; None for all."""
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:

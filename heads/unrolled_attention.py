@@ -14,13 +14,16 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from draftsmith.errors import reason_of
+
+if TYPE_CHECKING:
+    from draftsmith.heads.sequence_part import SequencePart
 
 # Shapes: B rows, T positions, Q queries, S keys, h heads, g key heads, m heads for each key head, d head size.
 
@@ -33,11 +36,11 @@ DIFFERENCE = 0.1
 
 @dataclass(frozen=True)
 class Span:
-    """A document: positions `start` to `end` of some rows."""
+    """A document: positions `start` to `end` of some rows; None is the end of the rows."""
 
     rows: slice
     start: int
-    end: int
+    end: int | None
 
     def of(self, x_BhTd: Tensor) -> Tensor:
         """Return the part of a tensor [B, h, T, ...]."""
@@ -63,10 +66,17 @@ class UnrolledAttention:
     Args:
         documents_BT: see `TeacherSignals`; queries see only the first step's keys of their own document.
         windows: see `windows_of`; query i of step j is at position i + j.
+        part: the positions of this process, of a text of `length` tokens; without windows and documents.
     """
 
-    def __init__(self, documents_BT: Tensor | None, windows: Sequence[int | None]) -> None:
-        self._windows = windows
+    def __init__(
+        self,
+        documents_BT: Tensor | None,
+        windows: Sequence[int | None],
+        part: "SequencePart | None" = None,
+        length: int = 0,
+    ) -> None:
+        self._windows, self._part, self._length = windows, part, length
         self._documents = None if documents_BT is None else spans_of(documents_BT)
         self._text: dict[int, tuple[Tensor, Tensor]] = {}
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -75,13 +85,16 @@ class UnrolledAttention:
         dtype = v_BhTd.dtype  # under autocast rotated queries and keys are float32
         q_BhTd, keys = q_BhTd.to(dtype), (k_BhTd.to(dtype), v_BhTd)
         if layer not in self._text:
+            if self._part is not None:
+                k, v = (self._part.up_to_here(x_BgLd, self._length) for x_BgLd in keys)
+                keys = (k, v)
             self._text[layer], self._own[layer] = keys, []
         else:
             self._own[layer].append(keys)
         own, window = self._own[layer], self._windows[layer]
         reach = None if window is None else window - len(own)
         seen = own if window is None else own[-window:]
-        spans = self._documents or [Span(slice(None), 0, q_BhTd.shape[2])]
+        spans = self._documents or [Span(slice(None), 0, None)]
         out = _TextAndOwn.apply(spans, reach, q_BhTd, *self._text[layer], *(x for pair in seen for x in pair))
         assert isinstance(out, Tensor)
         return out
@@ -99,7 +112,7 @@ class _TextAndOwn(torch.autograd.Function):
         total_BhT = q_BhTd.new_empty(B, h, T, dtype=wide)
         for span in spans:
             q, k, v = (span.of(x) for x in (q_BhTd, k_BgTd, v_BgTd))
-            part = _fused_text(q, k, v) if _fused(q, k, reach) else _text_in_parts(q, k, v, reach)
+            part = _text(q, k, v) if _fused(q, k, reach) else _text_in_parts(q, k, v, reach)
             span.of(out_BhTd).copy_(part[0])
             span.of(total_BhT).copy_(part[1])
         if own:
@@ -122,7 +135,7 @@ class _TextAndOwn(torch.autograd.Function):
         for span in ctx.spans:
             g, q, k, v, out, total = (span.of(x) for x in (g_BhTd, q_BhTd, k_BgTd, v_BgTd, out_BhTd, total_BhT))
             inputs = (g, q, k, v, out, total)
-            parts = _fused_backward(*inputs) if _fused(q, k, ctx.reach) else _backward_in_parts(*inputs, ctx.reach)
+            parts = _text_backward(*inputs) if _fused(q, k, ctx.reach) else _backward_in_parts(*inputs, ctx.reach)
             for whole, part in zip((dq, dk, dv), parts, strict=True):
                 span.of(whole).copy_(part)
         if not own:
@@ -155,7 +168,7 @@ def _weight(score_BhT: Tensor, total_BhT: Tensor, k_BgTd: Tensor) -> Tensor:
     return _by_key_head((score_BhT - total_BhT).exp()[..., None], k_BgTd)
 
 
-# The text's part. One document: queries and keys at the same positions.
+# The text's part. One document: queries at its last positions, and keys at all of them.
 
 
 def _fused(q_BhTd: Tensor, k_BgTd: Tensor, reach: int | None) -> bool:
@@ -163,7 +176,7 @@ def _fused(q_BhTd: Tensor, k_BgTd: Tensor, reach: int | None) -> bool:
 
     `reach`: see `UnrolledAttention`; a window that hides keys has no such kernel.
     """
-    if reach is not None and reach < q_BhTd.shape[2]:
+    if reach is not None and reach < k_BgTd.shape[2]:
         return False
     if q_BhTd.device.type != "cuda" or isinstance(q_BhTd, FakeTensor):
         return q_BhTd.device.type in ("cpu", "cuda")
@@ -180,11 +193,11 @@ def _kernel_agrees(device: torch.device, dtype: torch.dtype, size: int, groups: 
     Its signature is not public, and may change between releases.
     """
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, heads, 9, size) for heads in (2 * groups, 2, 2, 2 * groups)]
+    shapes = [(1, heads, 9 + more, size) for heads, more in ((2 * groups, 0), (2, 4), (2, 4), (2 * groups, 0))]
     q, k, v, g = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     try:
-        found = _fused_text(q, k, v)
-        found += _fused_backward(g, q, k, v, *found)
+        found = _text(q, k, v)
+        found += _text_backward(g, q, k, v, *found)
         expected = _text_in_parts(q, k, v, None)
         expected += _backward_in_parts(g, q, k, v, *expected, None)
         gaps = [(a.float() - b.float()).abs().max() / b.float().std() for a, b in zip(found, expected, strict=True)]
@@ -198,30 +211,64 @@ def _kernel_agrees(device: torch.device, dtype: torch.dtype, size: int, groups: 
     return not reason
 
 
-def _fused_text(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return causal attention over the text and the log-sum-exp [B, h, T] of its scores."""
+def _text(q_BhTd: Tensor, k_BgSd: Tensor, v_BgSd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return causal attention over the text and the log-sum-exp [B, h, T] of its scores.
+
+    Kernels differ in what they mean by causal if there are more keys than queries; so keys before the first query are
+    attended by themselves.
+    """
+    before = k_BgSd.shape[2] - q_BhTd.shape[2]
+    if not before:
+        return _fused_text(q_BhTd, k_BgSd, v_BgSd)
+    early, early_lse = _fused_text(q_BhTd, k_BgSd[:, :, :before], v_BgSd[:, :, :before], causal=False)
+    late, late_lse = _fused_text(q_BhTd, k_BgSd[:, :, before:], v_BgSd[:, :, before:])
+    total_BhT = torch.logaddexp(early_lse, late_lse)
+    merged = early * (early_lse - total_BhT).exp()[..., None] + late * (late_lse - total_BhT).exp()[..., None]
+    return merged.to(q_BhTd.dtype), total_BhT
+
+
+def _text_backward(
+    g_BhTd: Tensor, q_BhTd: Tensor, k_BgSd: Tensor, v_BgSd: Tensor, out_BhTd: Tensor, total_BhT: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of `_text`."""
+    before, read = k_BgSd.shape[2] - q_BhTd.shape[2], (out_BhTd, total_BhT)
+    if not before:
+        return _fused_backward(g_BhTd, q_BhTd, k_BgSd, v_BgSd, *read)
+    early = _fused_backward(g_BhTd, q_BhTd, k_BgSd[:, :, :before], v_BgSd[:, :, :before], *read, causal=False)
+    late = _fused_backward(g_BhTd, q_BhTd, k_BgSd[:, :, before:], v_BgSd[:, :, before:], *read)
+    return early[0] + late[0], torch.cat([early[1], late[1]], 2), torch.cat([early[2], late[2]], 2)
+
+
+def _fused_text(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
+    """Return attention, causal or over all keys, and the log-sum-exp [B, h, T] of its scores."""
     if q_BhTd.device.type == "cpu":
-        return ATEN._scaled_dot_product_flash_attention_for_cpu(q_BhTd, k_BgTd, v_BgTd, 0.0, True)
-    return ATEN._scaled_dot_product_flash_attention(q_BhTd, k_BgTd, v_BgTd, 0.0, True)[:2]
+        return ATEN._scaled_dot_product_flash_attention_for_cpu(q_BhTd, k_BgTd, v_BgTd, 0.0, causal)
+    return ATEN._scaled_dot_product_flash_attention(q_BhTd, k_BgTd, v_BgTd, 0.0, causal)[:2]
 
 
 def _fused_backward(
-    g_BhTd: Tensor, q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, out_BhTd: Tensor, total_BhT: Tensor
+    g_BhTd: Tensor,
+    q_BhTd: Tensor,
+    k_BgTd: Tensor,
+    v_BgTd: Tensor,
+    out_BhTd: Tensor,
+    total_BhT: Tensor,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, where key s has the probability exp(score - total)."""
     inputs = g_BhTd, q_BhTd, k_BgTd, v_BgTd, out_BhTd, total_BhT
     if q_BhTd.device.type == "cpu":
-        return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True)
-    T, unused = q_BhTd.shape[2], q_BhTd.new_empty(2, dtype=torch.uint64)  # states of dropout, of which there is none
+        return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal)
+    T, S, unused = q_BhTd.shape[2], k_BgTd.shape[2], q_BhTd.new_empty(2, dtype=torch.uint64)  # states of no dropout
     return ATEN._scaled_dot_product_flash_attention_backward(
-        *inputs, None, None, T, T, 0.0, True, unused, unused.new_empty(())
+        *inputs, None, None, T, S, 0.0, causal, unused, unused.new_empty(())
     )
 
 
 def _text_in_parts(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, reach: int | None) -> tuple[Tensor, Tensor]:
-    """Return what `_fused_text` does, -inf for a query without any key, with the scores of some queries at a time."""
+    """Return what `_text` does, -inf for a query without any key, with the scores of some queries at a time."""
     outs, sums = [], []
-    for part in _parts(q_BhTd.shape[2], reach):
+    for part in _parts(q_BhTd, k_BgTd, reach):
         scores = part.scores(q_BhTd, k_BgTd)
         lse = scores.logsumexp(-1, keepdim=True)
         weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
@@ -240,10 +287,10 @@ def _backward_in_parts(
     total_BhT: Tensor,
     reach: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_fused_backward` does, with the scores of some queries at a time."""
+    """Return what `_text_backward` does, with the scores of some queries at a time."""
     dq, dk, dv = torch.empty_like(q_BhTd), torch.zeros_like(k_BgTd), torch.zeros_like(v_BgTd)
     mean_BhT1 = (g_BhTd.to(total_BhT.dtype) * out_BhTd).sum(-1, keepdim=True)
-    for part in _parts(q_BhTd.shape[2], reach):
+    for part in _parts(q_BhTd, k_BgTd, reach):
         k, v = k_BgTd[:, :, part.keys], v_BgTd[:, :, part.keys]
         g, q, mean, total = (part.by_key_head(x, k_BgTd) for x in (g_BhTd, q_BhTd, mean_BhT1, total_BhT[..., None]))
         weights = (part.scores(q_BhTd, k_BgTd) - total).exp()
@@ -261,6 +308,8 @@ class _Part:
     queries: slice
     keys: slice
     reach: int | None
+    before: int
+    """Keys before the first query."""
 
     def by_key_head(self, x_BhTd: Tensor, k_BgTd: Tensor) -> Tensor:
         """Return the queries' part as [B, g, m * Q, d]."""
@@ -274,7 +323,7 @@ class _Part:
         """Return the scores [B, g, m * Q, S], -inf for keys that a query does not see."""
         wide = torch.promote_types(q_BhTd.dtype, torch.float32)
         scores = self.by_key_head(q_BhTd, k_BgTd) @ k_BgTd[:, :, self.keys].mT
-        query_Q1 = torch.arange(self.queries.start, self.queries.stop, device=q_BhTd.device)[:, None]
+        query_Q1 = torch.arange(self.queries.start, self.queries.stop, device=q_BhTd.device)[:, None] + self.before
         key_S = torch.arange(self.keys.start, self.keys.stop, device=q_BhTd.device)
         hidden_QS = key_S > query_Q1
         if self.reach is not None:
@@ -283,11 +332,13 @@ class _Part:
         return (scores.to(wide) * q_BhTd.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
 
 
-def _parts(length: int, reach: int | None) -> list[_Part]:
+def _parts(q_BhTd: Tensor, k_BgSd: Tensor, reach: int | None) -> list[_Part]:
     """Divide the queries of a document."""
-    parts = []
+    parts, length = [], q_BhTd.shape[2]
+    before = k_BgSd.shape[2] - length
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
-        first = 0 if reach is None else max(0, start - max(reach, 0) + 1)
-        parts.append(_Part(slice(start, stop), slice(min(first, stop - 1), stop), reach))
+        first = 0 if reach is None else max(0, before + start - max(reach, 0) + 1)
+        keys = slice(min(first, before + stop - 1), before + stop)
+        parts.append(_Part(slice(start, stop), keys, reach, before))
     return parts

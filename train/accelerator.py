@@ -43,8 +43,8 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         raise ConfigError(f"{MEGATRON}=true; expected DDP, FSDP2 or DeepSpeed")
     if _enabled(PARALLELISM):  # its methods replace the attention of transformers' models, which drafters do not use
         raise ConfigError(
-            f"{PARALLELISM}=true (accelerate's parallelism_config); expected it unset: a large target is divided by "
-            "target.tensor_parallel, and one text is not divided among processes"
+            f"{PARALLELISM}=true (accelerate's parallelism_config); expected it unset: target.tensor_parallel divides "
+            "a target, and train.sequence_parallel a text"
         )
     if _enabled(DEEPSPEED):
         options = _deepspeed(recipe)

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -33,6 +34,9 @@ from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, pr
 from draftsmith.train.engine import Engine, Optimizers, TorchEngine
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Teacher
+
+if TYPE_CHECKING:
+    from draftsmith.heads.sequence_part import SequencePart
 
 BETAS = (0.9, 0.95)
 """AdamW's."""
@@ -157,6 +161,8 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
         )
     if recipe.data.server is not None and model.config.is_encoder_decoder:
         raise ConfigError(f"data.server with a target of model_type={kind!r}; expected a decoder-only one")
+    if recipe.train.sequence_parallel > 1:
+        _require_divided_text(recipe, drafter)
     if recipe.data.pack:
         require_packable(model)
         if isinstance(drafter, DraftModel):
@@ -165,6 +171,30 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
         if model.config.is_encoder_decoder:
             raise ConfigError(f"cotrain with a target of model_type={kind!r}; expected a decoder-only one")
         check_lora(model, "cotrain", rank=recipe.cotrain.lora_rank, modules=recipe.cotrain.modules)
+
+
+def _require_divided_text(recipe: Recipe, drafter: TrainableDrafter) -> None:
+    from draftsmith.heads.eagle import Eagle
+    from draftsmith.heads.eagle3 import Eagle3
+    from draftsmith.heads.layers import windows_of
+
+    refusal = f"train.sequence_parallel={recipe.train.sequence_parallel} with drafter.type={recipe.drafter.type!r}"
+    if not isinstance(drafter, Eagle | Eagle3):
+        raise ConfigError(f"{refusal}; expected eagle, hass or eagle3")
+    if any(window is not None for window in windows_of(drafter.body.config)):
+        raise ConfigError(f"{refusal} and a sliding window; expected 1")
+
+
+def sequence_part(context: RunContext) -> "SequencePart | None":
+    """Return this process's part of each text; None where every process trains on texts of its own."""
+    from draftsmith.heads.sequence_part import SequencePart
+
+    count, accelerator = context.recipe.train.sequence_parallel, context.accelerator
+    if count == 1:
+        return None
+    shape = (accelerator.num_processes // count, count)
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("texts", "parts"))
+    return SequencePart(accelerator.process_index % count, count, mesh["parts"].get_group())
 
 
 def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter, data: TrainingData) -> Teacher:
@@ -182,7 +212,8 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         return LogprobTeacher(target, rows)
     online, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
     if settings.kind == "online":
-        return context.placement.teacher(online)
+        shared = recipe.train.sequence_parallel > 1  # a group of tensor parallelism reads one text anyway
+        return online if shared else context.placement.teacher(online)
     from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 
     if data.states is not None:

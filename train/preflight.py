@@ -37,16 +37,20 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
 
 def require_divisible(recipe: Recipe, processes: int) -> None:
     """Raise ConfigError for a batch or processes that the recipe cannot divide evenly."""
-    parts = processes * recipe.train.gradient_accumulation
+    together = {
+        "target.tensor_parallel": recipe.target.tensor_parallel,
+        "train.sequence_parallel": recipe.train.sequence_parallel,
+    }
+    for key, size in together.items():
+        if processes % size:
+            raise ConfigError(f"{key}={size} with processes={processes}; expected a divisor of the number of processes")
+    shares = processes // recipe.train.sequence_parallel
+    parts = shares * recipe.train.gradient_accumulation
     if recipe.train.batch_size % parts:
+        of = "" if shares == processes else f" / sequence_parallel={recipe.train.sequence_parallel}"
         raise ConfigError(
-            f"train.batch_size={recipe.train.batch_size}; expected a multiple of {parts} = {processes} processes x "
+            f"train.batch_size={recipe.train.batch_size}; expected a multiple of {parts} = {processes} processes{of} x "
             f"gradient_accumulation={recipe.train.gradient_accumulation}"
-        )
-    if processes % recipe.target.tensor_parallel:
-        raise ConfigError(
-            f"target.tensor_parallel={recipe.target.tensor_parallel} with processes={processes}; expected a divisor of "
-            "the number of processes"
         )
 
 

@@ -79,6 +79,7 @@ class Recipe(Section):
         self._check_images()
         self._check_teacher()
         self._check_placement()
+        self._check_sequence()
         self._check_schedule()
         if self.target.attn_implementation is not None:
             # Imported here: parsing other recipes does not need torch.
@@ -168,6 +169,18 @@ class Recipe(Section):
         if self.target.tensor_parallel > 1 and other is not None:
             key = f"target.tensor_parallel={self.target.tensor_parallel}"
             raise ConfigError(f"{key} with {other}; expected one of the two")
+
+    def _check_sequence(self) -> None:
+        size, divided = self.train.sequence_parallel, self.target.tensor_parallel
+        others = {
+            "data.pack=true": self.data.pack,
+            "data.images": self.data.images is not None,
+            "cotrain": self.cotrain is not None,
+            f"target.tensor_parallel={divided}": divided not in (1, size),
+        }
+        other = next((name for name, holds in others.items() if holds), None)
+        if size > 1 and other is not None:
+            raise ConfigError(f"train.sequence_parallel={size} with {other}; expected one of the two, or equal numbers")
 
     def _check_schedule(self) -> None:
         train = self.train

@@ -148,6 +148,8 @@ class TrainSection(Section):
     """Sequences in an optimizer step, over all processes and accumulation steps."""
     gradient_accumulation: Count = 1
     """Forward and backward passes that each process's share of a batch is split into."""
+    sequence_parallel: Annotated[Count, Field(le=16)] = 1
+    """Processes that share each text in training: each computes the drafter's states at a part of its positions."""
     activation_checkpointing: bool = False
     """Recompute activations inside the drafter's blocks in the backward pass instead of storing them."""
     compile: bool = False

@@ -135,7 +135,8 @@ def _unknown(place: str, error: Exception) -> ConfigError:
 def comparable(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain values, without the keys that may differ between two starts of one run."""
     # Keys about where weights and activations are stored and about timeouts, which change no number.
-    placed, recomputed = {"sharded", "offload", "tensor_parallel"}, {"activation_checkpointing", "timeout_minutes"}
+    placed = {"sharded", "offload", "tensor_parallel"}
+    recomputed = {"activation_checkpointing", "sequence_parallel", "timeout_minutes"}
     return recipe.model_dump(
         mode="json", exclude={"output": True, "publish": True, "target": placed, "train": recomputed}
     )

@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.distill.tensor_parallel import GroupTeacher, group_of, require_same_input
 from draftsmith.errors import ConfigError
 from draftsmith.provenance import model_fingerprints
 from draftsmith.train.recipe import Recipe
 
 if TYPE_CHECKING:  # sampling imports the whole decoder, which only some recipes need
     from draftsmith.distill.regeneration import Share
+    from draftsmith.distill.tensor_parallel import GroupTeacher
 
 
 class Placement:
@@ -62,9 +62,13 @@ class Placement:
         dist.all_reduce(count, group=self._group)
         return bool(count)
 
-    def teacher(self, online: OnlineTeacher) -> OnlineTeacher | GroupTeacher:
+    def teacher(self, online: OnlineTeacher) -> "OnlineTeacher | GroupTeacher":
         """Return the teacher of training steps, in which each process has its own rows."""
-        return online if self._group is None else GroupTeacher(online, self._group)
+        if self._group is None:
+            return online
+        from draftsmith.distill.tensor_parallel import GroupTeacher
+
+        return GroupTeacher(online, self._group)
 
     def place(self, target: LoadedTarget) -> None:
         """Distribute the layers; embeddings, norms and lm_head, which drafters read, stay whole on the device.
@@ -76,6 +80,8 @@ class Placement:
         """
         model = target.model
         if self._together > 1:  # it was loaded in parts
+            from draftsmith.distill.tensor_parallel import group_of
+
             self._group = group_of(model)
             vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)
             model.base_model.register_forward_pre_hook(self._require_same_input, with_kwargs=True)
@@ -125,6 +131,8 @@ class Placement:
         self._count(here=True)
 
     def _require_same_input(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        from draftsmith.distill.tensor_parallel import require_same_input
+
         assert self._group is not None, "the hook is added with the group"
         read = arguments[0] if arguments else options.get("input_ids")
         require_same_input(options["inputs_embeds"] if read is None else read, self._group)

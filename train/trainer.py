@@ -27,6 +27,7 @@ from draftsmith.train.builders import (
     load_frozen_target,
     make_engine,
     make_teacher,
+    sequence_part,
     step_and_optimizers,
 )
 from draftsmith.train.context import RunContext
@@ -147,6 +148,7 @@ class Run:
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
         self.record = Record(context, best)
         self.stopping = self.record.stopping
+        self.drafter.part = sequence_part(context)
         self.teacher = make_teacher(context, model, self.drafter, self.data)
         step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher)
         best.adapters = self.adapters
@@ -281,10 +283,12 @@ class Run:
     def _accumulate(self, indices: list[int], tokens: int, done: float) -> StepSums:
         """Run forward and backward pass over this process's part of the batch, and return its sums."""
         accelerator, parts = self.accelerator, self.recipe.train.gradient_accumulation
-        size = len(indices) // (accelerator.num_processes * parts)
+        together = self.recipe.train.sequence_parallel
+        shares, share = accelerator.num_processes // together, accelerator.process_index // together
+        size = len(indices) // (shares * parts)
         totals: StepSums | None = None
         for part in range(parts):
-            begin = (part * accelerator.num_processes + accelerator.process_index) * size
+            begin = (part * shares + share) * size
             batch = collate(
                 self.data.rows,
                 indices[begin : begin + size],

@@ -176,6 +176,13 @@ def test_a_tensor_parallel_target_gives_the_same_numbers(engine: str, runs: Runs
     runs.require_same(f"{engine}-parallel", "one")
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_processes_that_share_texts_give_the_same_numbers(engine: str, runs: Runs) -> None:
+    divided = ("target.tensor_parallel=2",) if engine == "ddp" else ()
+    runs.run(f"{engine}-texts", engine, "train.sequence_parallel=2", *divided)
+    runs.require_same(f"{engine}-texts", "one")
+
+
 def test_a_tensor_parallel_target_samples_caches_and_evaluates_as_a_group(runs: Runs) -> None:
     """One of the two processes writes; packed rows, and a drafter of the target's own layers."""
     data = ("data.count=21", "data.batch_size=5", "train.seed=4", "data.pack=true")

@@ -33,6 +33,7 @@ from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.draft_model import pretrained_config
 from draftsmith.heads.draft_vocab import checked_size
+from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.train.batch import Batch
 from draftsmith.train.builders import check_target, step_and_optimizers
 from draftsmith.train.data import logit_count
@@ -104,6 +105,8 @@ def dry_step(recipe: Recipe, target: PreTrainedModel, *, device: str, processes:
     check_target(recipe, target, drafter)
     step, optimizers, _ = step_and_optimizers(recipe, target, drafter, _teacher(recipe, target, drafter))
     step.train()
+    if (count := recipe.train.sequence_parallel) > 1:
+        drafter.part = SequencePart(count - 1, count)
     return DryStep(drafter, step, optimizers, partial(_batch, recipe, target.config, processes), device, bf16)
 
 
@@ -130,7 +133,8 @@ def _drafter(recipe: Recipe, target: PreTrainedModel) -> TrainableDrafter:
 
 def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:
     """Return the largest batch of a process in one accumulation step; with packing, every row is one document."""
-    rows = max(1, recipe.train.batch_size // (processes * recipe.train.gradient_accumulation))
+    shares = processes // recipe.train.sequence_parallel * recipe.train.gradient_accumulation
+    rows = max(1, recipe.train.batch_size // max(1, shares))
     source_BS = source_mask_BS = None
     if config.is_encoder_decoder:
         source_BS = torch.zeros(rows, recipe.data.prompt_tokens, dtype=torch.long)

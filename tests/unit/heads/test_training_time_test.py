@@ -167,11 +167,11 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
     kernel_agrees = unrolled_attention._kernel_agrees.__wrapped__
     assert kernel_agrees(*arguments)
 
-    def of_another_scale(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def of_another_scale(q: Tensor, k: Tensor, v: Tensor, **_: bool) -> tuple[Tensor, Tensor]:
         out, lse = unrolled_attention._text_in_parts(2 * q, k, v, None)
         return out, lse
 
-    def of_another_release(*_: Tensor) -> tuple[Tensor, Tensor]:
+    def of_another_release(*_: Tensor, **__: bool) -> tuple[Tensor, Tensor]:
         raise RuntimeError("expected at most 3 arguments")
 
     for kernel, reason in {of_another_scale: "differs", of_another_release: "at most 3 arguments"}.items():

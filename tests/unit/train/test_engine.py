@@ -114,7 +114,13 @@ def test_a_deepspeed_config_gets_the_recipes_values(
             {},
             "target.tensor_parallel=2 with processes=1; expected a divisor of the number",
         ),
-        ([], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "one text is not divided among processes"),
+        ([], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "target.tensor_parallel divides a target, and"),
+        (["train.sequence_parallel=3"], {"WORLD_SIZE": "4"}, "train.sequence_parallel=3 with processes=4; expected a"),
+        (
+            ["train.sequence_parallel=2"],
+            {"WORLD_SIZE": "6"},
+            "train.batch_size=8; expected a multiple of 3 = 6 processes / sequence_parallel=2",
+        ),
         ([], {**DEEPSPEED, "WORLD_SIZE": "3"}, "train.batch_size=8; expected a multiple of 3 = 3 processes"),
     ],
 )

@@ -62,6 +62,11 @@ def test_bad_values_are_explained(overrides: list[str], message: str) -> None:
         (["teacher={kind: logprobs, file: x.jsonl}"], "teacher.kind='logprobs' with drafter.type='medusa'"),
         (["target.sharded=true", "cotrain.lora_rank=2"], "target.sharded=True with cotrain; expected false"),
         (["target.offload=true", "target.sharded=true"], "target.offload=True with target.sharded=True"),
+        (
+            ["train.sequence_parallel=2", "data.pack=true"],
+            "train.sequence_parallel=2 with data.pack=true; expected one",
+        ),
+        (["train.sequence_parallel=2", "target.tensor_parallel=4"], "train.sequence_parallel=2 with target.tensor_par"),
         (["target.tensor_parallel=2", "target.sharded=true"], "target.tensor_parallel=2 with target.sharded=True"),
         (["target.tensor_parallel=2", "cotrain.lora_rank=2"], "target.tensor_parallel=2 with cotrain; expected one"),
         (["target.attn_implementation=x"], "target.attn_implementation='x'; expected sdpa, eager, flash_attention_2"),

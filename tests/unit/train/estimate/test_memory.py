@@ -152,6 +152,14 @@ def test_a_tensor_parallel_target_leaves_a_process_its_part() -> None:
     assert two.cache == one.cache // 2
 
 
+def test_texts_that_processes_share_take_less_memory() -> None:
+    config, base = make_llama(**{**WIDE, "num_hidden_layers": 4}).config, {"type": "eagle3", "layers": [1, 2]}
+    sizes = [{"sequence_parallel": count, "batch_size": ROWS // count} for count in (1, 4)]
+    one, four = (memory.estimate_memory(recipe_of(base, train=size), config, processes=4) for size in sizes)
+    assert one.drafter == four.drafter
+    assert four.activations < one.activations, "the same rows a process, a quarter of the drafter's states"
+
+
 def test_packed_rows_are_as_full_of_answers_as_the_samples_in_them() -> None:
     packed = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 4 * (PROMPT + RESPONSE)})
     narrow = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 8})

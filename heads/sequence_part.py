@@ -1,0 +1,70 @@
+"""Sequence parallelism: each process of a group computes a drafter's states at a part of a text's positions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# Shapes: B rows, T positions of the text, L positions of the part, S positions up to its end, g key heads, d head size.
+
+
+class SequencePart:
+    """The positions of one process; parts follow each other in the order of the processes.
+
+    Args:
+        index: of the part.
+        count: number of parts.
+        group: the processes that share a text; None to count memory, where the keys of other parts are zeros.
+    """
+
+    def __init__(self, index: int, count: int, group: dist.ProcessGroup | None = None) -> None:
+        self.index, self.count, self.group = index, count, group
+
+    def positions(self, length: int, index: int | None = None) -> slice:
+        """Return the positions of this part, or of part `index`, in a text of `length` tokens."""
+        index = self.index if index is None else index
+        return slice(length * index // self.count, length * (index + 1) // self.count)
+
+    def places(self, ids_BT: Tensor, offset: int) -> Tensor:
+        """Return position + `offset` for this part's positions [B, L], -1 after the end of the text."""
+        B, T = ids_BT.shape
+        own = self.positions(T)
+        places_L = torch.arange(own.start, own.stop, device=ids_BT.device) + offset
+        return places_L.where(places_L < T, -1).expand(B, -1)
+
+    def up_to_here(self, own_BgLd: Tensor, length: int) -> Tensor:
+        """Return keys or values of all positions up to the end of this part [B, g, S, d], with their gradient."""
+        gathered = _Gathered.apply(own_BgLd, self, length)
+        assert isinstance(gathered, Tensor)
+        return gathered
+
+    def gather(self, own_BgLd: Tensor, length: int) -> Sequence[Tensor]:
+        """Return the keys or values of every part."""
+        sizes = [own.stop - own.start for own in (self.positions(length, n) for n in range(self.count))]
+        if self.group is None:
+            B, g, _, d = own_BgLd.shape
+            return [own_BgLd if n == self.index else own_BgLd.new_zeros(B, g, size, d) for n, size in enumerate(sizes)]
+        padded = nn.functional.pad(own_BgLd, (0, 0, 0, max(sizes) - own_BgLd.shape[2])).contiguous()
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.group)
+        return [part[:, :, :size] for part, size in zip(parts, sizes, strict=True)]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_BgLd: Tensor, part: SequencePart, length: int) -> Tensor:
+        ctx.part, ctx.length = part, length
+        return torch.cat(list(part.gather(own_BgLd, length))[: part.index + 1], 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (g_BgSd,) = gradients
+        part, own = ctx.part, ctx.part.positions(ctx.length)
+        # Summed in float32: each process has the gradient of its own queries.
+        wide = torch.promote_types(g_BgSd.dtype, torch.float32)
+        all_BgTd = nn.functional.pad(g_BgSd.to(wide), (0, 0, 0, ctx.length - own.stop)).contiguous()
+        if part.group is not None:
+            dist.all_reduce(all_BgTd, group=part.group)
+        return all_BgTd[:, :, own].to(g_BgSd.dtype), None, None
