@@ -79,7 +79,6 @@ class Recipe(Section):
         self._check_images()
         self._check_teacher()
         self._check_placement()
-        self._check_sequence()
         self._check_schedule()
         if self.target.attn_implementation is not None:
             # Imported here: parsing other recipes does not need torch.
@@ -98,9 +97,8 @@ class Recipe(Section):
             f"teacher.kind={self.teacher.kind!r}, whose responses are in its file": self.teacher.kind in OF_FILES,
             "temperature=0, which gives the same text again": data.temperature == 0,
         }
-        why = next((reason for reason, holds in reasons.items() if holds), None)
-        if data.responses > 1 and why is not None:
-            raise ConfigError(f"data.responses={data.responses} with {why}; expected 1")
+        if data.responses > 1:
+            _exclude(f"data.responses={data.responses}", reasons, "1")
         self._check_server()
 
     def _check_server(self) -> None:
@@ -111,9 +109,8 @@ class Recipe(Section):
             "data.refresh_every, which samples with the current drafter": data.refresh_every is not None,
             "data.drafter_share, which samples from the drafter": data.drafter_share > 0,
         }
-        why = next((reason for reason, holds in reasons.items() if holds), None)
-        if data.server is not None and why is not None:
-            raise ConfigError(f"data.server with {why}; expected one of the two")
+        if data.server is not None:
+            _exclude("data.server", reasons)
 
     def _check_images(self) -> None:
         others = {
@@ -124,11 +121,10 @@ class Recipe(Section):
             f"teacher.kind={self.teacher.kind!r}": self.teacher.kind != "online",
             "cotrain": self.cotrain is not None,
         }
-        other = next((name for name, holds in others.items() if holds), None)
-        if self.data.images is not None and other is not None:
-            raise ConfigError(f"data.images={self.data.images} with {other}; expected one of the two")
-        if self.data.images is not None and not Path(self.data.images).expanduser().is_dir():
-            raise ConfigError.of("data.images", self.data.images, "a folder")
+        if self.data.images is not None:
+            _exclude(f"data.images={self.data.images}", others)
+            if not Path(self.data.images).expanduser().is_dir():
+                raise ConfigError.of("data.images", self.data.images, "a folder")
 
     def _check_teacher(self) -> None:
         kind, file = self.teacher.kind, self.teacher.file
@@ -156,31 +152,18 @@ class Recipe(Section):
             raise ConfigError(
                 "target.sharded=True with cotrain; expected false: adapters are trained inside the target"
             )
-        if self.target.offload and (sharded or cotrained):
-            other = "target.sharded=True" if sharded else "cotrain"
-            raise ConfigError(f"target.offload=True with {other}; expected one of the two")
-        others = {
-            "target.sharded=True": sharded,
-            "target.offload=True": self.target.offload,
-            "cotrain": cotrained,
-            "data.images": self.data.images is not None,
-        }
-        other = next((name for name, holds in others.items() if holds), None)
-        if self.target.tensor_parallel > 1 and other is not None:
-            key = f"target.tensor_parallel={self.target.tensor_parallel}"
-            raise ConfigError(f"{key} with {other}; expected one of the two")
-
-    def _check_sequence(self) -> None:
-        size, divided = self.train.sequence_parallel, self.target.tensor_parallel
-        others = {
-            "data.pack=true": self.data.pack,
-            "data.images": self.data.images is not None,
-            "cotrain": self.cotrain is not None,
-            f"target.tensor_parallel={divided}": divided not in (1, size),
-        }
-        other = next((name for name, holds in others.items() if holds), None)
-        if size > 1 and other is not None:
-            raise ConfigError(f"train.sequence_parallel={size} with {other}; expected one of the two, or equal numbers")
+        stored = {"target.sharded=True": sharded, "cotrain": cotrained}
+        others = {"cotrain": cotrained, "data.images": self.data.images is not None}
+        size, parts = self.train.sequence_parallel, self.target.tensor_parallel
+        if self.target.offload:
+            _exclude("target.offload=True", stored)
+        if parts > 1:
+            _exclude(
+                f"target.tensor_parallel={parts}", {**stored, "target.offload=True": self.target.offload, **others}
+            )
+        if size > 1:
+            unequal = {f"target.tensor_parallel={parts}, another number": parts not in (1, size)}
+            _exclude(f"train.sequence_parallel={size}", {**others, "data.pack=true": self.data.pack, **unequal})
 
     def _check_schedule(self) -> None:
         train = self.train
@@ -236,6 +219,13 @@ class Recipe(Section):
                 "train.draft_length", length, f"at most {most}, the {self.drafter.type} drafter's heads"
             )
         return length
+
+
+def _exclude(key: str, others: dict[str, bool], expected: str = "one of the two") -> None:
+    """Raise ConfigError for `key` with the first of `others` that holds."""
+    other = next((name for name, holds in others.items() if holds), None)
+    if other is not None:
+        raise ConfigError(f"{key} with {other}; expected {expected}")
 
 
 def shipped_recipes() -> dict[str, str]:
