@@ -2,14 +2,13 @@
 
 transformers' sdpa function expands grouped key/value heads whenever it is given a mask, and a pass over several draft
 tokens after a cache needs a mask there. `attend` is registered beside it and used by the models' attention layers while
-this package runs a pass: `implementation` changes the name in the model's configs and changes it back.
+this package runs a pass: `Implementation` changes the name in the model's configs and changes it back.
 
     query  [B, K * G, Q, D]  ->  [B, K, G * Q, D]     the G query heads of a key/value head become more queries of it
     key    [B, K, S, D]                               as the cache holds it
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from threading import RLock
 from typing import Any, Literal
@@ -68,9 +67,11 @@ def attend(
 
     The mask may be a `chain_marker`, or that of the last slots only; no query sees the slots before them.
     """
-    (B, heads, Q, _), (K, S) = query.shape, key.shape[1:3]
+    (B, heads, Q, _), (_, K, S, _) = query.shape, key.shape
     mask, is_chain = attention_mask, attention_mask is not None and attention_mask.shape[-1] == 0
-    plain = all(kwargs.get(name) is None for name in _SPECIAL) and query.device.type in ("cpu", "cuda")
+    plain = query.device.type in ("cpu", "cuda")
+    for name in _SPECIAL:  # in every layer of every pass, so not `all` of a generator
+        plain = plain and kwargs.get(name) is None
     if is_chain and plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         # FlashAttention aligns its causal mask with the last key and reads grouped heads.
         bias = causal_lower_right(Q, S)
@@ -87,7 +88,9 @@ def attend(
         query = query.reshape(B, K, -1, query.shape[-1])
         mask = None if mask is None else mask.repeat(1, 1, heads // K, 1)
     out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
-    return out.reshape(B, heads, Q, -1).transpose(1, 2).contiguous(), None
+    if heads > K:
+        out = out.reshape(B, heads, Q, -1)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _lower_right(width: int, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -129,16 +132,23 @@ def configs_of(model: PreTrainedModel, name: str) -> list[PreTrainedConfig]:
     return [config for config in configs.values() if getattr(config, "_attn_implementation", None) == name]
 
 
-@contextmanager
-def implementation(configs: Sequence[PreTrainedConfig], name: str) -> Iterator[None]:
-    """Make the layers with these configs use the attention implementation `name`, inside the context."""
-    values = [vars(config) for config in configs]  # without the checks of `setattr`, which cost more than the rest
-    with _LOCK:
-        before = [value[_NAME] for value in values]
-        try:
-            for value in values:
-                value[_NAME] = name
-            yield
-        finally:
-            for value, own in zip(values, before, strict=True):
-                value[_NAME] = own
+class Implementation:
+    """A context in which the layers with these configs use the attention implementation `name`.
+
+    Args:
+        configs: their attributes: without the checks of a config's `setattr`, which cost more than the rest.
+    """
+
+    def __init__(self, configs: Sequence[dict[str, Any]], name: str) -> None:
+        self._configs, self._name = configs, name
+
+    def __enter__(self) -> None:
+        _LOCK.acquire()
+        self._before = [config[_NAME] for config in self._configs]
+        for config in self._configs:
+            config[_NAME] = self._name
+
+    def __exit__(self, *_: object) -> None:
+        for config, name in zip(self._configs, self._before, strict=True):
+            config[_NAME] = name
+        _LOCK.release()

@@ -85,7 +85,7 @@ class CompiledPasses:
         self.cache = RollbackCache(model.config, rows, slots, fixed=True)
         self.attention = Attention.of(model)
         self._last_position = min(slots, context_limit(model.config) or slots) - 1
-        self._seen: dict[int, Tensor] = {}
+        self.seen: dict[int, Tensor] = {}
         self._hooks: dict[int, Callable] = {}
         self._graphs: dict[tuple, Callable[..., PassOutput]] = {}
 
@@ -95,8 +95,8 @@ class CompiledPasses:
         return (self.rows, self.slots, self._device, self._dtype) == wanted
 
     @contextmanager
-    def watching(self, modules: dict[int, Watched]) -> Iterator[dict[int, Tensor]]:
-        """Keep the lm_head's input and the layers' outputs of a pass, in the dict that the context returns.
+    def watching(self, modules: dict[int, Watched]) -> Iterator[None]:
+        """Keep the lm_head's input and the layers' outputs of a pass in `seen`.
 
         Args:
             modules: the lm_head, as `HEAD`, and layers by number.
@@ -104,10 +104,10 @@ class CompiledPasses:
         handles = []
         for layer, watched in modules.items():
             if layer not in self._hooks:  # the same function in every pass, or torch would compile the pass again
-                self._hooks[layer] = watched.hook(self._seen, layer)
+                self._hooks[layer] = watched.hook(self.seen, layer)
             handles.append(watched.place(self._hooks[layer]))
         try:
-            yield self._seen
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -162,9 +162,9 @@ class CompiledPasses:
         mask = self.attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)
         output = model(**arguments, attention_mask=mask, use_cache=True)
         place.slots_BQ = None
-        states = self._seen[HEAD] if remember else getattr(output, "states", None)
-        features = torch.cat([self._seen[layer] for layer in layers], -1) if layers else None
-        self._seen.clear()  # a graph's outputs must not be kept by accident
+        states = self.seen[HEAD] if remember else getattr(output, "states", None)
+        features = torch.cat([self.seen[layer] for layer in layers], -1) if layers else None
+        self.seen.clear()  # a graph's outputs must not be kept by accident
         return PassOutput(output.logits, states, features)
 
 

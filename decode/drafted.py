@@ -1,9 +1,69 @@
-"""The draft tokens in the cache of a `ModelRunner`: their depths, and the slots that the next ones see."""
+"""The draft tokens in the cache of a `ModelRunner`: their positions, and the slots that the next ones see."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
+
+# Shapes: B rows, Q tokens fed to each, S slots of the cache.
+
+Depths = Sequence[int] | Sequence[list[int]]
+"""Number of draft tokens on the path to each token of a pass: [Q], or [B, Q] where rows differ."""
+
+
+def by_row(depths: Depths, rows: int) -> Sequence[Sequence[int]]:
+    """Return the depths of each row."""
+    if len(depths) > 0 and isinstance(depths[0], list):
+        return cast(Sequence[list[int]], depths)
+    return [cast(Sequence[int], depths)] * rows
+
+
+class Positions:
+    """Positions of the tokens of a pass. Where they rise by one, they are a view of a table on the device.
+
+    Args:
+        last: the last position of the model's context; padding has no later one.
+    """
+
+    def __init__(self, device: torch.device, last: int) -> None:
+        self._device, self._last = device, last
+        self._table_1S = torch.empty(1, 0, dtype=torch.int64, device=device)
+
+    def of_text(self, starts: list[int], counts: list[int], width: int) -> Tensor:
+        """Return the positions [B, Q] of `counts` committed tokens after `starts` ones, and of padding."""
+        if min(counts) == width and (rising_BQ := self._rising(starts, width)) is not None:
+            return rising_BQ
+        rows = [
+            [*range(start, start + count), *[start] * (width - count)]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        return torch.tensor(rows, device=self._device)
+
+    def of_draft(self, lengths: list[int], starts: list[int], depths: Depths, width: int) -> Tensor:
+        """Return the positions [B, Q] of draft tokens after texts of these lengths, and of padding.
+
+        `starts`: the first slots that the tokens take.
+        """
+        first = starts[0] - lengths[0] + 1
+        if depths == range(first, first + width) and (rising_BQ := self._rising(starts, width)) is not None:
+            return rising_BQ
+        # Rows that have fewer draft tokens are padded, maybe beyond the model's context.
+        rows = [
+            [min(length - 1 + depth, self._last) for depth in row] + [length] * (width - len(row))
+            for length, row in zip(lengths, by_row(depths, len(lengths)), strict=True)
+        ]
+        return torch.tensor(rows, device=self._device)
+
+    def _rising(self, starts: list[int], width: int) -> Tensor | None:
+        """Return positions that rise from the same start in all rows; None if rows differ or leave the context."""
+        start, end = starts[0], starts[0] + width
+        if end - 1 > self._last or any(other != start for other in starts[1:]):
+            return None
+        if end > self._table_1S.shape[1]:
+            self._table_1S = torch.arange(2 * end, device=self._device)[None]
+        rising_1Q = self._table_1S[:, start:end]
+        return rising_1Q if len(starts) == 1 else rising_1Q.repeat(len(starts), 1)
 
 
 class Drafted:
@@ -11,15 +71,15 @@ class Drafted:
 
     def __init__(self) -> None:
         self.slots = 0
-        self.depths: list[list[int]] = []
-        """For each row the depth of the token in each slot."""
+        self._depths: list[Depths] = []
+        """Of the tokens of each pass."""
         self.visible: Tensor | None = None
         """[B, n, slots]: the slots that the nodes of the last level see; None while every level has one node."""
 
-    def read(self, count: int, depths: Sequence[list[int]]) -> None:
+    def read(self, count: int, depths: Depths) -> None:
         """Add `count` tokens of every row."""
         self.slots += count
-        self.depths = [old + new for old, new in zip(self.depths or [[] for _ in depths], depths, strict=True)]
+        self._depths.append(depths)
 
     def positions(self, lengths: list[int], end: int, positions_BQ: Tensor, starts: list[int]) -> Tensor:
         """Return the position in its text of the token in each slot, including tokens being read from `starts`: [B, S].
@@ -27,9 +87,10 @@ class Drafted:
         `lengths`: committed tokens of each row; S is `end`.
         """
         slots_BS = torch.arange(end).expand(len(starts), end).clone()
-        for row, depths in enumerate(self.depths):
+        for row, length in enumerate(lengths):
+            depths = [depth for of_pass in self._depths for depth in by_row(of_pass, len(lengths))[row]]
             for slot, depth in enumerate(depths):
-                slots_BS[row, lengths[row] + slot] = lengths[row] + depth - 1
+                slots_BS[row, length + slot] = length + depth - 1
         slots_BS = slots_BS.to(positions_BQ.device)
         for row, start in enumerate(starts):
             count = min(positions_BQ.shape[1], end - start)

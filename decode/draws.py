@@ -71,11 +71,11 @@ class SeededDraws:
         return None if self._more_B is None else self._more_B + self.made
 
     def categorical(self, weights_BV: Tensor, active_B: Tensor | None = None) -> Tensor:
-        index_B1 = index_at(weights_BV, self._next(active_B)[:, None])
+        index_B1 = index_at(weights_BV, self._next(active_B))
         return index_B1[:, 0] if active_B is None else index_B1[:, 0].clamp_max_(weights_BV.shape[1] - 1)
 
     def bernoulli(self, probability_B: Tensor, active_B: Tensor) -> Tensor:
-        return self._next(active_B) < probability_B
+        return self._next(active_B)[:, 0] < probability_B
 
     def first(self, probability_BN: Tensor, outcome: bool, valid_BN: Tensor | None = None) -> Tensor:
         N = probability_BN.shape[1]
@@ -112,19 +112,19 @@ class SeededDraws:
         return index_at(weights_BPV, uniform_BP[..., None])[..., 0]
 
     def _next(self, active_B: Tensor | None) -> Tensor:
-        """Return the next uniform number [B] of every row, and count it where the row is active."""
+        """Return the next uniform number [B, 1] of every row, and count it where the row is active."""
         if self._more_B is None and active_B is None:
             self.made += 1
-            return self._uniform_BS[:, self.made - 1]
+            return self._uniform_BS[:, self.made - 1 : self.made]
         if self._more_B is None:
             assert active_B is not None
             self._more_B = torch.zeros_like(active_B, dtype=torch.int64)
-        uniform_B = self._uniform_BS.gather(1, (self._more_B + self.made)[:, None])[:, 0]
+        uniform_B1 = self._uniform_BS.gather(1, (self._more_B + self.made)[:, None])
         if active_B is None:
             self.made += 1
         else:
             self._more_B = self._more_B + active_B
-        return uniform_B
+        return uniform_B1
 
 
 class RowDraws:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.decode.contexts import CommittedTokens, StoredContexts
 from draftsmith.decode.draws import Draws
-from draftsmith.decode.sampling import Processors
+from draftsmith.decode.sampling import Processors, precise
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, path_to, stacked
 
@@ -43,11 +43,19 @@ class Shape:
     def is_chain(self) -> bool:
         return all(len(level) == 1 for level in self.levels)
 
-    def extended(self, level: int) -> list[int]:
-        """Return the nodes of a level that have children."""
-        if level + 1 >= len(self.levels):
-            return []
-        return sorted({parent for parent, _ in self.levels[level + 1]})
+    @cached_property
+    def extended(self) -> list[list[int]]:
+        """For each level its nodes that have children."""
+        return [sorted({parent for parent, _ in level}) for level in (*self.levels[1:], ())]
+
+    @cached_property
+    def children(self) -> list[list[list[int]]]:
+        """For each level the ranks of the children of each node with children in the level before."""
+        parents = [[0], *self.extended]
+        return [
+            [[rank for parent, rank in level if parent == place] for place in parents[depth]]
+            for depth, level in enumerate(self.levels)
+        ]
 
 
 def chain_shape(length: int, siblings: Siblings) -> Shape:
@@ -74,7 +82,8 @@ class FixedDrafts:
         numbers: Sequence[int],
         shared: tuple[int, int] | None,
     ) -> None:
-        self._shape, self._rooms, self._processors, self._draws = shape, rooms, processors, draws
+        self._shape, self._rooms, self._processors = shape, rooms, processors
+        self._least_room = min(rooms)
         self._committed, self._numbers, self._shared = committed, numbers, shared
         self._drawing = (
             None if shape.siblings == "best" else BatchDrawing(draws.categorical, replacement=shape.siblings == "iid")
@@ -97,7 +106,7 @@ class FixedDrafts:
             if level + 1 == depth:
                 self.slots += [None] * len(added)
                 break
-            places = self._shape.extended(level)
+            places = self._shape.extended[level]
             self.slots += [read + places.index(i) if i in places else None for i in range(len(added))]
             read += len(places)
             logits_BnV = drafter.extend(self._level(level, [added[i] for i in places], nodes))
@@ -107,7 +116,7 @@ class FixedDrafts:
     def _add(self, level: int, nodes: list[int], logits_BnV: Tensor) -> list[int]:
         """Add the nodes of a level after `nodes`, which the drafter has read, and return them."""
         scores_BnV = self._scores(logits_BnV, nodes)
-        below = self._children(level)
+        first, below = len(self._tokens), self._shape.children[level]
         for place, node in enumerate(nodes):
             ranks, valid_B = below[place], self._valid_below(level, node, scores_BnV[:, place])
             if self._drawing is None:
@@ -117,20 +126,16 @@ class FixedDrafts:
                 if self._processors.may_empty:
                     q_BV = q_BV.nan_to_num(0.0)
                 self._drawing.add(node, q_BV, len(ranks), valid_B)
-        count = sum(map(len, below))
-        return list(range(len(self._tokens) - count, len(self._tokens)))
-
-    def _children(self, level: int) -> list[list[int]]:
-        """Return the ranks of the children of each node that was read before `level`."""
-        places = [0] if level == 0 else self._shape.extended(level - 1)
-        return [[rank for parent, rank in self._shape.levels[level] if parent == place] for place in places]
+        return list(range(first, len(self._tokens)))
 
     def _choose(self, node: int, ranks: list[int], scores_BV: Tensor, valid_B: Tensor | None) -> None:
         """Add the tokens of these ranks as children of `node`."""
         if ranks == [0]:
-            tokens_Bk = scores_BV.argmax(-1, keepdim=True)
-        else:
-            tokens_Bk = scores_BV.topk(min(ranks[-1] + 1, scores_BV.shape[1])).indices
+            self._tokens.append(scores_BV.argmax(-1))
+            self._valid.append(valid_B)
+            self._parents.append(node)
+            return
+        tokens_Bk = scores_BV.topk(min(ranks[-1] + 1, scores_BV.shape[1])).indices
         for rank in ranks:
             exists = rank < tokens_Bk.shape[1]
             self._tokens.append(tokens_Bk[:, rank if exists else 0])
@@ -140,7 +145,7 @@ class FixedDrafts:
     def _valid_below(self, level: int, node: int, scores_BV: Tensor) -> Tensor | None:
         """Return for which texts [B] `node` may have children; None for all of them."""
         valid_B = None if node == ROOT else self._valid[node]
-        if min(self._rooms) <= level:
+        if self._least_room <= level:
             fits_B = torch.tensor([room > level for room in self._rooms], device=scores_BV.device)
             valid_B = fits_B if valid_B is None else valid_B & fits_B
         if self._processors.may_empty:
@@ -150,14 +155,16 @@ class FixedDrafts:
 
     def _level(self, level: int, nodes: list[int], before: list[int]) -> Level:
         """Return the nodes that the drafter reads next, whose parents are among `before`."""
-        tokens_Bn = torch.stack([self._tokens[node] for node in nodes], 1)
         if self._shape.is_chain:
-            return Level(tokens_Bn, None, level + 1)
+            return Level(self._tokens[-1][:, None], None, level + 1)
+        tokens_Bn = torch.stack([self._tokens[node] for node in nodes], 1)
         parents = torch.tensor([before.index(self._parents[node]) for node in nodes], device=tokens_Bn.device)
         return Level(tokens_Bn, parents.expand_as(tokens_Bn), level + 1)
 
     def _scores(self, logits_BnV: Tensor, nodes: list[int]) -> Tensor:
         """Return the processed logits over the target's vocabulary."""
+        if self._processors.none and self._shared is None:
+            return precise(logits_BnV)
         B, n = logits_BnV.shape[:2]
         fitted_nV = fitted(logits_BnV.flatten(0, 1), self._shared)
 

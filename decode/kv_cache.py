@@ -77,20 +77,19 @@ class RollbackLayer(CacheLayerMixin):
         """Write to the slots of `WritePosition` and return views of all slots up to its end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self._place.end
-        self._hold(end)
-        keys, values = self._storage
-        row = self._place.row
+        place, end = self._place, self._place.end
+        keys, values = self._held(end)
+        row = place.row
         if row is not None:
             keys, values = keys[row : row + 1], values[row : row + 1]
-        elif len(keys) > len(key_states):  # rows of texts that have ended
+        elif keys.shape[0] > key_states.shape[0]:  # rows of texts that have ended
             keys, values = keys[: len(key_states)], values[: len(key_states)]
-        if self._place.slots_BQ is None:
-            start = self._place.start
+        slots_BQ = place.slots_BQ
+        if slots_BQ is None:
+            start = place.start
             keys[:, :, start:end] = key_states
             values[:, :, start:end] = value_states
         else:
-            slots_BQ = self._place.slots_BQ
             rows_B1 = torch.arange(slots_BQ.shape[0], device=slots_BQ.device)[:, None]
             keys[rows_B1, :, slots_BQ] = key_states.transpose(1, 2)
             values[rows_B1, :, slots_BQ] = value_states.transpose(1, 2)
@@ -110,13 +109,15 @@ class RollbackLayer(CacheLayerMixin):
         assert self.values is not None
         return self.keys, self.values
 
-    def _hold(self, needed: int) -> None:
-        # Storage doubles, so each token is copied once on average, whatever the length of the text.
+    def _held(self, needed: int) -> tuple[Tensor, Tensor]:
+        """Return the storage, which is extended where it has fewer slots than `needed`."""
         keys, values = self._storage
         slots = keys.shape[2]
         if needed > slots:
+            # Storage doubles, so each token is copied once on average, whatever the length of the text.
             more = max(needed, 2 * slots) - slots
-            self.keys, self.values = _padded(keys, more), _padded(values, more)
+            self.keys, self.values = keys, values = _padded(keys, more), _padded(values, more)
+        return keys, values
 
     def move(self, rows_n1: Tensor, to_nk: Tensor, from_nk: Tensor) -> None:
         """Copy slots `from_nk` of n rows to slots `to_nk`; a layer that reads another's keys has none."""

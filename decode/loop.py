@@ -19,11 +19,11 @@ from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.observer import Observer
 from draftsmith.decode.policies.base import FixedPolicy, Growing, Policy
 from draftsmith.decode.proposal import NO_DRAFT, Proposal, read_outcomes
-from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng
+from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
 from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_batch, verify_greedy
-from draftsmith.heads.base import Drafter, Level
+from draftsmith.heads.base import Drafter, Level, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 EXAMPLE = 8
@@ -315,6 +315,8 @@ class DecodeLoop:
 
     def _scores(self, logits_BQV: Tensor, proposal: Proposal) -> Tensor:
         """Return the processed logits after every place of every text."""
+        if self._processors.none:
+            return precise(logits_BQV)
         scores_nV = self._processors.scores(logits_BQV.flatten(0, 1), self._contexts(proposal))
         return scores_nV.unflatten(0, logits_BQV.shape[:2])
 
@@ -331,9 +333,11 @@ class DecodeLoop:
 
     def _hand_over(self, paths: list[list[int]] | None) -> None:
         """Give the texts the target's states after these paths, after the prompts with None, for the drafter."""
+        assert self._drafter is not None, "its needs are handed over"
+        if self._drafter.needs == Needs():
+            return
         ends = [path[-1] if path else ROOT for path in paths or [[]] * len(self.texts)]
-        needed = self._drafter is not None and self._drafter.needs.hidden
-        hidden_BH = self._target.hidden(ends) if needed else None
+        hidden_BH = self._target.hidden(ends) if self._drafter.needs.hidden else None
         for row, text in enumerate(self.texts):
             text.hidden = None if hidden_BH is None else hidden_BH[row]
             path = None if paths is None else paths[row]

@@ -1,15 +1,16 @@
 """Attention masks for chains, trees and rows of different length, with or without sliding windows."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.decode.attention import GROUPED, chain_marker, configs_of, implementation, passes_of
+from draftsmith.decode.attention import GROUPED, Implementation, chain_marker, configs_of, passes_of
+from draftsmith.decode.recurrent_state import NO_CONTEXT
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents
 
@@ -36,8 +37,8 @@ class Attention:
     """Implementation of all other passes."""
     own: str
     """The model's own implementation."""
-    configs: tuple[PreTrainedConfig, ...]
-    """The configs that name it."""
+    configs: tuple[dict[str, Any], ...]
+    """The attributes of the configs that name it."""
     native: bool
     """The model makes masks and positions itself; see `Passes`."""
 
@@ -71,10 +72,10 @@ class Attention:
             window, chains = config.attention_chunk_size, masked  # flash attention would ignore chunks
         slides = window is not None and (not SLIDING.isdisjoint(kinds) if kinds else _all_slide(config))
         mixed = slides and kinds is not None and not FULL.isdisjoint(kinds)
-        configs = tuple(configs_of(model, own)) if {chains, masked} != {own} else ()
+        configs = tuple(map(vars, configs_of(model, own))) if {chains, masked} != {own} else ()
         return cls(window if slides else None, chunked, mixed, chains, masked, own, configs, native)
 
-    @property
+    @cached_property
     def is_flash(self) -> bool:
         """Chains are read with flash attention, which applies the window of sliding layers itself."""
         return is_flash(self.chains)
@@ -82,9 +83,9 @@ class Attention:
     def running(self, *, chain: bool) -> AbstractContextManager[None]:
         """Return a context in which the model's layers use the implementation for this kind of pass."""
         name = self.chains if chain else self.masked
-        return nullcontext() if name == self.own else implementation(self.configs, name)
+        return NO_CONTEXT if name == self.own else Implementation(self.configs, name)
 
-    @property
+    @cached_property
     def slides_alone(self) -> bool:
         """`chain` needs no mask over all slots where a window is exceeded."""
         return self.native or (not self.chunked and (self.is_flash or self.chains == GROUPED))

@@ -4,8 +4,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.attention import WITH_ROLLBACK, passes_of
 from draftsmith.decode.compiled import HEAD, MOST_WIDTH, CompiledPasses, PassInputs, give_back, take_passes
-from draftsmith.decode.drafted import Drafted
+from draftsmith.decode.drafted import Depths, Drafted, Positions
 from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention, tree_mask
-from draftsmith.decode.recurrent_state import Mixers
+from draftsmith.decode.recurrent_state import NO_CONTEXT, Mixers
 from draftsmith.decode.reread import Reread, cache_name
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Level
@@ -93,7 +92,7 @@ class ModelRunner:
         encodes, native = model.config.is_encoder_decoder, self._attention.native
         self._encoded = Encoded(model, sources or [], encoded) if encodes else None
         self._biased = biased_layers(model.get_decoder()) if encodes and not native else []
-        self._last_position = (context_limit(model.config) or sys.maxsize) - 1
+        self._positions = Positions(self._device, (context_limit(model.config) or sys.maxsize) - 1)
         positions = "decoder_position_ids" if encodes else "position_ids"
         self._positions_name = positions if positions in accepted else None
         if self._again is not None or (self._positions_name is None and not self._biased):
@@ -115,10 +114,6 @@ class ModelRunner:
         if max(starts) > 0:
             width = self._padded(width)
         compiled = self._compiles(width)
-        positions = [
-            [*range(start, start + count), *[start] * (width - count)]
-            for start, count in zip(starts, counts, strict=True)
-        ]
         # Padding follows the tokens, which do not attend to it.
         visible = None if compiled or len(set(starts)) == 1 else self._ragged_chain(starts, width)
         lasts = [max(count, 1) - 1 for count in counts]
@@ -126,7 +121,10 @@ class ModelRunner:
         read_BQF = None if features is None else nn.utils.rnn.pad_sequence(list(features), batch_first=True)
         if read_BQF is not None and width > read_BQF.shape[1]:
             read_BQF = nn.functional.pad(read_BQF, (0, 0, 0, width - read_BQF.shape[1]))
-        ids, positions_BQ = self._ids(tokens, width), None if compiled else self._ids(positions, width)
+        ids, positions_BQ = (
+            self._ids(tokens, width),
+            None if compiled else self._positions.of_text(starts, counts, width),
+        )
         with self._mixers.reading(width, counts):
             logits, states = self._forward(ids, positions_BQ, visible, starts, columns, read_BQF)
         for row, count in enumerate(counts):
@@ -171,15 +169,16 @@ class ModelRunner:
 
     def extend(self, level: Level, features_BnF: Tensor | None = None) -> Tensor:
         """Read the next level of draft nodes and return the logits [B, n, V] after them."""
-        drafted, n = self._drafted, level.tokens_Bn.shape[1]
         if level.parents_Bn is not None:
+            drafted, n = self._drafted, level.tokens_Bn.shape[1]
             # Each node sees the path of its parent and itself.
             own = torch.eye(n, dtype=torch.bool, device=self._device).expand(level.tokens_Bn.shape[0], n, n)
             before = drafted.visible
             if before is None:  # a chain of one node per level so far
                 before = own.new_ones(own.shape[0], 1, drafted.slots)
             drafted.visible = torch.cat([level.of_parents(before), own], 2)
-        return self._branch(level.tokens_Bn, [level.depth] * n, drafted.visible, features_BnF)
+            return self._branch(level.tokens_Bn, [level.depth] * n, drafted.visible, features_BnF)
+        return self._branch(level.tokens_Bn, range(level.depth, level.depth + 1), None, features_BnF)
 
     def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
@@ -205,28 +204,19 @@ class ModelRunner:
     def _branch(
         self,
         tokens_BQ: Tensor,
-        depths: Sequence[int] | Sequence[list[int]],
+        depths: Depths,
         visible_BQR: Tensor | None,
         features_BQF: Tensor | None,
     ) -> Tensor:
         """Read draft tokens and return the logits [B, Q, V] after them.
 
         Args:
-            depths: number of draft tokens on the path to each token, [Q] or [B, Q].
             visible_BQR: the draft slots that each token sees, R - Q earlier ones and its own Q; None: all up to itself.
         """
-        B, Q = tokens_BQ.shape
-        drafted, before = self._drafted, self._drafted.slots
-        starts = [length + before for length in self.lengths]
+        Q, lengths, drafted = tokens_BQ.shape[1], self._cache.lengths, self._drafted
+        starts = [length + drafted.slots for length in lengths]
         width = self._padded(Q)
         compiled = self._compiles(width)
-        by_row = bool(depths) and isinstance(depths[0], list)
-        rows = cast(Sequence[list[int]], depths) if by_row else [list(cast(Sequence[int], depths))] * B
-        # Rows that have fewer draft tokens are padded, maybe beyond the model's context.
-        positions = [
-            [min(length - 1 + depth, self._last_position) for depth in row] + [length] * (width - Q)
-            for length, row in zip(self.lengths, rows, strict=True)
-        ]
         if width > Q:  # padding that no token attends to
             tokens_BQ = nn.functional.pad(tokens_BQ, (0, width - Q))
             if features_BQF is not None:
@@ -235,10 +225,10 @@ class ModelRunner:
                 visible_BQR = nn.functional.pad(visible_BQR, (0, width - Q, 0, width - Q))
         is_plain = compiled and visible_BQR is None  # the pass counts its positions itself
         mask = None if is_plain else self._draft_mask(visible_BQR, starts, width)
-        positions_BQ = None if is_plain else torch.tensor(positions, device=self._device)
+        positions_BQ = None if is_plain else self._positions.of_draft(lengths, starts, depths, width)
         with self._mixers.reading(width, None):
             logits, states = self._forward(tokens_BQ, positions_BQ, mask, starts, None, features_BQF)
-        drafted.read(Q, [row[:Q] for row in rows])
+        drafted.read(Q, depths)
         if states is not None:
             self.states = states[:, :Q] if width > Q else states
         return logits[:, :Q] if width > Q else logits
@@ -328,7 +318,7 @@ class ModelRunner:
         assert positions_BQ is not None, "compiled passes only count their positions"
         self._cache.aim(starts, width, self._device)
         end = self._cache.place.end
-        mask, relative, attention = None, nullcontext(), self._attention
+        mask, relative, attention = None, NO_CONTEXT, self._attention
         is_chain = visible_BQS is None
         slides = attention.window is not None and end > attention.window and not (is_chain and attention.slides_alone)
         if not is_chain and attention.native:
@@ -355,8 +345,9 @@ class ModelRunner:
             inputs |= {"input_ids": ids_BQ, "attention_mask": mask, self._cache_name: self._cache}
         if features_BQF is not None:
             inputs["features"] = features_BQF
-        watching = nullcontext(self._seen) if self._passes is None else self._passes.watching(self._modules)
-        with relative, attention.running(chain=is_chain), watching as seen:
+        seen = self._seen if self._passes is None else self._passes.seen
+        watching = NO_CONTEXT if self._passes is None else self._passes.watching(self._modules)
+        with relative, attention.running(chain=is_chain), watching:
             if self._again is None:
                 output = self.model(**inputs)
             else:  # whose last columns are the new tokens'

@@ -12,7 +12,7 @@ committed tokens never change, so the states equal those of a text without draft
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import lru_cache
 from inspect import getmembers, isfunction, signature, unwrap
@@ -29,6 +29,7 @@ RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_slidi
 """Layer types of transformers whose layers hold such states."""
 _UPDATES = ("update_conv_state", "update_recurrent_state")
 _LOCK = threading.RLock()
+NO_CONTEXT = nullcontext()
 
 # Shapes: B rows, P inputs that are kept of each row, Q tokens fed.
 
@@ -212,12 +213,14 @@ class Mixers:
     def __bool__(self) -> bool:
         return bool(self._mixers)
 
-    @contextmanager
-    def reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
+    def reading(self, width: int, counts: Sequence[int] | None) -> AbstractContextManager[None]:
         """Let the mixers of the model continue from their states, inside the context; see `Mixer.reading`."""
+        return self._reading(width, counts) if self._mixers else NO_CONTEXT
+
+    @contextmanager
+    def _reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
         with ExitStack() as stack:
-            if self._mixers:
-                stack.enter_context(_LOCK)
+            stack.enter_context(_LOCK)
             for mixer in self._mixers:
                 stack.enter_context(mixer.reading(width, counts))
             yield

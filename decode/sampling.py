@@ -79,7 +79,7 @@ def index_at(weights_xV: Tensor, uniform_x1: Tensor) -> Tensor:
     """Return the index [..., 1] at which the cumulative sum of the weights exceeds this share of their total."""
     # In fp64, an index of weight zero has an empty interval and is never drawn. The product is below the total: the
     # largest uniform number is 1 - 2^-53, and total * (1 - 2^-53) is never rounded up to the total.
-    cumulative_xV = weights_xV.double().cumsum(-1)
+    cumulative_xV = weights_xV.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cumulative_xV, cumulative_xV[..., -1:] * uniform_x1, right=True)
 
 
@@ -218,8 +218,7 @@ class Processors:
 
         A row is -inf where the processors forbid every token.
         """
-        # float16 and bfloat16 are too coarse for the ratio p/q; fp64 stays fp64 for the exact tests.
-        scores_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+        scores_NV = precise(logits_NV)
         before: Contexts | None = None
         for processor in self._all:
             if type(processor).__name__ in _CONTEXT_FREE:
@@ -266,6 +265,11 @@ class Processors:
             processed = processor(ids, cast(torch.FloatTensor, scores))
             out_NV[rows] = processed if together else processed[text : text + 1]
         return out_NV
+
+
+def precise(logits: Tensor) -> Tensor:
+    """Return logits in at least fp32: float16 and bfloat16 are too coarse for the ratio p/q."""
+    return logits if logits.dtype == torch.float64 else logits.float()  # the exact tests use fp64
 
 
 def _as_contexts(contexts: Contexts | Sequence[list[int]], text: int, device: torch.device) -> Contexts:

@@ -75,7 +75,7 @@ class Decided:
         return 1 + 2 * self.path_BD.shape[1]
 
     def packed(self) -> Tensor:
-        return torch.cat([self.next_B[:, None].double(), self.path_BD.double(), self.overlap_BD.double()], 1)
+        return torch.cat([self.next_B[:, None], self.path_BD, self.overlap_BD.double()], 1)
 
     def result(self, values: Sequence[float], draft: Draft) -> VerifyResult:
         depth = self.path_BD.shape[1]
@@ -97,7 +97,7 @@ class TargetTokens:
         return 2 * self.tokens_BP.shape[1]
 
     def packed(self) -> Tensor:
-        return torch.cat([self.tokens_BP.double(), self.overlap_BP.double()], 1)
+        return torch.cat([self.tokens_BP, self.overlap_BP.double()], 1)
 
     def result(self, values: Sequence[float], draft: Draft) -> VerifyResult:
         places = self.tokens_BP.shape[1]
@@ -137,8 +137,8 @@ def block_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     N = len(draft)
     q_BNV, overlap_BN, ratio_BN = _overlap_and_ratios(p_BPV, draft)
     weights = [torch.ones_like(ratio_BN[:, 0])]
-    for i in range(N):
-        weights.append((weights[-1] * ratio_BN[:, i]).clamp_max_(1.0))
+    for ratio_B in ratio_BN.unbind(1):
+        weights.append((weights[-1] * ratio_B).clamp_max_(1.0))
     weight_BP = torch.stack(weights, 1)
     if N > 1:
         scaled_BNV = weight_BP[:, 1:N, None].to(p_BPV.dtype) * p_BPV[:, 1:N]

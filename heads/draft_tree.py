@@ -24,6 +24,7 @@ Parents = tuple[int, ...]
 """The shape of a draft: the parent of each node."""
 
 
+@lru_cache(maxsize=4096)
 def chain_parents(length: int) -> Parents:
     """Return the shape of a chain."""
     return tuple(range(-1, length - 1))

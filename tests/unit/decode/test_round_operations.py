@@ -1,0 +1,101 @@
+"""The work of a decoding round of one text outside the models' forward passes, in calls and operators."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+from conftest import make_llama
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.policies import policy_named
+from draftsmith.heads import DraftModel
+
+COSTS = Costs({1: 1.0, 8: 1.4, 32: 2.0}, {1: 0.1, 8: 0.12})
+SHORT, LONG = 10, 60
+"""Tokens of two runs, whose difference has no prompt and no end of a text."""
+
+
+class Counted(TorchDispatchMode):
+    """Counts calls of Python and C functions, and torch operators, while no forward pass of `models` runs."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__()
+        self.operators = self.calls = self._passes = 0
+        self._models = models
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.operators += self._passes == 0
+        return func(*args, **(kwargs or {}))
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> None:
+        self.calls += self._passes == 0 and event in ("call", "c_call")
+
+    def _pause(self, passes: int) -> None:
+        self._passes += passes
+
+    @contextmanager
+    def of_calls(self) -> Iterator[None]:
+        """Count calls, for which no dispatch mode may run."""
+        hooks = self._hooks()
+        sys.setprofile(self._call)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def of_operators(self) -> Iterator[None]:
+        hooks = self._hooks()
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hooks(self) -> list[Any]:
+        before = [model.register_forward_pre_hook(lambda *_: self._pause(1), prepend=True) for model in self._models]
+        after = [model.register_forward_hook(lambda *_: self._pause(-1)) for model in self._models]
+        return before + after
+
+
+def of_a_round(policy: str | None, temperature: float) -> tuple[float, float]:
+    """Return calls and operators of one round."""
+    target, draft_model = make_llama(), make_llama(num_hidden_layers=1)
+    chosen = {} if policy is None else {"policy": policy_named(policy, COSTS)}
+    decoder = SpeculativeDecoder(target, None if policy is None else DraftModel(draft_model), **chosen)
+    counted, counts = Counted(target, draft_model), []
+    for tokens in (SHORT, SHORT, LONG):  # the first run fills the tables of functions that are called once
+        counted.calls = counted.operators = 0
+        rounds = 0
+        for counting in (counted.of_calls, counted.of_operators):
+            with counting():
+                output = decoder.generate([5, 9, 33], max_new_tokens=tokens, temperature=temperature, eos_token_id=None)
+            rounds = len(output.rounds)
+        counts.append((rounds, counted.calls, counted.operators))
+    rounds, calls, operators = (long - short for short, long in zip(counts[1], counts[2], strict=True))
+    return calls / rounds, operators / rounds
+
+
+@pytest.mark.parametrize(
+    ("policy", "temperature", "most_calls", "most_operators"),
+    [
+        (None, 0.0, 135, 13),
+        (None, 1.0, 205, 28),
+        ("chain:draft_length=4", 0.0, 525, 48),
+        ("chain:draft_length=4", 1.0, 695, 163),
+    ],
+)
+def test_work_of_a_round(policy: str | None, temperature: float, most_calls: int, most_operators: int) -> None:
+    """The limits are 5 % above the counts of the time when they were set."""
+    calls, operators = of_a_round(policy, temperature)
+    assert operators <= most_operators, f"{operators:.1f} operators a round, {calls:.0f} calls"
+    assert calls <= most_calls, f"{calls:.0f} calls a round, {operators:.1f} operators"
