@@ -1,8 +1,8 @@
 """The draft of one text while it is built: policies add tokens to it and drafters read it."""
 
-from typing import Protocol
+from collections.abc import Generator
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from draftsmith.decode.contexts import CommittedTokens, StoredContexts
@@ -20,6 +20,51 @@ class BuilderSequence(Protocol):
     padding: list[int]
     number: int
     rng: Rng
+
+
+class Read(NamedTuple):
+    """A policy's request for the logits after nodes, in one pass of the drafter for all texts."""
+
+    nodes: list[int]
+    top: int = 1
+    """Number of most likely tokens of each node that `Look` contains."""
+    support: bool = False
+    """Whether `Look` contains the size of q's support."""
+
+
+class Look(NamedTuple):
+    """The drafter's predictions after the nodes of a `Read`."""
+
+    nodes: list[int]
+    logits_nV: Tensor
+    """The drafter's logits, before processors."""
+    values: list[list[float]]
+    """For each node the largest probabilities under q, in descending order."""
+    tokens: list[list[int]]
+    """Their tokens."""
+    support: list[int]
+    """For each node the number of tokens with any probability."""
+
+    @property
+    def parent(self) -> int:
+        """The only node."""
+        (node,) = self.nodes
+        return node
+
+
+class Draws(NamedTuple):
+    """A policy's request to draw children of the nodes that were last read, after which it is sent the `Children`.
+
+    The numbers are fixed before any of these tokens is known, as rules for drawn drafts require.
+    """
+
+    counts: list[int]
+    """Children of each node; it gets fewer where q has no token left."""
+    replacement: bool = False
+
+
+Children = list[list[tuple[int, float]]]
+"""For each node its children and their probabilities under q, in the order in which they were drawn."""
 
 
 class DraftBuilder:
@@ -43,6 +88,7 @@ class DraftBuilder:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
+        self.rng, self.may_empty = sequence.rng, processors.may_empty
         self._sequence, self._processors = sequence, processors
         self._shared = shared
         """(shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes."""
@@ -77,43 +123,24 @@ class DraftBuilder:
         scores_nV = self._scores(logits_nV, nodes)
         return scores_nV.softmax(-1).nan_to_num(0.0)
 
-    def best(self, logits_V: Tensor, node: int) -> int | None:
-        """Return the most likely token after `node`; None where the processors forbid every token."""
-        if self._shared is None and self._processors.none:
-            return int(logits_V.argmax())
-        scores_V = self._scores(logits_V[None], [node])[0]
-        token = int(scores_V.argmax())
-        if self._processors.may_empty and float(scores_V[token]) == -torch.inf:
-            return None
-        return token
-
-    def follow(self, logits_V: Tensor, parent: int) -> int | None:
-        """Add a child of `parent`, the most likely token when greedy, else drawn, and return the node or None."""
+    def follow(self, look: "Look") -> Generator["Draws", "Children", int | None]:
+        """Add a child of the only node that was read, the most likely when greedy, else drawn; return it or None."""
         if self.greedy:
-            token = self.best(logits_V, parent)
-            return None if token is None else self.choose(parent, token)
-        return self.draw(parent, self.probabilities(logits_V[None], [parent])[0])
-
-    def follow_q(self, q_V: Tensor, parent: int) -> int | None:
-        """Do the same as `follow`, for a policy that has computed `probabilities`."""
-        if self._processors.may_empty and not q_V.any():
-            return None
-        return self.choose(parent, int(q_V.argmax())) if self.greedy else self.draw(parent, q_V)
+            return self.choose(look.parent, look.tokens[0][0]) if look.values[0][0] > 0 else None
+        (children,) = yield Draws([1])
+        return children[0][0] if children else None
 
     def choose(self, parent: int, token: int) -> int:
         """Add a token that was chosen in any way as a child of `parent`, and return its node."""
         assert self._drawing is None, "chosen tokens cannot be added to a drawn draft"
-        return self._add(parent, token)
+        return self.add(parent, token)
 
-    def draw(self, parent: int, q_V: Tensor, *, replacement: bool = False) -> int | None:
-        """Draw one more child of `parent` from q and return its node, or None when q has no token left."""
+    def drawing(self, *, replacement: bool) -> Drawing:
+        """Return the `Drawing` of this draft, all of whose tokens are drawn."""
         if self._drawing is None:
             assert not self.tokens, "drawn tokens cannot be added to a chosen draft"
-            self._drawing = Drawing(self._sequence.rng.categorical, replacement=replacement)
-        if self._processors.may_empty and not q_V.any():
-            return None
-        token = self._drawing.add(parent, q_V)
-        return None if token is None else self._add(parent, token)
+            self._drawing = Drawing(self.rng.categorical, replacement=replacement)
+        return self._drawing
 
     def draft(self) -> Draft:
         """Return the draft of all tokens so far."""
@@ -134,7 +161,8 @@ class DraftBuilder:
         """Return the nodes of this tree that nodes of the draft stand for."""
         return list(path) if self.kept is None else [self.kept[node] for node in path]
 
-    def _add(self, parent: int, token: int) -> int:
+    def add(self, parent: int, token: int) -> int:
+        """Add a token that was chosen, or that `drawing` holds, as a child of `parent`, and return its node."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depth(parent) + 1)

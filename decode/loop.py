@@ -15,10 +15,11 @@ from draftsmith.decode.contexts import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import draws_of
 from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
+from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.observer import Observer
-from draftsmith.decode.policies.base import FixedPolicy, Growing, Policy
-from draftsmith.decode.proposal import NO_DRAFT, Proposal, read_outcomes
+from draftsmith.decode.policies.base import FixedPolicy, Policy
+from draftsmith.decode.proposal import Proposal, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
@@ -28,86 +29,6 @@ from draftsmith.heads.draft_tree import ROOT, Draft
 
 EXAMPLE = 8
 """Maximum depth of an example draft."""
-
-
-def propose(
-    drafter: Drafter,
-    policies: Sequence[Policy | None],
-    builders: Sequence[DraftBuilder],
-    retrieved: Sequence[Draft | None],
-) -> list[Draft]:
-    """Return a draft for each text. Each pass of the drafter covers all texts whose drafts are unfinished.
-
-    `retrieved`: what `Drafter.retrieve` returned for each text; the `DraftBuilder` of a retrieved draft remains empty.
-    """
-    drafts = [draft or NO_DRAFT for draft in retrieved]
-    growing: dict[int, Growing] = {}
-    wanted: dict[int, list[int]] = {}
-
-    def advance(row: int, logits_nV: Tensor | None) -> None:
-        """Send logits to the policy of one text (None starts it); store the nodes that it requests, or its draft."""
-        try:
-            wanted[row] = next(growing[row]) if logits_nV is None else growing[row].send(logits_nV)
-        except StopIteration as end:
-            drafts[row] = end.value
-            del growing[row]
-            wanted.pop(row, None)
-
-    for row, (builder, policy) in enumerate(zip(builders, policies, strict=True)):
-        if retrieved[row] is not None or builder.room < 1:
-            continue
-        assert policy is not None, "a drafter that computes logits has a policy"
-        growing[row] = policy.grow(builder)
-        advance(row, None)
-    if not growing:
-        return drafts
-    assert all(nodes == [ROOT] for nodes in wanted.values()), "the first request of a policy is the root"
-    logits_BnV = drafter.begin(list(growing))[:, None]
-    levels = _Levels(builders, logits_BnV.device)
-    while True:
-        _note_confidences(drafter, builders, wanted)
-        for row in list(growing):
-            advance(row, logits_BnV[row, : len(wanted[row])])
-        if not growing:
-            return drafts
-        logits_BnV = drafter.extend(levels.next(wanted))
-
-
-class _Levels:
-    """Translates the nodes that policies request into levels of a batch."""
-
-    def __init__(self, builders: Sequence[DraftBuilder], device: torch.device) -> None:
-        self._builders, self._device = builders, device
-        self._columns: list[dict[int, int]] = [{ROOT: 0} for _ in builders]
-        """For each text the index of every node of the previous level."""
-        self._slots = self._depth = 0
-        self._is_chain = True
-
-    def next(self, wanted: dict[int, list[int]]) -> Level:
-        """Return these nodes as a level; texts that request none are padded."""
-        width = max(map(len, wanted.values()))
-        self._depth += 1
-        tokens, parents = [], []
-        for row, builder in enumerate(self._builders):
-            nodes, columns = wanted.get(row, []), self._columns[row]
-            tokens.append([builder.tokens[node] for node in nodes] + [0] * (width - len(nodes)))
-            parents.append([columns[builder.parents[node]] for node in nodes] + [0] * (width - len(nodes)))
-            self._columns[row] = {node: column for column, node in enumerate(nodes)}
-            builder.slots.update({node: self._slots + column for column, node in enumerate(nodes)})
-        self._slots += width
-        self._is_chain = self._is_chain and width == 1
-        parents_Bn = None if self._is_chain else torch.tensor(parents, device=self._device)
-        return Level(torch.tensor(tokens, device=self._device), parents_Bn, self._depth)
-
-
-def _note_confidences(drafter: Drafter, builders: Sequence[DraftBuilder], wanted: dict[int, list[int]]) -> None:
-    """Store the drafter's own confidences in the builders, where policies read them."""
-    confidences_Bn = drafter.confidences()
-    if confidences_Bn is None:
-        return
-    rows = confidences_Bn.tolist()
-    for row, nodes in wanted.items():
-        builders[row].estimates.update(zip(nodes, rows[row], strict=False))
 
 
 def _retrieved(drafter: Drafter, rooms: Sequence[int]) -> list[Draft | None]:
@@ -122,15 +43,24 @@ def example_draft(policy: Policy, sharpness: float) -> Draft:
 
     `sharpness`: the difference between consecutive logits.
     """
-    builder = DraftBuilder(DecodeSequence([0], 2 + EXAMPLE, SeededRng(0)), EXAMPLE, Processors(Sampling(1.0)))
+    text = DecodeSequence([0], 2 + EXAMPLE, SeededRng(0))
+    builder = DraftBuilder(text, EXAMPLE, Processors(Sampling(1.0)))
     logits_V = -sharpness * torch.arange(2.0 * EXAMPLE)
-    growing = policy.fresh().grow(builder)
-    try:
-        nodes = next(growing)
-        while True:
-            nodes = growing.send(logits_V.expand(len(nodes), -1))
-    except StopIteration as end:
-        return end.value
+    return propose(_Constant(logits_V), [policy.fresh()], [builder], [None])[0]
+
+
+class _Constant(Drafter):
+    """A drafter with the same logits after every node."""
+
+    def __init__(self, logits_V: Tensor) -> None:
+        super().__init__()
+        self._logits_V = logits_V
+
+    def begin(self, rows: list[int]) -> Tensor:
+        return self._logits_V[None]
+
+    def extend(self, level: Level) -> Tensor:
+        return self._logits_V.expand(*level.tokens_Bn.shape, -1)
 
 
 # Shapes: B texts, N draft nodes, H hidden size, V vocabulary.

@@ -150,7 +150,7 @@ class Drawing:
     """
 
     def __init__(self, draw: Callable[[Tensor], int], *, replacement: bool = False) -> None:
-        self._draw, self._replacement = draw, replacement
+        self._draw, self.replacement = draw, replacement
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self._q: list[Tensor] = []
@@ -161,7 +161,7 @@ class Drawing:
         Without replacement, return None and add no child once all tokens in the support of q are drawn.
         """
         weights_V = q_V
-        if not self._replacement:
+        if not self.replacement:
             siblings = [self.tokens[i] for i, other in enumerate(self.parents) if other == parent]
             if siblings:
                 weights_V = q_V.clone()
@@ -169,14 +169,65 @@ class Drawing:
                 if not weights_V.any():
                     return None
         token = self._draw(weights_V)
+        self._add(parent, token, q_V)
+        return token
+
+    def _add(self, parent: int, token: int, q_V: Tensor) -> None:
         self.tokens.append(token)
         self.parents.append(parent)
         self._q.append(q_V)
-        return token
 
     def draft(self) -> DrawnDraft:
         """Return the draft of all tokens that were drawn."""
-        return _drawn(tuple(self.tokens), tuple(self.parents), tuple(self._q), self._replacement)
+        return _drawn(tuple(self.tokens), tuple(self.parents), tuple(self._q), self.replacement)
+
+
+def draw_together(
+    drawings: Sequence[Drawing],
+    parents: Sequence[Sequence[int]],
+    counts: Sequence[Sequence[int]],
+    q: Sequence[Tensor],
+    draw: Callable[[Tensor, Tensor | None], Tensor],
+    *,
+    may_empty: bool,
+) -> list[list[list[tuple[int, float]]]]:
+    """Draw children for several trees at once, and read them in one transfer.
+
+    Args:
+        parents, counts: for each tree its nodes and the number of children to draw of each.
+        q: for each tree the distributions [n, V] after its nodes; with `may_empty` rows may be zero.
+        draw: see `BatchDrawing`.
+
+    Returns:
+        For each tree and each of its nodes the tokens of the children and their probabilities under q; fewer children
+        where the support of q is smaller.
+    """
+    columns, places = [], []
+    for i in range(max(map(len, counts))):
+        wanted = [own[i] if i < len(own) else 0 for own in counts]
+        q_BV = torch.stack([q_nV[min(i, len(q_nV) - 1)] for q_nV in q])
+        weights_BV = q_BV
+        for order in range(max(wanted)):
+            valid_B = None
+            if min(wanted) <= order:
+                valid_B = torch.tensor([count > order for count in wanted], device=q_BV.device)
+            if may_empty or (order > 0 and not drawings[0].replacement):
+                if order > 0 and not drawings[0].replacement:
+                    weights_BV = weights_BV.scatter(1, columns[-2].long()[:, None].clamp_min(0), 0)
+                left_B = weights_BV.any(-1)
+                valid_B = left_B if valid_B is None else valid_B & left_B
+            token_B = draw(weights_BV, valid_B)
+            chance_B = q_BV.gather(1, token_B[:, None])[:, 0]
+            columns += [token_B if valid_B is None else token_B.masked_fill(~valid_B, NO_NODE), chance_B.double()]
+            places.append(i)
+    rows = torch.stack([column.double() for column in columns], 1).tolist()
+    drawn: list[list[list[tuple[int, float]]]] = [[[] for _ in own] for own in counts]
+    for tree, (drawing, values) in enumerate(zip(drawings, rows, strict=True)):
+        for i, token, chance in zip(places, values[::2], values[1::2], strict=True):
+            if token != NO_NODE:
+                drawing._add(parents[tree][i], int(token), q[tree][i])
+                drawn[tree][i].append((int(token), chance))
+    return drawn
 
 
 def _drawn(tokens: tuple[int, ...], parents: Parents, q: tuple[Tensor, ...], replacement: bool) -> DrawnDraft:

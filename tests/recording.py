@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.draft_builder import DraftBuilder, Look, Read
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies.base import Growing
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
@@ -33,8 +33,8 @@ class Recorder:
     def grow(self, builder: DraftBuilder) -> Growing:
         node = ROOT
         for token in self.tokens[: builder.room]:
-            logits_1V = yield [node]
-            self.logits.append(logits_1V[0].clone())
+            look: Look = yield Read([node], top=0)
+            self.logits.append(look.logits_nV[0].clone())
             node = builder.choose(node, token)
         return builder.draft()
 
@@ -64,7 +64,8 @@ class Planned:
         self._rounds += 1
         nodes, paths = [ROOT], [[]]
         for level in range(self.depth):
-            logits_nV = yield nodes
+            look: Look = yield Read(nodes, top=0)
+            logits_nV = look.logits_nV
             self.recorded += [
                 (committed, path, logits_V) for path, logits_V in zip(paths, logits_nV.clone(), strict=True)
             ]

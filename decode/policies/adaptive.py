@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read
 from draftsmith.decode.policies.base import Growing, require_counts
-from draftsmith.decode.policies.dynamic_tree import Candidates, top
+from draftsmith.decode.policies.dynamic_tree import Candidates
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
 
@@ -186,12 +186,12 @@ class AdaptiveChain:
                 and experience.survival.rate(survival * experience.first.mean, depth + 1) < speed * step
             ):
                 break
-            q_V = builder.probabilities((yield [node]), [node])[0]
-            confidence = float(q_V.max())
+            look: Look = yield Read([node])
+            confidence = look.values[0][0]
             survival *= experience.first.rate(confidence)
             if depth > 0 and not explores and experience.survival.rate(survival, depth + 1) < speed * check:
                 break
-            child = builder.follow_q(q_V, node)
+            child = yield from builder.follow(look)
             if child is None:
                 break
             builder.confidence.append(confidence)
@@ -249,9 +249,9 @@ class OptimalTree:
         experience = self.experience[True]
         candidates, nodes = Candidates(builder), [ROOT]
         for depth in range(1, min(self.depth, builder.room) + 1):
-            q_nV = builder.probabilities((yield nodes), nodes)
+            look: Look = yield Read(nodes, self.top_k)
             builder.passes += 1
-            for node, confidences, tokens in zip(nodes, *top(q_nV, self.top_k), strict=True):
+            for node, confidences, tokens in zip(nodes, look.values, look.tokens, strict=True):
                 rates = [experience.rank(rank).rate(q) for rank, q in enumerate(confidences)]
                 candidates.add(node, rates, tokens, confidences)
             worth = self._worth(candidates, experience)
@@ -276,36 +276,45 @@ class OptimalTree:
         return places
 
     def _drawn(self, builder: DraftBuilder) -> Growing:
-        experience = self.experience[False]
-        level, speed = [(ROOT, 1.0)], experience.speed.tokens_per_second
+        experience, level = self.experience[False], [(ROOT, 1.0)]
         for depth in range(1, min(self.depth, builder.room) + 1):
             nodes = [node for node, _ in level]
-            q_nV = builder.probabilities((yield nodes), nodes)
+            look: Look = yield Read(nodes, support=True)
             builder.passes += 1
-            confidences = q_nV.max(-1).values.tolist()
-            below: list[tuple[int, float]] = []
-            first = nodes[0]
-            for (node, weight), q_V, confidence in zip(level, q_nV, confidences, strict=True):
-                for rank in range(self.top_k):
-                    survival = weight * experience.rank(rank).rate(confidence)
-                    least = max(speed * self._slope(len(builder.tokens)), LEVELS / self.size)
-                    paid = experience.survival.rate(survival, depth) >= least and len(builder.tokens) < self.size
-                    explores = self.explores and rank == 0 and node == first
-                    if not paid and not explores and builder.tokens:  # the first token is always drafted
-                        break
-                    child = builder.draw(node, q_V)
-                    if child is None:
-                        break
-                    builder.confidence.append(confidence)
-                    builder.ranks.append(rank)
-                    builder.survival.append(survival)
-                    below.append((child, survival))
+            planned = self._planned(builder, [weight for _, weight in level], look, depth)
+            children: Children = (yield Draws(list(map(len, planned)))) if any(planned) else []
+            below = [
+                (child, survival)
+                for own, drawn in zip(planned, children, strict=False)
+                for survival, (child, _) in zip(own, drawn, strict=True)
+            ]
             mass = sum(experience.survival.rate(survival, depth) for _, survival in below)
             explores = self.explores and below and depth < EXPLORED
             if not explores and not self._next_level_pays(mass, len(below), len(builder.tokens), experience):
                 break
             level = below
         return builder.draft()
+
+    def _planned(self, builder: DraftBuilder, weights: list[float], look: Look, depth: int) -> list[list[float]]:
+        """Return the estimated survival of each child to draw, by node, and store what `observe` needs of them."""
+        experience, total = self.experience[False], len(builder.tokens)
+        speed, planned = experience.speed.tokens_per_second, []
+        for place, (weight, (confidence,), support) in enumerate(zip(weights, look.values, look.support, strict=True)):
+            own: list[float] = []
+            for rank in range(min(self.top_k, support)):
+                survival = weight * experience.rank(rank).rate(confidence)
+                least = max(speed * self._slope(total), LEVELS / self.size)
+                paid = experience.survival.rate(survival, depth) >= least and total < self.size
+                explores = self.explores and rank == place == 0
+                if not paid and not explores and total > 0:  # the first token is always drafted
+                    break
+                own.append(survival)
+                total += 1
+            builder.confidence += [confidence] * len(own)
+            builder.ranks += range(len(own))
+            builder.survival += own
+            planned.append(own)
+        return planned
 
     def _next_level_pays(self, mass: float, width: int, nodes: int, experience: Experience) -> bool:
         """Return whether a pass over `width` nodes, reached with total probability `mass`, is worth its seconds."""

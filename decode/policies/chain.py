@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.draft_builder import DraftBuilder, Look, Read
 from draftsmith.decode.fixed_drafts import Shape, chain_shape
 from draftsmith.decode.policies.base import Growing, require_counts
 from draftsmith.decode.verification_rules import VerifyResult
@@ -32,8 +32,7 @@ class Chain:
     def grow(self, builder: DraftBuilder) -> Growing:
         node: int | None = ROOT
         while builder.depth(node) < min(self.draft_length, builder.room):
-            logits_1V = yield [node]
-            node = builder.follow(logits_1V[0], node)
+            node = yield from builder.follow((yield Read([node], top=int(builder.greedy))))
             if node is None:
                 break
         return builder.draft()
@@ -70,10 +69,10 @@ class ConfidenceChain:
     def grow(self, builder: DraftBuilder) -> Growing:
         node: int | None = ROOT
         while builder.depth(node) < min(self.draft_length, builder.room):
-            q_V = builder.probabilities((yield [node]), [node])[0]
-            if node != ROOT and builder.estimates.get(node, float(q_V.max())) < self.threshold:
+            look: Look = yield Read([node])
+            if node != ROOT and builder.estimates.get(node, look.values[0][0]) < self.threshold:
                 break
-            node = builder.follow_q(q_V, node)
+            node = yield from builder.follow(look)
             if node is None:
                 break
         return builder.draft()

@@ -8,14 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
-from torch import Tensor
-
-from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.draft_builder import DraftBuilder, Look, Read
 from draftsmith.decode.policies.base import Growing, require_counts
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
-
-# Shapes: n nodes, V vocabulary.
 
 
 class Candidate(NamedTuple):
@@ -83,12 +79,6 @@ class Candidates:
         return self._builder.pruned(sorted(self.node(place) for place in places))
 
 
-def top(q_nV: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Return the `count` most likely tokens of each row: their probabilities and ids."""
-    best = q_nV.topk(min(count, q_nV.shape[-1]))
-    return best.values.tolist(), best.indices.tolist()
-
-
 @dataclass(frozen=True)
 class DynamicTree:
     """EAGLE-2: extends the `top_k` most likely paths of each level, then keeps the `size` most likely nodes of all.
@@ -111,8 +101,8 @@ class DynamicTree:
     def grow(self, builder: DraftBuilder) -> Growing:
         candidates, nodes = Candidates(builder), [ROOT]
         for depth in range(1, min(self.depth, builder.room) + 1):
-            q_nV = builder.probabilities((yield nodes), nodes)
-            for node, rates, tokens in zip(nodes, *top(q_nV, self.top_k), strict=True):
+            look: Look = yield Read(nodes, self.top_k)
+            for node, rates, tokens in zip(nodes, look.values, look.tokens, strict=True):
                 candidates.add(node, rates, tokens)
             if depth == min(self.depth, builder.room):
                 break
@@ -150,8 +140,8 @@ class BestFirst:
     def grow(self, builder: DraftBuilder) -> Growing:
         candidates, nodes = Candidates(builder), [ROOT]
         for depth in range(1, min(self.depth, builder.room) + 1):
-            q_nV = builder.probabilities((yield nodes), nodes)
-            for node, rates, tokens in zip(nodes, *top(q_nV, self.size), strict=True):
+            look: Look = yield Read(nodes, self.size)
+            for node, rates, tokens in zip(nodes, look.values, look.tokens, strict=True):
                 candidates.add(node, rates, tokens)
             if depth == min(self.depth, builder.room):
                 break

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from torch import Tensor
-
-from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read
 from draftsmith.decode.fixed_drafts import Shape, Siblings
 from draftsmith.decode.policies.base import MOST, Growing, require_counts
 from draftsmith.decode.verification_rules import VerifyResult
@@ -21,8 +19,6 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 Path = tuple[int, ...]
-
-# Shapes: n nodes, V vocabulary.
 
 
 def widths_shape(widths: Sequence[int]) -> tuple[Path, ...]:
@@ -98,16 +94,17 @@ class StaticTree:
             if not level:
                 break
             nodes = [node for node, _ in level]
-            q_nV = builder.probabilities((yield nodes), nodes)
-            below: list[tuple[int, Path]] = []
-            for (node, path), q_V in zip(level, q_nV, strict=True):
-                ranks = self._children[path]
-                if builder.greedy or self.siblings == "best":
-                    added = choose_ranks(builder, node, q_V, ranks)
-                else:
-                    added = draw_children(builder, node, q_V, len(ranks), self.siblings)
-                below += [(child, (*path, rank)) for rank, child in added]
-            level = below
+            ranks = [self._children[path] for _, path in level]
+            if builder.greedy or self.siblings == "best":
+                look: Look = yield Read(nodes, max(own[-1] for own in ranks) + 1)
+                children = choose_ranks(builder, look, ranks)
+            else:
+                yield Read(nodes, top=0)
+                drawn: Children = yield Draws([len(own) for own in ranks], self.siblings == "iid")
+                children = [[(rank, *child) for rank, child in enumerate(own)] for own in drawn]
+            level = [
+                (child, (*path, rank)) for (_, path), own in zip(level, children, strict=True) for rank, child, _ in own
+            ]
         return builder.draft()
 
     def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
@@ -219,16 +216,15 @@ class SampledTree:
             if not level:
                 break
             nodes = [node for node, _ in level]
-            q_nV = builder.probabilities((yield nodes), nodes)
-            below = []
-            for (node, weight), q_V in zip(level, q_nV, strict=True):
-                count = round(self.width * weight)
-                if builder.greedy:
-                    added = choose_ranks(builder, node, q_V, list(range(count)))
-                else:
-                    added = draw_children(builder, node, q_V, count, self.siblings)
-                below += [(child, weight * float(q_V[builder.tokens[child]])) for _, child in added]
-            level = below
+            counts = [round(self.width * weight) for _, weight in level]
+            if builder.greedy:
+                look: Look = yield Read(nodes, max(counts))
+                chosen = choose_ranks(builder, look, [list(range(count)) for count in counts])
+                children = [[(child, q) for _, child, q in own] for own in chosen]
+            else:
+                yield Read(nodes, top=0)
+                children = yield Draws(counts, self.siblings == "iid")
+            level = [(child, weight * q) for (_, weight), own in zip(level, children, strict=True) for child, q in own]
         return builder.draft()
 
     def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
@@ -238,17 +234,15 @@ class SampledTree:
         return f"sampled-tree:width={self.width},depth={self.depth},siblings={self.siblings}"
 
 
-def choose_ranks(builder: DraftBuilder, node: int, q_V: Tensor, ranks: list[int]) -> list[tuple[int, int]]:
-    """Add the tokens of these ranks as children of `node`; return (rank, child) of each with any probability."""
-    best = q_V.topk(min(ranks[-1] + 1, q_V.shape[0]))
-    values, tokens = best.values.tolist(), best.indices.tolist()
-    allowed = [rank for rank in ranks if rank < len(values) and values[rank] > 0]
-    return [(rank, builder.choose(node, tokens[rank])) for rank in allowed]
-
-
-def draw_children(
-    builder: DraftBuilder, node: int, q_V: Tensor, count: int, siblings: Siblings
-) -> list[tuple[int, int]]:
-    """Draw `count` children from q, or fewer where q has no token left; return (order of drawing, child) of each."""
-    drawn = [builder.draw(node, q_V, replacement=siblings == "iid") for _ in range(count)]
-    return [(order, child) for order, child in enumerate(drawn) if child is not None]
+def choose_ranks(
+    builder: DraftBuilder, look: Look, ranks: Sequence[Sequence[int]]
+) -> list[list[tuple[int, int, float]]]:
+    """Add the tokens of these ranks as children of each node; return (rank, child, q) of those with any probability."""
+    return [
+        [
+            (rank, builder.choose(node, tokens[rank]), values[rank])
+            for rank in own
+            if rank < len(values) and values[rank] > 0
+        ]
+        for node, values, tokens, own in zip(look.nodes, look.values, look.tokens, ranks, strict=True)
+    ]

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.loop import propose
+from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.policies import Policy
 from draftsmith.decode.sampling import Processors, Rng, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops

@@ -17,7 +17,8 @@ from draftsmith.decode.contexts import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import Draws, RowDraws, SeededDraws
 from draftsmith.decode.fixed_drafts import FixedDrafts
-from draftsmith.decode.loop import DecodeLoop, propose
+from draftsmith.decode.grown_drafts import propose
+from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import Chain, StaticTree, policy_named, widths_shape
 from draftsmith.decode.policies.base import FixedPolicy
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.loop import propose
+from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.policies import (
     AdaptiveChain,
     BestFirst,

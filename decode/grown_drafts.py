@@ -1,0 +1,161 @@
+"""Drafts that policies grow from q, for all texts of a batch in lockstep.
+
+Each pass of the drafter covers all texts whose drafts are unfinished. What the policies decide by is read once for all
+texts, and so are the tokens that they draw.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read
+from draftsmith.decode.draws import SeededDraws, draws_of
+from draftsmith.decode.policies.base import Growing, Policy
+from draftsmith.decode.proposal import NO_DRAFT
+from draftsmith.decode.sampling import SeededRng
+from draftsmith.heads.base import Drafter, Level
+from draftsmith.heads.draft_tree import ROOT, Draft, draw_together
+
+# Shapes: B texts, n nodes of one text, m nodes of all texts, V vocabulary of the target.
+
+
+def propose(
+    drafter: Drafter,
+    policies: Sequence[Policy | None],
+    builders: Sequence[DraftBuilder],
+    retrieved: Sequence[Draft | None],
+) -> list[Draft]:
+    """Return a draft for each text.
+
+    `retrieved`: what `Drafter.retrieve` returned for each text; the `DraftBuilder` of a retrieved draft remains empty.
+    """
+    drafts = [draft or NO_DRAFT for draft in retrieved]
+    growing: dict[int, Growing] = {}
+    wanted: dict[int, Read] = {}
+    drawing: dict[int, Draws] = {}
+
+    def advance(row: int, seen: Look | Children | None) -> None:
+        """Send the policy of one text what it asked for (None starts it); store its next request, or its draft."""
+        wanted.pop(row, None)
+        drawing.pop(row, None)
+        try:
+            asked = next(growing[row]) if seen is None else growing[row].send(seen)
+        except StopIteration as end:
+            drafts[row] = end.value
+            del growing[row]
+            return
+        if isinstance(asked, Draws):
+            drawing[row] = asked
+        else:
+            wanted[row] = asked
+
+    for row, (builder, policy) in enumerate(zip(builders, policies, strict=True)):
+        if retrieved[row] is None and builder.room >= 1:
+            assert policy is not None, "a drafter that computes logits has a policy"
+            growing[row] = policy.grow(builder)
+            advance(row, None)
+    if not growing:
+        return drafts
+    assert all(read.nodes == [ROOT] for read in wanted.values()), "the first request of a policy is the root"
+    logits_BnV = drafter.begin(list(growing))[:, None]
+    levels = _Levels(builders, logits_BnV.device)
+    while True:
+        reads = dict(wanted)
+        _note_confidences(drafter, builders, reads)
+        logits = {row: logits_BnV[row, : len(read.nodes)] for row, read in reads.items()}
+        q = {row: builders[row].probabilities(logits[row], read.nodes) for row, read in reads.items()}
+        for row, look in _looks(reads, logits, q).items():
+            advance(row, look)
+        while drawing:
+            for row, children in _drawn(builders, reads, dict(drawing), q).items():
+                advance(row, children)
+        if not growing:
+            return drafts
+        logits_BnV = drafter.extend(levels.next({row: read.nodes for row, read in wanted.items()}))
+
+
+def _looks(reads: dict[int, Read], logits: dict[int, Tensor], q: dict[int, Tensor]) -> dict[int, Look]:
+    """Return for each text the values that its policy asked for, from one transfer."""
+    most = max(read.top for read in reads.values())
+    if most == 0:
+        return {row: Look(read.nodes, logits[row], [], [], []) for row, read in reads.items()}
+    q_mV = torch.cat([*q.values()]) if len(q) > 1 else next(iter(q.values()))
+    most = min(most, q_mV.shape[1])
+    best = q_mV.max(-1, keepdim=True) if most == 1 else q_mV.topk(most)
+    parts = [best.values.double(), best.indices]
+    if any(read.support for read in reads.values()):
+        parts.append((q_mV > 0).sum(-1, keepdim=True))
+    rows = iter(torch.cat(parts, 1).tolist())
+    looks = {}
+    for row, read in reads.items():
+        own = [next(rows) for _ in read.nodes]
+        values = [values[: min(read.top, most)] for values in own]
+        tokens = [[int(token) for token in values[most : most + read.top][:most]] for values in own]
+        looks[row] = Look(
+            read.nodes, logits[row], values, tokens, [int(values[-1]) for values in own] if read.support else []
+        )
+    return looks
+
+
+def _drawn(
+    builders: Sequence[DraftBuilder], reads: dict[int, Read], drawing: dict[int, Draws], q: dict[int, Tensor]
+) -> dict[int, Children]:
+    """Draw the children that policies asked for and add them, with one transfer for all texts."""
+    rows = list(drawing)
+    rngs = [builders[row].rng for row in rows]
+    drawings = [builders[row].drawing(replacement=drawing[row].replacement) for row in rows]
+    counts = [drawing[row].counts for row in rows]
+    # A row that draws nothing more still reads a number.
+    draws = draws_of(rngs, max(map(sum, counts)) + 1, next(iter(q.values())).device)
+    parents = [reads[row].nodes for row in rows]
+    may_empty = builders[rows[0]].may_empty
+    drawn = draw_together(drawings, parents, counts, [q[row] for row in rows], draws.categorical, may_empty=may_empty)
+    children = {}
+    for row, rng, own in zip(rows, rngs, drawn, strict=True):
+        if isinstance(draws, SeededDraws):
+            cast(SeededRng, rng).skip(sum(map(len, own)))
+        builder = builders[row]
+        children[row] = [
+            [(builder.add(parent, token), value) for token, value in of_node]
+            for parent, of_node in zip(reads[row].nodes, own, strict=True)
+        ]
+    return children
+
+
+class _Levels:
+    """Translates the nodes that policies request into levels of a batch."""
+
+    def __init__(self, builders: Sequence[DraftBuilder], device: torch.device) -> None:
+        self._builders, self._device = builders, device
+        self._columns: list[dict[int, int]] = [{ROOT: 0} for _ in builders]
+        """For each text the index of every node of the previous level."""
+        self._slots = self._depth = 0
+        self._is_chain = True
+
+    def next(self, wanted: dict[int, list[int]]) -> Level:
+        """Return these nodes as a level; texts that request none are padded."""
+        width = max(map(len, wanted.values()))
+        self._depth += 1
+        tokens, parents = [], []
+        for row, builder in enumerate(self._builders):
+            nodes, columns = wanted.get(row, []), self._columns[row]
+            tokens.append([builder.tokens[node] for node in nodes] + [0] * (width - len(nodes)))
+            parents.append([columns[builder.parents[node]] for node in nodes] + [0] * (width - len(nodes)))
+            self._columns[row] = {node: column for column, node in enumerate(nodes)}
+            builder.slots.update({node: self._slots + column for column, node in enumerate(nodes)})
+        self._slots += width
+        self._is_chain = self._is_chain and width == 1
+        parents_Bn = None if self._is_chain else torch.tensor(parents, device=self._device)
+        return Level(torch.tensor(tokens, device=self._device), parents_Bn, self._depth)
+
+
+def _note_confidences(drafter: Drafter, builders: Sequence[DraftBuilder], reads: dict[int, Read]) -> None:
+    """Store the drafter's own confidences in the builders, where policies read them."""
+    confidences_Bn = drafter.confidences()
+    if confidences_Bn is None:
+        return
+    rows = confidences_Bn.tolist()
+    for row, read in reads.items():
+        builders[row].estimates.update(zip(read.nodes, rows[row], strict=False))
