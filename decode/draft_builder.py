@@ -61,10 +61,12 @@ class Draws(NamedTuple):
     counts: list[int]
     """Children of each node; it gets fewer where q has no token left."""
     replacement: bool = False
+    chances: bool = False
+    """Whether `Children` contains probabilities."""
 
 
-Children = list[list[tuple[int, float]]]
-"""For each node its children and their probabilities under q, in the order in which they were drawn."""
+Children = list[list[tuple[int, float | None]]]
+"""For each node its children in the order in which they were drawn, with their probabilities under q if asked for."""
 
 
 class DraftBuilder:

@@ -104,6 +104,11 @@ def _drawn(
 ) -> dict[int, Children]:
     """Draw the children that policies asked for and add them, with one transfer for all texts."""
     rows = list(drawing)
+    if len(rows) == 1 and drawing[rows[0]] == Draws([1]):  # fewer operations
+        row, builder = rows[0], builders[rows[0]]
+        (parent,), q_V = reads[row].nodes, q[row][0]
+        token = None if builder.may_empty and not q_V.any() else builder.drawing(replacement=False).add(parent, q_V)
+        return {row: [[] if token is None else [(builder.add(parent, token), None)]]}
     rngs = [builders[row].rng for row in rows]
     drawings = [builders[row].drawing(replacement=drawing[row].replacement) for row in rows]
     counts = [drawing[row].counts for row in rows]
@@ -111,7 +116,16 @@ def _drawn(
     draws = draws_of(rngs, max(map(sum, counts)) + 1, next(iter(q.values())).device)
     parents = [reads[row].nodes for row in rows]
     may_empty = builders[rows[0]].may_empty
-    drawn = draw_together(drawings, parents, counts, [q[row] for row in rows], draws.categorical, may_empty=may_empty)
+    chances = any(drawing[row].chances for row in rows)
+    drawn = draw_together(
+        drawings,
+        parents,
+        counts,
+        [q[row] for row in rows],
+        draws.categorical,
+        may_empty=may_empty,
+        chances=chances,
+    )
     children = {}
     for row, rng, own in zip(rows, rngs, drawn, strict=True):
         if isinstance(draws, SeededDraws):

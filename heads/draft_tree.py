@@ -190,7 +190,8 @@ def draw_together(
     draw: Callable[[Tensor, Tensor | None], Tensor],
     *,
     may_empty: bool,
-) -> list[list[list[tuple[int, float]]]]:
+    chances: bool,
+) -> list[list[list[tuple[int, float | None]]]]:
     """Draw children for several trees at once, and read them in one transfer.
 
     Args:
@@ -199,10 +200,10 @@ def draw_together(
         draw: see `BatchDrawing`.
 
     Returns:
-        For each tree and each of its nodes the tokens of the children and their probabilities under q; fewer children
-        where the support of q is smaller.
+        For each tree and each of its nodes the tokens of the children and, with `chances`, their probabilities under
+        q; fewer children where the support of q is smaller.
     """
-    columns, places = [], []
+    columns, values, places = [], [], []
     for i in range(max(map(len, counts))):
         wanted = [own[i] if i < len(own) else 0 for own in counts]
         q_BV = torch.stack([q_nV[min(i, len(q_nV) - 1)] for q_nV in q])
@@ -213,20 +214,21 @@ def draw_together(
                 valid_B = torch.tensor([count > order for count in wanted], device=q_BV.device)
             if may_empty or (order > 0 and not drawings[0].replacement):
                 if order > 0 and not drawings[0].replacement:
-                    weights_BV = weights_BV.scatter(1, columns[-2].long()[:, None].clamp_min(0), 0)
+                    weights_BV = weights_BV.scatter(1, columns[-1][:, None].clamp_min(0), 0)
                 left_B = weights_BV.any(-1)
                 valid_B = left_B if valid_B is None else valid_B & left_B
             token_B = draw(weights_BV, valid_B)
-            chance_B = q_BV.gather(1, token_B[:, None])[:, 0]
-            columns += [token_B if valid_B is None else token_B.masked_fill(~valid_B, NO_NODE), chance_B.double()]
+            columns.append(token_B if valid_B is None else token_B.masked_fill(~valid_B, NO_NODE))
+            values += [q_BV.gather(1, token_B[:, None])[:, 0].double()] if chances else []
             places.append(i)
-    rows = torch.stack([column.double() for column in columns], 1).tolist()
-    drawn: list[list[list[tuple[int, float]]]] = [[[] for _ in own] for own in counts]
-    for tree, (drawing, values) in enumerate(zip(drawings, rows, strict=True)):
-        for i, token, chance in zip(places, values[::2], values[1::2], strict=True):
-            if token != NO_NODE:
-                drawing._add(parents[tree][i], int(token), q[tree][i])
-                drawn[tree][i].append((int(token), chance))
+    packed = torch.stack(columns, 1)
+    rows = (torch.cat([packed, torch.stack(values, 1)], 1) if chances else packed).tolist()
+    drawn: list[list[list[tuple[int, float | None]]]] = [[[] for _ in own] for own in counts]
+    for tree, (drawing, row) in enumerate(zip(drawings, rows, strict=True)):
+        for order, i in enumerate(places):
+            if row[order] != NO_NODE:
+                drawing._add(parents[tree][i], int(row[order]), q[tree][i])
+                drawn[tree][i].append((int(row[order]), row[len(places) + order] if chances else None))
     return drawn
 
 

@@ -223,7 +223,7 @@ class SampledTree:
                 children = [[(child, q) for _, child, q in own] for own in chosen]
             else:
                 yield Read(nodes, top=0)
-                children = yield Draws(counts, self.siblings == "iid")
+                children = yield Draws(counts, self.siblings == "iid", chances=True)
             level = [(child, weight * q) for (_, weight), own in zip(level, children, strict=True) for child, q in own]
         return builder.draft()
 

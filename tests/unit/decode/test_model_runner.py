@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
+from draftsmith.decode.drafted import Positions
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Draft
@@ -95,3 +96,13 @@ def test_rows_of_different_length_do_not_see_one_another(tiny_target: LlamaForCa
     assert runner.lengths == [6, 5], "an empty row stays as it is"
     for logits, text in zip(branch(runner, 30, Draft(), rows=2), [[*kept[1], 20, 21], kept[2]], strict=True):
         torch.testing.assert_close(logits[0], read_afresh(tiny_target, [*text, 30]), **CLOSE)
+
+
+def test_positions_that_rise_are_those_of_lists_and_stay_in_the_context() -> None:
+    positions = Positions(torch.device("cpu"), last=9)
+    assert positions.of_text([3, 3], [2, 2], 2).tolist() == [[3, 4], [3, 4]]
+    assert positions.of_text([3, 4], [2, 1], 2).tolist() == [[3, 4], [4, 4]]
+    assert positions.of_draft([7], [7], range(1, 4), 3).tolist() == [[7, 8, 9]]
+    assert positions.of_draft([8], [8], range(1, 4), 3).tolist() == [[8, 9, 9]], "padding beyond the context"
+    assert positions.of_draft([5], [6], range(2, 3), 2).tolist() == [[6, 5]], "padded"
+    assert positions.of_draft([5], [5], [1, 2, 2], 3).tolist() == [[5, 6, 6]], "a tree"

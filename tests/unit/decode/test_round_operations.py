@@ -91,7 +91,11 @@ def of_a_round(policy: str | None, temperature: float) -> tuple[float, float]:
         (None, 0.0, 135, 13),
         (None, 1.0, 205, 28),
         ("chain:draft_length=4", 0.0, 525, 48),
-        ("chain:draft_length=4", 1.0, 695, 163),
+        ("chain:draft_length=4", 1.0, 680, 163),
+        ("adaptive", 0.0, 460, 27),
+        ("adaptive", 1.0, 890, 162),
+        ("optimal-tree", 0.0, 605, 27),
+        ("optimal-tree", 1.0, 1290, 239),
     ],
 )
 def test_work_of_a_round(policy: str | None, temperature: float, most_calls: int, most_operators: int) -> None:
