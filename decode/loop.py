@@ -264,7 +264,7 @@ class DecodeLoop:
     def _hand_over(self, paths: list[list[int]] | None) -> None:
         """Give the texts the target's states after these paths, after the prompts with None, for the drafter."""
         assert self._drafter is not None, "its needs are handed over"
-        if self._drafter.needs == Needs():
+        if self._drafter.needs == Needs() and self._observer is None:
             return
         ends = [path[-1] if path else ROOT for path in paths or [[]] * len(self.texts)]
         hidden_BH = self._target.hidden(ends) if self._drafter.needs.hidden else None
