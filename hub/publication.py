@@ -211,6 +211,11 @@ def _measured(publication: Publication) -> _Measured | None:
     from draftsmith.eval.evaluation import read_evaluation  # loads the evaluation loop: only where there is one
 
     evaluation = read_evaluation(place)
+    if evaluation.get("server"):  # its rows name no type and no weights
+        raise ConfigError(
+            f"{place} was measured on a server, which does not tell which drafter it has; expected the eval.json of "
+            "draftsmith eval"
+        )
     named = evaluation["settings"]["drafters"]
     measured = {row["drafter"]: row["drafter_type"] for row in evaluation["rows"]}
     own = [name for name, folder in named.items() if Path(folder).resolve() == publication.folder.resolve()]

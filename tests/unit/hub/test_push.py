@@ -345,6 +345,21 @@ def test_a_measurement_of_another_drafter_is_not_taken_for_this_ones(
     assert f"d had other weights than {run}/medusa has; expected it measured again" in capsys.readouterr().err
 
 
+def test_a_measurement_of_a_server_is_refused(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
+    """It holds no rows, no type and no fingerprint of the drafter; so it may be another one's."""
+    made = json.loads((run / "eval.json").read_text())
+    served = {"temperature": 0.0, "concurrency": 2, "prompts": 6, "tokens_per_second": 9.0, "acceptance_at": [0.5]}
+    served |= {"milliseconds_per_token": 1.5, "alpha": 0.5, "tau": 1.5, "tau_interval": [1.0, 2.0], "speedup": None}
+    served |= {"baseline_tokens_per_second": None, "speedup_interval": None}
+    made |= {"rows": [], "server": [served], "settings": {**made["settings"], "drafters": {"d": "http://host:8000"}}}
+    made["measurements"] = []
+    (run / "served.json").write_text(json.dumps(made))
+    for more in ((), ("--as", "d")):
+        assert push(run / "drafter", REPO, "--eval", run / "served.json", *more) == 2
+        assert "served.json was measured on a server, which does not tell which drafter" in capsys.readouterr().err
+    assert not hub.asked
+
+
 def test_from_inside_the_folder_and_again_without_what_it_had(
     hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
