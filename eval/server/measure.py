@@ -3,7 +3,9 @@
 import asyncio
 import json
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from draftsmith.eval.prompts import Batch, Prompt, batches
 from draftsmith.eval.server.counters import CounterRoutes, Counters
 from draftsmith.eval.settings import Settings
 from draftsmith.eval.stages import stage
+from draftsmith.storage import write_text, writing
 
 Condition = tuple[float, int]
 """Temperature, and the number of requests at a time."""
@@ -77,6 +80,38 @@ class Measured:
     """SGLang's own mean since its start, where it counts no verifications."""
 
 
+class BatchJournal:
+    """The measured batches, one line of JSON each, so that a measurement continues after a kill.
+
+    Args:
+        key: of everything that the numbers depend on.
+    """
+
+    def __init__(self, file: Path, key: str) -> None:
+        self._file, self._done = file, dict[str, list[Any]]()
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
+        try:
+            entries = [json.loads(line) for line in whole.splitlines()]
+        except ValueError:
+            entries = [None]
+        if entries and entries[0] != key:
+            raise ConfigError(
+                f"{file} has batches of a measurement with other options; expected them, or another --out"
+            )
+        self._done = {json.dumps(place): numbers for place, numbers in entries[1:]}
+        write_text(file, whole or json.dumps(key) + "\n")
+
+    def get(self, place: list[Any]) -> list[Any] | None:
+        """Return the numbers of a batch; None for one that was not measured."""
+        return self._done.get(json.dumps(place))
+
+    def add(self, place: list[Any], numbers: list[Any]) -> None:
+        """Store the numbers of a batch."""
+        with writing(self._file, "batches so far are kept"), self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([place, numbers]) + "\n")
+
+
 @dataclass(frozen=True)
 class ServerRun:
     """The measurement of one server.
@@ -105,52 +140,26 @@ class ServerRun:
 
         async def ask() -> None:
             async with Servers(self.server) as servers:
-                await self._checked(servers)
+                await self.checked(servers)
 
         CounterRoutes(self.server.urls[0]).counters()
         asyncio.run(ask())
 
-    def measure(self, name: str) -> Measured:
-        """Check that the server serves the target, warm it up, and ask all prompts under every condition."""
-        routes = CounterRoutes(self.server.urls[0])
-        before = routes.counters()
-        total = self.settings.repeats * sum(len(self.units(size)) for _, size in self.conditions)
-        with stage(f"measuring {name}", total) as done:
-            measured = asyncio.run(self._measure(routes, done))
-        drafted = routes.counters().since(before).rounds > 0
-        return Measured(measured, drafted, None if drafted else routes.sglang_tau())
-
-    async def _checked(self, servers: Servers) -> ServerSampler:
-        sampler = self._sampler(self.settings.temperatures[0], 0)
+    async def checked(self, servers: Servers) -> ServerSampler:
+        """Return what asks the server, after the checks that it serves the target."""
+        sampler = self.sampler(self.settings.temperatures[0], 0)
         await check_servers(sampler, self._questions(), servers, target=self.settings.target)
         return sampler
 
-    async def _measure(self, routes: CounterRoutes, done: Any) -> dict[Condition, ServerSeries]:
-        found: dict[Condition, ServerSeries] = {}
-        async with Servers(self.server, first=self.server.concurrency) as servers:
-            sampler = await self._checked(servers)
-            await self._batch(sampler, servers, batches(self.prompts, 1)[0], 0)  # warm-up
-            for temperature, size in self.conditions:
-                groups = batches(self.prompts, size)
-                series = ServerSeries(self.units(size), self.settings.repeats)
-                for repeat in range(self.settings.repeats):
-                    asking = replace(self._sampler(temperature, repeat), accepts=sampler.accepts)
-                    for unit, group in enumerate(groups):
-                        before = await settled(routes)
-                        tokens, seconds = await self._batch(asking, servers, group, unit)
-                        series.add(unit, repeat, tokens, seconds, (await settled(routes)).since(before))
-                        done()
-                found[temperature, size] = series
-        return found
-
-    def _sampler(self, temperature: float, repeat: int) -> ServerSampler:
+    def sampler(self, temperature: float, repeat: int) -> ServerSampler:
+        """Return what asks with the seed of a repeat."""
         samples = SampleSettings(self.settings.max_new_tokens, temperature, 1, self.settings.seed + 10_007 * repeat)
         return ServerSampler(self.server, self.chat, samples, self.context)
 
     def _questions(self) -> Dataset:
         return Dataset.from_list([{"input_ids": p.input_ids, "turns": _turns(p)} for p in self.prompts])
 
-    async def _batch(self, sampler: ServerSampler, servers: Servers, group: Batch, unit: int) -> tuple[int, float]:
+    async def batch(self, sampler: ServerSampler, servers: Servers, group: Batch, unit: int) -> tuple[int, float]:
         """Return the tokens and the seconds of a batch: all its prompts at a time, turn by turn.
 
         The first token of an answer is no round's, and does not count; the seconds are those of whole requests.
@@ -167,6 +176,68 @@ class ServerRun:
             ]
             turn += 1
         return tokens, seconds
+
+
+@dataclass
+class _Asked:
+    """A server while it is measured."""
+
+    run: ServerRun
+    servers: Servers
+    sampler: ServerSampler
+    routes: CounterRoutes
+
+    async def numbers(self, temperature: float, repeat: int, unit: int, group: Batch) -> list[Any]:
+        """Return a batch's tokens and seconds, and what the engine counted meanwhile."""
+        asking = replace(self.run.sampler(temperature, repeat), accepts=self.sampler.accepts)
+        before = await settled(self.routes)
+        tokens, seconds = await self.run.batch(asking, self.servers, group, unit)
+        counted = (await settled(self.routes)).since(before)
+        return [tokens, seconds, counted.rounds, list(counted.accepted)]
+
+
+def measure_in_turns(runs: dict[str, ServerRun], journal: BatchJournal) -> dict[str, Measured]:
+    """Check that the servers serve the target, warm them up, and ask all of each batch in turns.
+
+    The first of them changes with each batch, so that changes of the machine concern all.
+    """
+    first = next(iter(runs.values()))
+    total = first.settings.repeats * sum(len(first.units(size)) for _, size in first.conditions)
+    with stage(f"measuring {' and '.join(runs)}", len(runs) * total) as done:
+        return asyncio.run(_measured(runs, journal, done))
+
+
+async def _measured(runs: dict[str, ServerRun], journal: BatchJournal, done: Any) -> dict[str, Measured]:
+    async with AsyncExitStack() as stack:
+        asked: dict[str, _Asked] = {}
+        for name, run in runs.items():
+            servers = await stack.enter_async_context(Servers(run.server, first=run.server.concurrency))
+            asked[name] = _Asked(run, servers, await run.checked(servers), CounterRoutes(run.server.urls[0]))
+        for each in asked.values():
+            await each.run.batch(each.sampler, each.servers, batches(each.run.prompts, 1)[0], 0)  # warm-up
+        run, found = next(iter(runs.values())), {name: dict[Condition, ServerSeries]() for name in runs}
+        drafted = dict.fromkeys(runs, 0.0)
+        for temperature, size in run.conditions:
+            for of in found.values():
+                of[temperature, size] = ServerSeries(run.units(size), run.settings.repeats)
+            places = [(repeat, unit) for repeat in range(run.settings.repeats) for unit in range(len(run.units(size)))]
+            for repeat, unit in places:
+                for name in list(runs)[:: -1 if (repeat + unit) % 2 else 1]:
+                    place = [name, temperature, size, repeat, unit]
+                    numbers = journal.get(place)
+                    if numbers is None:
+                        group = batches(run.prompts, size)[unit]
+                        numbers = await asked[name].numbers(temperature, repeat, unit, group)
+                        journal.add(place, numbers)
+                    tokens, seconds, rounds, accepted = numbers
+                    counted = Counters(True, rounds, tuple(accepted))
+                    found[name][temperature, size].add(unit, repeat, tokens, seconds, counted)
+                    drafted[name] += rounds
+                    done()
+    return {
+        name: Measured(of, drafted[name] > 0, None if drafted[name] else asked[name].routes.sglang_tau())
+        for name, of in found.items()
+    }
 
 
 def _turns(prompt: Prompt) -> str:

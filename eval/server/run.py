@@ -28,17 +28,18 @@ from draftsmith.eval.metrics import (
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint
 from draftsmith.eval.report import interval
 from draftsmith.eval.results import ServerRow, StoredMeasurement
-from draftsmith.eval.server.measure import Condition, Measured, ServerRun
+from draftsmith.eval.server.measure import BatchJournal, Condition, Measured, ServerRun, measure_in_turns
 from draftsmith.eval.settings import BASELINE, Settings, require_valid
 from draftsmith.heads.model_config import context_limit
 from draftsmith.locks import hold_folder
-from draftsmith.provenance import environment
+from draftsmith.provenance import environment, fingerprint
 from draftsmith.safe_text import markdown
 from draftsmith.storage import write_json, write_text, writing
 
 ENGINE = "engine"
 """The policy of a served drafter in `eval.json`: the engine's own."""
-KEPT = "nothing was kept; with enough space, run the command again"
+KEPT = "the batches are kept; with enough space, the same command writes the report"
+JOURNAL = "batches.jsonl"
 COLUMNS = ("T", "requests", "tok/s", "ms a token", "tau", "acceptance by position", "alone tok/s", "speedup")
 
 
@@ -93,19 +94,22 @@ def measure_server(
         (name,) = settings.drafters
         identity = {"prompts": prompts_fingerprint(prompts), "drafters": {}}
         run, alone = ServerRun(server, settings, chat, context, prompts), dict[Condition, Series]()
-        other = None
+        runs, urls = {name: run}, [*server.urls]
         if baseline is not None and baseline.startswith(("http://", "https://")):
-            other = replace(run, server=server.model_copy(update={"url": baseline}))
-            other.check()
+            runs[BASELINE[0]] = replace(run, server=server.model_copy(update={"url": baseline}))
+            urls.append(baseline)
         elif baseline is not None:
             alone = _stored_baseline(baseline, run, identity["prompts"])
-        measured = run.measure(name)
-        if other is not None:
-            alone = {place: each.series for place, each in other.measure(BASELINE[0]).conditions.items()}
+        key = fingerprint([asdict(settings), server.sampling, urls, identity["prompts"]])
+        found = measure_in_turns(runs, BatchJournal(out / JOURNAL, key))
+        measured = found.pop(name)
+        for other in found.values():
+            alone = {place: each.series for place, each in other.conditions.items()}
         result = _measurement(settings, name, measured, alone, identity)
         with writing(out, KEPT):
             write_text(out / "report.md", _markdown(result))
             write_json(out / EVALUATION, result.as_json())
+        (out / JOURNAL).unlink()
         return result
 
 

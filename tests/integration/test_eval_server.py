@@ -93,6 +93,44 @@ def test_tau_acceptance_and_speed_of_vllm(
     assert "tau does not differ measurably" in " ".join(capsys.readouterr().out.split())
 
 
+def test_servers_take_turns_and_a_killed_measurement_continues(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first server fails in the middle; the same command asks only for what is missing, also after a cut line."""
+    order: list[str] = []
+    batch = measure.ServerRun.batch
+
+    async def watched(self: measure.ServerRun, *arguments: Any) -> tuple[int, float]:
+        if len(order) == 7:
+            raise KeyboardInterrupt
+        order.append(self.server.urls[0])
+        return await batch(self, *arguments)
+
+    with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
+        with monkeypatch.context() as patched:
+            patched.setattr(measure.ServerRun, "batch", watched)
+            assert run(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) != 0
+        one, other = (url.url + "/v1" for url in (engine, plain))
+        assert order == [one, other, one, other, other, one, one], "warm-up, then in turns"
+        journal = tmp_path / "out" / "batches.jsonl"
+        assert len(journal.read_text().splitlines()) == 1 + 5
+        assert run(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url, "--seed", 9) == 2
+        assert "measurement with other options" in " ".join(capsys.readouterr().err.split())
+        journal.write_text(journal.read_text()[:-9])
+        asked: list[str] = []
+
+        async def counted(self: measure.ServerRun, *arguments: Any) -> tuple[int, float]:
+            asked.append(self.server.urls[0])
+            return await batch(self, *arguments)
+
+        monkeypatch.setattr(measure.ServerRun, "batch", counted)
+        assert run(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) == 0
+        assert len(asked) == 2 + 2 * 2 * (6 + 3) - 4, "warm-up, and all batches but those in whole lines"
+    rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
+    assert [(row["tau"], row["acceptance_at"]) for row in rows] == [(2.0, [1.0, 0.0])] * 2
+    assert not journal.exists()
+
+
 def test_tau_of_sglang(folder: Path, prompts: Path, tmp_path: Path) -> None:
     with Drafting("sglang").engine.running() as engine:
         assert run(folder, prompts, engine, tmp_path / "out") == 0
