@@ -92,7 +92,7 @@ class BatchJournal:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
         try:
-            entries = [json.loads(line) for line in whole.splitlines()]
+            entries: list[Any] = [json.loads(line) for line in whole.splitlines()]
         except ValueError:
             entries = [None]
         if entries and entries[0] != key:
@@ -210,10 +210,10 @@ def measure_in_turns(runs: dict[str, ServerRun], journal: BatchJournal) -> dict[
 async def _measured(runs: dict[str, ServerRun], journal: BatchJournal, done: Any) -> dict[str, Measured]:
     async with AsyncExitStack() as stack:
         asked: dict[str, _Asked] = {}
-        for name, run in runs.items():
+        for name, run in reversed(runs.items()):  # the baseline first: nothing is asked where it cannot be used
             servers = await stack.enter_async_context(Servers(run.server, first=run.server.concurrency))
             asked[name] = _Asked(run, servers, await run.checked(servers), CounterRoutes(run.server.urls[0]))
-        for each in asked.values():
+        for each in (asked[name] for name in runs):
             await each.run.batch(each.sampler, each.servers, batches(each.run.prompts, 1)[0], 0)  # warm-up
         run, found = next(iter(runs.values())), {name: dict[Condition, ServerSeries]() for name in runs}
         drafted = dict.fromkeys(runs, 0.0)
