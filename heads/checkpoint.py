@@ -203,7 +203,7 @@ def load_drafter(
             f"drafter={path_or_repo} asks for drafts of {length} tokens; expected at most {LONGEST_DRAFT}"
         )
     drafter.target_quality = stored.target.quality if stored else None
-    drafter.online = stored.online if stored else None
+    drafter.online = {**stored.online} if stored and stored.online else None
     drafter = drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
     if drafter.needs.hidden:
         _require_runs(drafter, path_or_repo, target)

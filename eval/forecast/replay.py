@@ -68,6 +68,10 @@ class KnownTarget:
             rows.append(hidden_TH[min(self._read[row] + depth, len(hidden_TH) - 1)])
         return torch.stack(rows)
 
+    def states(self, row: int, nodes: list[int] | None = None) -> Tensor:
+        read = self._read[row]
+        return self._states[row][0][read : read + 1 + len(nodes or [])]
+
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
         features_TF = self._states[row][1]
         if features_TF is None:

@@ -6,7 +6,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -20,12 +20,13 @@ from draftsmith.distill.server.client import RequestFailed, Servers
 from draftsmith.distill.server.probe import check_servers
 from draftsmith.distill.server.sampling import ServerSampler
 from draftsmith.distill.server.settings import ServerSection
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import ConfigError, DraftsmithError, reason_of
 from draftsmith.eval.metrics import Series
 from draftsmith.eval.prompts import Batch, Prompt, batches
 from draftsmith.eval.server.counters import CounterRoutes, Counters
 from draftsmith.eval.settings import Settings
 from draftsmith.eval.stages import stage
+from draftsmith.reading import read_text
 from draftsmith.storage import write_text, writing
 
 Condition = tuple[float, int]
@@ -80,6 +81,19 @@ class Measured:
     """SGLang's own mean since its start, where it counts no verifications."""
 
 
+class _Numbers(NamedTuple):
+    """Tokens and seconds of a batch, and the engine's counts of verified drafts and of accepted tokens by position."""
+
+    tokens: int
+    seconds: float
+    rounds: float
+    accepted: tuple[float, ...]
+
+
+def _numbers(tokens: Any, seconds: Any, rounds: Any, accepted: Any) -> _Numbers:
+    return _Numbers(int(tokens), float(seconds), float(rounds), tuple(float(count) for count in accepted))
+
+
 class BatchJournal:
     """The measured batches, one line of JSON each, so that a measurement continues after a kill.
 
@@ -88,25 +102,25 @@ class BatchJournal:
     """
 
     def __init__(self, file: Path, key: str) -> None:
-        self._file, self._done = file, dict[str, list[Any]]()
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
+        self._file = file
         try:
-            entries: list[Any] = [json.loads(line) for line in whole.splitlines()]
-        except ValueError:
-            entries = [None]
-        if entries and entries[0] != key:
+            text = read_text(file) if file.exists() else ""
+            whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
+            stored, *entries = [json.loads(line) for line in whole.splitlines()] or [key]
+            self._done = {json.dumps(place): _numbers(*numbers) for place, numbers in entries}
+        except (OSError, ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(f"{file} is damaged ({reason_of(error)}); expected another --out") from error
+        if stored != key:
             raise ConfigError(
                 f"{file} has batches of a measurement with other options; expected them, or another --out"
             )
-        self._done = {json.dumps(place): numbers for place, numbers in entries[1:]}
         write_text(file, whole or json.dumps(key) + "\n")
 
-    def get(self, place: list[Any]) -> list[Any] | None:
+    def get(self, place: list[Any]) -> "_Numbers | None":
         """Return the numbers of a batch; None for one that was not measured."""
         return self._done.get(json.dumps(place))
 
-    def add(self, place: list[Any], numbers: list[Any]) -> None:
+    def add(self, place: list[Any], numbers: "_Numbers") -> None:
         """Store the numbers of a batch."""
         with writing(self._file, "batches so far are kept"), self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps([place, numbers]) + "\n")
@@ -187,13 +201,13 @@ class _Asked:
     sampler: ServerSampler
     routes: CounterRoutes
 
-    async def numbers(self, temperature: float, repeat: int, unit: int, group: Batch) -> list[Any]:
-        """Return a batch's tokens and seconds, and what the engine counted meanwhile."""
+    async def numbers(self, temperature: float, repeat: int, unit: int, group: Batch) -> _Numbers:
+        """Return a batch's tokens and seconds, and the engine's counts."""
         asking = replace(self.run.sampler(temperature, repeat), accepts=self.sampler.accepts)
         before = await settled(self.routes)
         tokens, seconds = await self.run.batch(asking, self.servers, group, unit)
         counted = (await settled(self.routes)).since(before)
-        return [tokens, seconds, counted.rounds, list(counted.accepted)]
+        return _Numbers(tokens, seconds, counted.rounds, counted.accepted)
 
 
 def measure_in_turns(runs: dict[str, ServerRun], journal: BatchJournal) -> dict[str, Measured]:
@@ -229,10 +243,9 @@ async def _measured(runs: dict[str, ServerRun], journal: BatchJournal, done: Any
                         group = batches(run.prompts, size)[unit]
                         numbers = await asked[name].numbers(temperature, repeat, unit, group)
                         journal.add(place, numbers)
-                    tokens, seconds, rounds, accepted = numbers
-                    counted = Counters(True, rounds, tuple(accepted))
-                    found[name][temperature, size].add(unit, repeat, tokens, seconds, counted)
-                    drafted[name] += rounds
+                    counted = Counters(True, numbers.rounds, numbers.accepted)
+                    found[name][temperature, size].add(unit, repeat, numbers.tokens, numbers.seconds, counted)
+                    drafted[name] += numbers.rounds
                     done()
     return {
         name: Measured(of, drafted[name] > 0, None if drafted[name] else asked[name].routes.sglang_tau())
