@@ -69,7 +69,9 @@ class OpenRow:
     hidden: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
     reads: int = 0
-    """Calls of `add` for this text."""
+    """Calls of `add` for this text: one for its prompt and one for each round."""
+    committed: int = 0
+    """Tokens that its rounds have committed."""
 
     def __post_init__(self) -> None:
         self._begin(len(self.sequence.tokens))
@@ -82,6 +84,7 @@ class OpenRow:
     def add(self, hidden_nH: Tensor, features_nF: Tensor | None) -> None:
         """Copy the states of the tokens that the target has just read."""
         with torch.inference_mode(False):  # inference tensors cannot be trained on
+            self.committed += len(hidden_nH) if self.reads else 0
             self.reads += 1
             if not self.final:
                 self.hidden.append(hidden_nH.clone())

@@ -6,7 +6,6 @@ decode ──▶ rows ──┬─▶ training rows ──▶ optimizer steps on
                                           └ no: rolled back, learning pauses
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from draftsmith.train.online.budget import Budget
 from draftsmith.train.online.buffer import CONTEXT, ROW_TOKENS, OpenRow, Row, RowBuffer, signals_of
 from draftsmith.train.online.candidate import Candidate, learnable
 from draftsmith.train.online.judge import Verdict, judged, scores
+from draftsmith.train.online.watch import Watch
 
 HELD_EVERY, HELD_ROWS = 4, 32
 """Every fourth row is held back; the most recent ones decide."""
@@ -42,9 +42,6 @@ LEAST_ROWS = 8
 WARMUP = 8
 """Optimizer steps in which the rate rises, after each start of the optimizers."""
 CLIP = 1.0
-MEMORY, FALL = 256, 0.9
-"""Rounds whose mean committed tokens are watched while learning pauses, and the share of their value at its start below
-which it continues: the texts have changed."""
 LONGEST_PAUSE = 8
 """Longest pause, in units of the learning before it."""
 
@@ -134,8 +131,7 @@ class OnlineLearning:
         self._random = Random(seed)
         self._closed = self._judgements = self._undecided = self._steps_of_candidate = self._pauses = 0
         self._asleep_until, self._awake_since = 0, 0
-        self._mark = self._tau_asleep = 0.0
-        self._recent: deque[int] = deque(maxlen=MEMORY)
+        self._mark, self._watch = 0.0, Watch()
         self._served_scores: dict[Row, np.ndarray] = {}
 
     # What the decoder calls; see `draftsmith.decode.observer`.
@@ -173,11 +169,8 @@ class OnlineLearning:
 
     def read(self, text: DecodeSequence, hidden_nH: Tensor, features_nF: Tensor | None) -> None:
         """Store the states of the tokens that the target has just read."""
-        row = self._open[id(text)]
-        if row.reads:  # not the prompt
-            self._recent.append(len(hidden_nH))
         self.tokens += len(hidden_nH)
-        row.add(hidden_nH, features_nF)
+        self._open[id(text)].add(hidden_nH, features_nF)
 
     def between_rounds(self) -> None:
         """Train and judge within the budget."""
@@ -199,7 +192,7 @@ class OnlineLearning:
 
     def _owed(self) -> bool:
         """Return whether the next optimizer step is due."""
-        if self.tokens < self._asleep_until and not self._shifted():
+        if self.tokens < self._asleep_until and not self._watch.fallen():
             ready = False
         else:
             self._wake()
@@ -207,11 +200,6 @@ class OnlineLearning:
         if not ready:
             self._budget.start(self.tokens)
         return ready and self._budget.owes(self.tokens)
-
-    def _shifted(self) -> bool:
-        """Return whether the rounds since learning paused commit clearly fewer tokens than those before."""
-        full = len(self._recent) == MEMORY
-        return full and sum(self._recent) / MEMORY < FALL * self._tau_asleep
 
     def _wake(self) -> None:
         if not self._asleep_until:
@@ -229,8 +217,7 @@ class OnlineLearning:
         length = max(self.tokens - self._awake_since, 1) * min(2**self._pauses, LONGEST_PAUSE)
         self._pauses += 1
         self._asleep_until = self.tokens + length
-        self._tau_asleep = sum(self._recent) / max(len(self._recent), 1)
-        self._recent.clear()
+        self._watch.pause()
         self._record(Update("paused", self.tokens, self.steps, reason=f"{reason}; for {length} tokens"))
 
     def _record(self, update: Update) -> None:
@@ -247,6 +234,7 @@ class OnlineLearning:
                 continue
             row = one.close()
             if ended:
+                self._watch.add(one.committed, one.reads - 1)
                 del self._open[key]
             if row is not None:
                 self._closed += 1

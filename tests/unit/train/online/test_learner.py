@@ -164,15 +164,29 @@ def test_a_pause_ends_after_its_tokens_and_doubles() -> None:
 
 
 def test_learning_continues_early_when_acceptance_falls() -> None:
-    learn = quick()
-    learn.attach(*_pair())
-    learn.tokens, learn._tau_asleep, learn._asleep_until = 100, 3.0, 10_000
-    learn._recent.extend([3] * 256)
-    assert not learn._owed()
-    learn._recent.extend([2] * 256)
-    learn._owed()
-    assert learn.updates[-1].kind == "resumed"
+    target = make_llama().requires_grad_(False)
+    drafter = noisy(target, 0.02)
+    learn = quick(every=10_000)
+    decoder = SpeculativeDecoder(target, drafter, draft_length=3, learn=learn)
+    texts_of(decoder, 64)
+    learn._pause("a test")
+    learn._asleep_until = 10**6
+    texts_of(decoder, 64)
+    assert [update.kind for update in learn.updates] == ["paused"]
+    for weight in drafter.model.parameters():
+        weight.mul_(-1)
+    texts_of(decoder, 64)
+    assert [update.kind for update in learn.updates] == ["paused", "resumed"]
     assert "fallen" in learn.updates[-1].reason
+
+
+def test_a_text_counts_with_the_tokens_and_rounds_of_its_decoding() -> None:
+    target, drafter = _pair()
+    learn = quick()
+    decoder = SpeculativeDecoder(target, drafter, draft_length=3, learn=learn)
+    outputs = [decoder.generate(prompt, max_new_tokens=24, eos_token_id=None) for prompt in PROMPTS[:4]]
+    learn._close(all_of_them=True)
+    assert list(learn._watch._recent) == [(output.decode_tokens, len(output.rounds)) for output in outputs]
 
 
 def _pair() -> tuple[LlamaForCausalLM, DraftModel]:
