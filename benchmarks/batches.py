@@ -10,7 +10,8 @@ forward passes) / (all seconds). With `--cpu-time`, seconds are those of the pro
 on other processes of the machine.
 
 The last lines compare on-policy sampling, i.e. the target alone at temperature 1 in the largest batch, with training of
-the draft model on the sampled texts: KL over the whole vocabulary, AdamW.
+the draft model on the sampled texts: KL over the whole vocabulary, AdamW. With `--continuous`, the same prompts are
+also decoded greedily by transformers' continuous batching (`generate_batch`), interleaved with the target alone.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import torch
 from datasets import Dataset
 from decoder import PAIRS, clock_of, load, timed_forwards
 from torch import Tensor
-from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
+from transformers import GenerationConfig, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.distill.objective import Objective
@@ -54,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5, help="counted runs of every side in a cell")
     parser.add_argument("--cpu-time", action="store_true", help="processor seconds instead of wall-clock seconds")
+    parser.add_argument("--continuous", action="store_true", help="also transformers' continuous batching")
     return parser.parse_args()
 
 
@@ -202,6 +204,30 @@ def sampling_beside_training(
     print(f"sampling / training {on_policy / training:.2f}")
 
 
+def continuous_batching(options: argparse.Namespace, target: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """Print tokens per second of the target alone and of transformers' continuous batching in the largest batch."""
+    rows, clock, count = prompts[: max(options.batches)], clock_of(options), options.max_new_tokens
+    decoder = SpeculativeDecoder(target)
+    config = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def alone() -> int:
+        outputs = decoder.generate_batch(rows, max_new_tokens=count, temperature=0.0, eos_token_id=None)
+        return sum(len(output.tokens) for output in outputs)
+
+    def continuous() -> int:
+        outputs = target.generate_batch(inputs=rows, generation_config=config, progress_bar=False)
+        return sum(len(output.generated_tokens) for output in outputs.values())
+
+    speeds: dict[str, list[float]] = {"alone": [], "continuous": []}
+    for _ in range(options.repeats + 1):
+        for name, run in (("alone", alone), ("continuous", continuous)):
+            started = clock()
+            speeds[name].append(run() / (clock() - started))
+    medians = {name: statistics.median(of[1:]) for name, of in speeds.items()}
+    print(f"batch {len(rows)}: target alone {medians['alone']:.0f} tokens/s, continuous batching", end=" ")
+    print(f"{medians['continuous']:.0f} tokens/s, ratio {medians['continuous'] / medians['alone']:.3f}")
+
+
 def main() -> None:
     options = arguments()
     options.prompts = max(options.batches)
@@ -210,6 +236,8 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     compare(options, target, drafter, prompts)
     sampling_beside_training(options, target, drafter, prompts)
+    if options.continuous:
+        continuous_batching(options, target, prompts)
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (target, drafter.model)]
     print(f"{sizes[0]:,} and {sizes[1]:,} parameters, prompts of {len(prompts[0])} tokens, gamma {options.gamma}")
     print(f"{where['cpu']}, {where['torch_threads']} threads, accelerator: {where['accelerator']}")
