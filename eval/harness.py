@@ -6,7 +6,7 @@ target alone, so that the baseline is not slowed down.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
 from draftsmith.eval.hf_baseline import compare_with_generate
 from draftsmith.eval.journal import BatchKey, Journal, Key, Measurement
+from draftsmith.eval.online import Learner
 from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.eval.stages import stage
@@ -98,6 +99,8 @@ class Run:
     journal: Journal = field(default_factory=Journal)
     processor: Any = None
     """The target's; needed for prompts of several turns with images."""
+    learning: dict[str, Learner] = field(default_factory=dict)
+    """What trains a drafter while it is measured, by its name; then prompts are asked in their order."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -111,6 +114,8 @@ class Run:
         limits = [context_limit(self.target.config), *(drafter.context_limit for drafter in self.drafters.values())]
         self.context = min((limit for limit in limits if limit is not None), default=None)
         self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}
+        if self.learning:
+            self.batches = {1: [Batch([prompt], prompt.category) for prompt in self.prompts]}
         self._numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         self.left_out: list[str] = []
         """Requested variants that cannot be measured, and why."""
@@ -216,7 +221,9 @@ class Run:
         arms, costs = {}, self._costs(name, drafter)
         for plan in self.plans[name]:
             plan = {**plan, "rule": self.settings.rule, "compile": self.settings.compile}
-            decoder = SpeculativeDecoder(self.target, drafter, costs=costs, **plan)
+            decoder = SpeculativeDecoder(self.target, drafter, costs=costs, learn=self.learning.get(name), **plan)
+            if self.learning and decoder.learns:
+                raise ConfigError(f"learn with policy={decoder.policy}, which adapts itself; expected another policy")
             label = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
             arms[(name, label)] = decoder  # drafters that only retrieve ignore the policy
         return arms
@@ -226,7 +233,8 @@ class Run:
 
         Compiled passes are not padded to faster widths, and measuring them compiles one for each width.
         """
-        settings, fact = self.settings, f"costs of {name}"
+        # A learning copy plans as the frozen one does.
+        settings, fact = self.settings, f"costs of {next(iter(self.drafters)) if self.learning else name}"
         if settings.compile and not any(map(plans, settings.policies_of(name))):
             return None
         if fact not in self.journal.facts:
@@ -269,7 +277,7 @@ class Run:
         Compiled passes depend on the length of the texts, so these are whole ones.
         """
         tokens = self.settings.max_new_tokens if self.settings.compile else WARM_UP_TOKENS
-        for arm in self.arms:
+        for arm in [arm for arm in self.arms if arm[0] not in self.learning]:
             for temperature in self.settings.temperatures:
                 for size in self.settings.batch_sizes:
                     place = BatchKey(0, temperature, size, 0, 0)
@@ -294,10 +302,11 @@ class Run:
     def _answer(self, arm: Variant, place: BatchKey, asked: Questions, tokens: int) -> Measurement:
         """Decode one batch; seeds differ between texts, repeats and turns.
 
-        Decode it again where passes were compiled meanwhile, whose seconds do not count.
+        Decode it again where passes were compiled meanwhile, whose seconds do not count. Those of learning do.
         """
         first = self.settings.seed + REPEAT_APART * place.repeat + TURN_APART * place.turn
-        graphs, outputs = -1, []
+        graphs, outputs, learner = -1, [], self.learning.get(arm[0])
+        before = 0.0 if learner is None else learner.seconds
         while graphs != built_graphs():
             graphs = built_graphs()
             outputs = self.arms[arm].generate_batch(
@@ -307,7 +316,8 @@ class Run:
                 seeds=[first + self._numbers[prompt.id] for prompt in asked],
                 **self._sampling(place.temperature),
             )
-        return Measurement.of(arm, place, [prompt.id for prompt in asked], outputs)
+        cell = Measurement.of(arm, place, [prompt.id for prompt in asked], outputs)
+        return cell if learner is None else replace(cell, seconds=cell.seconds + learner.seconds - before)
 
     def _sampling(self, temperature: float) -> dict[str, Any]:
         cuts = {"top_k": self.settings.top_k, "top_p": self.settings.top_p} if temperature > 0 else {}

@@ -12,6 +12,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import EVALUATION, Evaluation, read_evaluation
 from draftsmith.eval.journal import JOURNAL, SCHEMA, require_same, whole_lines
 from draftsmith.eval.learning_curve import outlook
+from draftsmith.eval.online import TITLES, online_cells, online_lines, plot_online
 from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EvalRow
@@ -89,6 +90,8 @@ def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[st
     out.mkdir(parents=True, exist_ok=True)
     plots = evaluation_plots(evaluation.rows)
     plots += training_plots(runs or {})
+    if evaluation.online is not None:
+        plots.insert(0, plot_online(evaluation.online))
     for plot in plots:
         (out / plot.file).write_bytes(plot.png)
     values = {**_values(evaluation), "title": title, "plots": plots, "training": training_lines(runs or {})}
@@ -141,6 +144,7 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         for row in overall
         if "greedy_identical" in row
     ]
+    online = evaluation.online
     deepest = max(len(row["acceptance_at"]) for row in overall)
     return {
         "headline": headline(evaluation.rows),
@@ -156,6 +160,9 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "positions": min(deepest, MOST_POSITIONS),
         "more_positions": deepest > MOST_POSITIONS,
         "samples": evaluation.samples,
+        "online": [] if online is None else online_lines(online),
+        "online_titles": TITLES,
+        "online_cells": [] if online is None else online_cells(online),
     }
 
 

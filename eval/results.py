@@ -189,6 +189,13 @@ class ServerRow(TypedDict):
     speedup_interval: Bounds | None
 
 
+class StoredOnline(TypedDict):
+    """A measurement of learning; see `draftsmith.eval.online`."""
+
+    drafter: str
+    """The copy that learned: its rows are of weights that changed."""
+
+
 class StoredEvaluation(TypedDict):
     """The content of an `eval.json` that is read back."""
 
@@ -201,6 +208,7 @@ class StoredEvaluation(TypedDict):
     identity: StoredIdentity
     server: NotRequired[list[ServerRow]]
     """Rows of a served drafter instead of `rows`."""
+    online: NotRequired[StoredOnline | None]
 
 
 class PlainSpeeds(TypedDict):

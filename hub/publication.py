@@ -208,7 +208,10 @@ def _measured(publication: Publication) -> _Measured | None:
         place = publication.folder / EVALUATION
     if place is None:
         return None
-    from draftsmith.eval.evaluation import read_evaluation  # loads the evaluation loop: only where there is one
+    from draftsmith.eval.evaluation import (
+        frozen_rows,
+        read_evaluation,
+    )  # loads the evaluation loop: only where there is one
 
     evaluation = read_evaluation(place)
     if evaluation.get("server"):  # its rows name no type and no weights
@@ -217,8 +220,9 @@ def _measured(publication: Publication) -> _Measured | None:
             "draftsmith eval"
         )
     named = evaluation["settings"]["drafters"]
-    measured = {row["drafter"]: row["drafter_type"] for row in evaluation["rows"]}
+    measured = {row["drafter"]: row["drafter_type"] for row in frozen_rows(evaluation)}
     own = [name for name, folder in named.items() if Path(folder).resolve() == publication.folder.resolve()]
+    own = [name for name in own if name in measured]
     # A drafter whose folder exists is another one; if its folder is missing, it may be this one, moved.
     only = [name for name in measured if len(measured) == 1 and not Path(named[name]).is_dir()]
     candidates = [publication.measured_as] if publication.measured_as else own or only

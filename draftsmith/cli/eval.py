@@ -16,6 +16,7 @@ from draftsmith.cli.options import (
     DtypeOption,
     ImagesOption,
     JsonOption,
+    LearnOption,
     RuleOption,
     SeedOption,
     SplitOption,
@@ -35,7 +36,10 @@ from draftsmith.cli.options import (
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from draftsmith.eval.settings import Settings
+    from draftsmith.train.online.learner import OnlineLearning
 
 eval_app = typer.Typer(
     help="Measure drafters against the target alone (eval --target T --drafter D), or compare two measurements."
@@ -73,7 +77,9 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most new tokens per turn.")] = 96,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Times that every text is decoded.")] = 3,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", help="Times that every text is decoded; default: 3, with --learn 1.")
+    ] = None,
     seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
@@ -81,6 +87,7 @@ def evaluate(
     dtype: DtypeOption = "float32",
     attn_implementation: AttentionOption = None,
     compile: CompileOption = False,
+    learn: LearnOption = False,
     trust_remote_code: TrustOption = False,
     out: OutOption = Path("runs/eval"),
     as_json: JsonOption = False,
@@ -97,7 +104,7 @@ def evaluate(
         prompts=prompts,
         subset=subset,
         split=split,
-        temperatures=tuple(temperature or (0.0, 1.0)),
+        temperatures=tuple(temperature or ((0.0,) if learn else (0.0, 1.0))),
         draft_lengths=tuple(gamma or ()),
         policies=tuple(policy or ()),
         batch_sizes=tuple(batch_size or (1,)),
@@ -106,7 +113,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         top_k=top_k,
         top_p=top_p,
-        repeats=repeats,
+        repeats=repeats if repeats is not None else 1 if learn else 3,
         seed=seed,
         chat_template=chat_template,
         template_options=template_options(template_option),
@@ -115,7 +122,7 @@ def evaluate(
         attn_implementation=attn_implementation,
         compile=compile,
     )
-    _measure(settings, drafter or [], out, as_json=as_json, trust_remote_code=trust_remote_code)
+    _measure(settings, drafter or [], out, as_json=as_json, trust_remote_code=trust_remote_code, learn=learn)
 
 
 def _require_pair(target: str | None, drafters: list[str] | None) -> None:
@@ -125,19 +132,29 @@ def _require_pair(target: str | None, drafters: list[str] | None) -> None:
         raise ConfigError("--drafter is missing; expected at least one")
 
 
-def _measure(settings: "Settings", drafters: list[str], out: Path, *, as_json: bool, trust_remote_code: bool) -> None:
+def _measure(
+    settings: "Settings", drafters: list[str], out: Path, *, as_json: bool, trust_remote_code: bool, learn: bool
+) -> None:
     """Measure, and print the results and what may follow."""
     from draftsmith.eval.run import measure, show
     from draftsmith.train.run_folder import metrics_of
 
     title, runs = f"Drafters for {settings.target}", metrics_of(settings.drafters)
-    evaluation = measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code)
+    learner = _learner(settings.seed) if learn else None
+    evaluation = measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code, learner=learner)
     if as_json:
         return print_json(evaluation.as_json())
     show(evaluation, out)
     suggest("draftsmith", "forecast", *measuring(settings.target, drafters, settings.prompts))
     if trained := [folder for folder in settings.drafters.values() if Path(folder).is_dir()]:
         suggest("draftsmith", "push", trained[0], "USER/NAME", "--eval", out)
+
+
+def _learner(seed: int) -> "Callable[[], OnlineLearning]":
+    """Return what makes a learner for the drafter."""
+    from draftsmith.train.online.learner import OnlineLearning
+
+    return lambda: OnlineLearning(seed=seed)
 
 
 @eval_app.command(name="server")
@@ -212,7 +229,7 @@ def compare(
 ) -> None:
     """Compare drafters prompt by prompt, with 95 % intervals of the ratio of their speeds."""
     from draftsmith.eval.compare import compare_evaluations, comparison_table
-    from draftsmith.eval.evaluation import read_evaluation
+    from draftsmith.eval.evaluation import frozen_rows, read_evaluation
     from draftsmith.eval.prompts import OVERALL
     from draftsmith.safe_text import Terminal
 
@@ -222,7 +239,7 @@ def compare(
     console.print(comparison_table(comparisons))
     for comparison in comparisons:
         console.print(comparison.sentence)
-    measured = [(row, folder, one) for folder, one in read for row in one["rows"] if row["category"] == OVERALL]
+    measured = [(row, folder, one) for folder, one in read for row in frozen_rows(one) if row["category"] == OVERALL]
     if measured:  # a server's measurement has other rows
         row, folder, evaluation = max(measured, key=lambda entry: entry[0]["speedup"])
         drafter = evaluation["settings"]["drafters"][row["drafter"]]

@@ -172,3 +172,80 @@ def test_a_kill_loses_no_saved_update(pair: tuple[Path, Path], tmp_path: Path, a
     if saved["adopted"]:
         loaded = load_drafter(out, make_llama())
         assert loaded.online == saved
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    file = tmp_path / "requests.jsonl"
+    rows = [{"prompt": f"abc{'hello world'[n % 10 :]}{n}", "category": "ba"[n % 2], "id": f"r{n}"} for n in range(44)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_an_evaluation_measures_learning_beside_frozen(
+    pair: tuple[Path, Path], requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target, drafter = pair
+    out = tmp_path / "out"
+    call = ["eval", "--target", target, "--drafter", f"d={drafter}", "--prompts", requests, "--learn", "--out", out]
+    before = (drafter / "model.safetensors").read_bytes()
+    assert _main(*call, "--max-new-tokens", 24, "--policy", "d=chain:draft_length=2") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    evaluation = read_json(out / "eval.json")
+    online = evaluation["online"]
+    assert online["summary"] in shown
+    assert "At the end (requests 38 to 44)" in shown or "At the end (requests 37 to 44)" in shown
+    assert (drafter / "model.safetensors").read_bytes() == before
+    rows = {row["drafter"]: row for row in evaluation["rows"] if row["category"] == "all"}
+    assert set(rows) == {"d", "d, learning"}
+    assert {row["policy"] for row in rows.values()} == {"chain:draft_length=2"}
+    assert all(row["greedy_identical"] == [44, 44] for row in rows.values())
+    stored = {entry["drafter"]: entry for entry in evaluation["measurements"]}
+    assert all(entry["units"] == [[f"r{n}"] for n in range(44)] for entry in stored.values())
+    assert online["windows"][0]["first"] == 1
+    assert [w["first"] for w in online["windows"][1:]] == [w["last"] + 1 for w in online["windows"][:-1]]
+    assert online["windows"][-1]["last"] == online["total"]["last"] == 44
+    learned = stored["d, learning"]
+    assert online["total"]["tokens_served"] == sum(row[0] for row in learned["tokens"])
+    assert online["learning_seconds"] > 0
+    speed = online["total"]["tokens_served"] / sum(row[0] for row in learned["seconds"])
+    assert online["total"]["tokens_per_second"][2] == pytest.approx(speed)
+    seconds = sum(row[0] for row in learned["seconds"])
+    assert rows["d, learning"]["overhead_share"] * seconds >= 0.999 * online["learning_seconds"]
+    table = (out / "report.md").read_text().partition("## Learning")[2].partition("\n## ")[0]
+    assert "gain |\n|---" in table
+    assert table.count("\n| ") == 1 + len(online["windows"]) + 1
+    for report in ("report.md", "report.html"):
+        text = (out / report).read_text()
+        assert "Learning" in text
+        assert "tokens served" in text
+    assert (out / "online.png").exists()
+    push = ["push", drafter, "user/name", "--eval", out, "--dry-run", "--out", tmp_path / "pushed"]
+    assert _main(*push) == 0
+    capsys.readouterr()
+    assert _main(*push, "--as", "d, learning") == 2
+    assert "expected --as with one of the drafters measured there: d" in " ".join(capsys.readouterr().err.split())
+    assert _main(*call) == 2
+    assert "holds a measurement; expected another folder: learning is not continued" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_what_does_not_combine_with_learning_is_refused(
+    pair: tuple[Path, Path], requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target, drafter = pair
+    call = ["eval", "--target", target, "--prompts", requests, "--out", tmp_path / "out", "--learn"]
+    for options, message in (
+        (["--drafter", f"b={drafter}"], "learn with drafter=['a', 'b']; expected one"),
+        (["--repeats", 2], "learn with repeats=2; expected 1"),
+        (["--batch-size", 2], "learn with batch_size=[2]; expected 1"),
+        (["--temperature", 0, "--temperature", 1], "learn with temperature=[0.0, 1.0]; expected one"),
+        (["--gamma", 2, "--policy", "chain"], "learn with gamma or policy=[2, 'chain']; expected one"),
+        (["--compile"], "learn with compile=True"),
+    ):
+        assert _main(*call, "--drafter", f"a={drafter}", *options) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "out").exists()
+    assert _main(*call, "--drafter", "suffix") == 2
+    assert "type 'suffix', which has no weights of its own" in " ".join(capsys.readouterr().err.split())
