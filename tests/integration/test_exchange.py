@@ -114,6 +114,7 @@ def test_an_imported_draft_model_keeps_its_padding(
         model.save_pretrained(tmp_path / name)
         tiny_tokenizer.save_pretrained(tmp_path / name)
     arguments = ["import", str(tmp_path / "[plain]"), "--target", str(tmp_path / "target")]
+    capsys.readouterr()  # transformers' progress bars
     code, said, err = run(capsys, *arguments, "--out", str(tmp_path / "[back]"))
     assert (code, err) == (0, STAGE)
     assert f"{tmp_path}/[back]: a drafter of type draft_model" in said
@@ -143,7 +144,7 @@ def test_mistakes_are_told_in_one_line_before_any_work(
     export = ["export", drafter, "--target", target, "--out", str(tmp_path / "new")]
     wrong = {
         "format='onnx'; expected one of": [*export, "--format", "onnx"],
-        "format='medusa'; expected vllm, sglang, gguf, eagle, transformers": [*export, "--format", "medusa"],
+        "format='medusa'; expected vllm, sglang, gguf, eagle, deepspec, transformers": [*export, "--format", "medusa"],
         "dtype='int8'; expected one of": [*export, "--format", "vllm", "--dtype", "int8"],
         "exists already; expected a new": [*export[:-1], str(tmp_path / "full"), "--format", "vllm"],
         "/file/new cannot be made in": [*export[:-1], str(tmp_path / "full" / "file" / "new"), "--format", "vllm"],

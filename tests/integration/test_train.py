@@ -455,7 +455,7 @@ def test_a_row_that_is_shorter_than_the_draft_is_a_part_of_a_batch(
 def test_a_loss_that_is_no_number_stops_the_run(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "learning_rate", lambda recipe, step: float("nan") if step == 6 else 1e-3)
+    monkeypatch.setattr(loop, "learning_rate", lambda recipe, step, end: float("nan") if step == 6 else 1e-3)
     with pytest.raises(DraftsmithError, match="at step 8"):
         loop.train(load_recipe(str(recipe_file)))
     assert (tmp_path / "run" / "checkpoints" / "step-000004").is_dir()
