@@ -220,7 +220,7 @@ def test_a_killed_command_asks_only_for_the_rest(folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_transformers_serve_is_killed_and_so_are_we(folder: Path, recipe_file: Path, tmp_path: Path) -> None:
-    """Both end in the middle and start again; a drafter is trained on the target's greedy answers."""
+    """Both end in the middle and start again; the server is measured, and a drafter trained on its greedy answers."""
     (tmp_path / "home" / "hub").mkdir(parents=True)
     prompts = tmp_path / "many.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [letter * 2, "x", "y"]}) + "\n" for letter in LETTERS))
@@ -237,8 +237,39 @@ def test_transformers_serve_is_killed_and_so_are_we(folder: Path, recipe_file: P
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
     assert not out.exists()
+    measured = [
+        "eval",
+        "server",
+        f"http://127.0.0.1:{port}",
+        "--target",
+        folder,
+        "--model",
+        folder,
+        "--prompts",
+        prompts,
+    ]
+    measured += [
+        "--prompts",
+        prompts,
+        "--count",
+        6,
+        "--temperature",
+        0,
+        "--concurrency",
+        1,
+        "--concurrency",
+        2,
+        "--max-new-tokens",
+        8,
+    ]
     with serving(folder, tmp_path / "home", port):
         assert run(*command) == 0
+        assert run(*measured, "--out", tmp_path / "alone") == 0
+        alone = tmp_path / "alone" / "eval.json"
+        assert run(*measured, "--out", tmp_path / "again", "--baseline", alone) == 0
+    found = json.loads((tmp_path / "again" / "eval.json").read_text())["server"]
+    assert [row["concurrency"] for row in found] == [1, 2]
+    assert all(row["tokens_per_second"] > 0 and row["speedup"] > 0 and row["tau"] is None for row in found)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == len(LETTERS)
     target = load_target(str(folder))
