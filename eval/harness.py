@@ -100,7 +100,7 @@ class Run:
     processor: Any = None
     """The target's; needed for prompts of several turns with images."""
     learning: dict[str, Learner] = field(default_factory=dict)
-    """What trains a drafter while it is measured, by its name; then prompts are asked in their order."""
+    """Learners by the name of the drafter that they train while it is measured; prompts then keep their order."""
 
     def __post_init__(self) -> None:
         if not self.prompts:

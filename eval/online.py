@@ -25,7 +25,7 @@ WINDOWS, LEAST = 6, 5
 
 
 class Learner(Observer, Protocol):
-    """What trains the drafter; `draftsmith.OnlineLearning` is one."""
+    """Trains a drafter while it decodes, as `draftsmith.OnlineLearning` does."""
 
     seconds: float
     """Time that learning has taken."""
@@ -105,13 +105,13 @@ def online_result(drafter: str, arms: Sequence[Series], learner: Learner) -> Onl
     edges = np.linspace(0, requests, max(1, min(WINDOWS, requests // LEAST)) + 1).astype(int)
     numbers = tokens_UA, rounds_UA, seconds_UA
     speeds_UA = ratio(tokens_UA.cumsum(0), seconds_UA.cumsum(0))
-    behind = np.flatnonzero(speeds_UA[:, 2] < speeds_UA[:, 1])
-    ahead = int(behind[-1]) + 2 if len(behind) else 1
+    slower = np.flatnonzero(speeds_UA[:, 2] < speeds_UA[:, 1])
+    faster_from = int(slower[-1]) + 2 if len(slower) else 1  # the request after the last slower one, counted from 1
     return {
         "drafter": drafter,
         "windows": [_window(int(first), int(last), *numbers) for first, last in pairwise(edges)],
         "total": _window(0, requests, *numbers),
-        "broke_even": ahead if learner.adopted and ahead <= requests else None,
+        "broke_even": faster_from if learner.adopted and faster_from <= requests else None,
         "adopted": learner.adopted,
         "learning_seconds": learner.seconds,
         "summary": learner.summary(),

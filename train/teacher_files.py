@@ -14,7 +14,7 @@ from draftsmith.train.context import RunContext
 
 
 class TeacherFiles(NamedTuple):
-    """What the recipe's `teacher.file` holds."""
+    """Rows and states that are read from the recipe's `teacher.file`."""
 
     rows: Dataset | None
     """`input_ids` and `spans`, used instead of data.prompts; None for states of texts in data.prompts."""

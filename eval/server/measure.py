@@ -81,7 +81,7 @@ class Measured:
     """SGLang's own mean since its start, where it counts no verifications."""
 
 
-class _Numbers(NamedTuple):
+class Numbers(NamedTuple):
     """Tokens and seconds of a batch, and the engine's counts of verified drafts and of accepted tokens by position."""
 
     tokens: int
@@ -90,8 +90,8 @@ class _Numbers(NamedTuple):
     accepted: tuple[float, ...]
 
 
-def _numbers(tokens: Any, seconds: Any, rounds: Any, accepted: Any) -> _Numbers:
-    return _Numbers(int(tokens), float(seconds), float(rounds), tuple(float(count) for count in accepted))
+def _numbers(tokens: Any, seconds: Any, rounds: Any, accepted: Any) -> Numbers:
+    return Numbers(int(tokens), float(seconds), float(rounds), tuple(float(count) for count in accepted))
 
 
 class BatchJournal:
@@ -116,11 +116,11 @@ class BatchJournal:
             )
         write_text(file, whole or json.dumps(key) + "\n")
 
-    def get(self, place: list[Any]) -> "_Numbers | None":
+    def get(self, place: list[Any]) -> "Numbers | None":
         """Return the numbers of a batch; None for one that was not measured."""
         return self._done.get(json.dumps(place))
 
-    def add(self, place: list[Any], numbers: "_Numbers") -> None:
+    def add(self, place: list[Any], numbers: "Numbers") -> None:
         """Store the numbers of a batch."""
         with writing(self._file, "batches so far are kept"), self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps([place, numbers]) + "\n")
@@ -201,13 +201,13 @@ class _Asked:
     sampler: ServerSampler
     routes: CounterRoutes
 
-    async def numbers(self, temperature: float, repeat: int, unit: int, group: Batch) -> _Numbers:
+    async def numbers(self, temperature: float, repeat: int, unit: int, group: Batch) -> Numbers:
         """Return a batch's tokens and seconds, and the engine's counts."""
         asking = replace(self.run.sampler(temperature, repeat), accepts=self.sampler.accepts)
         before = await settled(self.routes)
         tokens, seconds = await self.run.batch(asking, self.servers, group, unit)
         counted = (await settled(self.routes)).since(before)
-        return _Numbers(tokens, seconds, counted.rounds, counted.accepted)
+        return Numbers(tokens, seconds, counted.rounds, counted.accepted)
 
 
 def measure_in_turns(runs: dict[str, ServerRun], journal: BatchJournal) -> dict[str, Measured]:

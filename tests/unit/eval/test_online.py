@@ -8,7 +8,7 @@ from draftsmith.eval.online import Online, online_cells, online_lines, online_re
 
 
 class Learned:
-    """What an evaluation reads of a learner after it."""
+    """A learner after an evaluation."""
 
     seconds = 2.5
 
