@@ -1,10 +1,15 @@
 """Rows of a step, and their masks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from datasets import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from draftsmith.train import trainer
 from draftsmith.train.batch import batch_indices, collate, response_tokens
+from draftsmith.train.recipe import load_recipe
 
 ROWS = Dataset.from_list(
     [{"input_ids": [9, 8, 7, 6, 5], "spans": [[2, 5]]}, {"input_ids": [4, 3, 2], "spans": [[1, 3]]}]
@@ -34,3 +39,14 @@ def test_rows_are_padded_to_few_lengths_within_the_context(longest: int, limit: 
     assert batch.input_ids_BT.shape == batch.attention_mask_BT.shape == batch.mask_BT.shape == (2, expected)
     assert batch.attention_mask_BT.sum(1).tolist() == [3, longest]
     assert batch.mask_BT.sum(1).tolist() == [2, longest - 1]
+
+
+def test_a_target_with_learned_positions_is_trained_on_up_to_its_last_one(
+    recipe_file: Path, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Its context of 20 tokens is no multiple of the length to which rows are padded."""
+    sizes = {"n_positions": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": len(tiny_tokenizer)}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    tiny_tokenizer.save_pretrained(tmp_path / "gpt2")
+    own = [f"target.model={tmp_path / 'gpt2'}", "data.prompt_tokens=8", "data.response_tokens=12", "train.steps=2"]
+    trainer.train(load_recipe(str(recipe_file), [*own, "evaluation.max_new_tokens=8"]))
