@@ -23,7 +23,7 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.hidden_states import document_numbers
-from draftsmith.provenance import fingerprint, model_fingerprint
+from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.storage import cache_dir, write_json, writing
 
 VERSION = 1
@@ -56,7 +56,8 @@ class SignalCache:
         self.lengths = [len(ids) for ids in rows["input_ids"]]
         self._packed = "documents" in rows.column_names
         data = [fingerprint(list(rows[column])) for column in ("input_ids", "documents")[: 1 + self._packed]]
-        self.key = fingerprint([VERSION, model_fingerprint(model), *data, list(layers), dtype, shard_rows])
+        made = [VERSION, fingerprint_of_numbers(model), *data, list(layers), dtype, shard_rows]
+        self.key = fingerprint(made)
         self.folder = cache_dir() / "signals" / self.key
         self._open: dict[int, safe_open] = {}
 

@@ -30,7 +30,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.model_config import context_limit
 from draftsmith.locks import hold_cache
-from draftsmith.provenance import fingerprint, model_fingerprint
+from draftsmith.provenance import fingerprint, fingerprint_of_numbers, model_fingerprint
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
 
@@ -242,7 +242,7 @@ def samples_key(sampler: Sampler, questions: Dataset) -> str:
     return fingerprint(
         [
             SAMPLES_VERSION,
-            model_fingerprint(sampler.target.model),
+            fingerprint_of_numbers(sampler.target.model),
             fingerprint([list(questions["input_ids"]), list(questions["turns"]), *later]),
             settings,
             model_fingerprint(sampler.drafter) if sampler.settings.drafter_share else None,

@@ -50,6 +50,12 @@ def model_fingerprints(model: Any) -> list[str]:
     return [weights_fingerprint(tensors), weights_fingerprint(tensors, float16=True)]
 
 
+def fingerprint_of_numbers(model: Any) -> str:
+    """Return `model_fingerprint`, another one for a target that a run has quantized; for caches of what it computes."""
+    quantization = getattr(model, "draftsmith_quantization", None)
+    return model_fingerprint(model) if quantization is None else f"{model_fingerprint(model)}-{quantization}"
+
+
 def weights_fingerprint(tensors: dict[str, Any], *, float16: bool = False) -> str:
     """Return `model_fingerprint` of a model with these tensors by name, first rounded to float16 if `float16`."""
     import torch

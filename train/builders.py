@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from draftsmith.distill.cotraining import Adapters
 from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target, load_tokenizer
 from draftsmith.distill.objective import Objective
+from draftsmith.distill.quantization import quantized_matrices
 from draftsmith.distill.state_files import FileStates
 from draftsmith.distill.teacher import OnlineTeacher, require_packable
 from draftsmith.errors import ConfigError
@@ -32,6 +33,7 @@ from draftsmith.train.accelerator import autocast, precision
 from draftsmith.train.context import RunContext
 from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data
 from draftsmith.train.engine import Engine, Optimizers, TorchEngine
+from draftsmith.train.quantized_target import quantization_effect
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Teacher
 
@@ -53,20 +55,25 @@ def load_frozen_target(context: RunContext) -> LoadedTarget:
     with accelerator.main_process_first():  # the embedded target is built once, and a download happens once
         options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
         processor = load_processor(settings.model, **options) if images else None
-        load = partial(
-            load_target,
-            settings.model,
-            dtype=settings.dtype,
-            attn_implementation=settings.attn_implementation,
-            **options,
-            device=context.placement.load_to,
-            progress=accelerator.is_main_process,
-            images=images,
-        )
         if together == 1:
-            return replace(load(), processor=processor)
+            return replace(_load(context, images=images), processor=processor)
         load_tokenizer(settings.model, **options)
-    return load(tensor_parallel=together)  # all processes at once: each reads its part
+    return _load(context, images=images, tensor_parallel=together)  # all processes at once: each reads its part
+
+
+def _load(context: RunContext, **options: Any) -> LoadedTarget:
+    """Load the recipe's target to the device from which it is placed; `options`: more of `load_target`."""
+    settings = context.recipe.target
+    return load_target(
+        settings.model,
+        revision=settings.revision,
+        dtype=settings.dtype,
+        attn_implementation=settings.attn_implementation,
+        trust_remote_code=settings.trust_remote_code,
+        device=context.placement.load_to,
+        progress=context.accelerator.is_main_process,
+        **options,
+    )
 
 
 class DataAndDrafter(NamedTuple):
@@ -75,6 +82,8 @@ class DataAndDrafter(NamedTuple):
     draft_length: int
     data: TrainingData
     drafter: TrainableDrafter
+    quantization: dict[str, float] | None
+    """What quantizing the target saves and costs, see `quantization_effect`; None where it is not quantized."""
 
 
 def data_and_drafter(context: RunContext, target: LoadedTarget) -> DataAndDrafter:
@@ -99,11 +108,12 @@ def data_and_drafter(context: RunContext, target: LoadedTarget) -> DataAndDrafte
     context.placement.place(target)
     drafter.to(context.accelerator.device)
     data = prepare_data(context, target, drafter)
+    quantization = quantization_effect(context, target, data.rows, partial(_load, context))
     if size is not None and recipe.start_from is None:
         torch.manual_seed(recipe.train.seed)
         tokens = frequent_tokens(data.rows, size, target, context.console)
         drafter = kind.from_target(model, **options, draft_vocabulary=tokens)
-    return DataAndDrafter(draft_length, data, drafter)
+    return DataAndDrafter(draft_length, data, drafter, quantization)
 
 
 TRAINING_ONLY = ("anchors", "train_steps")
@@ -161,6 +171,8 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
         )
     if recipe.data.server is not None and model.config.is_encoder_decoder:
         raise ConfigError(f"data.server with a target of model_type={kind!r}; expected a decoder-only one")
+    if recipe.target.quantization is not None:
+        quantized_matrices(model, recipe.target.quantization)
     if recipe.train.sequence_parallel > 1:
         _require_divided_text(recipe, drafter)
     if recipe.data.pack:

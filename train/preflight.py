@@ -26,6 +26,10 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
     if recipe.data.server is not None:
         require_client()
     check_target_name(recipe.target.model)
+    if recipe.target.quantization is not None:
+        from draftsmith.distill.quantization import require_quantization
+
+        require_quantization(recipe.target.quantization, recipe.target.dtype)
     if recipe.data.chat_template is not None:
         template_text(recipe.data.chat_template)
     if recipe.teacher.kind == "files" and not Path(recipe.teacher.file or "").expanduser().is_dir():

@@ -238,7 +238,7 @@ def prepare(recipe: Recipe) -> None:
     accelerator = make_accelerator(recipe, Path(recipe.output))
     context = RunContext.of(recipe, accelerator)
     target = load_frozen_target(context)
-    _, data, drafter = data_and_drafter(context, target)
+    _, data, drafter, _ = data_and_drafter(context, target)
     make_teacher(context, target.model, drafter, data)
     context.console.say(f"{recipe.name}: {len(data.rows):,} rows and {len(data.heldout)} held-out prompts are ready")
     accelerator.end_training()

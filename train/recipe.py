@@ -147,20 +147,20 @@ class Recipe(Section):
         Objective(**self.objective_options(draft_length=1)).require_usable(kind)
 
     def _check_placement(self) -> None:
-        sharded, cotrained = self.target.sharded, self.cotrain is not None
-        if sharded and cotrained:
-            raise ConfigError(
-                "target.sharded=True with cotrain; expected false: adapters are trained inside the target"
-            )
-        stored = {"target.sharded=True": sharded, "cotrain": cotrained}
-        others = {"cotrain": cotrained, "data.images": self.data.images is not None}
-        size, parts = self.train.sequence_parallel, self.target.tensor_parallel
-        if self.target.offload:
+        target, teacher, size = self.target, self.teacher.kind, self.train.sequence_parallel
+        parts, kind, cotrained = target.tensor_parallel, target.quantization, {"cotrain": self.cotrain is not None}
+        stored = {"target.sharded=True": target.sharded, **cotrained}
+        placed = {**stored, "target.offload=True": target.offload}
+        others = {**cotrained, "data.images": self.data.images is not None}
+        if target.sharded:
+            _exclude("target.sharded=True", cotrained, "false: adapters are trained inside the target")
+        if target.offload:
             _exclude("target.offload=True", stored)
         if parts > 1:
-            _exclude(
-                f"target.tensor_parallel={parts}", {**stored, "target.offload=True": self.target.offload, **others}
-            )
+            _exclude(f"target.tensor_parallel={parts}", {**placed, **others})
+        if kind is not None:
+            reasons = {f"target.tensor_parallel={parts}": parts > 1, f"teacher.kind={teacher!r}": teacher in OF_FILES}
+            _exclude(f"target.quantization={kind}", {**placed, **others, **reasons})
         if size > 1:
             unequal = {f"target.tensor_parallel={parts}, another number": parts not in (1, size)}
             _exclude(f"train.sequence_parallel={size}", {**others, "data.pack=true": self.data.pack, **unequal})

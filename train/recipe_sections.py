@@ -36,6 +36,9 @@ class TargetSection(Section):
     """Keep the layers in host memory, and copy each to the accelerator while it computes."""
     sharded: bool = False
     """Shard the layers over all processes; by default every process holds the whole target."""
+    quantization: Literal["int8", "float8"] | None = None
+    """Round the matrices of the layers to this type (torchao), for all that the run does with the target. 'float8'
+    rounds activations too; it requires dtype 'bfloat16' and a GPU of CUDA capability 8.9."""
     tensor_parallel: Count = 1
     """Processes that hold the target together and compute each layer in parts, which divide the number of processes."""
 

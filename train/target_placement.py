@@ -1,6 +1,6 @@
 """Where the frozen target is stored: whole on every process; its layers in host memory, each copied to the device
-while it computes (`target.offload`); sharded over all processes (`target.sharded`); or divided among the processes of a
-group, which compute together (`target.tensor_parallel`).
+while it computes (`target.offload`); with one byte a number (`target.quantization`); sharded over all processes
+(`target.sharded`); or divided among the processes of a group, which compute together (`target.tensor_parallel`).
 
 A sharded layer is gathered while it computes, which is a collective operation. In training steps all processes run the
 target together. In sampling, caching and evaluation each process runs it for its own share. So every forward pass
@@ -21,8 +21,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.quantization import quantize
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
+from draftsmith.heads.hidden_states import layer_lists
 from draftsmith.provenance import model_fingerprints
 from draftsmith.train.recipe import Recipe
 
@@ -36,6 +38,7 @@ class Placement:
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator) -> None:
         self._accelerator, self._offload = accelerator, recipe.target.offload
+        self._quantization = recipe.target.quantization
         self._sharded = recipe.target.sharded and accelerator.num_processes > 1
         self._layers: list[FSDPModule] = []
         self._together = recipe.target.tensor_parallel
@@ -44,7 +47,8 @@ class Placement:
     @property
     def load_to(self) -> torch.device:
         """Device to load the target to; `place` distributes it from there."""
-        return torch.device("cpu") if self._sharded or self._offload else self._accelerator.device
+        later = self._sharded or self._offload or self._quantization is not None
+        return torch.device("cpu") if later else self._accelerator.device
 
     @property
     def share(self) -> "Share":
@@ -85,6 +89,10 @@ class Placement:
             self._group = group_of(model)
             vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)
             model.base_model.register_forward_pre_hook(self._require_same_input, with_kwargs=True)
+        if self._quantization is not None:
+            vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)  # drafters are for the target itself
+            quantize(model, self._quantization, self._accelerator.device)
+            self._move_the_rest(model, _layers(model))
         if not self._sharded and not self._offload:
             return
         layers = getattr(model.base_model, "layers", getattr(model.base_model, "h", None))
@@ -97,19 +105,25 @@ class Placement:
             )
         vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)  # while all weights are here
         if self._offload:
-            self._offload_layers(model, layers)
+            self.offload(model)
         else:
             self._shard(model, layers)
 
-    def _offload_layers(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
-        device, inside = self._accelerator.device, set(layers.modules())
+    def offload(self, model: PreTrainedModel) -> None:
+        """Copy each layer of `model`, which is in host memory, to the device while it computes."""
+        layers = _layers(model)
+        self._move_the_rest(model, layers)
+        for layer in layers:
+            cpu_offload(layer, self._accelerator.device)
+
+    def _move_the_rest(self, model: PreTrainedModel, layers: list[nn.Module]) -> None:
+        """Move everything outside of `layers` to the device."""
+        inside = {module for layer in layers for module in layer.modules()}
         for module in model.modules():
             if module in inside:
                 continue
             for value in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-                value.data = value.data.to(device)
-        for layer in layers:
-            cpu_offload(layer, device)
+                value.data = value.data.to(self._accelerator.device)
 
     def _shard(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
         device = self._accelerator.device
@@ -147,3 +161,7 @@ class Placement:
         for layer in self._layers:
             layer.unshard()
             layer.reshard()
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [layer for name in layer_lists(model) for layer in model.get_submodule(name).children()]

@@ -143,7 +143,7 @@ class Run:
         model = self.target.model
         self.width = width_of(model.config)
         self.console.say(described(recipe, self.width))
-        self.draft_length, self.data, self.drafter = data_and_drafter(context, self.target)
+        self.draft_length, self.data, self.drafter, self.quantization = data_and_drafter(context, self.target)
         self.round, self.last = 0, Last()
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
         self.record = Record(context, best)
@@ -169,6 +169,8 @@ class Run:
         self.evaluated = progress is not None and progress.evaluated
         self.end = (progress and progress.end) or self.recipe.train.steps
         name, settings = self.recipe.name, self.recipe.train
+        if step == 0 and self.quantization is not None:
+            self.record.log({"step": 0, "quantization": self.quantization})
         self.module.train()
         if not self.evaluated:
             self._evaluate(step)

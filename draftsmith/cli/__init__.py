@@ -263,6 +263,8 @@ def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.setLogRecordFactory(LogLines)
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which names what it cannot load
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         for argument in arguments:
             if not argument.isprintable() and argument != argument.encode(errors="replace").decode():

@@ -9,9 +9,11 @@ from gpu.families import FAMILIES, make_drafter, target_model
 from transformers import LlamaForCausalLM
 
 from draftsmith.distill.objective import Objective
+from draftsmith.distill.quantization import quantize
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.batch import Batch, collate
 from draftsmith.train.progress import MemoryMeter
+from draftsmith.train.quantized_target import agreement
 from draftsmith.train.step import AgreementStep, Last
 
 pytestmark = pytest.mark.gpu
@@ -102,3 +104,15 @@ def test_the_meter_reads_the_allocators_peak(device: torch.device) -> None:
         del taken
         assert meter.peak() >= size
         assert MemoryMeter(device).peak() < size
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_a_quantized_target_agrees_with_itself(kind: str, device: torch.device) -> None:
+    """In bf16, as float8 requires; random weights of this size overlap by more than 0.9 in int8 on the CPU."""
+    pytest.importorskip("torchao")
+    if kind == "float8" and (device.type != "cuda" or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("no GPU that multiplies float8")
+    whole, model = (target_model().to(torch.bfloat16).requires_grad_(False) for _ in range(2))
+    quantize(model, kind, device)
+    found = agreement(OnlineTeacher(model.to(device)), OnlineTeacher(whole.to(device)), [batch_on(device)])
+    assert 0.8 < found.overlap < 1

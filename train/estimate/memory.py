@@ -11,6 +11,7 @@ from draftsmith.decode.kv_cache import FIRST_SLOTS
 from draftsmith.distill.hidden_state_cache import DTYPES as SHARD_DTYPES
 from draftsmith.distill.hidden_state_cache import TOGETHER
 from draftsmith.distill.load_target import DTYPES, load_tokenizer
+from draftsmith.distill.quantization import saved_bytes
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
@@ -176,8 +177,10 @@ def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
 
 
 def _elsewhere(recipe: Recipe, target: PreTrainedModel, accelerated: bool, processes: int) -> int:
-    """Return the target's bytes in host memory or other processes, see train/target_placement.py."""
+    """Return the target's bytes that this process's device does not hold, see train/target_placement.py."""
     offload, together = recipe.target.offload and accelerated, recipe.target.tensor_parallel
+    if recipe.target.quantization is not None:
+        return saved_bytes(target, recipe.target.quantization)
     if together > 1:  # the plans divide the matrices of the layers; norms and routers are small
         lists = [target.get_submodule(name) for name in layer_lists(target)]
         matrices = sum(_bytes(layers, 2) for layers in lists)

@@ -72,6 +72,11 @@ def test_bad_values_are_explained(overrides: list[str], message: str) -> None:
         (["target.attn_implementation=x"], "target.attn_implementation='x'; expected sdpa, eager, flash_attention_2"),
         (["target.attn_implementation=flash_attention_2"], "target.attn_implementation=flash_attention_2 with dtype="),
         (["target.offload=true", "cotrain.lora_rank=2"], "target.offload=True with cotrain; expected one of the two"),
+        (["target.quantization=int8", "target.offload=true"], "target.quantization=int8 with target.offload=True; exp"),
+        (["target.quantization=int8", "target.tensor_parallel=2"], "target.quantization=int8 with target.tensor_paral"),
+        (["target.quantization=int8", "cotrain.lora_rank=2"], "target.quantization=int8 with cotrain; expected one"),
+        (["target.quantization=int8", "teacher={kind: files, file: x}"], "target.quantization=int8 with teacher.kind"),
+        (["target.quantization=int4"], "target.quantization='int4'; expected 'int8' or 'float8'"),
     ],
 )
 def test_keys_that_exclude_each_other_are_refused_when_the_recipe_is_read(overrides: list[str], message: str) -> None:

@@ -152,6 +152,17 @@ def test_a_tensor_parallel_target_leaves_a_process_its_part() -> None:
     assert two.cache == one.cache // 2
 
 
+def test_a_quantized_target_takes_a_byte_a_number() -> None:
+    target = make_llama(**WIDE)
+    plain, quantized = (
+        memory.estimate_memory(recipe_of({"type": "medusa"}, target={"quantization": kind}), target.config)
+        for kind in (None, "int8")
+    )
+    matrices = [p for p in target.model.layers.parameters() if p.ndim == 2]
+    assert plain.target - quantized.target == sum(3 * p.numel() - 4 * len(p) for p in matrices)
+    assert plain.training - quantized.training == plain.target - quantized.target
+
+
 def test_texts_that_processes_share_take_less_memory() -> None:
     config, base = make_llama(**{**WIDE, "num_hidden_layers": 4}).config, {"type": "eagle3", "layers": [1, 2]}
     sizes = [{"sequence_parallel": count, "batch_size": ROWS // count} for count in (1, 4)]

@@ -1,0 +1,138 @@
+"""Quantized targets: what they save, how far p moves, and that drafters remain those of the target itself."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_llama
+from datasets import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.distill import quantization
+from draftsmith.distill.load_target import load_target
+from draftsmith.distill.quantization import quantize, quantized_matrices, require_quantization, saved_bytes
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError
+from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.heads.draft_model import EarlyExit
+from draftsmith.provenance import fingerprint_of_numbers, model_fingerprint
+from draftsmith.train.batch import collate
+from draftsmith.train.quantized_target import agreement
+from draftsmith.train.recipe import load_recipe
+from draftsmith.train.run_folder import read_metrics
+from draftsmith.train.target_placement import Placement
+from draftsmith.train.trainer import train
+
+CPU = torch.device("cpu")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+
+
+def stored_bytes(model: LlamaForCausalLM) -> int:
+    """Bytes of all weights, those of quantized ones by their parts."""
+    sizes = 0
+    for weight in model.parameters():
+        parts = [weight.qdata, weight.scale] if hasattr(weight, "qdata") else [weight]
+        sizes += sum(part.numel() * part.element_size() for part in parts)
+    return sizes
+
+
+@needs_torchao
+def test_what_is_saved_and_what_stays() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole, model = (make_llama(intermediate_size=80).to(dtype).requires_grad_(False) for _ in range(2))
+        saved = saved_bytes(model, "int8")
+        quantize(model, "int8", CPU)
+        assert stored_bytes(whole) - stored_bytes(model) == saved
+        for name, weight in model.named_parameters():
+            assert not weight.requires_grad
+            assert hasattr(weight, "qdata") == ("proj" in name), "embeddings, norms and lm_head are as they were"
+            if not hasattr(weight, "qdata"):
+                assert torch.equal(weight, whole.get_parameter(name))
+        assert fingerprint_of_numbers(whole) == model_fingerprint(whole)
+        vars(model)["draftsmith_fingerprints"] = ["those of the target itself"]
+        assert fingerprint_of_numbers(model) == "those of the target itself-int8", "caches are its own"
+
+
+@needs_torchao
+def test_agreement_bounds_the_change_of_alpha() -> None:
+    """|alpha(p, q) - alpha(p', q)| <= 1 - overlap for any q; the numbers are those of the plain formula."""
+    whole, model = (make_llama().requires_grad_(False) for _ in range(2))
+    quantize(model, "int8", CPU)
+    texts = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24]]
+    rows = Dataset.from_list([{"input_ids": text, "spans": [[2, len(text)]]} for text in texts])
+    found = agreement(OnlineTeacher(model), OnlineTeacher(whole), (collate(rows, [i], CPU) for i in range(2)))
+    p, other, q = (
+        torch.cat([any_model(torch.tensor([text])).logits[0, 1:-1].softmax(-1) for text in texts])
+        for any_model in (whole, model, make_llama(1))
+    )
+    assert found.positions == len(p) == 8
+    assert found.overlap == pytest.approx(float(torch.minimum(p, other).sum(-1).mean()), abs=1e-6)
+    assert 0.9 < found.overlap < 1 - 1e-4
+    assert found.same_argmax == pytest.approx(float((p.argmax(-1) == other.argmax(-1)).float().mean()))
+    change = torch.minimum(p, q).sum(-1).mean() - torch.minimum(other, q).sum(-1).mean()
+    assert abs(change) <= 1 - found.overlap
+
+
+@needs_torchao
+def test_a_run_reports_the_effect_and_saves_a_drafter_of_the_target_itself(
+    recipe_file: Path, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["train.steps=2", "evaluation.count=1", "teacher.kind=cached", "drafter.type=medusa"]
+    train(load_recipe(str(recipe_file), [*short, "target.quantization=int8"]))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "target: int8 saves 0 MiB of 0 MiB; at" in said
+    (row,) = [row["quantization"] for row in read_metrics(tmp_path / "run") if "quantization" in row]
+    assert row["saved_bytes"] == saved_bytes(make_llama(), "int8")
+    assert 0.8 < row["overlap"] < 1
+    assert f"is {row['overlap']:.4f} on average, so that alpha differs by at most {1 - row['overlap']:.4f}" in said
+    target = load_target(str(tiny_target_folder), device="cpu")
+    drafter = load_drafter(str(tmp_path / "run" / "drafter"), target.model, target.tokenizer)
+    SpeculativeDecoder(target.model, drafter).generate([5, 6, 7], max_new_tokens=4)
+    train(load_recipe(str(recipe_file), [*short, f"output={tmp_path / 'plain'}"]))
+    assert len(list((tmp_path / "cache" / "signals").iterdir())) == 2, "states of the quantized target are not reused"
+    plain, quantized = (
+        next(row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row) for name in ("plain", "run")
+    )
+    assert plain != quantized
+    recipe = json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())["draftsmith"]["recipe"]
+    assert recipe["target"]["quantization"] == "int8"
+
+
+@needs_torchao
+def test_the_teacher_and_the_evaluation_read_the_quantized_target(recipe_file: Path, tiny_target_folder: Path) -> None:
+    recipe = load_recipe(str(recipe_file), ["target.quantization=int8"])
+    target, expected = (load_target(str(tiny_target_folder), device="cpu") for _ in range(2))
+    placement = Placement(recipe, Accelerator(cpu=True))
+    assert placement.load_to == CPU
+    placement.place(target)
+    quantize(expected.model, "int8", CPU)
+    ids = torch.arange(3, 9)[None]
+    assert torch.equal(target.model(ids).logits, expected.model(ids).logits)
+    exits = EarlyExit(target.model, layers=1)
+    greedy = SpeculativeDecoder(target.model, exits).generate([3, 4, 5], max_new_tokens=8)
+    assert greedy.tokens == SpeculativeDecoder(expected.model).generate([3, 4, 5], max_new_tokens=8).tokens
+
+
+def test_what_cannot_be_quantized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64, "n_positions": 32}
+    with pytest.raises(ConfigError, match=r"int8 with GPT2LMHeadModel, which has 0% of its layers' weights in linear"):
+        quantized_matrices(GPT2LMHeadModel(GPT2Config(**sizes)), "int8")
+    uneven = make_llama(intermediate_size=72)
+    assert len(quantized_matrices(uneven, "int8")) == 14
+    with pytest.raises(ConfigError, match="float8 with LlamaForCausalLM"):
+        quantized_matrices(uneven, "float8")
+    assert len(quantized_matrices(make_llama(), "float8")) == 14
+    with pytest.raises(ConfigError, match=r"float8 with target\.dtype=float32; expected bfloat16"):
+        require_quantization("float8", "float32")
+    monkeypatch.setattr(quantization, "find_spec", lambda name: object())
+    require_quantization("int8", "float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"float8 without a GPU that multiplies float8 \(CUDA.*expected int8"):
+        require_quantization("float8", "bfloat16")
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"int8 needs torchao; expected null, or: pip install"):
+        require_quantization("int8", "float32")
