@@ -5,10 +5,11 @@
     mask      [rows, 1, width, slots]          every pass reads all slots
 
 The slot of a token is a value of a tensor, so the length of a text and the number of unfinished texts change no shape.
-Prompts, and passes that are wider than `MOST_WIDTH`, are not compiled; they use the same storage.
+Prompts, and passes that are wider than `MOST_WIDTH`, are not compiled; they use the same storage. Heads without a cache
+are compiled for the same rows, see `run_step`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -87,7 +88,7 @@ class CompiledPasses:
         self._last_position = min(slots, context_limit(model.config) or slots) - 1
         self.seen: dict[int, Tensor] = {}
         self._hooks: dict[int, Callable] = {}
-        self._graphs: dict[tuple, Callable[..., PassOutput]] = {}
+        self._graphs: dict[tuple, Graph] = {}
 
     def fits(self, model: PreTrainedModel, rows: int, slots: int) -> bool:
         parameter = next(model.parameters())
@@ -126,25 +127,12 @@ class CompiledPasses:
         """
         count, width = inputs.ids_BQ.shape
         key = (width, tuple(x is None for x in inputs), HEAD in modules, layers)
-        graph, runs, output = self._graphs.get(key), 1, None
-        if graph is None:
-            graph = self._graphs[key] = _graph(f"pass_of_{width}", self._device)
-            runs = RECORDING if self._device.type == "cuda" else 1
+        if key not in self._graphs:
+            self._graphs[key] = Graph(CompiledPasses._pass, f"pass_of_{width}", self._device)
         inputs = inputs.filled(self.rows)
         with self.watching(modules), self.attention.running(chain=False):
-            try:
-                for _ in range(runs):
-                    torch.compiler.cudagraph_mark_step_begin()
-                    output = graph(self, model, inputs, HEAD in modules, layers)
-            except TorchDynamoException as error:
-                raise ConfigError(
-                    f"compile=True: torch.compile fails for {type(model).__name__} ({reason_of(error)}); "
-                    "expected compile=False"
-                ) from error
-        assert output is not None
-        if self._device.type == "cuda":  # the next replay of the graph writes to the same memory
-            output = PassOutput._make(None if x is None else x.clone() for x in output)
-        return output.part(count, width)
+            output = self._graphs[key].run(model, self, model, inputs, HEAD in modules, layers)
+        return PassOutput._make(output).part(count, width)
 
     def _pass(self, model: PreTrainedModel, inputs: PassInputs, remember: bool, layers: tuple[int, ...]) -> PassOutput:
         """Run the model; this is the function that is compiled."""
@@ -168,18 +156,71 @@ class CompiledPasses:
         return PassOutput(output.logits, states, features)
 
 
-def _graph(name: str, device: torch.device) -> Callable[..., PassOutput]:
-    """Return `CompiledPasses._pass`, which is compiled when it is first called.
+class Graph:
+    """A function that is compiled when it first runs; it is called with tensors of one shape.
 
     It has code of its own: torch limits the number of graphs for one code object, and looks through all of them.
     """
-    global _BUILT
-    _BUILT += 1
-    plain = CompiledPasses._pass
-    own = FunctionType(plain.__code__.replace(co_name=name), plain.__globals__, name, plain.__defaults__)
-    return torch.compile(own, fullgraph=True, dynamic=False, **OPTIONS.get(device.type, {}))
+
+    def __init__(self, plain: FunctionType, name: str, device: torch.device) -> None:
+        global _BUILT
+        _BUILT += 1
+        own = FunctionType(plain.__code__.replace(co_name=name), plain.__globals__, name, plain.__defaults__)
+        self._run = torch.compile(own, fullgraph=True, dynamic=False, **OPTIONS.get(device.type, {}))
+        self._on_cuda = device.type == "cuda"
+        self._runs = RECORDING if self._on_cuda else 1
+
+    def run(self, module: nn.Module, *arguments: Any) -> list[Tensor | None]:
+        """Return the output, which later runs do not overwrite.
+
+        Raises:
+            ConfigError: if torch cannot compile the function, of which `module` is the part that it may not trace.
+        """
+        output: Sequence[Tensor | None] = ()
+        try:
+            for _ in range(self._runs):
+                torch.compiler.cudagraph_mark_step_begin()
+                output = self._run(*arguments)
+        except TorchDynamoException as error:
+            raise ConfigError(
+                f"compile=True: torch.compile fails for {type(module).__name__} ({reason_of(error)}); "
+                "expected compile=False"
+            ) from error
+        self._runs = 1
+        # On CUDA, the next replay of the graph writes to the same memory.
+        return [x.clone() if x is not None and self._on_cuda else x for x in output]
 
 
+def run_step(module: nn.Module, rows: int, *inputs: Tensor | int) -> tuple[Tensor, ...]:
+    """Return `module(*inputs)`, compiled for `rows` texts and n nodes of each, padded to a power of two.
+
+    Tensors, the first input among them, are [B, n, ...] like the output.
+    """
+    first = inputs[0]
+    assert isinstance(first, Tensor)
+    count, n = first.shape[:2]
+    width = 1 << (n - 1).bit_length()
+    if width > MOST_WIDTH:
+        return module(*inputs)
+    constants = tuple(x for x in inputs if not isinstance(x, Tensor))
+    key = (rows, width, first.device, first.dtype, constants)
+    graphs = _STEPS.setdefault(module, {})
+    if key not in graphs:
+        graphs[key] = Graph(_step, f"step_of_{width}", first.device)
+    padded = (
+        nn.functional.pad(x, (*[0] * (2 * x.dim() - 4), 0, width - n, 0, rows - count)) if isinstance(x, Tensor) else x
+        for x in inputs
+    )
+    return tuple(x[:count, :n] for x in graphs[key].run(module, module, *padded) if x is not None)
+
+
+def _step(module: nn.Module, *inputs: Tensor | int) -> tuple[Tensor, ...]:
+    """Run a drafter's module; this is the function that is compiled."""
+    return module(*inputs)
+
+
+_STEPS: "WeakKeyDictionary[nn.Module, dict[tuple, Graph]]" = WeakKeyDictionary()
+"""The compiled steps of drafters."""
 _BUILT = 0
 _FREE: "WeakKeyDictionary[nn.Module, list[CompiledPasses]]" = WeakKeyDictionary()
 """Passes that no text uses; graphs and storage stay for the next call."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.compiled import run_step
 from draftsmith.decode.contexts import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import draws_of
@@ -85,7 +86,7 @@ class DecodeLoop:
         compile: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self.texts = list(texts)
+        self.texts, self._rows = list(texts), len(texts)
         self._compile = compile
         self._runners: list[ModelRunner] = []
         self._target, self._drafter = target, drafter
@@ -101,16 +102,19 @@ class DecodeLoop:
             own = text.policy = None if policy is None else policy.fresh()
             self._shapes[id(text)] = own.fixed(greedy=processors.greedy) if isinstance(own, FixedPolicy) else None
 
-    def runner(self, model: nn.Module, *, padded: bool = True) -> ModelRunner:
+    def runner(self, model: nn.Module, *, width: int = 0) -> ModelRunner:
         sources = [text.source for text in self.texts]
         model = cast(PreTrainedModel, model)  # or a `DraftNetwork`, which has the same interface
-        longest = max(text.max_length for text in self.texts)
-        widths = self._widths if padded else None
+        longest = max(text.max_length for text in self.texts) + width  # a block may end after the text
+        widths = None if width else self._widths
         runner = ModelRunner(
-            model, len(self.texts), sources, widths=widths, longest=longest, compile=self._compile and padded
+            model, len(self.texts), sources, widths=widths, longest=longest, compile=self._compile, width=width
         )
         self._runners.append(runner)
         return runner
+
+    def run(self, module: nn.Module, *inputs: Tensor | int) -> tuple[Tensor, ...]:
+        return run_step(module, self._rows, *inputs) if self._compile else module(*inputs)
 
     def close(self) -> None:
         """Leave the drafter's compiled passes to later texts."""

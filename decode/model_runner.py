@@ -82,9 +82,11 @@ class ModelRunner:
             head = model.get_output_embeddings()
             assert head is not None, "`TransformersTarget` refuses models without an lm_head"
             self._modules[HEAD] = Watched(head, before=True)
-        if self._passes is None:
-            for layer, watched in self._modules.items():
-                weakref.finalize(self, watched.place(watched.hook(self._seen, layer)).remove)
+        watched = {} if self._passes else self._modules
+        self._hooks = [
+            weakref.finalize(self, module.place(module.hook(self._seen, layer)).remove)
+            for layer, module in watched.items()
+        ]
         self.states = torch.empty(0)
         """[B, H] or [B, Q, H] that belong to the last logits: the lm_head's input (`remember`) or `output.states`."""
         self.features_BQF: Tensor | None = None
@@ -240,7 +242,9 @@ class ModelRunner:
         self._drafted = Drafted()
 
     def close(self) -> None:
-        """Leave compiled passes to later texts; this runner is not used again."""
+        """Leave compiled passes to later texts and remove the hooks; this runner is not used again."""
+        for remove in self._hooks:  # or compiled passes of a drafter that shares the lm_head would run them
+            remove()
         if self._passes is not None:
             give_back(self.model, self._passes)
             self._passes = None

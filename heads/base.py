@@ -110,8 +110,18 @@ class Context(Protocol):
         """The unfinished texts; finished ones are removed, see `Drafter.drop`."""
         ...
 
-    def runner(self, model: nn.Module, *, padded: bool = True) -> ModelRunner:
-        """Return a runner for a model of the drafter; with `padded` its passes may be padded to a cheaper width."""
+    def runner(self, model: nn.Module, *, width: int = 0) -> ModelRunner:
+        """Return a runner for a model of the drafter, whose passes may be padded to a cheaper width.
+
+        With `width`, the usual number of tokens of its passes, only compiled passes are padded: narrower ones to it.
+        """
+        ...
+
+    def run(self, module: nn.Module, *inputs: Tensor | int) -> tuple[Tensor, ...]:
+        """Return `module(*inputs)`; compiled, with padding, where the decoder compiles.
+
+        Tensors are [B, n, ...] like the output, whose values for a node do not depend on other nodes.
+        """
         ...
 
 

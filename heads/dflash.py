@@ -250,7 +250,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
 
     def start(self, context: Context) -> None:
         super().start(context)
-        self._runner = context.runner(self.body, padded=False)
+        self._runner = context.runner(self.body, width=self.block_size)
         self._read([text.tokens[:-1] for text in context.texts])
 
     def _read(self, tokens: list[list[int]]) -> None:
@@ -302,9 +302,9 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         if self.markov is None:
             logits_BnD = logits_BnD.expand(*self._before_Bn.shape, -1)
         else:
-            embeds_Bnr = self.markov.markov_w1(self._before_Bn)
-            latent_Bnr, self._carried_Bnr = self.markov.latent(self._carried_Bnr, embeds_Bnr, self._node_states())
-            logits_BnD = logits_BnD + self.markov.markov_w2(latent_Bnr)
+            inputs = self._carried_Bnr, self._before_Bn, self._node_states()
+            bias_BnD, self._carried_Bnr = self.context.run(self.markov, *inputs)
+            logits_BnD = logits_BnD + bias_BnD
         return logits_BnD if self.body.vocabulary is None else self.body.vocabulary.expand(logits_BnD)
 
     def drop(self, rows: list[int]) -> None:

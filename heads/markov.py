@@ -27,6 +27,11 @@ class MarkovBias(nn.Module):
         self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
         nn.init.zeros_(self.markov_w2.weight)
 
+    def forward(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bias [n, D] after the tokens `before_n` and the carried state [n, r] of the next position."""
+        latent_nr, carried_nr = self.latent(carried_nr, self.markov_w1(before_n), states_nH)
+        return self.markov_w2(latent_nr), carried_nr
+
     def latent(self, carried_nr: Tensor, embeds_nr: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
         """Return l [n, r] and the carried state [n, r] of the next position, which only `rnn` changes."""
         if self.gate_proj is not None:

@@ -106,11 +106,15 @@ class Medusa(PathIndependentDrafter):
         require_states(context, "Medusa heads")
 
     def begin(self, rows: list[int]) -> Tensor:
-        self._hidden_BH = last_states(self.context, self.dtype)
+        self._hidden_B1H = last_states(self.context, self.dtype)[:, None]
         return self.logits_at(0)
 
     def logits_at(self, depth: int) -> Tensor:
-        return self.lm_heads.full(depth, self.blocks[depth](self._hidden_BH))
+        return self.context.run(self, self._hidden_B1H, depth)[0][:, 0]
+
+    def forward(self, hidden_nH: Tensor, depth: int) -> tuple[Tensor]:
+        """Return the logits [n, V] of the head of this depth."""
+        return (self.lm_heads.full(depth, self.blocks[depth](hidden_nH)),)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         # The heads may be kept in fp32 while the target is in half precision.

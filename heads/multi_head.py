@@ -142,10 +142,8 @@ class TokenHeads(TrainableDrafter):
 
     def begin(self, rows: list[int]) -> Tensor:
         tokens_B = [text.tokens[-1] for text in self.context.texts]
-        hidden_BH = self.committed_states(rows)
-        state_BH, carried_BS = self.advance(0, self.first(hidden_BH), torch.tensor(tokens_B, device=hidden_BH.device))
-        self._carried_BnS = carried_BS[:, None]
-        return self.lm_heads.full(0, state_BH)
+        self._carried_BnS = self.first(self.committed_states(rows))[:, None]
+        return self._logits(torch.tensor(tokens_B, device=self._carried_BnS.device)[:, None], 0)[:, 0]
 
     def committed_states(self, rows: list[int]) -> Tensor:
         """Return the states [B, H] after the second to last committed tokens; rows other than `rows` are undefined."""
@@ -156,9 +154,18 @@ class TokenHeads(TrainableDrafter):
         return signals.hidden_BTH.to(self.dtype)
 
     def extend(self, level: Level) -> Tensor:
-        carried_BnS = level.of_parents(self._carried_BnS)
-        state_BnH, self._carried_BnS = self.advance(level.depth, carried_BnS, level.tokens_Bn)
-        return self.lm_heads.full(level.depth, state_BnH)
+        self._carried_BnS = level.of_parents(self._carried_BnS)
+        return self._logits(level.tokens_Bn, level.depth)
+
+    def _logits(self, tokens_Bn: Tensor, depth: int) -> Tensor:
+        """Run the head of this depth on nodes and return the logits [B, n, V] after them."""
+        logits_BnV, self._carried_BnS = self.context.run(self, self._carried_BnS, tokens_Bn, depth)
+        return logits_BnV
+
+    def forward(self, carried_nS: Tensor, tokens_n: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the logits [n, V] of head `depth` and the carried state [n, S'] of the next one."""
+        state_nH, carried_nS = self.advance(depth, carried_nS, tokens_n)
+        return self.lm_heads.full(depth, state_nH), carried_nS
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         carried_BTS = self.first(self.teacher_states(signals))

@@ -82,7 +82,8 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
 
     def start(self, context: Context) -> None:
         super().start(context)
-        self._runner = context.runner(self.body, padded=False)
+        # At most num_tokens + 1 committed tokens of a round, the first of which is not a mask, and the other masks.
+        self._runner = context.runner(self.body, width=2 * self.num_tokens)
         unread = [text.tokens[1:-1] for text in context.texts]
         if any(unread):
             states = self._states([len(row) for row in unread])

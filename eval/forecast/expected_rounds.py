@@ -308,7 +308,10 @@ class _KnownContext:
     texts: Sequence[SequenceState]
     max_length: int
 
-    def runner(self, model: nn.Module, *, padded: bool = True) -> NoReturn:
+    def runner(self, model: nn.Module, *, width: int = 0) -> NoReturn:
+        raise AssertionError("drafters that copy run no model")
+
+    def run(self, module: nn.Module, *inputs: Tensor | int) -> NoReturn:
         raise AssertionError("drafters that copy run no model")
 
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from draftsmith.decode import compiled
 from draftsmith.decode.compiled import built_graphs
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, Drafter
+from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.eagle3 import Eagle3
+from draftsmith.heads.hydra import Hydra
 from draftsmith.heads.medusa import Medusa
+from draftsmith.heads.peagle import ParallelEagle
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
 SETTINGS = {"max_new_tokens": 24, "eos_token_id": [1, 6, 19, 20]}
@@ -42,33 +46,62 @@ def target_model() -> torch.nn.Module:
     return make_llama(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).double()
 
 
+def noisy(drafter: Drafter, scale: float = 0.02) -> Drafter:
+    """Return a drafter that agrees with the target less often than it did."""
+    for parameter in drafter.parameters():
+        parameter.data += scale * torch.randn_like(parameter)
+    return drafter
+
+
+def draft_model(target: torch.nn.Module) -> Drafter:
+    return noisy(DraftModel(target_model()))
+
+
 def eagle(target: torch.nn.Module) -> Drafter:
-    drafter = Eagle3.from_target(target, layers=[1, FINAL], draft_vocabulary=list(range(0, 64, 2))).double()
-    for parameter in drafter.parameters():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    return drafter
+    return noisy(Eagle3.from_target(target, layers=[1, FINAL], draft_vocabulary=list(range(0, 64, 2))).double())
 
 
-def noisy(target: torch.nn.Module) -> Drafter:
-    """A draft model that agrees with the target often, but not always."""
-    drafter = DraftModel(target_model())
-    for parameter in drafter.parameters():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    return drafter
+def peagle(target: torch.nn.Module) -> Drafter:
+    return noisy(ParallelEagle.from_target(target, num_tokens=3, layers=[1, FINAL]).double())
+
+
+def dflash(target: torch.nn.Module) -> Drafter:
+    """A block drafter of 4 tokens, which see the last 2 features."""
+    drafter = DFlash.from_target(target, block_size=4, layers=[1, FINAL], num_hidden_layers=1).double()
+    drafter.body.windows = replace(drafter.body.windows, sizes=(2,))
+    return noisy(drafter)
+
+
+def dspark(target: torch.nn.Module) -> Drafter:
+    options = {"sample_from_anchor": True, "markov_rank": 4, "markov_type": "rnn", "confidence_head": True}
+    return noisy(DFlash.from_target(target, block_size=4, layers=[1, FINAL], **options).double(), 0.1)
+
+
+def medusa(target: torch.nn.Module) -> Drafter:
+    return noisy(Medusa.from_target(target, draft_vocabulary=list(range(0, 64, 2))).double())
+
+
+def hydra(target: torch.nn.Module) -> Drafter:
+    return noisy(Hydra.from_target(target, num_heads=3, prefix_layer=True).double())
 
 
 CASES: dict[str, tuple[Callable[[torch.nn.Module], Drafter] | None, dict[str, object]]] = {
     "target alone": (None, {}),
-    "draft_model": (noisy, {"draft_length": 3}),
-    "tree": (noisy, {"policy": "tree:widths=2x1"}),
-    "dynamic tree": (noisy, {"policy": "dynamic-tree:size=7,depth=3,top_k=2"}),
+    "draft_model": (draft_model, {"draft_length": 3}),
+    "tree": (draft_model, {"policy": "tree:widths=2x1"}),
+    "dynamic tree": (draft_model, {"policy": "dynamic-tree:size=7,depth=3,top_k=2"}),
     "eagle3": (eagle, {"draft_length": 3}),
-    "medusa": (Medusa.from_target, {"draft_length": 3}),
+    "peagle": (peagle, {"draft_length": 3}),
+    "dflash": (dflash, {"draft_length": 3}),
+    "dspark": (dspark, {"draft_length": 4}),
+    "dspark, tree": (dspark, {"policy": "tree:widths=3x1x1"}),
+    "medusa": (medusa, {"draft_length": 3}),
+    "hydra": (hydra, {"policy": "tree:widths=3x1x1"}),
 }
 
 
-def compare(target: torch.nn.Module, case: str) -> None:
-    """Check the texts of a ragged batch, and that a second call builds no graph."""
+def compare(target: torch.nn.Module, case: str) -> int:
+    """Check the texts of a ragged batch, and that a second call builds no graph; return the number of graphs."""
     make, plan = CASES[case]
     torch.manual_seed(1)
     drafter = None if make is None else make(target).eval()
@@ -84,16 +117,29 @@ def compare(target: torch.nn.Module, case: str) -> None:
         assert (built_graphs(), counters["stats"]["unique_graphs"]) == graphs
         lengths.append(set(map(len, expected)))
     assert max(map(len, lengths)) > 1, "the texts should end at different times"
-    assert built_graphs() > before
+    return built_graphs() - before
 
 
-@pytest.mark.parametrize("case", ["draft_model", "tree", "eagle3"])
-def test_texts_equal_those_of_uncompiled_passes(traced: None, case: str) -> None:
-    compare(target_model(), case)
+@pytest.mark.parametrize(
+    ("case", "graphs"),
+    [
+        ("draft_model", 3),  # the target's pass; the drafter's over 1 and 2 tokens
+        ("tree", 4),
+        ("eagle3", 4),
+        ("peagle", 2),
+        ("dflash", 3),  # features, the block
+        ("dspark, tree", 5),  # and biases of 1 and of 3 nodes
+        ("medusa", 4),  # three heads
+        pytest.param("hydra", 7, marks=pytest.mark.slow),
+        pytest.param("dspark", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_texts_equal_those_of_uncompiled_passes(traced: None, case: str, graphs: int) -> None:
+    assert compare(target_model(), case) == graphs
 
 
 def test_inductor_on_a_cpu() -> None:
-    compare(target_model(), "target alone")
+    assert compare(target_model(), "target alone") == 1
 
 
 @pytest.mark.slow
