@@ -20,8 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +32,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.distill.load_target import load_target
-from draftsmith.distill.objective import Objective
-from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.train import trainer as loop
 from draftsmith.train.accelerator import autocast, make_accelerator
 from draftsmith.train.batch import Batch, collate
 from draftsmith.train.estimate.fake_run import Operations
-from draftsmith.train.progress import MemoryMeter
+from draftsmith.train.progress import PARTS, MemoryMeter
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output
 
 ROWS = 64
-PARTS = ("data wait", "target forward", "drafter", "objective", "optimizer")
 
 
 def arguments() -> argparse.Namespace:
@@ -150,26 +145,6 @@ class PlainLoop:
         return loss
 
 
-class Clock:
-    """Seconds by part of a step; time in a nested part counts for the nested part only."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inner = [0.0]
-
-    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            self._inner.append(0.0)
-            started = now()
-            result = function(*arguments, **options)
-            whole = now() - started
-            self.seconds[part] += whole - self._inner.pop()
-            self._inner[-1] += whole
-            return result
-
-        return call
-
-
 def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -183,24 +158,18 @@ def make_run(recipe: Recipe) -> loop.Run:
 
 def measure_speed(kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     recipe = recipe_of(kind, options, folder)
-    run, clock = make_run(recipe), Clock()
+    run = make_run(recipe)
     target = run.target.model
     fresh = HEADS[kind].from_target(target, **recipe.drafter_options()).to(target.device)
     fresh.attach(target)
     plain = PlainLoop(recipe, target, fresh)
-    for name in ("batch_indices", "response_tokens", "collate"):
-        setattr(loop, name, clock.timed("data wait", getattr(loop, name)))
-    OnlineTeacher.signals = clock.timed("target forward", OnlineTeacher.signals)
-    Objective.__call__ = clock.timed("objective", Objective.__call__)
-    run.drafter.unroll = clock.timed("drafter", run.drafter.unroll)
-    run.engine.backward = clock.timed("drafter", run.engine.backward)
-    run.engine.step = clock.timed("optimizer", run.engine.step)
+    parts: list[dict[str, float]] = []
     seconds: dict[str, list[float]] = {"ours": [], "plain": []}
     for step in range(options.steps + 1):
         rows = run.data.rows
         indices = [(step * options.batch + i) % len(rows) for i in range(options.batch)]
         sides = {
-            "ours": lambda step=step: run.step(step),
+            "ours": lambda step=step: parts.append(run.step(step)["seconds_by_part"]),
             "plain": lambda indices=indices, rows=rows: plain.step(collate(rows, indices, target.device)),
         }
         for side in ("ours", "plain") if step % 2 else ("plain", "ours"):
@@ -208,9 +177,9 @@ def measure_speed(kind: str, options: argparse.Namespace, folder: Path) -> dict[
             sides[side]()
             seconds[side].append(now() - started)
         if step == 0:  # first calls allocate and choose kernels
-            clock.seconds.clear()
+            parts.clear()
             seconds = {side: [] for side in seconds}
-    shares = {part: clock.seconds[part] / sum(seconds["ours"]) for part in PARTS}
+    shares = {part: sum(times[part] for times in parts) / sum(seconds["ours"]) for part in PARTS}
     with Operations() as operations:
         run.step(options.steps + 1)
     tokens = options.batch * options.length

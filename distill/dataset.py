@@ -242,6 +242,20 @@ def hold_out(examples: Dataset, count: int) -> tuple[Dataset, list[HeldOut]]:
     return examples.select(kept), list(prompts.values())
 
 
+def hold_back(rows: Dataset, count: int) -> tuple[Dataset, Dataset]:
+    """Return the rows of all prompts but the last `count`, and theirs.
+
+    Raises:
+        ConfigError: if no row would be left for training.
+    """
+    prompts = rows["question" if "question" in rows.column_names else "opening"]
+    held = set(list(dict.fromkeys(reversed(prompts)))[:count])
+    kept = [index for index, prompt in enumerate(prompts) if prompt not in held]
+    if not kept:
+        raise ConfigError(f"data.validation={count} with samples of {len(held)} prompts; expected fewer than those")
+    return rows.select(kept), rows.select([index for index, prompt in enumerate(prompts) if prompt in held])
+
+
 class LengthStatistics(NamedTuple):
     """Numbers of samples and tokens, and percentiles of the samples' lengths in tokens."""
 

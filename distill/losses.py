@@ -75,7 +75,7 @@ def summed_loss(parts: Iterable[Part], states: Sequence[Tensor], parameters: Seq
         states: of each source, [N, D].
         parameters: parameters that the losses read besides the states; those that are not listed get no gradient.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad and torch.is_grad_enabled()]
     return _SummedLoss.apply(parts, len(states), *states, *dict.fromkeys(trained))
 
 

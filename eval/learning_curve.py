@@ -1,4 +1,4 @@
-"""Acceptance length by training step: whether it still rises, and what more steps would bring."""
+"""What the metrics of a run say: whether tau still rises, what more steps would bring, and where its time went."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,3 +135,18 @@ def outlook(metrics: Sequence[Mapping[str, Any]]) -> str | None:
         f"Twice the steps ({2 * steps}) would bring about tau {then}, against {now} at step {steps}: a fit of "
         f"a - b / step^c to {int((curve.steps_E > 0).sum())} evaluations on {prompts} held-out prompts"
     )
+
+
+def time_split(metrics: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence on the time of a run's training steps by part; None for a run that did not measure it.
+
+    `metrics`: as for `outlook`. The first step is left out: libraries allocate and choose kernels in it.
+    """
+    rows = [row["seconds_by_part"] for row in metrics if row.get("seconds_by_part")]
+    rows = rows[1:] or rows
+    totals = {part: sum(row.get(part, 0.0) for row in rows) for part in (rows[-1] if rows else {})}
+    whole = sum(totals.values())
+    if not whole:
+        return None
+    shares = ", ".join(f"{part} {seconds / whole:.0%}" for part, seconds in totals.items())
+    return f"A training step took {1000 * whole / len(rows):.0f} ms: {shares}"

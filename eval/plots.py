@@ -360,6 +360,10 @@ def plot_training(runs: dict[str, list[dict[str, Any]]]) -> Plot:
             steps = [row for row in metrics if "loss" in row]
             evaluations = [row for row in metrics if "evaluation" in row]
             left.plot([row["step"] for row in steps], [row["loss"] for row in steps], color=colour, label=name)
+            validated = [row for row in evaluations if "validation" in row]
+            if validated:
+                losses = [row["validation"]["loss"] for row in validated]
+                left.plot([row["step"] for row in validated], losses, "--o", color=colour, label=f"{name}, validation")
             for k in range(max((len(row["alpha"]) for row in steps), default=0)):
                 label = name if k == 0 else None
                 shown = [row for row in steps if len(row["alpha"]) > k]

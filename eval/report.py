@@ -11,7 +11,7 @@ from rich.table import Table
 from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import EVALUATION, Evaluation, read_evaluation
 from draftsmith.eval.journal import JOURNAL, SCHEMA, require_same, whole_lines
-from draftsmith.eval.learning_curve import outlook
+from draftsmith.eval.learning_curve import outlook, time_split
 from draftsmith.eval.online import TITLES, online_cells, online_lines, plot_online
 from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.prompts import OVERALL
@@ -167,8 +167,9 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def training_lines(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a sentence for each drafter whose run shows what more steps would bring."""
-    return [f"{name}: {text}." for name, metrics in runs.items() if (text := outlook(metrics)) is not None]
+    """Return a sentence for each drafter whose run shows what more steps would bring, and one on its steps' time."""
+    found = [(name, sentence(metrics)) for name, metrics in runs.items() for sentence in (outlook, time_split)]
+    return [f"{name}: {text}." for name, text in found if text is not None]
 
 
 def _diagnostics(rows: list[EvalRow]) -> list[dict[str, Any]]:

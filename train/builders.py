@@ -111,7 +111,7 @@ def data_and_drafter(context: RunContext, target: LoadedTarget) -> DataAndDrafte
     quantization = quantization_effect(context, target, data.rows, partial(_load, context))
     if size is not None and recipe.start_from is None:
         torch.manual_seed(recipe.train.seed)
-        tokens = frequent_tokens(data.rows, size, target, context.console)
+        tokens = frequent_tokens(data.rows.select(range(data.trained)), size, target, context.console)
         drafter = kind.from_target(model, **options, draft_vocabulary=tokens)
     return DataAndDrafter(draft_length, data, drafter, quantization)
 

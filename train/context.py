@@ -24,3 +24,9 @@ class RunContext:
     def of(cls, recipe: Recipe, accelerator: Accelerator) -> Self:
         """Build the context of `recipe`, with a console and a target placement for this process."""
         return cls(recipe, accelerator, Console(accelerator.is_main_process), Placement(recipe, accelerator))
+
+    @property
+    def text_share(self) -> tuple[int, int]:
+        """The number of shares that a batch is divided into, and the place of this process's."""
+        together, accelerator = self.recipe.train.sequence_parallel, self.accelerator
+        return accelerator.num_processes // together, accelerator.process_index // together

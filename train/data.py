@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedModel
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.dataset import ExampleSettings, HeldOut, hold_out, length_statistics, pack, read_examples
+from draftsmith.distill.dataset import (
+    ExampleSettings,
+    HeldOut,
+    hold_back,
+    hold_out,
+    length_statistics,
+    pack,
+    read_examples,
+)
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED, LoadedTarget
 from draftsmith.distill.sources import conversation, read_source
@@ -49,6 +57,13 @@ class TrainingData:
     """The prompts, for sampling responses again; None for data that comes with responses."""
     states: StateFiles | None = None
     """The target's states of the rows, where an engine wrote them."""
+    validation: int = 0
+    """The last rows, which are not trained on."""
+
+    @property
+    def trained(self) -> int:
+        """The number of rows that are trained on: the first ones."""
+        return len(self.rows) - self.validation
 
 
 def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
@@ -99,11 +114,11 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
     else:
         heldout = _heldout(evaluation.prompts or EMBEDDED, chat, target, recipe)
     if data.response == "text":
-        rows = _packed(_readable(examples, target, console), data, console)
-        return TrainingData(rows, heldout, states=states)
+        rows, validation = _packed(_readable(examples, target, console), data, console)
+        return TrainingData(rows, heldout, states=states, validation=validation)
     rows = _with_images(_sampled(context, chat, target, drafter, examples), examples)
-    rows = _readable(rows, target, console)
-    return TrainingData(_packed(rows, data, console), heldout, examples)
+    rows, validation = _packed(_readable(rows, target, console), data, console)
+    return TrainingData(rows, heldout, examples, validation=validation)
 
 
 def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Drafter, examples: Dataset) -> Dataset:
@@ -166,11 +181,14 @@ def _of_file(context: RunContext, chat: Chat, target: LoadedTarget, rows: Datase
     """Return rows of the teacher's file, without the held-out ones."""
     recipe, console = context.recipe, context.console
     data, evaluation = recipe.data, recipe.evaluation
-    if evaluation.prompts is not None:
-        return TrainingData(_packed(rows, data, console), _heldout(evaluation.prompts, chat, target, recipe))
     openings = [fingerprint(ids[: spans[0][0]]) for ids, spans in zip(rows["input_ids"], rows["spans"], strict=True)]
-    rows, heldout = hold_out(rows.add_column("opening", openings), evaluation.count)
-    return TrainingData(_packed(rows, data, console), heldout)
+    rows = rows.add_column("opening", openings)
+    if evaluation.prompts is not None:
+        heldout = _heldout(evaluation.prompts, chat, target, recipe)
+    else:
+        rows, heldout = hold_out(rows, evaluation.count)
+    rows, validation = _packed(rows, data, console)
+    return TrainingData(rows, heldout, validation=validation)
 
 
 class SampledRound(NamedTuple):
@@ -204,8 +222,8 @@ def resample(
     drafter.train(was_training)
     counts = sampling_counts(folder, settings.responses)
     rows = _readable(_with_images(rows, data.questions), target, context.console)
-    packed = _packed(rows, recipe.data, context.console)
-    return SampledRound(TrainingData(packed, data.heldout, data.questions), counts)
+    packed, validation = _packed(rows, recipe.data, context.console)
+    return SampledRound(TrainingData(packed, data.heldout, data.questions, validation=validation), counts)
 
 
 def _sample_settings(recipe: Recipe, seed: int) -> "SampleSettings":
@@ -222,21 +240,24 @@ def _sample_settings(recipe: Recipe, seed: int) -> "SampleSettings":
     )
 
 
-def _packed(rows: Dataset, data: DataSection, console: Console) -> Dataset:
-    """Pack the rows where the recipe says so, and print the lengths of the samples."""
+def _packed(rows: Dataset, data: DataSection, console: Console) -> tuple[Dataset, int]:
+    """Pack the rows where the recipe says so, print the lengths of the samples, and move those of `data.validation` to
+    the end; return the rows and the number of the latter."""
     lengths = length_statistics(rows)
     summary = (
         f"data: {lengths.samples:,} samples, {lengths.tokens:,} tokens, {lengths.trained:,} of them trained; "
         f"lengths {lengths.p5} / {lengths.p50} / {lengths.p95} (5 %, median, 95 %), longest {lengths.longest}"
     )
-    if not data.pack:
-        console.say(summary)
-        return rows
-    width = data.pack_tokens or data.prompt_tokens + data.response_tokens
-    packed = pack(rows, width)
-    full = lengths.tokens / (len(packed) * width)
-    console.say(f"{summary}; packed into {len(packed):,} rows, {full:.0%} full")
-    return packed
+    parts = [rows] if data.validation is None else list(hold_back(rows, data.validation))
+    if len(parts) > 1:
+        summary += f"; {len(parts[1]):,} samples of {data.validation:,} prompts kept out of training"
+    if data.pack:
+        width = data.pack_tokens or data.prompt_tokens + data.response_tokens
+        parts = [pack(part, width) for part in parts]
+        count = sum(map(len, parts))
+        summary += f"; packed into {count:,} rows, {lengths.tokens / (count * width):.0%} full"
+    console.say(summary)
+    return concatenate_datasets(parts), sum(map(len, parts[1:]))
 
 
 def logit_count(model: PreTrainedModel) -> int:

@@ -1,8 +1,10 @@
-"""The output of a run on the main process: lines and a progress bar; and the memory that a process has used."""
+"""The output of a run on the main process: lines and a progress bar; the memory and the time that a process used."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,42 @@ class MemoryMeter:
         # Linux counts per core, so that its own maximum can fall by a few pages.
         self._peak = max(self._peak, _peak_resident() - self._before)
         return self._peak
+
+
+PARTS: tuple[str, ...] = ("fetch", "teacher", "drafter", "objective", "backward", "optimizer", "other")
+
+
+class StepClock:
+    """Measures the parts of a training step on its device: a part ends at `end`, and the next one begins there.
+
+    On CUDA it records events instead of waiting for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._ends: list[tuple[str, Any]] = []
+
+    def start(self) -> None:
+        self._ends = [("", self._now())]
+
+    def end(self, part: str) -> None:
+        """End a part, of `PARTS`; without effect before the first `start`."""
+        if self._ends:
+            self._ends.append((part, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part since `start`; to be called once the device has computed all of them."""
+        totals = dict.fromkeys(PARTS, 0.0)
+        for (_, begun), (part, ended) in pairwise(self._ends):
+            totals[part] += begun.elapsed_time(ended) / 1000 if self._cuda else ended - begun
+        return totals
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def in_units(count: float) -> str:
@@ -72,11 +110,12 @@ class Console:
         """Print a line."""
         self._rich.print(text, soft_wrap=True)
 
-    def evaluation(self, step: int, result: dict[str, Any], averaged: bool) -> None:
-        """Print the metrics of an evaluation in a line."""
+    def evaluation(self, step: int, result: dict[str, Any], averaged: bool, validation: dict[str, Any] | None) -> None:
+        """Print the metrics of an evaluation, with those of the validation pass if any, in a line."""
         at = " ".join(f"{share:.2f}" for share in result["acceptance_at"])
+        loss = "" if validation is None else f", validation loss {validation['loss']:.3f}"
         name = f"step {step}{', averaged' * averaged}"
-        self.say(f"  {name}: alpha {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {at}")
+        self.say(f"  {name}: alpha {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {at}{loss}")
 
     @contextmanager
     def bar(self, name: str, steps: int, done: int) -> Iterator[Callable[[dict[str, Any] | None], None]]:

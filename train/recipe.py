@@ -67,8 +67,8 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     cotrain: CotrainSection | None = None
     """Also train adapters on the target; with Medusa heads this is Medusa-2. Decoding then uses the adapted target."""
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    """wandb runs offline unless WANDB_API_KEY is set."""
+    tracker: Literal["none", "wandb", "tensorboard", "trackio", "mlflow"] = "none"
+    """wandb runs offline unless WANDB_API_KEY is set; see train/trackers.py for the places of the others."""
     publish: PublishSection | None = None
     """Push the best drafter to the Hub; may be added, changed or removed when a run is resumed."""
 

@@ -87,6 +87,9 @@ class DataSection(Section):
     """Folder of the images that messages name; needed for rows with images. A change inside it reads the rows again."""
     deduplicate: bool = True
     """Leave out samples that repeat an earlier one of the file."""
+    validation: Count | None = None
+    """Keep the samples of this many prompts out of training, and compute the mean objective over them at every
+    evaluation."""
     pack: bool = False
     """Pack several samples into one row of data.pack_tokens, to reduce padding; attention stays within a sample."""
     pack_tokens: Count | None = None

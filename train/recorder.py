@@ -263,17 +263,18 @@ class Record:
         return self._average.in_place() if averaged and self._average is not None else nullcontext()
 
     def finish(self, steps: int, peak: int, estimate: "MemoryEstimate | None") -> None:
-        """Write the run's summary, and print what more steps would bring.
+        """Write the run's summary, and print what more steps would bring and where the time went.
 
         `peak`: the most bytes that this start of the run has used.
         """
         if self._main:
-            from draftsmith.eval.learning_curve import outlook  # the measurement: loaded at the end alone
+            from draftsmith.eval.learning_curve import outlook, time_split  # the measurement: loaded at the end alone
 
             memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}
             best = self.best
             summary = {"best_step": best.step, "best_tau": best.tau, "best_averaged": best.averaged, "steps": steps}
-            if (text := outlook(read_metrics(self._folder))) is not None:
+            metrics = read_metrics(self._folder)
+            for text in filter(None, (outlook(metrics), time_split(metrics))):
                 self._console.say(f"  {text}")
             with self._writing(FINISHED):
                 finish(self._folder, {**summary, "memory": memory, "environment": environment()})

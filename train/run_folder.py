@@ -159,6 +159,10 @@ class _Evaluation(BaseModel):
     rounds: list[FiniteFloat] = []
 
 
+class _Validation(BaseModel):
+    loss: FiniteFloat
+
+
 class _Row(BaseModel):
     """The checked keys of a row, all but `step` optional."""
 
@@ -167,6 +171,8 @@ class _Row(BaseModel):
     alpha: list[FiniteFloat] = []
     evaluation: _Evaluation = _Evaluation(tau=0.0)
     average: _Evaluation = _Evaluation(tau=0.0)
+    validation: _Validation = _Validation(loss=0.0)
+    seconds_by_part: dict[str, FiniteFloat] = {}
 
     @model_validator(mode="after")
     def _require_whole(self) -> Self:

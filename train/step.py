@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from draftsmith.distill.cotraining import Adapters, quality_kl
@@ -12,6 +13,7 @@ from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.lora import without_lora
 from draftsmith.train.batch import Batch
+from draftsmith.train.progress import StepClock
 
 # Shapes: B sequences, T positions, K draft positions, H hidden size, N trained positions.
 
@@ -46,6 +48,10 @@ class StepSums(NamedTuple):
     quality_kl: Tensor
     """KL of the adapted target from the original, in nats; zero for a frozen target."""
 
+    def plus(self, before: "StepSums | None") -> "StepSums":
+        """Return the sums with those of other batches, if there are any."""
+        return self if before is None else StepSums(*(a + b for a, b in zip(before, self, strict=True)))
+
 
 @dataclass(frozen=True)
 class Last:
@@ -66,12 +72,18 @@ class AgreementStep(nn.Module):
         self._objective = objective
         # In a tuple, so that the frozen target is not registered as a submodule to train, wrap or save.
         self._teacher = (teacher,)
+        self.clock = StepClock(torch.device("cpu"))
+        """Measures the parts of the forward pass; the training loop sets its own."""
 
     def forward(self, batch: Batch, done: float, last: Last) -> StepSums:
         """`done`: the share of the run's steps that have been taken."""
         teacher = self._teacher[0]
         signals = teacher.signals(**vars(batch))
-        sums = self._objective(self.drafter.unroll(signals), signals, teacher.lm_head, last.alpha)
+        self.clock.end("teacher")
+        unrolled = self.drafter.unroll(signals)
+        self.clock.end("drafter")
+        sums = self._objective(unrolled, signals, teacher.lm_head, last.alpha)
+        self.clock.end("objective")
         return StepSums(sums.loss, sums.alpha_K, sums.match_K, sums.count_K, sums.loss.detach() * 0)
 
 
@@ -113,8 +125,10 @@ class CotrainStep(AgreementStep):
         with without_lora(teacher.model):
             original_NH = teacher.signals(**vars(batch)).hidden_BTH[batch.mask_BT]
         signals = teacher.signals(**vars(batch), gradient=True)
+        self.clock.end("teacher")
         chunk = self._objective.chunk_tokens
         quality = quality_kl(teacher.lm_head, original_NH, signals.hidden_BTH[batch.mask_BT], chunk)
+        self.clock.end("objective")
         ramp = min(1.0, (done - settings.warmup_fraction) / max(settings.ramp_fraction, 1e-9))
         room = max(0.0, 1 - last.quality_kl / settings.max_quality_kl)
         weight = settings.drafter_weight * ramp * room
@@ -125,7 +139,10 @@ class CotrainStep(AgreementStep):
         )
         # Adapters get gradients through the drafter's inputs only: p is constant, and the drafter follows it.
         known = replace(signals, hidden_BTH=signals.hidden_BTH.detach())
-        sums = self._objective(self.drafter.unroll(read), known, teacher.lm_head, last.alpha)
+        unrolled = self.drafter.unroll(read)
+        self.clock.end("drafter")
+        sums = self._objective(unrolled, known, teacher.lm_head, last.alpha)
+        self.clock.end("objective")
         loss = sums.loss + settings.quality_weight * quality
         return StepSums(loss, sums.alpha_K, sums.match_K, sums.count_K, quality.detach())
 

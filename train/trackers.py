@@ -1,10 +1,11 @@
-"""wandb and tensorboard, through accelerate: curves, acceptance by position, and decoded texts."""
+"""wandb, tensorboard, trackio and mlflow, through accelerate: curves, acceptance by position, and decoded texts."""
 
 import html
 import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,12 +42,12 @@ class Sample:
         return cls(printable(str(tokenizer.decode(output.prompt_tokens))), pieces)
 
     def markdown(self) -> str:
-        """Return the text in tensorboard's Markdown."""
+        """Return the text in the Markdown of tensorboard and trackio."""
         marked = "".join(f"<b>{html.escape(text)}</b>" if ours else html.escape(text) for text, ours in self.pieces)
         return f"{LEGEND}\n\n<pre>{html.escape(self.prompt)}│{marked}</pre>"
 
     def html(self) -> str:
-        """Return the text as HTML for wandb."""
+        """Return the text as HTML for wandb and mlflow."""
         marked = "".join(
             f"<b style='background:#cdebdc;color:#000'>{html.escape(text)}</b>" if ours else html.escape(text)
             for text, ours in self.pieces
@@ -74,7 +75,8 @@ def acceptance_chart(acceptance_at: list[float], title: str) -> np.ndarray:
 
 
 PROJECT = "draftsmith"
-RUN_ID = "wandb-run-id"
+RUN_IDS = {"wandb": "wandb-run-id", "mlflow": "mlflow-run-id"}
+"""Files with the tracker's id of the run, by which a later start continues it."""
 
 
 class Tracker:
@@ -83,8 +85,8 @@ class Tracker:
     def __init__(self, context: RunContext, resumed: int | None) -> None:
         """Open the tracker's run, or resume it.
 
-        `resumed`: the last step of the checkpoint that the run continues from; None for a new run. Without a key,
-        wandb writes to the run's folder instead of the network.
+        `resumed`: the last step of the checkpoint that the run continues from; None for a new run. wandb without a key,
+        and the others unless their variables name another place, write to the run's folder instead of the network.
         """
         self._accelerator, self._console = context.accelerator, context.console
         self._name = context.recipe.tracker
@@ -117,20 +119,41 @@ class Tracker:
             options = {"name": recipe.name, "dir": str(folder), "id": _run_id(folder), "resume": "allow"}
             # To store a config later, accelerate 1.10 would start an offline run again, in another folder.
             options, later = {**options, "config": config, "allow_val_change": True}, None
+        elif self._name == "trackio":
+            os.environ.setdefault("TRACKIO_DIR", str(folder.resolve()))
+            options, later = {"name": recipe.name, "resume": "allow", "config": config}, None
+        elif self._name == "mlflow":
+            options = self._mlflow_options(recipe.name, folder.resolve())
         self._accelerator.init_trackers(PROJECT, config=later, init_kwargs={self._name: options})
+        if self._name == "mlflow":
+            write_text(folder / RUN_IDS["mlflow"], self._accelerator.trackers[0].tracker.info.run_id + "\n")
+
+    def _mlflow_options(self, name: str, folder: Path) -> dict[str, Any]:
+        file, options = folder / RUN_IDS["mlflow"], {"run_name": name}
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            import_module("mlflow").set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
+            options["logging_dir"] = (folder / "artifacts").as_uri()
+        return {**options, "run_id": file.read_text(encoding="utf-8").strip()} if file.exists() else options
 
     def _show(self, step: int, acceptance_at: list[float], samples: list[Sample]) -> None:
-        chart = acceptance_chart(acceptance_at, f"step {step}")
-        for tracker in self._accelerator.trackers:
-            if self._name == "wandb":
-                from wandb import Html  # an optional package
-
-                tracker.log_images({"evaluation/acceptance": [chart]}, step=step)
-                texts = {f"evaluation/sample_{n}": Html(sample.html()) for n, sample in enumerate(samples, 1)}
-            else:
-                tracker.log_images({"evaluation/acceptance": chart[None]}, step=step, dataformats="NHWC")
-                texts = {f"evaluation/sample_{n}": sample.markdown() for n, sample in enumerate(samples, 1)}
-            tracker.log(texts, step=step)
+        name, chart = "evaluation/acceptance", acceptance_chart(acceptance_at, f"step {step}")
+        named = {f"evaluation/sample_{number}": sample for number, sample in enumerate(samples, 1)}
+        tracker = self._accelerator.trackers[0]
+        if self._name == "tensorboard":
+            tracker.log_images({name: chart[None]}, step=step, dataformats="NHWC")
+            tracker.log({key: sample.markdown() for key, sample in named.items()}, step=step)
+            return
+        package: Any = import_module(self._name)  # an optional one
+        if self._name == "mlflow":
+            package.log_image(chart, f"{name}/step-{step:06d}.png")
+            for key, sample in named.items():
+                package.log_text(sample.html(), f"{key}/step-{step:06d}.html")
+        elif self._name == "trackio":
+            texts = {key: package.Markdown(sample.markdown()) for key, sample in named.items()}
+            tracker.log({name: package.Image(chart), **texts}, step=step)
+        else:
+            tracker.log_images({name: [chart]}, step=step)
+            tracker.log({key: package.Html(sample.html()) for key, sample in named.items()}, step=step)
 
     def _finish(self) -> None:
         for tracker in self._accelerator.trackers:
@@ -152,7 +175,7 @@ class Tracker:
 
 def _run_id(folder: Path) -> str:
     """Return wandb's id of the run, the same each time that it is started."""
-    file = folder / RUN_ID
+    file = folder / RUN_IDS["wandb"]
     if not file.exists():
         write_text(file, secrets.token_hex(4) + "\n")
     return file.read_text(encoding="utf-8").strip()
@@ -161,7 +184,7 @@ def _run_id(folder: Path) -> str:
 def tracker_row(row: dict[str, Any]) -> dict[str, float]:
     """Return metrics under flat names: `train/alpha_1`, `evaluation/tau`."""
     if "evaluation" in row:
-        kinds = {key: row[key] for key in ("evaluation", "average") if key in row}
+        kinds = {key: row[key] for key in ("evaluation", "average", "validation") if key in row}
         by_prompt = ("tokens", "rounds")
         return _flat({kind: {k: v for k, v in it.items() if k not in by_prompt} for kind, it in kinds.items()})
     return {f"train/{key}": value for key, value in _flat(row).items() if key != "step"}

@@ -20,7 +20,7 @@ from draftsmith.locks import hold_folder
 from draftsmith.storage import write_json
 from draftsmith.train.accelerator import make_accelerator
 from draftsmith.train.averaging import WeightAverage
-from draftsmith.train.batch import batch_indices, collate, response_tokens
+from draftsmith.train.batch import Batch, batch_indices, collate, response_tokens
 from draftsmith.train.builders import (
     compile_blocks,
     data_and_drafter,
@@ -37,7 +37,7 @@ from draftsmith.train.engine import reduced
 from draftsmith.train.interrupts import leave
 from draftsmith.train.learning_rates import described, learning_rate, rate_warning, watched_steps, width_of, with_rate
 from draftsmith.train.preflight import preflight
-from draftsmith.train.progress import Console, MemoryMeter, in_units
+from draftsmith.train.progress import Console, MemoryMeter, StepClock, in_units
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recorder import BestDrafter, Record, evaluate_drafter
 from draftsmith.train.run_folder import (
@@ -51,6 +51,7 @@ from draftsmith.train.run_folder import (
     read_metrics,
 )
 from draftsmith.train.step import Last, StepSums
+from draftsmith.train.validation import Validation
 
 
 def train(recipe: Recipe) -> Path:
@@ -144,7 +145,7 @@ class Run:
         self.width = width_of(model.config)
         self.console.say(described(recipe, self.width))
         self.draft_length, self.data, self.drafter, self.quantization = data_and_drafter(context, self.target)
-        self.round, self.last = 0, Last()
+        self.round, self.last, self.end = 0, Last(), recipe.train.steps
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
         self.record = Record(context, best)
         self.stopping = self.record.stopping
@@ -152,6 +153,7 @@ class Run:
         self.teacher = make_teacher(context, model, self.drafter, self.data)
         step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher)
         best.adapters = self.adapters
+        self.clock = step.clock = StepClock(accelerator.device)
         if recipe.train.compile:
             compile_blocks(self.drafter)
         self.engine = make_engine(recipe, accelerator, step, optimizers)
@@ -161,13 +163,14 @@ class Run:
         self.start_token = start_token(model) if model.config.is_encoder_decoder else None
         self.limit = context_limit(model.config)
         self.read_images = read_images(recipe.data, self.target)
+        self.validation = Validation(context, self.module, self.record, self.batch)
 
     def train(self) -> None:
         """Take the remaining steps, with evaluations and checkpoints, and write the run's summary."""
         progress, stopping = self.record.resume(self.engine, self.average), self.stopping
         step, self.last = (0, self.last) if progress is None else (progress.step, progress.last)
         self.evaluated = progress is not None and progress.evaluated
-        self.end = (progress and progress.end) or self.recipe.train.steps
+        self.end = (progress and progress.end) or self.end
         name, settings = self.recipe.name, self.recipe.train
         if step == 0 and self.quantization is not None:
             self.record.log({"step": 0, "quantization": self.quantization})
@@ -203,11 +206,12 @@ class Run:
     def step(self, step: int) -> dict[str, Any]:
         """Take an optimizer step over a global batch, and return its metrics."""
         started = time.perf_counter()
+        self.clock.start()
         settings, accelerator = self.recipe.train, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + step * 1_009 + accelerator.process_index)
         every = self.recipe.data.refresh_every or settings.steps
         in_round = step - self.round * every
-        indices = batch_indices(settings.seed + self.round, in_round, settings.batch_size, len(self.data.rows))
+        indices = batch_indices(settings.seed + self.round, in_round, settings.batch_size, self.data.trained)
         tokens = response_tokens(self.data.rows, indices)
         rate = learning_rate(self.recipe, step, self.end)
         for optimizer in self.optimizers:
@@ -222,14 +226,17 @@ class Run:
         loss_sum, quality, *signals = reduced(accelerator, torch.cat([scalars, flags])).tolist()
         self.stopping.agree(signals)
         loss = loss_sum / tokens
+        self.clock.end("other")
         norm = self.engine.step() if math.isfinite(loss) else math.nan
+        self.clock.end("optimizer")
         if not math.isfinite(norm):
             self._stop_at(step, indices, loss, norm)
         if self.average is not None:
             with self.engine.gathered():
                 self.average.update(step)
+        self.clock.end("other")
+        self.last = Last((alpha_K / count_K.clamp_min(1)).tolist(), quality / tokens)  # after the device's last part
         seconds = time.perf_counter() - started
-        self.last = Last((alpha_K / count_K.clamp_min(1)).tolist(), quality / tokens)
         return {
             "loss": loss,
             "alpha": self.last.alpha,
@@ -239,6 +246,7 @@ class Run:
             "gradient_norm": norm,
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
+            "seconds_by_part": self.clock.seconds(),
             "memory_bytes": self.memory.peak(),
         }
 
@@ -285,28 +293,26 @@ class Run:
     def _accumulate(self, indices: list[int], tokens: int, done: float) -> StepSums:
         """Run forward and backward pass over this process's part of the batch, and return its sums."""
         accelerator, parts = self.accelerator, self.recipe.train.gradient_accumulation
-        together = self.recipe.train.sequence_parallel
-        shares, share = accelerator.num_processes // together, accelerator.process_index // together
-        size = len(indices) // (shares * parts)
+        shares, share = self.context.text_share
         totals: StepSums | None = None
+        size = len(indices) // (shares * parts)
         for part in range(parts):
             begin = (part * shares + share) * size
-            batch = collate(
-                self.data.rows,
-                indices[begin : begin + size],
-                accelerator.device,
-                self.start_token,
-                self.read_images,
-                limit=self.limit,
-            )
+            batch = self.batch(indices[begin : begin + size])
+            self.clock.end("fetch")
             with self.engine.part(last=part == parts - 1):
                 sums: StepSums = self.module(batch, done, self.last)
                 # Engines average gradients over processes; this gives the gradient of the mean over all tokens.
                 self.engine.backward(sums.loss * accelerator.num_processes / tokens)
-            sums = StepSums(*(value.detach() for value in sums))
-            totals = sums if totals is None else StepSums(*(a + b for a, b in zip(totals, sums, strict=True)))
+            self.clock.end("backward")
+            totals = StepSums(*(value.detach() for value in sums)).plus(totals)
         assert totals is not None, "gradient_accumulation is at least 1"
         return totals
+
+    def batch(self, indices: list[int]) -> Batch:
+        """Return these rows as a batch on this process's device."""
+        device, images = self.accelerator.device, self.read_images
+        return collate(self.data.rows, indices, device, self.start_token, images, limit=self.limit)
 
     def _evaluate(self, step: int) -> None:
         """Decode held-out prompts on the main process or its group, and keep the drafter if its tau is the best so far.
@@ -315,13 +321,15 @@ class Run:
         with it.
         """
         self.console.doing("evaluating")
-        placement = self.context.placement
+        placement, validation = self.context.placement, self.validation(self.data, step, self.last)
+        if self.stopping.agreed is not None:
+            return
         with self.engine.gathered():
             if placement.share.index == 0:
-                results: dict[str, Any] = {}
+                results: dict[str, Any] = {} if validation is None else {"validation": validation}
                 for averaged in (False, True) if self.average is not None and self.average.weights else (False,):
                     with self.record.weights(averaged):
-                        result = self._measure(step, averaged)
+                        result = self._measure(step, averaged, validation)
                     if result is None:
                         break
                     results["average" if averaged else "evaluation"] = result
@@ -347,8 +355,10 @@ class Run:
             self.record.log({"step": step, "ending": {"reason": found.reason, "last_step": found.step}})
             self.console.say(f"  {found.reason}; the run ends after step {found.step}")
 
-    def _measure(self, step: int, averaged: bool) -> dict[str, Any] | None:
+    def _measure(self, step: int, averaged: bool, validation: dict[str, Any] | None) -> dict[str, Any] | None:
         """Decode held-out prompts with the present weights, offer the drafter, and return its metrics.
+
+        `validation`: of the validation pass, to be printed with the metrics of weights that are not averaged.
 
         Returns None where a signal came.
         """
@@ -369,7 +379,7 @@ class Run:
         if self.adapters is not None:
             heldout = [prompt.input_ids for prompt in self.data.heldout]
             result["target_quality"] = measure_quality(self.target.model, heldout)
-        self.console.evaluation(step, result, averaged)
+        self.console.evaluation(step, result, averaged, None if averaged else validation)
         self.record.offer(step, result, averaged)
         if not averaged:
             self.record.show(step, evaluation, self.target.tokenizer)

@@ -9,6 +9,8 @@ from runpy import run_path
 import pytest
 import torch
 
+from draftsmith.train.progress import PARTS
+
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -57,6 +59,16 @@ def test_gpu_refuses(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=message):
         output_of("gpu", arguments, monkeypatch, capsys)
+
+
+def test_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step of a run is measured beside a plain loop, in this process and for memory in others."""
+    sizes = "--drafters medusa --hidden 64 --layers 2 --vocab 512 --length 32 --batch 2 --chunk 64 --steps 1"
+    printed = output_of("training", sizes, monkeypatch, capsys)
+    (row,) = [line for line in printed.splitlines() if "medusa" in line]
+    cells = [cell.strip() for cell in row.strip("│ \n").split("│")]
+    assert len(cells) == 4 + len(PARTS) + 1 + 5
+    assert sum(float(cell.rstrip("%")) for cell in cells[4 : 4 + len(PARTS)]) > 80, "the parts are the whole step"
 
 
 def test_batches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ class Runs:
         return self.log(name).read_text()[-4000:]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        clock = ("seconds", "tokens_per_second", "memory_bytes")
+        clock = ("seconds", "seconds_by_part", "tokens_per_second", "memory_bytes")
         return [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(self.place / name)]
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
@@ -84,6 +84,11 @@ class Runs:
         assert len(ends[0]) == 3
         for mine, other in zip(*ends, strict=True):
             assert mine["tau"] == other["tau"]
+        losses = [
+            torch.tensor([row["validation"]["loss"] for row in it if "validation" in row]) for it in (ours, theirs)
+        ]
+        assert len(losses[0]) == 3
+        torch.testing.assert_close(*losses, **LOSS)
         wanted = self.weights(reference)
         torch.testing.assert_close(self.weights(name), wanted, **WEIGHTS)
 
@@ -110,6 +115,8 @@ def runs(place: Path, processes: Processes, tiny_tokenizer: PreTrainedTokenizerF
     tiny_tokenizer.save_pretrained(place / "target")
     prompts = [{"prompt": LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26]} for i in range(40)]
     (place / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    data = {"prompts": str(place / "prompts.jsonl"), "prompt_tokens": 16, "response_tokens": 16, "count": 29}
+    data["validation"] = 5  # in passes of 2 rows: on two processes, the second one has none for the last pass
     train = {"steps": 6, "batch_size": 8, "gradient_accumulation": 2, "learning_rate": 3e-3, "mixed_precision": "no"}
     recipe = {
         "name": "tiny",
@@ -117,7 +124,7 @@ def runs(place: Path, processes: Processes, tiny_tokenizer: PreTrainedTokenizerF
         "target": {"model": str(place / "target")},
         # A head of its own, over a draft vocabulary: weights that the objective reads outside of any module.
         "drafter": {"type": "eagle3", "layers": [1, 2], "draft_vocab_size": 40},
-        "data": {"prompts": str(place / "prompts.jsonl"), "prompt_tokens": 16, "response_tokens": 16, "count": 24},
+        "data": data,
         "train": {**train, "optimizer": "adamw", "evaluate_every": 3, "checkpoint_every": 3, "draft_length": 3},
         "evaluation": {"count": 2, "max_new_tokens": 8},
     }

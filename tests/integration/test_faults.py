@@ -76,7 +76,7 @@ class Runs:
 
     def result(self, name: str) -> tuple[list[dict[str, Any]], bytes]:
         """Metrics without what depends on the clock, and the best drafter's weights."""
-        clock = ("seconds", "tokens_per_second", "memory_bytes")
+        clock = ("seconds", "seconds_by_part", "tokens_per_second", "memory_bytes")
         rows = [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(self.folder(name))]
         assert self.finished(name), self.log(name).read_text()[-2000:]
         return rows, (self.folder(name) / "drafter" / "model.safetensors").read_bytes()

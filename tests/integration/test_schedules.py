@@ -21,7 +21,7 @@ def _train(recipe: Path, folder: Path, *overrides: str) -> Path:
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
     """The metrics without what depends on the clock."""
-    clock = ("seconds", "tokens_per_second", "memory_bytes")
+    clock = ("seconds", "seconds_by_part", "tokens_per_second", "memory_bytes")
     return [{key: value for key, value in row.items() if key not in clock} for row in read_metrics(folder)]
 
 

@@ -68,7 +68,7 @@ def _losses(folder: Path) -> list[float]:
 def _comparable(folder: Path) -> list[dict[str, Any]]:
     """The metrics without what depends on the clock."""
     return [
-        {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")}
+        {k: v for k, v in row.items() if k not in ("seconds", "seconds_by_part", "tokens_per_second", "memory_bytes")}
         for row in read_metrics(folder)
     ]
 

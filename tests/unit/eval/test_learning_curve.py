@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith.eval.learning_curve import LearningCurve, outlook
+from draftsmith.eval.learning_curve import LearningCurve, outlook, time_split
 
 ROUNDS = 1000
 
@@ -88,3 +88,11 @@ def test_averaged_weights_have_a_curve_of_their_own_and_a_single_prompt_has_none
     assert curve is not None
     assert curve.taus_E.tolist() == [2.5]
     assert LearningCurve.of(_metrics(lambda step: 2.0, [1, 2], prompts=1)) is None
+
+
+def test_the_time_of_a_step_is_divided_without_the_first_step() -> None:
+    rows = [{"step": 1, "seconds_by_part": {"teacher": 9.0, "backward": 1.0}}, {"step": 1}]
+    rows += [{"step": n, "seconds_by_part": {"teacher": 0.3 * n, "backward": 0.1 * n}} for n in (2, 3)]
+    assert time_split(rows) == "A training step took 1000 ms: teacher 75%, backward 25%"
+    assert time_split(rows[:1]) == "A training step took 10000 ms: teacher 90%, backward 10%"
+    assert time_split([{"step": 1}]) is None

@@ -16,6 +16,7 @@ from draftsmith.heads import Medusa
 from draftsmith.train.batch import collate
 from draftsmith.train.builders import optimizers, step_and_optimizers
 from draftsmith.train.estimate.fake_run import LiveBytes
+from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Last
 
@@ -131,3 +132,20 @@ def test_muon_multiplies_in_the_runs_precision(precision: str, dtype: torch.dtyp
     recipe = load_recipe(str(recipe_file), ["train.optimizer=muon", f"train.mixed_precision={precision}"])
     _, made, _ = step_and_optimizers(recipe, target, Medusa.from_target(target), OnlineTeacher(target))
     assert made[0].param_groups[0]["dtype"] == dtype
+
+
+def test_the_parts_of_a_step_are_timed() -> None:
+    """Each between the ends of the one before and its own; nothing is kept before the first start."""
+    target = make_llama().requires_grad_(False)
+    step = AgreementStep(Medusa.from_target(target), Objective(), OnlineTeacher(target))
+    step(collate(ROWS, [0, 1], CPU), 0.0, Last())
+    assert set(step.clock.seconds().values()) == {0.0}
+    step.clock.start()
+    for _ in range(2):
+        step(collate(ROWS, [0, 1], CPU), 0.0, Last())
+    seconds = step.clock.seconds()
+    assert tuple(seconds) == PARTS
+    measured = {part for part, value in seconds.items() if value > 0}
+    assert measured == {"teacher", "drafter", "objective"}
+    step.clock.start()
+    assert set(step.clock.seconds().values()) == {0.0}
