@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoModel, LlamaConfig, PreTrainedC
 from draftsmith.heads.autoregressive import DraftNetwork
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, norm
 
-OPTIONS = ("qk_norm", "gated", "centred")
+OPTIONS = ("qk_norm", "gated", "centred", "target_norm")
 """Boolean options of the network, which targets' own modules have."""
 ATTEND = "draftsmith_mtp"
 """Name in transformers' `AttentionInterface`."""
@@ -58,10 +58,11 @@ class MtpNetwork(DraftNetwork):
     Args:
         config: of Llama's layers or, with another model type, of one layer of that model.
         centred: gains of norms are 1 + weight (Qwen3.5).
+        target_norm: the norm after the layer is the target's last one, which is not trained (Ernie 4.5).
         layer: further options of Llama's layers, see `DecoderLayer`.
     """
 
-    def __init__(self, config: LlamaConfig, *, centred: bool = False, **layer: bool) -> None:
+    def __init__(self, config: LlamaConfig, *, centred: bool = False, target_norm: bool = False, **layer: bool) -> None:
         super().__init__(config)
         self.token_layernorm, self.hidden_layernorm = norm(config, centred=centred), norm(config, centred=centred)
         self.input_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -73,7 +74,7 @@ class MtpNetwork(DraftNetwork):
             own, self.rotary = target_layer(config)
             layers = [own]
         self.layers = nn.ModuleList(layers)
-        self.final_layernorm = norm(config, centred=centred)
+        self.final_layernorm = norm(config, centred=centred).requires_grad_(not target_norm)
 
     def project(self, features_nF: Tensor) -> Tensor:
         return features_nF

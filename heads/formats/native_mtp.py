@@ -4,12 +4,14 @@
     MiMo                   model.mtp_layers.0.    token_, hidden_ and final_layernorm                [state; embedding]
     DeepSeek-V3, GLM-4.5   model.layers.DEPTH.    enorm, hnorm, shared_head.norm                     [embedding; state]
     Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, norm    [embedding; state]
+    Ernie 4.5              model.mtp_*            emb_norm.0, hidden_norm.0, the target's last norm  [embedding; state]
 
 The state is the output of the target's last norm; embeddings and lm_head are the target's. Qwen3-Next's and Qwen3.5's
 attention is gated, the gains of their norms are 1 + weight, and they rotate a part of each head, as GLM-4.5 does. A
-layer with experts or latent attention (DeepSeek-V3, full-size GLM-4.5, Qwen3-Next) is one of the target's own class.
+layer with experts or latent attention (DeepSeek-V3, full-size GLM-4.5, Qwen3-Next) is one of the target's own class, as
+is Ernie's, which rotates neighbouring pairs.
 Sources: MtpModel in transformers 5.23 (modeling_layers.py, conversion_mapping.py) and vLLM's mimo_mtp.py,
-deepseek_mtp.py, qwen3_next_mtp.py.
+deepseek_mtp.py, qwen3_next_mtp.py; for Ernie PaddleFormers 00915cc and FastDeploy 0667220 (ernie4_5_mtp.py).
 """
 
 import re
@@ -44,7 +46,7 @@ class Layout:
     prefixes: tuple[str, ...]
     """Of all names; `{depth}` is the target's number of layers."""
     names: dict[str, str]
-    """Ours and theirs, without the decoder layer's."""
+    """Ours and theirs, without the decoder layer's; without `final_layernorm`, the target's last norm is used."""
     layer: str = ""
     """Prefix of the decoder layer's tensors after that of the module."""
     embedding_first: bool = True
@@ -57,24 +59,34 @@ class Layout:
         part, _, suffix = name.rpartition(".")
         return f"{self.names[part]}.{suffix}"
 
+    def stored(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights by their names in the module, without a norm that is the target's."""
+        own = self.names.keys()
+        return {self.theirs(n): w for n, w in weights.items() if n != LAST_NORM or "final_layernorm" in own}
 
-def _names(*theirs: str) -> dict[str, str]:
-    return dict(zip(("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj"), theirs, strict=True))
+
+LAST_NORM = "final_layernorm.weight"
+
+
+def _names(token: str, hidden: str, projection: str, last: str | None) -> dict[str, str]:
+    names = {"token_layernorm": token, "hidden_layernorm": hidden, "input_proj": projection}
+    return names if last is None else names | {"final_layernorm": last}
 
 
 LAYOUTS = (
     Layout(
         ("model.mtp_layers.0.", "mtp_layers.0."),
-        _names("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj"),
+        _names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         embedding_first=False,
     ),
     Layout(
         ("model.layers.{depth}.", "model.language_model.layers.{depth}."),
-        _names("enorm", "hnorm", "shared_head.norm", "eh_proj"),
+        _names("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     ),
     Layout(
-        ("mtp.", "model.mtp."), _names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"), layer="layers.0."
+        ("mtp.", "model.mtp."), _names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), layer="layers.0."
     ),
+    Layout(("model.mtp_",), _names("emb_norm.0", "hidden_norm.0", "linear_proj.0", None), layer="block.0."),
 )
 SHARED = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
 """Tensors of a module that must be the target's own."""
@@ -86,8 +98,8 @@ EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 TARGETS = ("llama", "mimo", "mistral", "qwen2", "qwen3", "qwen3_next", "qwen3_5", "qwen3_5_text", "glm4_moe")
 TARGETS += ("deepseek_v3", "qwen3_5_moe", "qwen3_5_moe_text")
 """Model types whose modules have the conventions above, and rotate the halves of a head."""
-UNCLEAR = {kind: "engines disagree on the norm after its block" for kind in ("ernie4_5", "ernie4_5_moe")}
-"""Model types whose modules are not read, and the reason."""
+PAIRS = ("ernie4_5", "ernie4_5_moe")
+"""The same, but neighbouring pairs of a head are rotated, as the target's own class does."""
 
 
 def read_native(target: PreTrainedModel) -> tuple[LlamaConfig, dict[str, bool], dict[str, Tensor]]:
@@ -112,7 +124,10 @@ def _represented(
     tensors = _stacked(tensors)
     with torch.device("meta"):
         shapes = {name: list(value.shape) for name, value in MtpNetwork(body, **options).state_dict().items()}
-    weights = {name: tensors.pop(layout.theirs(name), None) for name in shapes}
+    weights: dict[str, Tensor | None] = {}
+    if "target_norm" in options:
+        weights[LAST_NORM] = weight_of(target.get_decoder().get_submodule("norm")).detach().cpu()
+    weights |= {name: tensors.pop(layout.theirs(name), None) for name in shapes if name not in weights}
     for name in sorted(tensors):
         raise _refusal(f"unexpected tensor {name}", "none of that name")
     for name, value in weights.items():
@@ -125,8 +140,8 @@ def _represented(
 def _find(target: PreTrainedModel) -> tuple[Layout, str, dict[str, Tensor]]:
     """Return layout, prefix and tensors, by their names in the module, of the first module in the target's files."""
     kind = text_config(target).model_type
-    if kind not in TARGETS:
-        raise _refusal(f"model_type={kind!r} ({UNCLEAR.get(kind, 'unknown')})", f"one of {', '.join(TARGETS)}")
+    if kind not in TARGETS + PAIRS:
+        raise _refusal(f"model_type={kind!r} (unknown)", f"one of {', '.join(TARGETS + PAIRS)}")
     folder, depth = _folder(target), text_config(target).num_hidden_layers
     read: dict[str, Tensor] = {}
     tried = []
@@ -179,8 +194,9 @@ def _shape(target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]) 
         any(name.startswith(tuple(layout.layer + start for start in starts)) for name in tensors)
         for starts in (EXPERTS, LATENT)
     )
-    if sparse or latent:
-        return _own_layer(text, sparse), {"centred": True} if _centred(target) else {}
+    if sparse or latent or text.model_type in PAIRS:
+        known = {"centred": _centred(target), "target_norm": "final_layernorm" not in layout.names}
+        return _own_layer(text, sparse), {name: True for name, value in known.items() if value}
     if text.hidden_act != "silu":
         raise _refusal(f"hidden_act={text.hidden_act!r}", "silu")
 
@@ -197,8 +213,20 @@ def _shape(target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]) 
         body.rope_parameters["partial_rotary_factor"] = part
     assert body.head_dim is not None, "LlamaConfig sets it"
     gated = rows("self_attn.q_proj") == 2 * body.num_attention_heads * body.head_dim
-    values = rows("self_attn.q_norm") > 0, gated, _centred(target)
-    return body, {name: True for name, value in zip(OPTIONS, values, strict=True) if value}
+    values = {"qk_norm": rows("self_attn.q_norm") > 0, "gated": gated, "centred": _centred(target)}
+    return body, {name: True for name, value in values.items() if value}
+
+
+def expected_layer(target: PreTrainedModel) -> Any:
+    """Return the config of a module's layer without its files: of the target's own class where it has experts or pairs.
+
+    None: a Llama-like layer. Published modules have experts where their targets have, except Ernie's.
+    """
+    text = text_config(target)
+    sparse = any(getattr(text, key, None) for key in ("n_routed_experts", "num_experts"))
+    if text.model_type in PAIRS or (sparse and text.model_type in TARGETS):
+        return _own_layer(text, text.model_type not in PAIRS)
+    return None
 
 
 def _own_layer(text: PreTrainedConfig, sparse: bool) -> Any:
@@ -280,7 +308,10 @@ def write_native(source: Source[Any]) -> Serving:
     theirs = source.drafter.body.config
     rope = (theirs.rope_parameters, theirs.model_type) == (body.rope_parameters, body.model_type)
     source.require(same and mine == options and rope, "another shape than the target's module", "drafter.init=native")
-    changed = _apart({layout.theirs(name): value for name, value in _swapped(layout, own).items()}, stored)
+    if "target_norm" in options:
+        unchanged = torch.equal(own[LAST_NORM].to(weights[LAST_NORM].dtype), weights[LAST_NORM])
+        source.require(unchanged, "the norm after its layer is not the target's last norm", "a module of this target")
+    changed = _apart(layout.stored(_swapped(layout, own)), stored)
     written = {prefix + name: value for name, value in changed.items()}
     for file, held in _files(_folder(source.target)):
         names = list(held.keys())

@@ -33,6 +33,8 @@ from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.draft_model import pretrained_config
 from draftsmith.heads.draft_vocab import checked_size
+from draftsmith.heads.formats.native_mtp import expected_layer
+from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.train.batch import Batch
 from draftsmith.train.builders import check_target, step_and_optimizers
@@ -123,6 +125,10 @@ def _drafter(recipe: Recipe, target: PreTrainedModel) -> TrainableDrafter:
         options |= {"model": None, "config": pretrained_config(options["model"])}
     if options.get("init") == "native":  # files cannot be read here; a new module has about the same size
         options |= {"init": "random"}
+        if (layer := expected_layer(target)) is not None:
+            native = Mtp(layer, train_steps=recipe.drafter_options()["train_steps"])
+            native.attach(target)
+            return native
     size = checked_size(recipe.draft_vocab_size, logit_count(target))
     if size is not None:
         options["draft_vocabulary"] = list(range(size))
