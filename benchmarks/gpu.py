@@ -1,4 +1,4 @@
-"""Time decoding of large shapes on one GPU: ms a round, tokens/s and overhead, beside transformers' `generate`.
+"""Time decoding and training of large shapes on one GPU: decoding beside transformers' `generate`, training by part.
 
     python benchmarks/gpu.py                                    # Qwen3-8B, bf16, one GPU with 80 GB
     python benchmarks/gpu.py --shape llama3.1-8b --batches 1 8 --contexts 1024 --compile
@@ -11,21 +11,30 @@ of its own layer, and `--acceptance` chooses the weight of the layer: the mean o
 sum_v min(p_v, q_v), and under greedy decoding of equal argmax, is the given value. Expected tau of a chain is
 (1 - a^(gamma + 1)) / (1 - a); the block rule may exceed it.
 
+Training (gpu_training.py): EAGLE-3 with seven steps of the training-time test on rows of each of `--lengths`, and on
+the first of them with a draft vocabulary, DSpark, Medusa with five heads, and a draft model of Qwen3-0.6B's shape; one
+row a step, of which an eighth is its prompt, AdamW, bf16 autocast. MFU is of the whole step, and of its own part
+(without the target's pass). The machine's peak is that of train/estimate/time.py.
+
 A cell is a temperature, a batch size and a context. Its sides decode the same random prompts, interleaved; the first
 run is a warm-up. Times begin after the prefill. `outside` is the share of time outside the models' forward passes, from
-one more run in which the device is synchronized after every pass; not measured for compiled passes.
+one more run in which the device is synchronized after every pass; not measured for compiled passes. `alone` at T=1 is
+what sampling training data costs.
 """
 
 import argparse
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 import transformers
 from decoder import timed_forwards
+from gpu_training import table, train_rows
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
@@ -58,13 +67,18 @@ SHAPES: dict[str, tuple[type[PreTrainedModel], Callable[..., LlamaConfig | Qwen3
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--gamma", type=int, default=4, help="draft length")
     parser.add_argument("--acceptance", type=float, default=0.8, help="probability that a draft token is accepted")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--compile", action="store_true", help="also with compiled passes; CUDA graphs on a GPU")
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=[2048, 8192], help="of training rows; none: no training"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="counted training steps of each drafter")
+    parser.add_argument("--json", type=Path, help="also write the figures into this file")
     parser.add_argument("--repeats", type=int, default=3, help="counted runs of every side in a cell")
     options = parser.parse_args()
     if options.shape != "tiny" and not torch.cuda.is_available():
@@ -296,7 +310,8 @@ def measure(cell: Cell, sides: dict[str, Side], models: list[nn.Module], repeats
     return figures
 
 
-def report(cell: Cell, figures: dict[str, Figures], acceptance: float) -> None:
+def report(cell: Cell, figures: dict[str, Figures], acceptance: float) -> dict[str, object]:
+    """Print the figures of a cell, and return them."""
     expected = (1 - acceptance ** (cell.gamma + 1)) / (1 - acceptance)
     print(
         f"\nT={cell.temperature:g}, batch {cell.batch}, context {cell.context}, {cell.new_tokens} new tokens, "
@@ -310,17 +325,16 @@ def report(cell: Cell, figures: dict[str, Figures], acceptance: float) -> None:
         print(
             f"{name:18s} {columns} {statistics.median(side.speeds):9.1f} {ratio:11.2f} {side.outside:8.1%}", flush=True
         )
+    sides = {name: asdict(side) for name, side in figures.items()}
+    return {**asdict(cell), "acceptance": acceptance, "expected_tau": expected, "sides": sides}
 
 
-def main() -> None:
-    options = arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = environment()
-    print(f"{where['accelerator'] or where['cpu']}, torch {torch.__version__}, transformers {transformers.__version__}")
+def decode(options: argparse.Namespace, device: torch.device) -> list[dict[str, object]]:
+    """Measure all cells."""
     target = make_target(options.shape, device)
     drafter = make_drafter(options.shape, target)
     blend = Blend(target, drafter)
-    sides = make_sides(options, target, drafter)
+    sides, cells = make_sides(options, target, drafter), []
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (target, drafter)]
     print(f"{options.shape}: {sizes[0]:,} parameters, drafter {sizes[1]:,} with the target's embeddings and lm_head")
     for temperature in options.temperatures:
@@ -330,9 +344,27 @@ def main() -> None:
             # transformers' assisted generation decodes one text.
             usable = {name: side for name, side in sides.items() if batch == 1 or name != "assisted"}
             try:
-                report(cell, measure(cell, usable, [target, drafter.model], options.repeats), acceptance)
+                figures = measure(cell, usable, [target, drafter.model], options.repeats)
+                cells.append(report(cell, figures, acceptance))
             except torch.OutOfMemoryError as error:
                 print(f"\nT={temperature:g}, batch {batch}, context {context}: {error}".splitlines()[1])
+    return cells
+
+
+def main() -> None:
+    options = arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = environment()
+    print(f"{where['accelerator'] or where['cpu']}, torch {torch.__version__}, transformers {transformers.__version__}")
+    rows = []
+    if options.lengths:
+        target = random_model(options.shape, device)
+        rows = list(train_rows(target, options.lengths, compiled=options.compile, steps=options.steps))
+        print(f"\n{table(rows)}\n", flush=True)
+        del target
+    cells = decode(options, device)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"environment": where, "training": rows, "decoding": cells}) + "\n")
 
 
 if __name__ == "__main__":

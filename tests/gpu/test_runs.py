@@ -96,9 +96,11 @@ def test_sampling_goes_through_every_batch(recipe_file: Path, tmp_path: Path) ->
 def test_the_benchmark_of_large_shapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).parents[2] / "benchmarks"
     sizes = "--shape tiny --batches 1 2 --contexts 8 --temperatures 1 --gamma 3 --max-new-tokens 24 --repeats 1"
+    sizes += " --lengths 64 --steps 1"
     monkeypatch.setattr(sys, "argv", ["gpu.py", *sizes.split()])
     monkeypatch.syspath_prepend(str(folder))
     run_path(str(folder / "gpu.py"), run_name="__main__")
-    sys.modules.pop("decoder", None)  # which the script imported from its folder
+    for name in ("decoder", "gpu_training"):  # which the script imported from its folder
+        sys.modules.pop(name, None)
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.endswith("%")]) == 4 + 3

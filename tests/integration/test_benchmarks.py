@@ -1,5 +1,6 @@
 """Benchmark scripts run to the end at tiny sizes. Their figures are not checked: a test asserts no time."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Scripts import each other from their folder."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     yield
-    sys.modules.pop("decoder", None)
+    for name in ("decoder", "gpu_training"):
+        sys.modules.pop(name, None)
 
 
 def output_of(script: str, arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -29,10 +31,22 @@ def output_of(script: str, arguments: str, monkeypatch: pytest.MonkeyPatch, caps
     return capsys.readouterr().out
 
 
-def test_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The drafter's acceptance is the one that was asked for, and some of its tokens are accepted."""
-    sizes = "--shape tiny --batches 1 2 --contexts 8 --max-new-tokens 12 --repeats 1 --gamma 3"
-    printed = output_of("gpu", f"{sizes} --acceptance 0.7", monkeypatch, capsys)
+    sizes = (
+        "--shape tiny --batches 1 2 --contexts 8 --max-new-tokens 12 --repeats 1 --gamma 3 --lengths 32 64 --steps 1"
+    )
+    written = tmp_path / "gpu.json"
+    printed = output_of("gpu", f"{sizes} --acceptance 0.7 --json {written}", monkeypatch, capsys)
+    stored = json.loads(written.read_text())
+    trained = ["EAGLE-3", "EAGLE-3", "EAGLE-3, 256 tokens", "DSpark", "Medusa-5", "draft model"]
+    assert [row["trained"] for row in stored["training"]] == trained
+    assert [row["tokens"] for row in stored["training"]] == [32, 64, 32, 32, 32, 32]
+    assert all(row["estimate"] > 0 and row["ms"] > row["backward"] > 0 for row in stored["training"])
+    assert (
+        len([line for line in printed.splitlines() if line.startswith(tuple(f"| {name} |" for name in trained))]) == 6
+    )
+    assert [cell["batch"] for cell in stored["decoding"]] == [1, 2, 1, 2]
     assert f"torch {torch.__version__}, transformers " in printed
     cells = re.findall(r"T=(.*), batch (.*), context 8, 12 new tokens, acceptance (.*) on random tokens, ", printed)
     assert [cell[:2] for cell in cells] == [("0", "1"), ("0", "2"), ("1", "1"), ("1", "2")]
