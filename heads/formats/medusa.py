@@ -83,6 +83,9 @@ def write_medusa(source: Source[Medusa]) -> Serving:
     drafter = source.drafter
     source.require(drafter.draft_vocabulary is None, "a draft vocabulary", "format=vllm or transformers")
     tensors = {name.removeprefix("blocks."): value for name, value in source.weights(drafter.blocks).items()}
+    # The repository's class applies one block in all layers of a head, and loads the last one stored.
+    one = all(torch.equal(value, tensors[re.sub(r"\.\d+\.", ".0.", name)]) for name, value in tensors.items())
+    source.require(one, f"num_layers={drafter.num_layers} with different blocks", "1, or format=vllm or transformers")
     for k in range(drafter.num_heads):
         tensors[f"{k}.{drafter.num_layers}.weight"] = source.stored(drafter.lm_heads[k].weight)
     config = {
@@ -103,8 +106,6 @@ def write_medusa(source: Source[Medusa]) -> Serving:
         f'model = MedusaModel.from_pretrained("{{folder}}", torch_dtype=torch.{name_of(source.dtype)})'
     )
     notes = ["No pickle is written; the code above creates the original repository's file."]
-    if drafter.num_layers > 1:
-        notes.append("The original code uses one block repeatedly in a head with several layers.")
     if drafter.shared_lm_head:
         notes.append("The shared lm_head is written once for each head.")
     return Serving("the Medusa repository", usage, "python", notes)

@@ -75,8 +75,8 @@ MTP = {f"mtp_layers.0.{name}": shape for name, shape in MTP.items()} | layer("mt
 EAGLE1 = layer("layers.0", H, input_norm=False) | {"fc.weight": (H, 2 * H), "fc.bias": (H,)}
 BLOCKS = {f"blocks.{k}.layers.{j}.{part}": (H, H)[: 2 if part == "weight" else 1] for k in range(3) for j in range(2)
           for part in ("weight", "bias")}  # fmt: skip
-ORIGINAL = {f"{k}.{j}.linear.{part}": (H, H)[: 2 if part == "weight" else 1] for k in range(3) for j in range(2)
-            for part in ("weight", "bias")} | {f"{k}.2.weight": (V, H) for k in range(3)}  # fmt: skip
+ORIGINAL = {f"{k}.0.linear.{part}": (H, H)[: 2 if part == "weight" else 1] for k in range(3)
+            for part in ("weight", "bias")} | {f"{k}.1.weight": (V, H) for k in range(3)}  # fmt: skip
 NORMS = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
 VERIFIER = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
 FLAT = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "vocab_size": V}
@@ -267,10 +267,10 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], str, Shapes, dict[str, Any]]] = {
     ),
     "medusa, medusa": (
         "medusa",
-        {"num_layers": 2},
+        {},
         "medusa",
         ORIGINAL,
-        {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "org/target"},
+        {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "org/target"},
     ),
 }
 

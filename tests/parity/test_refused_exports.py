@@ -47,6 +47,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gated": ("dflash", {"markov_rank": 3, "markov_type": "gated"}, "vllm", "markov_type=gated; expected vanilla, or"),
     "recurrent": ("dflash", {"markov_rank": 3, "markov_type": "rnn"}, "gguf", "markov_type=rnn; expected vanilla, or"),
     "mtp of two layers": ("mtp", {"num_hidden_layers": 2}, "vllm", "2 layers; expected one layer"),
+    "two blocks": (
+        "medusa",
+        {"num_layers": 2},
+        "medusa",
+        "num_layers=2 with different blocks; expected 1, or format=vllm",
+    ),
     "draft vocabulary": ("medusa", {"draft_vocabulary": KEPT}, "medusa", "a draft vocabulary; expected format=vllm"),
 }
 
