@@ -8,7 +8,9 @@ shard, and a damaged shard is rebuilt alone. A shard is hashed when it is writte
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +18,8 @@ import torch
 from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.distill.teacher import OnlineTeacher
@@ -102,7 +105,7 @@ class SignalCache:
         return sum(self._file(shard).stat().st_size for shard in range(self.shards)) / sum(self.lengths)
 
     def read(self, row: int) -> Tensor:
-        """Return the states [T, W] of one row in their stored dtype; float8 as float32."""
+        """Return the states [T, W] of one row in their stored dtype, a part of the mapped file; float8 as float32."""
         shard = row // self.shard_rows
         if shard not in self._open:
             self._open[shard] = safe_open(self._file(shard), framework="pt")
@@ -171,12 +174,19 @@ class StoredStates(Protocol):
 
 
 class CachedTeacher:
-    """A teacher with the interface of `OnlineTeacher` that reads stored states."""
+    """A teacher with the interface of `OnlineTeacher` that reads stored states, in a thread of its own."""
 
     def __init__(self, teacher: OnlineTeacher, cache: StoredStates) -> None:
         self.model, self.lm_head = teacher.model, teacher.lm_head
         self._cache = cache
         self._hidden_size = self.lm_head.weight.shape[1]
+        self._reader = ThreadPoolExecutor(1, "teacher cache")
+        self._order: deque[tuple[int, ...]] = deque()
+        self._ahead: dict[tuple[int, ...], Future[Tensor]] = {}
+
+    def expect(self, order: Iterable[Sequence[int]]) -> None:
+        """Set the rows that `signals` will be called with next; each is read while the one before it is computed."""
+        self._order = deque(tuple(rows) for rows in order)
 
     def signals(
         self,
@@ -191,15 +201,24 @@ class CachedTeacher:
     ) -> TeacherSignals:
         """Return the batch with the cached states; `rows`: indices of its rows in the data."""
         parameter = self.lm_head.weight
-        B, T = input_ids_BT.shape
-        stored = [self._cache.read(row) for row in rows]
-        states_BTW = stored[0].new_zeros(B, T, stored[0].shape[-1])
-        for place, states_TW in enumerate(stored):
-            states_BTW[place, : states_TW.shape[0]] = states_TW
-        states_BTW = states_BTW.to(device=parameter.device, dtype=parameter.dtype)
+        states_BTW = self._states(tuple(rows)).to(device=parameter.device, dtype=parameter.dtype)
+        states_BTW = nn.functional.pad(states_BTW, (0, 0, 0, input_ids_BT.shape[1] - states_BTW.shape[1]))
         hidden_BTH, features_BTF = states_BTW.split([self._hidden_size, states_BTW.shape[-1] - self._hidden_size], -1)
         features = features_BTF if features_BTF.shape[-1] else None
         return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT, features, documents_BT=documents_BT)
+
+    def _states(self, rows: tuple[int, ...]) -> Tensor:
+        """Return the states of `rows`, and begin to read those that are expected after them."""
+        reading = self._ahead.pop(rows, None) or self._reader.submit(self._read, rows)
+        if self._order and rows == self._order[0]:
+            self._order.popleft()
+            if self._order:
+                self._ahead = {self._order[0]: self._reader.submit(self._read, self._order[0])}
+        return reading.result()
+
+    def _read(self, rows: tuple[int, ...]) -> Tensor:
+        """Return the stored states [B, T, W] of `rows`, with zeros after each text."""
+        return pad_sequence([self._cache.read(row) for row in rows], batch_first=True)
 
 
 def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list[int]] | None = None) -> list[Tensor]:

@@ -151,6 +151,7 @@ class Run:
         self.stopping = self.record.stopping
         self.drafter.part = sequence_part(context)
         self.teacher = make_teacher(context, model, self.drafter, self.data)
+        self.expect = getattr(self.teacher, "expect", None)  # of teachers that read ahead
         step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher)
         best.adapters = self.adapters
         self.clock = step.clock = StepClock(accelerator.device)
@@ -209,9 +210,9 @@ class Run:
         self.clock.start()
         settings, accelerator = self.recipe.train, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + step * 1_009 + accelerator.process_index)
-        every = self.recipe.data.refresh_every or settings.steps
-        in_round = step - self.round * every
-        indices = batch_indices(settings.seed + self.round, in_round, settings.batch_size, self.data.trained)
+        indices = self._indices(step)
+        if self.expect is not None:
+            self.expect([*self._own(indices), *self._own(self._indices(step + 1))])
         tokens = response_tokens(self.data.rows, indices)
         rate = learning_rate(self.recipe, step, self.end)
         for optimizer in self.optimizers:
@@ -293,12 +294,9 @@ class Run:
     def _accumulate(self, indices: list[int], tokens: int, done: float) -> StepSums:
         """Run forward and backward pass over this process's part of the batch, and return its sums."""
         accelerator, parts = self.accelerator, self.recipe.train.gradient_accumulation
-        shares, share = self.context.text_share
         totals: StepSums | None = None
-        size = len(indices) // (shares * parts)
-        for part in range(parts):
-            begin = (part * shares + share) * size
-            batch = self.batch(indices[begin : begin + size])
+        for part, rows in enumerate(self._own(indices)):
+            batch = self.batch(rows)
             self.clock.end("fetch")
             with self.engine.part(last=part == parts - 1):
                 sums: StepSums = self.module(batch, done, self.last)
@@ -308,6 +306,18 @@ class Run:
             totals = StepSums(*(value.detach() for value in sums)).plus(totals)
         assert totals is not None, "gradient_accumulation is at least 1"
         return totals
+
+    def _indices(self, step: int) -> list[int]:
+        """Return the rows of the global batch of `step`, which is in the present round."""
+        settings = self.recipe.train
+        in_round = step - self.round * (self.recipe.data.refresh_every or settings.steps)
+        return batch_indices(settings.seed + self.round, in_round, settings.batch_size, self.data.trained)
+
+    def _own(self, indices: list[int]) -> list[list[int]]:
+        """Return this process's rows of a global batch, by accumulation step."""
+        shares, share = self.context.text_share
+        size = len(indices) // (shares * self.recipe.train.gradient_accumulation)
+        return [indices[begin : begin + size] for begin in range(share * size, len(indices), shares * size)]
 
     def batch(self, indices: list[int]) -> Batch:
         """Return these rows as a batch on this process's device."""

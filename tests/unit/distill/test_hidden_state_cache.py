@@ -167,3 +167,38 @@ def test_a_full_disk_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
             cache.build([1], teacher, lambda: None)
     assert cache.missing() == ([1, 2], [])
     assert not [file for file in cache.folder.iterdir() if "tmp" in file.name]
+
+
+def test_expected_rows_are_read_ahead_once_and_give_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of()
+    cache, teacher = built("float32", rows)
+    read: list[int] = []
+    of_row = cache.read
+    monkeypatch.setattr(cache, "read", lambda row: (read.append(row), of_row(row))[1])
+    order = [[7, 0], [3, 1], [9, 2], [5, 5]]
+    plain, ahead = CachedTeacher(teacher, cache), CachedTeacher(teacher, cache)
+
+    def states(teacher: CachedTeacher, indices: list[int]) -> Tensor:
+        signals = teacher.signals(**vars(collate(rows, indices, CPU)))
+        assert signals.features_BTF is not None
+        return torch.cat([signals.hidden_BTH, signals.features_BTF], -1)
+
+    expected = [states(plain, indices) for indices in order]
+    read.clear()
+    ahead.expect(order)
+    for number, indices in enumerate(order):
+        if number == 2:  # other rows in between, as in an evaluation, change nothing
+            states(ahead, [8, 6])
+        assert torch.equal(states(ahead, indices), expected[number])
+        ahead._reader.submit(int).result()  # what was begun is done
+        wanted = [row for known in order[: number + 2] for row in known]
+        assert [row for row in read if row not in (8, 6)] == wanted, "one batch ahead, and none twice"
+    ahead.expect([[4, 4]])
+    assert torch.equal(states(ahead, [7, 0]), expected[0]), "rows that were not expected are read"
+
+
+def test_rows_are_parts_of_the_mapped_file() -> None:
+    cache, _ = built("bfloat16", rows_of())
+    states_TW = cache.read(1)
+    assert states_TW.untyped_storage().nbytes() > states_TW.nbytes, "not a copy"
+    assert cache.read(2).untyped_storage().data_ptr() == states_TW.untyped_storage().data_ptr(), "opened once"
