@@ -71,6 +71,7 @@ def test_a_recipe_trains_on_a_small_model_of_the_kind(
     small += ["evaluation.count=2", "evaluation.max_new_tokens=8"]
     if recipe.target.sharded:  # over several processes
         small.append("target.sharded=false")
+    small += ["target.tensor_parallel=1", "train.sequence_parallel=1"]
     if recipe.draft_vocab_size is not None:
         small.append("drafter.draft_vocab_size=40")
     if getattr(recipe.drafter, "model", None) is not None:
@@ -86,13 +87,20 @@ def test_a_recipe_trains_on_a_small_model_of_the_kind(
 @pytest.mark.parametrize("name", REAL)
 def test_a_header_tells_hardware_time_and_what_to_approach(name: str) -> None:
     header = shipped_recipes()[name].split("\nname:")[0]
-    gpus = "several GPUs, with target.sharded" if load_recipe(name).target.sharded else "one GPU of"
+    target = load_recipe(name).target
+    gpus = "one GPU of" if target.tensor_parallel == 1 else f"{target.tensor_parallel} GPUs of"
+    gpus = "several GPUs, with target.sharded" if target.sharded else gpus
     for line in ("# Launch:   accelerate launch", f"# Hardware: {gpus}", "# Time:     about", "# Approach: "):
         assert header.count(f"\n{line}") == 1, line
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2-1.7b/smollm2-135m", pytest.param("llama3.1-8b/eagle3", marks=pytest.mark.slow)]
+    "name",
+    [
+        "smollm2-1.7b/smollm2-135m",
+        pytest.param("llama3.1-8b/eagle3", marks=pytest.mark.slow),
+        pytest.param("llama3.1-8b/eagle3_128k", marks=pytest.mark.slow),
+    ],
 )
 def test_a_header_is_what_is_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
@@ -103,6 +111,15 @@ def test_a_header_is_what_is_computed(name: str, monkeypatch: pytest.MonkeyPatch
     assert f"# Hardware: {hardware}\n" in header
     assert f"# Time:     {time}\n" in header
     sys.modules.pop("recipe_costs")
+
+
+@pytest.mark.parametrize("name", ["eagle3_32k", pytest.param("eagle3_128k", marks=pytest.mark.slow)])
+def test_long_texts_fit_eight_accelerators(name: str) -> None:
+    recipe = load_recipe(f"llama3.1-8b/{name}")
+    config = AutoConfig.for_model(**SHAPES[recipe.target.model])
+    estimate = estimate_memory(recipe, config, bf16=True, accelerated=True, processes=8, sharded=True)
+    assert estimate.peak < 0.9 * 80e9
+    assert recipe.data.prompt_tokens + recipe.data.response_tokens <= config.max_position_embeddings
 
 
 def test_blocks_at_many_anchors_fit_an_accelerator() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
+from draftsmith.heads.hidden_states import final_states
 from draftsmith.train.estimate.fake_run import (
     Operations,
     dry_step,
@@ -101,9 +102,14 @@ def estimate_work(
         step = dry_step(recipe, target, device=device, processes=processes, bf16=bf16)
         with Operations() as of_part:
             step.part()
+        with Operations() as of_teacher:
+            if recipe.train.sequence_parallel > 1 and recipe.teacher.kind == "online":
+                batch = step.batch()
+                final_states(target, batch.input_ids_BT, batch.attention_mask_BT)
         with Operations() as of_update:
             step.update()
-    of_step = float(of_part.total * train.gradient_accumulation + of_update.total)
+    elsewhere = of_teacher.total * (1 - 1 / recipe.target.tensor_parallel)  # the group reads its text together
+    of_step = float((of_part.total - elsewhere) * train.gradient_accumulation + of_update.total)
     rows = math.ceil(data.count / processes) * data.responses
     tokens = rows * (data.prompt_tokens + data.response_tokens)
     caching = 2.0 * reading * tokens if recipe.teacher.kind == "cached" else 0.0
