@@ -4,6 +4,7 @@ Also packing: several samples in one row, with little padding, and without atten
 """
 
 import json
+import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -25,6 +26,8 @@ from draftsmith.provenance import fingerprint, tokenizer_fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, write_json
 
 VERSION = 2
+SECONDS = 60
+"""Time between two lines about how much has been read."""
 FEATURES = Features(
     {
         "input_ids": List(Value("int64")),
@@ -95,7 +98,7 @@ def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, re
     with nullcontext() if folder.is_dir() else hold_cache(folder):
         if not folder.is_dir():
             with atomic_folder(folder) as temporary:
-                counts = _write(temporary / "rows.arrow", chat, settings, context)
+                counts = _write(temporary / "rows.arrow", chat, settings, context, report)
                 write_json(temporary / "counts.json", asdict(counts))
     counts = Counts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
     for line in counts.lines(settings.source):
@@ -103,14 +106,19 @@ def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, re
     return Dataset.from_file(str(folder / "rows.arrow"))
 
 
-def _write(file: Path, chat: Chat, settings: ExampleSettings, context: int | None) -> Counts:
-    """Write the examples row by row, so that memory does not grow with the data."""
-    counts, kept = Counts(), 0
+def _write(
+    file: Path, chat: Chat, settings: ExampleSettings, context: int | None, report: Callable[[str], None]
+) -> Counts:
+    """Write the examples row by row, so that memory does not grow with the data; `report` is called once a minute."""
+    counts, kept, said = Counts(), 0, time.monotonic()
     chat = replace(chat, template=None, longest=characters(settings.prompt_tokens + settings.response_tokens))
     with ArrowWriter(features=FEATURES, path=str(file)) as writer:
         for row in _examples(chat, settings, context, counts):
             writer.write(row)
             kept += 1
+            if time.monotonic() - said >= SECONDS:
+                said = time.monotonic()
+                report(f"{settings.source}: {counts.rows:,} rows read, {kept:,} of {settings.count:,} samples")
             if kept == settings.count:
                 break
         writer.finalize()

@@ -1,31 +1,30 @@
 """Progress bars; a line now and then where there is no terminal."""
 
+from threading import Event, Thread
 from typing import Any
 
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 
 class Bars(Progress):
-    """rich's progress bars, which print their present state at most once a minute where stderr is no terminal."""
+    """rich's progress bars, which print their present state once a minute where stderr is no terminal."""
 
     seconds = 60.0
-    """Least time between two such lines."""
+    """Time between two such lines; a stage whose first unit takes longer prints them, too."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         super().__init__(*columns, **options)
-        self._printed = self.get_time()
+        self._ended = Event()
 
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        super().advance(task_id, advance)
-        self._print()
+    def start(self) -> None:
+        super().start()
+        if not self.disable and not self.console.is_terminal:
+            Thread(target=self._print_lines, daemon=True).start()
 
-    def update(self, task_id: TaskID, **values: Any) -> None:
-        super().update(task_id, **values)
-        self._print()
+    def stop(self) -> None:
+        self._ended.set()
+        super().stop()
 
-    def _print(self) -> None:
-        now = self.get_time()
-        if self.disable or self.console.is_terminal or now - self._printed < self.seconds:
-            return
-        self._printed = now
-        self.console.print(self.make_tasks_table(self.tasks))
+    def _print_lines(self) -> None:
+        while not self._ended.wait(self.seconds):
+            self.console.print(self.make_tasks_table(self.tasks))

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from draftsmith.distill import dataset
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.dataset import (
     FEATURES,
@@ -65,7 +66,9 @@ def sampler(loaded: LoadedTarget, *settings: Any, responses: int = 1, **options:
     return Sampler(loaded, Chat(loaded.tokenizer), SampleSettings(*settings, responses=responses), **options)
 
 
-def test_what_is_left_out_is_counted_by_reason(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_what_is_left_out_is_counted_by_reason(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = ["abc", "a" * 9, "abcd", "b" * 200, "abc"]
     source = write(tmp_path / "p.jsonl", [{"prompt": text} for text in texts])
     said: list[str] = []
@@ -79,6 +82,10 @@ def test_what_is_left_out_is_counted_by_reason(loaded: LoadedTarget, tmp_path: P
     again: list[str] = []
     assert read_examples(chat, ExampleSettings(source, 10, 5, 8), 128, again.append).to_list() == rows.to_list()
     assert again == said, "the same lines are printed for cached examples"
+    reading: list[str] = []
+    monkeypatch.setattr(dataset, "SECONDS", 0)
+    read_examples(chat, ExampleSettings(source, 11, 5, 8), 128, reading.append)
+    assert reading[:2] == [f"{source}: 1 rows read, 1 of 11 samples", f"{source}: 3 rows read, 2 of 11 samples"]
     twice = read_examples(chat, ExampleSettings(source, 10, 5, 8, deduplicate=False), 128, said.append)
     assert len(twice) == 3
     short = read_examples(chat, ExampleSettings(source, 10, 300, 8), 128, said.append)
