@@ -112,7 +112,7 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
     if evaluation.prompts is None and data.prompts != EMBEDDED:
         examples, heldout = hold_out(examples, evaluation.count)
     else:
-        heldout = _heldout(evaluation.prompts or EMBEDDED, chat, target, recipe)
+        heldout = heldout_prompts(evaluation.prompts or EMBEDDED, chat, target, recipe)
     if data.response == "text":
         rows, validation = _packed(_readable(examples, target, console), data, console)
         return TrainingData(rows, heldout, states=states, validation=validation)
@@ -184,7 +184,7 @@ def _of_file(context: RunContext, chat: Chat, target: LoadedTarget, rows: Datase
     openings = [fingerprint(ids[: spans[0][0]]) for ids, spans in zip(rows["input_ids"], rows["spans"], strict=True)]
     rows = rows.add_column("opening", openings)
     if evaluation.prompts is not None:
-        heldout = _heldout(evaluation.prompts, chat, target, recipe)
+        heldout = heldout_prompts(evaluation.prompts, chat, target, recipe)
     else:
         rows, heldout = hold_out(rows, evaluation.count)
     rows, validation = _packed(rows, data, console)
@@ -284,7 +284,7 @@ def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Con
     return tokens
 
 
-def _heldout(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[HeldOut]:
+def heldout_prompts(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[HeldOut]:
     """Return the prompts that the periodic evaluation decodes; those of a file have no images."""
     settings = recipe.evaluation
     if source == EMBEDDED:

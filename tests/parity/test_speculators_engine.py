@@ -6,6 +6,7 @@ torch and transformers. `make test-slow` makes it, which needs a package index; 
     DRAFTSMITH_SPECULATORS_PYTHON=/path/to/python pytest -m slow tests/parity/test_speculators_engine.py
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -137,3 +138,20 @@ def _text(target: LlamaForCausalLM, drafter: TrainableDrafter) -> dict[str, torc
     rows = [states[-1] if k == FINAL else deepest[0] if k == depth else states[k] for k in layers]
     hidden = torch.cat(rows, -1)[0]
     return {"ids": ids, "hidden": hidden.contiguous(), "at": torch.tensor(len(PROMPT) - 1)}
+
+
+@pytest.mark.parametrize(
+    "what", [["speed", "online"], ["memory", "cached", "peer, by text"], ["tau", "cached"]], ids=str
+)
+def test_their_trainer_runs_beside_ours(what: list[str], their_python: str) -> None:
+    """Each measurement of benchmarks/peers.py, at a size that says nothing of the figures."""
+    root = Path(__file__).parents[2]
+    sizes = ["--steps", "1", "--tau-steps", "1", "--prompts", "2", "--count", "40", "--measure", *what]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [their_python, str(root / "benchmarks" / "peers.py"), *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        found.keys() == {"speed": {"ours", "peer", "peer, by text"}, "memory": {"peak"}, "tau": {"T=0", "T=1"}}[what[0]]
+    )
