@@ -10,16 +10,16 @@ from draftsmith.bars import Bars
 from draftsmith.safe_text import Terminal
 
 
-def _lines(monkeypatch: pytest.MonkeyPatch, seconds: float, *, terminal: bool = False, disable: bool = False) -> str:
-    """Return what a bar prints within half a second in which one unit of three is done and the next is not."""
+def _lines(monkeypatch: pytest.MonkeyPatch, seconds: float, wait: float, **options: bool) -> str:
+    """Return what a bar prints after one unit of three, until it has printed two lines or `wait` seconds are over."""
     monkeypatch.setattr(Bars, "seconds", seconds)
     file = io.StringIO()
     columns = (TextColumn("{task.description}"), MofNCompleteColumn())
-    console = Terminal(file=file, force_terminal=terminal)
-    with Bars(*columns, console=console, disable=disable, auto_refresh=False) as bar:
+    console = Terminal(file=file, force_terminal=options.get("terminal", False))
+    with Bars(*columns, console=console, disable=options.get("disable", False), auto_refresh=False) as bar:
         task = bar.add_task("sampling", total=3)
         bar.advance(task, 1)
-        end = time.monotonic() + 0.5
+        end = time.monotonic() + wait
         while time.monotonic() < end and file.getvalue().count("\n") < 2:
             time.sleep(0.01)
         said = file.getvalue()
@@ -27,9 +27,9 @@ def _lines(monkeypatch: pytest.MonkeyPatch, seconds: float, *, terminal: bool = 
 
 
 def test_a_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = _lines(monkeypatch, 0.02).splitlines()
+    said = _lines(monkeypatch, 0.02, 60.0).splitlines()
     assert len(said) >= 2, "also while nothing advances"
     assert all(line.split() == ["sampling", "1/3"] for line in said[1:])
-    assert _lines(monkeypatch, 3600.0) == "", "not yet"
-    assert _lines(monkeypatch, 0.02, disable=True) == "", "another process prints"
-    assert "1/3" not in _lines(monkeypatch, 0.02, terminal=True), "a terminal has the bar"
+    assert _lines(monkeypatch, 3600.0, 0.2) == "", "not yet"
+    assert _lines(monkeypatch, 0.02, 0.2, disable=True) == "", "another process prints"
+    assert "1/3" not in _lines(monkeypatch, 0.02, 0.2, terminal=True), "a terminal has the bar"
