@@ -22,6 +22,8 @@ from draftsmith.eval.settings import Settings
 ARMS = ("target alone", "frozen", "learning")
 WINDOWS, LEAST = 6, 5
 """Windows of a report, and requests of each at least."""
+ROOM = 1.08
+"""Height of a plot relative to its highest value, so that no marker is cut off."""
 
 
 class Learner(Observer, Protocol):
@@ -222,7 +224,7 @@ def plot_online(online: Online) -> Plot:
         for axis, label in ((left, "tau"), (right, "tokens/s")):
             axis.set_xlabel("tokens served")
             axis.set_ylabel(label)
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, ROOM * axis.dataLim.y1)
             axis.legend()
         figure.suptitle(title, fontsize=11)
         figure.tight_layout()

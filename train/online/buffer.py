@@ -25,8 +25,8 @@ from draftsmith.heads.base import TeacherSignals
 
 ROW_TOKENS = 64
 """Decoded tokens of a row; longer texts are divided."""
-CONTEXT = 128
-"""Tokens before them that a row keeps, for drafters that attend to the text."""
+CONTEXT = 32
+"""Tokens before them that a row keeps, for drafters that attend to the text: they cost as much as trained ones."""
 LEAST_TOKENS = 4
 """Decoded tokens of a row at least: shorter ones hold hardly any draft."""
 

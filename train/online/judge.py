@@ -1,6 +1,7 @@
 """Whether a candidate accepts more than the drafter in use, on held-back rows, from their stored states."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -27,17 +28,28 @@ TOGETHER = 8
 def acceptance(sampling: Sampling) -> Measure:
     """Return a measure of the probability that a draft token is accepted, given that those before it were.
 
-    sum_v min(p_v, q_v) after temperature, top-k and top-p; greedy: whether both have the same most likely token.
+    sum_v min(p_v, q_v) after temperature, top-k and top-p; greedy: whether the draft is the text's token, which is the
+    target's most likely one.
     """
     processors = Processors(sampling)
 
     def measure(rows: Logits) -> dict[str, Tensor]:
-        p_NV, q_NV = processors.scores(rows.p_NV, list), processors.scores(rows.q_NV, list)
         if sampling.greedy:
-            return {"acceptance": (p_NV.argmax(-1) == q_NV.argmax(-1)).double()}
+            return {"acceptance": (rows.labels_N == rows.q_NV.argmax(-1)).double()}
+        p_NV, q_NV = processors.scores(rows.p_NV, list), processors.scores(rows.q_NV, list)
         return {"acceptance": torch.minimum(p_NV.softmax(-1), q_NV.softmax(-1)).sum(-1)}
 
     return measure
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """An lm_head for measures that do not read p: its logits are zero and take no memory."""
+
+    weight: Tensor
+
+    def __call__(self, states_NH: Tensor, /) -> Tensor:
+        return states_NH.new_zeros(()).expand(len(states_NH), len(self.weight))
 
 
 @torch.no_grad()
@@ -48,13 +60,14 @@ def scores(drafter: TrainableDrafter, rows: Sequence[Row], lm_head: TargetHead, 
     found = np.zeros((len(rows), 2))
     for sampling in dict.fromkeys(row.sampling for row in rows):
         places = [place for place, row in enumerate(rows) if row.sampling == sampling]
+        head = _Unread(lm_head.weight) if sampling.greedy else lm_head
         for start in range(0, len(places), TOGETHER):
             some = places[start : start + TOGETHER]
             batch = [rows[place] for place in some]
             texts = [row.text for row in batch]
             unrolled = unrollable(drafter, draft_length, texts)
             signals = signals_of(batch, device)
-            tables = agreement_of(signals, lm_head, unrolled, texts, positions, [acceptance(sampling)])
+            tables = agreement_of(signals, head, unrolled, texts, positions, [acceptance(sampling)])
             for place, table in zip(some, tables, strict=True):
                 alpha_AK = table["acceptance"]
                 found[place] = len(alpha_AK) + alpha_AK.cumprod(1).sum(), len(alpha_AK)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.loop import now
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeSequence
+from draftsmith.distill.embedded.training import bf16_is_fast
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import TargetHead
 from draftsmith.errors import ConfigError
@@ -42,6 +43,8 @@ LEAST_ROWS = 8
 WARMUP = 8
 """Optimizer steps in which the rate rises, after each start of the optimizers."""
 CLIP = 1.0
+LONGEST_INTERVAL = 4
+"""Most steps between two comparisons, in units of those before the first."""
 LONGEST_PAUSE = 8
 """Longest pause, in units of the learning before it."""
 
@@ -87,8 +90,10 @@ class OnlineLearning:
         optimizer, learning_rate: default: Muon at the rate for drafters with trained weights.
         lora_rank: for draft models: train adapters of this rank only; their product is added to the weights in use.
         batch_rows: rows of a step.
-        judge_every: steps after which the candidate is compared with the drafter in use.
-        patience: undecided comparisons after which a candidate is refused.
+        judge_every: steps after which a candidate is compared with the drafter in use for the first time; the next
+            comparisons come after twice and then four times as many.
+        patience: undecided comparisons in a row, none with a larger gain than before, after which a candidate is
+            refused.
         on_update: called after each `Update`.
     """
 
@@ -129,7 +134,7 @@ class OnlineLearning:
         self.seconds = 0.0
         """Time that learning has taken."""
         self._random = Random(seed)
-        self._closed = self._judgements = self._undecided = self._steps_of_candidate = self._pauses = 0
+        self._closed = self._judgements = self._pauses = 0
         self._asleep_until, self._awake_since = 0, 0
         self._mark, self._watch = 0.0, Watch()
         self._served_scores: dict[Row, np.ndarray] = {}
@@ -144,7 +149,7 @@ class OnlineLearning:
         """
         if self._candidate is not None:
             raise ConfigError("learn: this OnlineLearning is used by another decoder; expected one for each decoder")
-        served = learnable(drafter)
+        served = learnable(drafter, target.config.get_text_config(decoder=True).vocab_size)
         self._device = next(target.parameters()).device
         self._draft_length = served.draft_length_hint or served.max_draft_length or 4
         self._loss = self._objective or Objective(draft_length=self._draft_length, chunk_tokens=1024)
@@ -197,15 +202,16 @@ class OnlineLearning:
         else:
             self._wake()
             ready = len(self._rows) >= LEAST_ROWS and len(self._held) >= LEAST_ROWS
-        if not ready:
+        if self._asleep_until or (not ready and self.every is not None):
             self._budget.start(self.tokens)
-        return ready and self._budget.owes(self.tokens)
+        return ready and self._budget.owes(self.tokens, judgement=self._unjudged >= self._interval)
 
     def _wake(self) -> None:
         if not self._asleep_until:
             return
         if self.tokens < self._asleep_until:
-            self._budget.gained, self._pauses = 1.0, 0
+            self._budget.forget()
+            self._pauses = 0
             self._record(Update("resumed", self.tokens, self.steps, reason="the acceptance length has fallen"))
         else:
             self._record(Update("resumed", self.tokens, self.steps))
@@ -243,30 +249,37 @@ class OnlineLearning:
     # Training.
 
     def _work(self) -> None:
-        """Take an optimizer step; after every `judge_every` of them, compare the candidate."""
-        started = self._clock()
+        """Take an optimizer step or compare the candidate, which costs as much as many steps: less and less often."""
+        started, compares = self._clock(), self._unjudged >= self._interval
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             torch.manual_seed(self.seed * 1_000_003 + self.steps)  # for drafters that unroll at random anchors
-            finite = self._step()
-            self._steps_of_candidate += 1
-            self.steps += 1
-            if not finite:
-                self._refuse(None, "the loss or its gradient is not finite")
-            elif self._steps_of_candidate % self.judge_every == 0:
+            if compares:
+                self._unjudged, self._interval = 0, min(2 * self._interval, LONGEST_INTERVAL * self.judge_every)
                 self._judge()
-        self._budget.learned(self._clock() - started)
+                self._budget.judged(self._clock() - started)
+                return
+            rows = self.batch_rows if self._budget.measured or self.every is not None else 1
+            finite = self._step(rows)
+        self._steps_of_candidate += 1
+        self._unjudged += 1
+        self.steps += 1
+        self._budget.learned(self._clock() - started, rows / self.batch_rows)
+        if not finite:
+            self._refuse(None, "the loss or its gradient is not finite")
 
     def _start_optimizers(self) -> None:
         assert self._candidate is not None
-        self._optimizers = optimizers(self._candidate.drafter, self._optimizer, 0.0)
+        dtype = torch.bfloat16 if bf16_is_fast(self._device) else torch.float32
+        self._optimizers = optimizers(self._candidate.trained, self._optimizer, 0.0, dtype=dtype)
         self._last_alpha: list[float] | None = None
-        self._steps_of_candidate = self._undecided = 0
+        self._steps_of_candidate = self._unjudged = self._undecided = 0
+        self._best, self._interval = 0.0, self.judge_every
 
-    def _step(self) -> bool:
+    def _step(self, rows: int) -> bool:
         """Take one step on random rows and return whether its gradient was finite."""
         assert self._candidate is not None, "attached"
-        drafter = self._candidate.drafter.train()
-        places = [self._random.randrange(len(self._rows)) for _ in range(self.batch_rows)]
+        drafter = self._candidate.trained.train()
+        places = [self._random.randrange(len(self._rows)) for _ in range(rows)]
         signals = signals_of([self._rows[place] for place in places], self._device)
         sums = self._loss(drafter.unroll(signals), signals, self._lm_head, self._last_alpha)
         (sums.loss / signals.mask_BT.sum()).backward()
@@ -279,6 +292,7 @@ class OnlineLearning:
             if finite:
                 optimizer.step()
             optimizer.zero_grad()
+        self._candidate.average()
         self._last_alpha = (sums.alpha_K / sums.count_K.clamp_min(1)).tolist()
         return finite
 
@@ -295,9 +309,15 @@ class OnlineLearning:
         own = np.stack(list(self._served_scores.values()))
         other = scores(self._candidate.drafter.eval(), rows, self._lm_head, self._draft_length)
         self._judgements += 1
-        verdict = judged(own, other, self.seed + self._judgements)
+        adopted = self.adopted
+        self._weigh(judged(own, other, self.seed + self._judgements))
+        if self.adopted > adopted:
+            self._served_scores = dict(zip(rows, other, strict=True))
+
+    def _weigh(self, verdict: Verdict) -> None:
         low, high = verdict.interval
-        self._undecided += 1
+        self._undecided = 0 if verdict.gain > self._best else self._undecided + 1
+        self._best = max(self._best, verdict.gain)
         if low > 0:
             self._adopt(verdict)
         elif high < 0:
@@ -309,9 +329,8 @@ class OnlineLearning:
         assert self._candidate is not None
         self._candidate.adopt()
         self.adopted += 1
-        self._pauses, self._undecided = 0, 0
-        self._budget.gained *= 1 + verdict.interval[0]
-        self._served_scores = {}
+        self._pauses, self._undecided, self._best = 0, 0, 0.0
+        self._budget.adopted(verdict)
         self._record(Update("adopted", self.tokens, self.steps, verdict))
         if not self._budget.pays(verdict.gain, self.tokens):
             self._pause(f"a gain of {verdict.gain:.1%} for {self._budget.cost():.1%} of the time does not pay")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from draftsmith.eval.metrics import Series
-from draftsmith.eval.online import Online, online_cells, online_lines, online_result
+from draftsmith.eval.online import Online, online_cells, online_lines, online_result, plot_online
 
 
 class Learned:
@@ -74,3 +74,10 @@ def test_one_request_has_no_interval() -> None:
     online = result([1.0], [6])
     assert online["total"]["gain_interval"] is None
     assert online_cells(online)[0][-1] == "+100.0 %"
+
+
+def test_no_marker_of_the_plot_is_cut_off() -> None:
+    axes = plot_online(result([1.0] * 10, [6] * 5 + [4] * 5)).figure.axes
+    tops = [max(max(line.get_ydata()) for line in axis.lines) for axis in axes]
+    assert tops == [3.0, 12.0]
+    assert all(axis.get_ylim()[1] > 1.05 * top for axis, top in zip(axes, tops, strict=True))

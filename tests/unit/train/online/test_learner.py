@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_llama
@@ -97,6 +98,9 @@ def test_a_better_candidate_is_adopted_and_accepts_more() -> None:
     assert len(adopted) == learn.adopted > 0
     assert all(update.verdict.interval[0] > 0 for update in adopted)
     assert changed(weights(frozen), weights(drafter))
+    known = learn._served_scores
+    found = scores(drafter, list(known), learn._lm_head, learn._draft_length)
+    np.testing.assert_allclose(np.stack(list(known.values())), found)
     taus = []
     for one in (frozen, drafter):
         outputs = SpeculativeDecoder(target, one, draft_length=3).generate_batch(PROMPTS, max_new_tokens=20)
@@ -260,9 +264,19 @@ def test_what_cannot_learn_is_refused() -> None:
         SpeculativeDecoder(target, drafter, learn=OnlineLearning())
     other, _ = _pair()
     padded = noisy(other)
-    padded.shared_vocabulary = 60
-    with pytest.raises(ConfigError, match="expected the target's vocabulary size"):
+    padded.shared_vocabulary = padded.vocab_size = 60
+    with pytest.raises(ConfigError, match="of 60 tokens, whose padding is not the target's; expected the target's 64"):
         SpeculativeDecoder(target, padded, learn=OnlineLearning())
+
+
+def test_a_model_of_another_project_with_the_targets_vocabulary_learns() -> None:
+    """Its number of shared tokens is known from its tokenizer; see `load_drafter`."""
+    target, drafter = _pair()
+    drafter.shared_vocabulary = 64
+    learn = quick()
+    texts_of(SpeculativeDecoder(target, drafter, learn=learn), 64)
+    assert learn.steps > 0
+    assert learn.adopted > 0
 
 
 @pytest.mark.parametrize(
