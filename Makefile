@@ -16,8 +16,8 @@ quickstart: $(VENV)/.installed
 # A page at http://127.0.0.1:7860 with the quickstart's drafter, which is trained first where there is none.
 demo: $(VENV)/.installed
 	$(PIP) --editable ".[demo]"
-	test -d runs/quickstart/draft_model/drafter || $(BIN)/draftsmith quickstart
-	$(BIN)/draftsmith demo --target embedded --drafter hybrid:drafter=runs/quickstart/draft_model/drafter
+	test -d runs/quickstart/mtp/drafter || $(BIN)/draftsmith quickstart
+	$(BIN)/draftsmith demo --target embedded --drafter hybrid:drafter=runs/quickstart/mtp/drafter
 
 test: $(VENV)/.installed-dev lint docs
 	$(WORKERS) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"

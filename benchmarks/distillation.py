@@ -196,7 +196,7 @@ def main() -> None:
     console.print(f"trained in {(time.perf_counter() - started) / 60:.0f} minutes")
     if options.train_only:
         return
-    target = load_target("embedded", progress=False)
+    target = load_target("embedded")
     drafters: dict[tuple[str, int], Drafter] = {("before", 0): untrained(target)}
     drafters |= {key: load_drafter(folder, target.model, target.tokenizer) for key, folder in folders.items()}
     with torch.inference_mode():

@@ -88,7 +88,7 @@ def trained(family: str, out: Path, budget: float) -> Path:
 def measured(folder: Path, family: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure chain and tree of one drafter against its target alone."""
     name = str(folder / TARGET) if (folder / TARGET).is_dir() else "embedded"
-    target = load_target(name, progress=False)
+    target = load_target(name)
     drafter = load_drafter(folder / DRAFTER, target.model, target.tokenizer)
     prompts = load_prompts("embedded", target.tokenizer, count=options.prompts, context=None)
     chain = f"chain:draft_length={drafter.draft_length_hint}"

@@ -25,7 +25,8 @@ from rich.table import Table
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.policies import Chain
 from draftsmith.decode.sampling import Processors, Sampling
-from draftsmith.distill.embedded import EmbeddedRecipe, Stage, embedded_target
+from draftsmith.distill.embedded.build import build
+from draftsmith.distill.embedded.training import EmbeddedRecipe, Stage
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.forecast.expected_rounds import accepted
@@ -47,9 +48,15 @@ TARGETS = {
         vocab_size=1024,
         hidden_size=128,
         intermediate_size=352,
+        num_attention_heads=4,
         stages=(Stage(2, 300, 8, 256), Stage(4, 200, 8, 256)),
     ),
-    "w256": EmbeddedRecipe(),
+    "w256": EmbeddedRecipe(
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        stages=(Stage(2, 560, 8, 256), Stage(6, 160, 8, 256), Stage(12, 100, 8, 512)),
+    ),
     "w512": EmbeddedRecipe(
         vocab_size=1024,
         hidden_size=512,
@@ -58,7 +65,7 @@ TARGETS = {
         stages=(Stage(2, 100, 8, 128), Stage(3, 40, 8, 128)),
     ),
 }
-"""Trained on this machine on the standard library's source; w128 has 0.93M parameters, w256 is the embedded target."""
+"""Trained on this machine on the embedded corpus; w128 has 0.93M parameters, w256 8M."""
 OPENING, RESPONSE, SAMPLES, HELDOUT, NEW = 16, 112, 1280, 32, 64
 """Tokens of an opening and of the longest response, training samples, held-out openings and their new tokens."""
 
@@ -94,7 +101,9 @@ SCHEDULES = {"cosine": loop.learning_rate, "wsd": wsd, "constant": constant}
 
 @lru_cache(1)
 def loaded(name: str) -> LoadedTarget:
-    folder = embedded_target(recipe=TARGETS[name]) if name in TARGETS else Path(name)
+    folder = cache_dir() / "rates" / "targets" / name if name in TARGETS else Path(name)
+    if name in TARGETS and not folder.is_dir():
+        build(folder, TARGETS[name])
     return load_target(str(folder))
 
 

@@ -117,7 +117,6 @@ def load_target(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
-    progress: bool = True,
     images: bool = False,
     tensor_parallel: int = 1,
 ) -> LoadedTarget:
@@ -147,10 +146,10 @@ def load_target(
         if tensor_parallel > 1:
             raise ConfigError(f"target.tensor_parallel={tensor_parallel} with target={name}, an adapter; expected 1")
         kind: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "images": images}
-        base = load_target(adapter_base(folder), device=device, progress=progress, **kind, **options)
+        base = load_target(adapter_base(folder), device=device, **kind, **options)
         model = with_adapter(base.model, folder).eval().requires_grad_(False)
         return LoadedTarget(model, base.tokenizer, name, revision)
-    source = str(embedded_target(progress)) if name == EMBEDDED else str(folder)
+    source = str(embedded_target()) if name == EMBEDDED else str(folder)
     try:
         _require_regular(folder)
         require_whole_model("target", source, revision)

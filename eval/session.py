@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.decoder import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
-from draftsmith.distill.load_target import EMBEDDED, load_processor, load_target, load_tokenizer
+from draftsmith.distill.load_target import load_processor, load_target, load_tokenizer
 from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
@@ -70,8 +70,7 @@ def load_session(
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
         limit = context_limit(config)
         prompts = encode(tokenizer, limit)
-    # Building the embedded target shows a progress bar of its own.
-    with stage("loading the target and the drafters", shown=progress and settings.target != EMBEDDED):
+    with stage("loading the target and the drafters", shown=progress):
         loaded = load_target(
             settings.target,
             dtype=settings.dtype,

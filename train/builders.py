@@ -52,7 +52,7 @@ def load_frozen_target(context: RunContext) -> LoadedTarget:
     images, together = context.recipe.data.images is not None, settings.tensor_parallel
     divided = f", divided among {together} processes" if together > 1 else ""
     context.console.say(f"  target: loading {settings.model}{divided}")
-    with accelerator.main_process_first():  # the embedded target is built once, and a download happens once
+    with accelerator.main_process_first():  # a download happens once
         options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
         processor = load_processor(settings.model, **options) if images else None
         if together == 1:
@@ -71,7 +71,6 @@ def _load(context: RunContext, **options: Any) -> LoadedTarget:
         attn_implementation=settings.attn_implementation,
         trust_remote_code=settings.trust_remote_code,
         device=context.placement.load_to,
-        progress=context.accelerator.is_main_process,
         **options,
     )
 

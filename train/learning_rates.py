@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
-from draftsmith.distill.embedded import EmbeddedRecipe
-from draftsmith.distill.load_target import EMBEDDED, load_tokenizer
+from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.train.recipe import Recipe
 
@@ -122,10 +121,8 @@ def described(recipe: Recipe, width: int) -> str:
 
 
 def target_width(recipe: Recipe) -> int:
-    """Return the target's hidden size from its config, without loading or building the target."""
+    """Return the target's hidden size from its config, without loading the target."""
     settings = recipe.target
-    if settings.model == EMBEDDED:
-        return EmbeddedRecipe().hidden_size
     _, config = load_tokenizer(settings.model, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
     return width_of(config)
 

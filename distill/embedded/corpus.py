@@ -1,9 +1,11 @@
-"""The embedded corpus: the source of Python's standard library, split by module into train and held-out text."""
+"""The embedded corpus: the code of Python's standard library without comments, split by module."""
 
+import ast
 import hashlib
 import random
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,7 +53,7 @@ KINDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Module:
-    """A source file of the standard library: its path relative to the library's root, and its text."""
+    """A module of the standard library: its path relative to the library's root, and its text."""
 
     path: str
     text: str
@@ -74,7 +76,7 @@ class Module:
 
 
 class EmbeddedPrompt(NamedTuple):
-    """A window of a module, which starts at the line `id` = `path:line`."""
+    """A window of a module's code, which starts at the line `id` = `path:line` of that code."""
 
     id: str
     category: str
@@ -90,8 +92,23 @@ def _wanted(relative: Path) -> bool:
     )
 
 
+def code_of(text: str) -> str:
+    """Return Python source without comments and docstrings, in the layout of `ast.unparse`.
+
+    Raises:
+        SyntaxError: if this Python cannot parse the text.
+    """
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree) + "\n"
+
+
 @lru_cache(maxsize=1)
-def _all_modules() -> tuple[Module, ...]:
+def _sources() -> tuple[Module, ...]:
+    """Return every module of the standard library that belongs to the corpus, as it is written."""
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = []
     for path in sorted(root.rglob("*.py")):
@@ -107,28 +124,22 @@ def _all_modules() -> tuple[Module, ...]:
     return tuple(modules)
 
 
+@lru_cache(maxsize=4)
 def read_modules(split: Split, packages: tuple[str, ...] | None = None) -> list[Module]:
-    """Return the modules of a split in path order, only those of the top-level `packages` if given.
+    """Return the code of a split's modules in path order, only of the top-level `packages` if given.
 
     Raises:
         ConfigError: if this Python was installed without its sources.
     """
-    modules = [
-        module
-        for module in _all_modules()
-        if module.split == split and (packages is None or module.package in packages)
-    ]
+    modules = []
+    for source in _sources():
+        if source.split != split or (packages is not None and source.package not in packages):
+            continue
+        with suppress(SyntaxError):
+            modules.append(Module(source.path, code_of(source.text)))
     if not modules:
         raise ConfigError.of("target", "embedded", f"a Python with its library's {split} sources (.py files)")
     return modules
-
-
-def corpus_hash(modules: list[Module]) -> str:
-    """Return the SHA-256 of all paths and texts."""
-    digest = hashlib.sha256()
-    for module in modules:
-        digest.update(f"{module.path}\0{module.text}\0".encode())
-    return digest.hexdigest()
 
 
 def _windows(tokenizer: Any, module: Module, prompt_tokens: int, seed: int) -> Iterator[EmbeddedPrompt]:
@@ -163,7 +174,7 @@ def embedded_prompts(
     for key, value in (("count", count), ("prompt_tokens", prompt_tokens)):
         if value < 1:
             raise ConfigError.of(key, value, ">= 1")
-    modules = read_modules(split)
+    modules = list(read_modules(split))
     random.Random(f"{seed}:{split}").shuffle(modules)
     sources = [_windows(tokenizer, module, prompt_tokens, seed) for module in modules]
     rows: list[EmbeddedPrompt] = []

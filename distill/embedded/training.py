@@ -1,7 +1,7 @@
 """Training of the embedded target: a byte-level BPE tokenizer and a Llama that grows in depth during training.
 
-Training the deep model from scratch would take too long for a first run. Most tokens are therefore trained on a shallow
-model, whose blocks are then repeated to make a deeper one (progressive stacking: Gong et al., 2019).
+The deep model is slow to train from scratch on a CPU. A shallow model is therefore trained first, whose blocks are then
+repeated to make a deeper one (progressive stacking: Gong et al., 2019).
 """
 
 from collections.abc import Callable, Iterator
@@ -35,14 +35,15 @@ class EmbeddedRecipe:
     """Everything that determines the embedded target's weights, apart from the corpus."""
 
     vocab_size: int = 2048
-    hidden_size: int = 256
-    intermediate_size: int = 512
-    num_attention_heads: int = 4
+    hidden_size: int = 192
+    intermediate_size: int = 384
+    num_attention_heads: int = 3
     max_position_embeddings: int = 1024
     stages: tuple[Stage, ...] = (
-        Stage(layers=2, steps=560, batch_size=8, sequence_length=256),
-        Stage(layers=6, steps=160, batch_size=8, sequence_length=256),
-        Stage(layers=12, steps=100, batch_size=8, sequence_length=512),
+        Stage(layers=4, steps=1000, batch_size=8, sequence_length=256),
+        Stage(layers=10, steps=700, batch_size=8, sequence_length=256),
+        Stage(layers=20, steps=800, batch_size=16, sequence_length=256),
+        Stage(layers=20, steps=600, batch_size=8, sequence_length=512),
     )
     learning_rate: float = 6e-3
     """Peak learning rate of Muon, for the matrices inside the blocks."""

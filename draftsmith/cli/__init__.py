@@ -86,7 +86,7 @@ def _options(
 def quickstart(
     out: Annotated[Path, typer.Option("--out", help="Folder for runs and the report.")] = Path("runs/quickstart"),
 ) -> None:
-    """Build the embedded target, train two drafters on it, and measure both."""
+    """Train two drafters for the embedded target, a small model that writes Python, and measure both."""
     from draftsmith.cli.quickstart import quickstart as run
 
     run(out)

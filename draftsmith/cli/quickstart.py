@@ -31,9 +31,9 @@ FORECAST_PROMPTS, LONGEST_DRAFT, TREE = 6, 6, "tree:widths=2x1x1"
 
 
 def quickstart(out: Path) -> None:
-    """Build the target, train both drafters with `accelerate launch`, measure them and write everything to `out`.
+    """Train both drafters with `accelerate launch`, measure them and write everything to `out`.
 
-    The target, its samples and finished drafters of an earlier call are used again; the measurement is repeated.
+    The target's samples and finished drafters of an earlier call are used again; the measurement is repeated.
     """
     with hold_folder("out", out):
         _quickstart(out)
@@ -42,15 +42,11 @@ def quickstart(out: Path) -> None:
 def _quickstart(out: Path) -> None:
     console, started = Terminal(stderr=True), time.perf_counter()
     trained = {name: str(out / name / "drafter") for name in RECIPES}
-    drafters = {**trained, "hybrid": f"hybrid:drafter={trained['draft_model']}"}
-    with _stage(console, "1/5 The target: a tokenizer and a small Llama, from the standard library's source"):
-        from draftsmith.distill.embedded import embedded_target
-
-        embedded_target()
-    for number, (name, recipe) in enumerate(RECIPES.items(), 2):
-        with _stage(console, f"{number}/5 Drafter {name}: accelerate launch -m draftsmith.train {recipe}"):
+    drafters = {**trained, "hybrid": f"hybrid:drafter={trained['mtp']}"}
+    for number, (name, recipe) in enumerate(RECIPES.items(), 1):
+        with _stage(console, f"{number}/4 Drafter {name}: accelerate launch -m draftsmith.train {recipe}"):
             _launch(recipe, out / name)
-    with _stage(console, "4/5 Forecast: the fastest draft length or tree of each; the hybrid also copies earlier text"):
+    with _stage(console, "3/4 Forecast: the fastest draft length or tree of each; the hybrid also copies earlier text"):
         predicted = _forecast(drafters, out)
         for best in predicted.best:
             console.print(f"  {best_line(best)}")
@@ -63,13 +59,13 @@ def _quickstart(out: Path) -> None:
         max_new_tokens=NEW_TOKENS,
         repeats=REPEATS,
     )
-    with _stage(console, "5/5 Measuring all against the target alone, on held-out prompts"):
+    with _stage(console, "4/4 Measuring all against the target alone, on held-out prompts"):
         (out / JOURNAL).unlink(missing_ok=True)  # an earlier call may have measured other drafters
         evaluation = measure(settings, out, title=TITLE, runs=metrics_of(settings.drafters))
     _write_cards(evaluation, trained)
     show(evaluation, out)
     console.print(f"\nThe quickstart took {(time.perf_counter() - started) / 60:.1f} minutes.")
-    pair = ("--target", "embedded", "--drafter", trained["draft_model"])
+    pair = ("--target", "embedded", "--drafter", drafters["hybrid"])
     suggest("draftsmith", "generate", *pair, "def main(", to_stderr=True)
     suggest("draftsmith", "check", *pair, to_stderr=True)
     suggest("draftsmith", "recipes", RECIPES["mtp"], to_stderr=True)

@@ -56,7 +56,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        for module in (draftsmith.distill.load_target, draftsmith.hub.export):  # the real one takes minutes to build
+        for module in (draftsmith.distill.load_target, draftsmith.hub.export):  # the real one is slower
             patch.setattr(module, "embedded_target", lambda *_: root / "target")
         torch.set_num_threads(1)
         SAVED.update(saved_data(root / "saved"))

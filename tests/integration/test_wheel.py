@@ -12,7 +12,7 @@ from draftsmith import __version__
 
 ROOT = Path(__file__).parents[2]
 LINKED = ("heads", "decode", "distill", "eval", "train", "hub", "recipes")
-SHIPPED = {".py", ".yaml", ".j2", ".jinja", ".txt", ".typed"}
+SHIPPED = {".py", ".yaml", ".j2", ".jinja", ".txt", ".typed", ".safetensors", ".json"}
 
 
 def _files(folder: Path, package: str) -> set[str]:

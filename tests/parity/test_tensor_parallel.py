@@ -30,8 +30,8 @@ LAYERS = (1, 2)
 
 def require_parts(rank: int, place: Path) -> None:
     """In one of four processes: compare the target of its group with the whole one."""
-    parts = load_target(str(place), tensor_parallel=2, device="cpu", progress=False).model
-    whole = load_target(str(place), device="cpu", progress=False).model
+    parts = load_target(str(place), tensor_parallel=2, device="cpu").model
+    whole = load_target(str(place), device="cpu").model
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parts.parameters())
     assert held < 0.7 * sum(p.numel() for p in whole.parameters())
     assert parts.get_output_embeddings().weight.shape == whole.get_output_embeddings().weight.shape

@@ -5,12 +5,22 @@ from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from draftsmith.distill import embedded
-from draftsmith.distill.embedded import EmbeddedRecipe, Stage, build_info, embedded_target, find_damage
-from draftsmith.distill.embedded.corpus import corpus_hash, embedded_prompts, read_modules
-from draftsmith.distill.embedded.training import batches, grow, model_config
+from draftsmith.distill.embedded import embedded_prompts, embedded_target
+from draftsmith.distill.embedded.build import build
+from draftsmith.distill.embedded.corpus import code_of, read_modules
+from draftsmith.distill.embedded.training import (
+    EmbeddedRecipe,
+    Stage,
+    batches,
+    encode_corpus,
+    grow,
+    heldout_loss,
+    model_config,
+)
+from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError
 
 MINIATURE = EmbeddedRecipe(
@@ -29,10 +39,10 @@ MINIATURE = EmbeddedRecipe(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of the small target, built once; tests that damage it build their own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTSMITH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return embedded_target(progress=False, recipe=MINIATURE)
+    """The folder of the small target."""
+    folder = tmp_path_factory.mktemp("target") / "built"
+    build(folder, MINIATURE, progress=False)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +64,12 @@ def test_no_tests_and_no_other_peoples_packages_in_the_corpus():
     assert not [path for path in paths if {"test", "tests", "site-packages"} & set(path.split("/"))]
 
 
-def test_corpus_hash_sees_a_changed_text():
-    modules = read_modules("heldout")
-    changed = [type(modules[0])(modules[0].path, modules[0].text + "#"), *modules[1:]]
-    assert corpus_hash(modules) != corpus_hash(changed)
+def test_corpus_is_code_without_comments_and_docstrings():
+    source = '"""Module."""\n# why\ndef f(x):\n    """Doc."""\n\nclass A:\n    """Doc."""\n    y = "# kept"  # no\n'
+    assert code_of(source) == "def f(x):\n    pass\n\nclass A:\n    y = '# kept'\n"
+    assert code_of('"""Module."""\n') == "pass\n"
+    for module in read_modules("heldout"):
+        assert code_of(module.text) == module.text, module.path
 
 
 def test_loads_with_transformers_and_records_its_build(built, tokenizer):
@@ -67,7 +79,7 @@ def test_loads_with_transformers_and_records_its_build(built, tokenizer):
     assert model.config.vocab_size == len(tokenizer) == 320
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         assert getattr(model.config, name) == getattr(tokenizer, name) == getattr(model.generation_config, name)
-    info = build_info(built)
+    info = json.loads((built / "build.json").read_text())
     assert 0 < info["heldout_loss"] < 8
     assert info["precision"] in ("bf16 autocast", "fp32")
 
@@ -77,47 +89,28 @@ def test_tokenizer_gives_every_text_back(tokenizer):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_second_call_reuses_the_cache(built, monkeypatch):
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(built.parent.parent))
-    monkeypatch.setattr(embedded, "_build", lambda *_: pytest.fail("built again"))
-    assert embedded_target(progress=False, recipe=MINIATURE) == built
-
-
-def test_same_seed_same_weights(built, tmp_path, monkeypatch):
+def test_same_seed_same_weights(built, tmp_path):
     torch.manual_seed(123)  # the caller's random state must neither matter nor change
     state = torch.get_rng_state()
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    again = embedded_target(progress=False, recipe=MINIATURE)
-    assert again != built
+    build(tmp_path / "again", MINIATURE, progress=False)
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        assert (again / name).read_bytes() == (built / name).read_bytes(), name
+        assert (tmp_path / "again" / name).read_bytes() == (built / name).read_bytes(), name
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("damage", ["flip", "remove", "unreadable"])
-def test_damage_is_named_and_repaired(damage, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    folder = embedded_target(progress=False, recipe=MINIATURE)
-    weights = (folder / "model.safetensors").read_bytes()
-    if damage == "flip":
-        (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    elif damage == "remove":
-        (folder / "tokenizer.json").unlink()
-    else:
-        (folder / "checksums.json").write_text("{")
-    assert embedded_target(progress=False, recipe=MINIATURE) == folder
-    named = {"flip": "model.safetensors does", "remove": "tokenizer.json is missing", "unreadable": "checksums.json"}
-    assert named[damage] in capsys.readouterr().err
-    assert find_damage(folder) is None
-    assert (folder / "model.safetensors").read_bytes() == weights
-    assert "build.json" in json.loads((folder / "checksums.json").read_text())
-
-
-def test_another_recipe_is_another_folder(built, tmp_path, monkeypatch):
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    monkeypatch.setattr(embedded, "_build", lambda folder, *_: (folder / "build.json").write_text("{}"))
-    other = EmbeddedRecipe(**{**MINIATURE.__dict__, "seed": 1})
-    assert embedded_target(progress=False, recipe=other).name != built.name
+def test_shipped_weights_are_those_of_the_recipe():
+    """And they predict held-out code of this Python as well as build.json says, on another processor's rounding."""
+    folder, recipe = embedded_target(), EmbeddedRecipe()
+    info = json.loads((folder / "build.json").read_text())
+    assert EmbeddedRecipe(**{**info["recipe"], "stages": tuple(Stage(**s) for s in info["recipe"]["stages"])}) == recipe
+    weights = folder / "model.safetensors"
+    assert weights.stat().st_size < 20e6
+    assert {load_file(weights)[name].dtype for name in load_file(weights)} == {torch.bfloat16}
+    target = load_target("embedded")
+    assert target.model.dtype == torch.float32
+    assert target.model.config.num_hidden_layers == recipe.stages[-1].layers
+    texts = [module.text for module in read_modules("heldout")]
+    assert heldout_loss(target.model, encode_corpus(target.tokenizer, texts), 256) < info["heldout_loss"] + 0.2
 
 
 def test_prompts_are_deterministic_and_exact(tokenizer):

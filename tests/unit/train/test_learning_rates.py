@@ -35,9 +35,9 @@ def test_every_family_has_rates() -> None:
 @pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.endswith("any_prompts")])
 def test_recipes_for_any_target_leave_the_rate_to_the_table(name: str) -> None:
     recipe = load_recipe(name)
-    rate = RATES[recipe.drafter.type].muon
+    rate = default_rate(recipe, 192)
     assert (recipe.train.optimizer, recipe.train.learning_rate) == ("muon", None)
-    assert with_rate(recipe).train.learning_rate == rate, "the embedded target has the table's width"
+    assert with_rate(recipe).train.learning_rate == rate, "of the embedded target's width"
 
 
 @pytest.mark.parametrize("name", [name for name in shipped_recipes() if load_recipe(name).target.model != "embedded"])
@@ -48,10 +48,10 @@ def test_recipes_for_one_target_name_both(name: str) -> None:
 
 
 def test_given_keys_win_one_by_one() -> None:
-    rates = RATES["medusa"]
+    rates, here = RATES["medusa"], 256 / 192  # the rates are of width 256; AdamW's goes with 1/width
     for given, expected in (
         ({}, ("muon", rates.muon)),
-        ({"optimizer": "adamw"}, ("adamw", rates.adamw)),
+        ({"optimizer": "adamw"}, ("adamw", rates.adamw * here)),
         ({"learning_rate": 0.5}, ("muon", 0.5)),
         ({"optimizer": "adamw", "learning_rate": 0.5}, ("adamw", 0.5)),
     ):
@@ -70,7 +70,7 @@ def test_rates_go_with_the_width() -> None:
 def test_deepspeed_has_adamw_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     silent = [recipe_of(), parse_recipe({"name": "x", "output": "y", "drafter": {"type": "medusa"}}, "here")]
-    assert [with_rate(recipe).train.learning_rate for recipe in silent] == [RATES["medusa"].adamw] * 2
+    assert [with_rate(recipe).train.learning_rate for recipe in silent] == [RATES["medusa"].adamw * 256 / 192] * 2
     assert [recipe.train.optimizer for recipe in silent] == ["adamw"] * 2
     assert recipe_of(train={"optimizer": "muon"}).train.optimizer == "muon", "which DeepSpeed then refuses"
 
