@@ -68,6 +68,7 @@ class FixedDrafts:
 
     Args:
         rooms: maximum depth of a node, for each text.
+        draws: for children that are drawn; None where all are chosen.
         numbers: index of each text in the whole batch.
         shared: (shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes.
     """
@@ -77,7 +78,7 @@ class FixedDrafts:
         shape: Shape,
         rooms: Sequence[int],
         processors: Processors,
-        draws: Draws,
+        draws: Draws | None,
         committed: CommittedTokens | None,
         numbers: Sequence[int],
         shared: tuple[int, int] | None,
@@ -85,11 +86,11 @@ class FixedDrafts:
         self._shape, self._rooms, self._processors = shape, rooms, processors
         self._least_room = min(rooms)
         self._committed, self._numbers, self._shared = committed, numbers, shared
-        self._drawing = (
-            None if shape.siblings == "best" else BatchDrawing(draws.categorical, replacement=shape.siblings == "iid")
-        )
+        self._drawing: BatchDrawing | None = None
         own: tuple[list[Tensor], list[Tensor | None], list[int]] = ([], [], [])
-        if self._drawing is not None:
+        if shape.siblings != "best":
+            assert draws is not None, "children are drawn"
+            self._drawing = BatchDrawing(draws.categorical, replacement=shape.siblings == "iid")
             own = self._drawing.tokens, self._drawing.valid, self._drawing.parents
         self._tokens, self._valid, self._parents = own
         self.slots: list[int | None] = []
@@ -118,11 +119,12 @@ class FixedDrafts:
         scores_BnV = self._scores(logits_BnV, nodes)
         first, below = len(self._tokens), self._shape.children[level]
         for place, node in enumerate(nodes):
-            ranks, valid_B = below[place], self._valid_below(level, node, scores_BnV[:, place])
+            ranks, scores_BV = below[place], scores_BnV[:, place]
+            valid_B = self._valid_below(level, node, scores_BV)
             if self._drawing is None:
-                self._choose(node, ranks, scores_BnV[:, place], valid_B)
+                self._choose(node, ranks, scores_BV, valid_B)
             else:
-                q_BV = scores_BnV[:, place].softmax(-1)
+                q_BV = scores_BV.softmax(-1)
                 if self._processors.may_empty:
                     q_BV = q_BV.nan_to_num(0.0)
                 self._drawing.add(node, q_BV, len(ranks), valid_B)

@@ -187,7 +187,7 @@ class DecodeLoop:
             rooms = [min(room, drafter.max_draft_length) for room in rooms]
         shape = self._shape() if all(draft is None for draft in retrieved) and max(rooms) > 0 else None
         if shape is not None:
-            draws = draws_of(self._rngs, 2 * shape.nodes + 2, self._device)
+            draws = None if self._processors.greedy else draws_of(self._rngs, 2 * shape.nodes + 2, self._device)
             numbers = [text.number for text in texts]
             fixed = FixedDrafts(shape, rooms, self._processors, draws, self._committed, numbers, self._shared)
             return Proposal(batch=fixed.build(drafter), draws=draws, slots=fixed.slots)

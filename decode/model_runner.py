@@ -361,7 +361,8 @@ class ModelRunner:
             self.features_BQF = torch.cat([seen[layer] for layer in self._layers], -1)
         states = seen[HEAD] if HEAD in self._modules else getattr(output, "states", None)
         seen.clear()
-        return _columns(output.logits[:, -width:], states, keep)
+        logits = output.logits if output.logits.shape[1] <= width else output.logits[:, -width:]
+        return _columns(logits, states, keep)
 
     def _run_compiled(
         self,

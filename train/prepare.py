@@ -17,7 +17,7 @@ from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.dataset import ExampleSettings, length_statistics, read_examples
 from draftsmith.distill.detokenize import text_after
-from draftsmith.distill.load_target import load_target, load_tokenizer
+from draftsmith.distill.load_target import check_attention, load_target, load_tokenizer
 from draftsmith.distill.regeneration import (
     Sampler,
     SampleSettings,
@@ -130,6 +130,7 @@ def regenerate(
     *,
     drafter: str | None,
     dtype: str,
+    attn_implementation: str | None = None,
     server: ServerSection | None = None,
 ) -> None:
     """Sample the target's response to every prompt, and write JSON lines that recipes can use as data.
@@ -142,17 +143,21 @@ def regenerate(
     """
     require_seed("--seed", settings.seed)
     Sampling(settings.temperature)  # checked before anything is loaded
+    check_attention("--attn-implementation", attn_implementation, dtype)
     with hold_name("--out", out):
         if out.exists():
             raise ConfigError(f"--out {out} exists; expected a new file")
         if server is None:
-            _regenerate(request, settings, out, drafter, dtype)
+            loading = {"dtype": dtype, "attn_implementation": attn_implementation}
+            _regenerate(request, settings, out, drafter, loading)
         else:
             _regenerate_from(server, request, settings, out)
 
 
-def _regenerate(request: DataRequest, settings: SampleSettings, out: Path, drafter: str | None, dtype: str) -> None:
-    loaded = load_target(request.target, dtype=dtype, trust_remote_code=request.trust_remote_code)
+def _regenerate(
+    request: DataRequest, settings: SampleSettings, out: Path, drafter: str | None, loading: dict[str, Any]
+) -> None:
+    loaded = load_target(request.target, **loading, trust_remote_code=request.trust_remote_code)
     chat = _chat(request, loaded.tokenizer)
     console = Console(True)
     questions = read_examples(chat, request.examples(answered=False), context_limit(loaded.model.config), console.say)

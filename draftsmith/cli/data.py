@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftsmith.cli.options import (
+    AttentionOption,
     DtypeOption,
     SplitOption,
     SubsetOption,
@@ -110,6 +111,7 @@ def data_regenerate(
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
     dtype: DtypeOption = "float32",
+    attn_implementation: AttentionOption = None,
     trust_remote_code: TrustOption = False,
     server: ServerOption = None,
     model: ModelOption = None,
@@ -146,7 +148,8 @@ def data_regenerate(
         trust_remote_code=trust_remote_code,
     )
     settings = SampleSettings(response_tokens, temperature, batch_size, seed, responses=responses)
-    regenerate(request, settings, out, drafter=drafter, dtype=dtype, server=asked)
+    loading = {"dtype": dtype, "attn_implementation": attn_implementation}
+    regenerate(request, settings, out, drafter=drafter, **loading, server=asked)
     _suggest_recipe(target, out, "text", {} if chat_template is None else {"chat_template": chat_template})
 
 
