@@ -148,8 +148,15 @@ def data_regenerate(
         trust_remote_code=trust_remote_code,
     )
     settings = SampleSettings(response_tokens, temperature, batch_size, seed, responses=responses)
-    loading = {"dtype": dtype, "attn_implementation": attn_implementation}
-    regenerate(request, settings, out, drafter=drafter, **loading, server=asked)
+    regenerate(
+        request,
+        settings,
+        out,
+        drafter=drafter,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        server=asked,
+    )
     _suggest_recipe(target, out, "text", {} if chat_template is None else {"chat_template": chat_template})
 
 

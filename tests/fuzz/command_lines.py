@@ -43,6 +43,7 @@ VALUES += [
 ]
 SAMPLING = ["--temperature", "--top-k", "--top-p", "--seed", "--dtype", "--attn-implementation", "--rule", "--policy"]
 SAMPLING += ["--gamma"]
+COMPILE = "--compile"
 
 
 def _command_lines(material: Material) -> list[tuple[list[str], list[str], list[str]]]:
@@ -58,10 +59,10 @@ def _command_lines(material: Material) -> list[tuple[list[str], list[str], list[
         (
             ["eval"],
             [*drafted, *evaluated, "--temperature", "0"],
-            [*more, "--batch-size", "--repeats", "--max-new-tokens"],
+            [*more, "--batch-size", "--repeats", "--max-new-tokens", COMPILE],
         ),
         (["eval", "compare"], [str(material.root / "measured" / "a")], ["--help", "x", "."]),
-        (["check"], [*drafted, "--prompts", prompts, "--count", "1", "--tokens", "500"], [*more, "--tokens"]),
+        (["check"], [*drafted, "--prompts", prompts, "--count", "1", "--tokens", "500"], [*more, "--tokens", COMPILE]),
         (
             ["forecast"],
             [*drafted, *short, "--out", "out", "--temperature", "0"],
@@ -70,7 +71,7 @@ def _command_lines(material: Material) -> list[tuple[list[str], list[str], list[
         (
             ["generate"],
             ["abc", *target, "--max-new-tokens", "3"],
-            ["--drafter", "--stop", "--max-new-tokens", *SAMPLING],
+            ["--drafter", "--stop", "--max-new-tokens", *SAMPLING, COMPILE],
         ),
         (["data", "preview"], [prompts, *target], [*read, "--show", "--response"]),
         (
@@ -107,7 +108,7 @@ PUSHED = ["--eval", "--as", "--licence", "--base-model", "--revision", "--messag
 @st.composite
 def command_cases(draw: st.DrawFn, material: Material) -> Case:
     command, valid, others = draw(st.sampled_from(_command_lines(material)))
-    words = [*valid]
+    words = [*valid, COMPILE] if COMPILE in others and draw(st.booleans()) else [*valid]
     for _ in range(draw(st.integers(1, 2))):
         option = draw(st.one_of(st.sampled_from(others), st.sampled_from(others), TEXTS))
         value = draw(st.one_of(NUMBERS.map(str), TEXTS, st.sampled_from(VALUES), st.sampled_from(HUGE).map(str)))

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
 from draftsmith.cli import main
+from draftsmith.decode import compiled
 from fuzz.command_lines import command_cases
 from fuzz.drafter_folders import drafter_cases
 from fuzz.material import Material, make
@@ -58,6 +59,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         for module in (draftsmith.distill.load_target, draftsmith.hub.export):  # the real one is slower
             patch.setattr(module, "embedded_target", lambda *_: root / "target")
+        # The passes of `--compile` run with their shapes, but without the minutes that torch takes to compile them.
+        patch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
         torch.set_num_threads(1)
         SAVED.update(saved_data(root / "saved"))
         yield make(root, main)
