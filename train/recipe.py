@@ -349,7 +349,14 @@ def _keys(sections: list[str], kind: str | None) -> list[str]:
 ADAPTED_RATE = 0.25
 """Learning rate of an adaptation relative to the one that the drafter was trained with."""
 
-SERVED = {"subset": None, "split": "train", "responses": 1, "refresh_every": None, "drafter_share": 0.0}
+SERVED = {
+    "subset": None,
+    "split": "train",
+    "responses": 1,
+    "refresh_every": None,
+    "drafter_share": 0.0,
+    "server": None,
+}
 """Keys of `data` that are reset: they describe the first training's data, not served prompts."""
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from draftsmith.cli.options import measuring, suggest
 from draftsmith.cli.race import Lane, race
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
@@ -210,6 +211,8 @@ def serve(request: DemoRequest, *, trust_remote_code: bool = False) -> None:
     if not 1 <= request.port <= 65535:
         raise ConfigError.of("port", request.port, "1 to 65535")
     demo = Demo(request, load_session(request, None, trust_remote_code=trust_remote_code))
+    # Printed first: the server runs until it is interrupted.
+    suggest("draftsmith", "eval", *measuring(request.target, request.drafters.values(), "embedded"), to_stderr=True)
     theme = gradio().themes.Default(font=["sans-serif"], font_mono=["monospace"])  # none is loaded from elsewhere
     try:
         make_page(demo).launch(

@@ -218,6 +218,11 @@ def serve(
     for note in result.notes:
         console.print(f"note: {note}")
     console.print(f"report: {out / 'report.md'}")
+    served = ["--target", target, "--model", model]
+    if baseline is None:
+        return suggest("draftsmith", "eval", "server", address, *served, "--baseline", "URL_WITHOUT_DRAFTER")
+    alone = "URL_WITHOUT_DRAFTER" if Path(baseline).exists() else baseline
+    suggest("draftsmith", "forecast", *served, "--drafter", "FOLDER", "--server", alone, "--server", address)
 
 
 @eval_app.command(name="compare")

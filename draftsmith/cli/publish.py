@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli.options import TargetOption, TrustOption, suggest
+from draftsmith.cli.options import TargetOption, TrustOption, measuring, suggest
 from draftsmith.errors import DraftsmithError
 from draftsmith.safe_text import printable
 
 OutOption = Annotated[Path, typer.Option("--out", help="A new folder.")]
+SERVED = ("vllm", "sglang", "gguf", "native")
+"""Formats that are measured where they are served; `eval` reads the others."""
 
 
 def export(
@@ -35,6 +37,9 @@ def export(
 
     request = ExportRequest(drafter, target, format, out, dtype, revision, trust_remote_code)
     show_export(export_to(request))
+    if format in SERVED:
+        return suggest("draftsmith", "eval", "server", "http://localhost:8000", "--target", target, "--model", target)
+    suggest("draftsmith", "eval", *measuring(target, [str(out)], "embedded"))
 
 
 def import_(

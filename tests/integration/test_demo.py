@@ -43,6 +43,8 @@ def page(tiny_target_folder: Path) -> Iterator[str]:
                 time.sleep(0.2)
         yield address
         server.terminate()
+        expected = f"next: draftsmith eval --target {tiny_target_folder} --drafter {tiny_target_folder}"
+        assert expected in server.stderr.read()
 
 
 @pytest.fixture

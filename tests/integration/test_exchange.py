@@ -51,7 +51,11 @@ def test_there_and_back(
     assert f"{len(tensors)} tensors, {sum(value.numel() for value in tensors.values()):,} numbers, for" in said
     assert all(name in said for name in tensors)
     assert "README.md, config.json, model.safetensors" in said
-    assert str(out) in said.splitlines()[-2] + said.splitlines()[-1]
+    *_, before, last, following = said.splitlines()
+    assert str(out) in before + last
+    served = f"eval server http://localhost:8000 --target {target_folder} --model {target_folder}"
+    loaded = f"eval --target {target_folder} --drafter {out}"
+    assert following == f"next: draftsmith {loaded if format == 'eagle' else served}"
     code, said, err = run(capsys, "import", str(out), "--target", target_folder, "--out", str(back))
     assert (code, err) == (0, STAGE)
     assert f"next: draftsmith eval --target {target_folder} --drafter {back}" in said
