@@ -1,5 +1,6 @@
 """Quantized targets (torchao): the matrices of the layers take one byte a number."""
 
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -59,17 +60,16 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device) -> None:
     'int8' rounds weights only; products are computed in the model's dtype. 'float8' rounds the activations too, and
     multiplies in float8.
     """
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int8WeightOnlyConfig, PerRow, quantize_
-
+    ao = import_module("torchao.quantization")
     config = (
-        Int8WeightOnlyConfig(set_inductor_config=False)
+        ao.Int8WeightOnlyConfig(set_inductor_config=False)
         if kind == "int8"
-        else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+        else ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow(), set_inductor_config=False)
     )
     chosen = set(quantized_matrices(model, kind))
     for name in layer_lists(model):
         for layer in model.get_submodule(name).children():
             layer.to(device)
-            quantize_(layer, config, lambda module, _: module in chosen)
+            ao.quantize_(layer, config, lambda module, _: module in chosen)
     vars(model)["draftsmith_quantization"] = kind
     model.requires_grad_(False)

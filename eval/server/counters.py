@@ -6,13 +6,14 @@ whole server, so other requests during the measurement would count too.
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
-
-import httpx
 
 from draftsmith.distill.server.settings import server_key
 from draftsmith.errors import ConfigError, reason_of
+
+if TYPE_CHECKING:
+    import httpx
 
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
 POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
@@ -82,6 +83,8 @@ class CounterRoutes:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.root = urlunsplit((parts.scheme, parts.netloc, parts.path.removesuffix("/v1"), "", ""))
+        import httpx
+
         headers = {"Authorization": f"Bearer {server_key()}"} if server_key() else {}
         self._client = httpx.Client(headers=headers, timeout=SECONDS)
 
@@ -120,7 +123,9 @@ class CounterRoutes:
         states = info.get("internal_states") if isinstance(info, dict) else None
         return [state for state in [info, *(states if isinstance(states, list) else [])] if isinstance(state, dict)]
 
-    def _get(self, path: str) -> httpx.Response | None:
+    def _get(self, path: str) -> "httpx.Response | None":
+        import httpx
+
         try:
             answer = self._client.get(self.root + path)
         except httpx.HTTPError as error:

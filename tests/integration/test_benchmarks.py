@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.heads import DraftModel
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.reading import read_json
-
 from draftsmith.train.progress import PARTS
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -61,6 +63,22 @@ def test_every_module_lies_in_a_package() -> None:
     for package in (*PACKAGES, "draftsmith"):
         for file in (ROOT / package).rglob("*.py"):
             assert (file.parent / "__init__.py").is_file(), file.relative_to(ROOT)
+
+
+def test_only_the_base_packages_are_needed_to_import_the_modules() -> None:
+    """Without any extra, every command starts: a module imports what belongs to one where it is used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {re.split(r"[>=<\[]", line)[0] for lines in project["optional-dependencies"].values() for line in lines}
+    hidden = sorted(name.replace("-", "_") for name in extras - {"draftsmith"})
+    modules = [
+        ".".join(("draftsmith", *file.relative_to(ROOT / "draftsmith").with_suffix("").parts))
+        for folder in (*PACKAGES, "cli")
+        for file in (ROOT / "draftsmith" / folder).rglob("*.py")
+        if file.name != "__init__.py" and file.name not in ("__main__.py", "deepspeed.py")
+    ]
+    program = f"import sys, importlib\nfor name in {hidden!r}: sys.modules[name] = None\n"
+    program += f"for name in {modules!r}: importlib.import_module(name)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_bounds_and_pins_name_the_same_dependencies() -> None:
