@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset, load_from_disk, logging
 
@@ -316,15 +316,27 @@ def _json(path: Path) -> Iterator[Row]:
                 yield from _array(path, file.read())
                 return
             file.seek(0)
-            number = 0
-            while line := file.readline(LONGEST_ROW):
-                number += 1
-                if len(line) == LONGEST_ROW:
-                    raise ConfigError(f"{path}:{number}: a line of {LONGEST_ROW} characters or more; expected shorter")
-                if line.strip():
-                    yield f"{path}:{number}", _object(f"{path}:{number}", line)
+            yield from json_lines(path, file)
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read as text ({reason_of(error)}); expected JSON in UTF-8") from error
+        raise _unreadable(path, error) from error
+
+
+def json_lines(name: str | Path, file: TextIO) -> Iterator[Row]:
+    """Yield the objects of JSON lines as they are read; ConfigError naming the line of one that is no object."""
+    number = 0
+    try:
+        while line := file.readline(LONGEST_ROW):
+            number += 1
+            if len(line) == LONGEST_ROW:
+                raise ConfigError(f"{name}:{number}: a line of {LONGEST_ROW} characters or more; expected shorter")
+            if line.strip():
+                yield f"{name}:{number}", _object(f"{name}:{number}", line)
+    except UnicodeDecodeError as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str | Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{name} cannot be read as text ({reason_of(error)}); expected JSON in UTF-8")
 
 
 def _array(path: Path, text: str) -> Iterator[Row]:

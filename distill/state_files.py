@@ -52,6 +52,11 @@ class StoredText(NamedTuple):
     parts: tuple[Tensor, ...]
     """[T, S, H] each; together they are the stored layers."""
 
+    @property
+    def layers(self) -> int:
+        """Number of stored layers."""
+        return sum(part.shape[1] for part in self.parts)
+
     def layer(self, number: int) -> Tensor:
         """Return a stored layer [T, H]."""
         for part in self.parts:
@@ -59,6 +64,30 @@ class StoredText(NamedTuple):
                 return part[:, number]
             number -= part.shape[1]
         raise IndexError(number)
+
+    def upto(self, length: int) -> "StoredText":
+        """Return the text without the tokens from `length` on, such as padding."""
+        mask_T = None if self.mask_T is None else self.mask_T[:length]
+        return StoredText(self.ids_T[:length], mask_T, tuple(part[:length] for part in self.parts))
+
+
+def open_states(file: Path, vocab_size: int, hidden_size: int) -> StoredText:
+    """Return the tensors of a file; one of `UNREADABLE` where they are cut off, or have other names or shapes."""
+    tensors = load_file(file)
+    if "token_ids" in tensors:
+        ids_T, mask_T, names = tensors["token_ids"], tensors.get("loss_mask"), ["hidden_states"]
+    else:
+        ids_T, mask_T = tensors["input_ids"].flatten(), tensors["loss_mask"].flatten()
+        names = [name for name in (*LAYERS, *FINALS) if name in tensors]
+    count = len(ids_T)
+    parts = tuple(tensors[name].reshape(count, -1, hidden_size) for name in names)
+    if not count or not parts or ids_T.ndim != 1 or not all(part.is_floating_point() for part in parts):
+        raise ValueError(f"{', '.join(f'{name} {list(tensors[name].shape)}' for name in sorted(tensors))}")
+    if mask_T is not None and mask_T.shape != ids_T.shape:
+        raise ValueError(f"{count} input_ids and {mask_T.numel()} numbers in loss_mask")
+    if not 0 <= int(ids_T.min()) <= int(ids_T.max()) < vocab_size:
+        raise ValueError(f"token ids from {int(ids_T.min())} to {int(ids_T.max())}, not below {vocab_size}")
+    return StoredText(ids_T, mask_T, parts)
 
 
 class StateFiles:
@@ -90,7 +119,7 @@ class StateFiles:
             except UNREADABLE as error:
                 damaged.append(f"{file.name}: {reason_of(error)}")
                 continue
-            layers.setdefault(sum(part.shape[1] for part in text.parts), file)
+            layers.setdefault(text.layers, file)
             self._add(file, text)
         if damaged:
             said = f"{len(damaged):,} of {len(files):,} files cannot be read (the first, {damaged[0]})"
@@ -115,21 +144,7 @@ class StateFiles:
 
     def open(self, file: Path) -> StoredText:
         """Return the tensors of a file; one of `UNREADABLE` where they have other names or shapes."""
-        tensors = load_file(file)
-        if "token_ids" in tensors:
-            ids_T, mask_T, names = tensors["token_ids"], None, ["hidden_states"]
-        else:
-            ids_T, mask_T = tensors["input_ids"].flatten(), tensors["loss_mask"].flatten()
-            names = [name for name in (*LAYERS, *FINALS) if name in tensors]
-        count = len(ids_T)
-        parts = tuple(tensors[name].reshape(count, -1, self._hidden_size) for name in names)
-        if not count or not parts or ids_T.ndim != 1 or not all(part.is_floating_point() for part in parts):
-            raise ValueError(f"{', '.join(f'{name} {list(tensors[name].shape)}' for name in sorted(tensors))}")
-        if mask_T is not None and len(mask_T) != count:
-            raise ValueError(f"{count} input_ids and {len(mask_T)} numbers in loss_mask")
-        if not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self._vocab_size:
-            raise ValueError(f"token ids from {int(ids_T.min())} to {int(ids_T.max())}, not below {self._vocab_size}")
-        return StoredText(ids_T, mask_T, parts)
+        return open_states(file, self._vocab_size, self._hidden_size)
 
     def find(self, ids: Sequence[int]) -> Path | None:
         """Return the file with the states of these tokens; those of the last one may be missing.
@@ -169,9 +184,10 @@ class FileStates:
 
     def __init__(self, files: StateFiles, model: PreTrainedModel, layers: tuple[int, ...], rows: Dataset) -> None:
         self._files, self._rows, self._packed = files, rows, "documents" in rows.column_names
-        self._finish: Callable[[Tensor], Tensor] | None = None
-        self._final = [layer == FINAL for layer in (FINAL, *layers)]
-        self.error, self._order = self._recognised(model, layers)
+        compared = range(0, len(rows), max(1, len(rows) // COMPARED_TEXTS))[:COMPARED_TEXTS]
+        texts = [self._open(self._texts(row)[0]) for row in compared]
+        self._layers = StoredLayers(f"teacher.file={files.folder}", model, layers, texts)
+        self.error = self._layers.error
 
     def read(self, row: int) -> Tensor:
         """Return the states [T, W] of one row: the final states, then the features."""
@@ -194,61 +210,91 @@ class FileStates:
         known = text.ids_T[: len(ids)].tolist()
         if known != ids[: len(known)] or len(known) < len(ids) - 1:
             raise ConfigError(f"teacher.file: {file} has changed; expected the {len(ids)} tokens that it had")
-        if not all(bool(part[: len(ids)].isfinite().all()) for part in text.parts):
+        text = text.upto(len(ids))
+        if not all(bool(part.isfinite().all()) for part in text.parts):
             raise ConfigError(f"teacher.file: {file} holds states that are not finite; expected numbers")
         return text
 
-    @torch.no_grad()
     def _states(self, ids: list[int]) -> Tensor:
         text = self._open(ids)
-        layers = [text.layer(number)[: len(ids)] for number in self._order]
+        states_TW = self._layers.read(text, 0, len(ids))
+        return nn.functional.pad(states_TW, (0, 0, 0, len(ids) - len(states_TW)))
+
+
+class StoredLayers:
+    """The final states and the features among the stored layers, recognised by comparison with the target's own.
+
+    Args:
+        place: setting and folder of the files, for messages.
+        layers: of the features, see `Needs.layers`.
+        texts: a few of the texts, which the target reads.
+
+    Raises:
+        ConfigError: where the files hold the states of another target, or not all of the needed layers.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        model: PreTrainedModel,
+        layers: tuple[int, ...],
+        texts: Sequence[StoredText],
+    ) -> None:
+        self._place, self.count = place, texts[0].layers
+        self._finish: Callable[[Tensor], Tensor] | None = None
+        self._final = [layer == FINAL for layer in (FINAL, *layers)]
+        self.error, self._order = self._recognised(model, layers, texts)
+
+    @torch.no_grad()
+    def read(self, text: StoredText, start: int, end: int) -> Tensor:
+        """Return the final states and the features [T, W] at these positions; the last one may be missing."""
+        layers = [text.layer(number)[start:end] for number in self._order]
         if self._finish is not None:
             finished_TH = self._finish(layers[0]).to(layers[0])
             layers = [finished_TH if final else layer for final, layer in zip(self._final, layers, strict=True)]
-        return nn.functional.pad(torch.cat(layers, -1), (0, 0, 0, len(ids) - len(layers[0])))
+        return torch.cat(layers, -1)
 
-    def _recognised(self, model: PreTrainedModel, layers: tuple[int, ...]) -> tuple[float, list[int]]:
+    def _recognised(
+        self, model: PreTrainedModel, layers: tuple[int, ...], texts: Sequence[StoredText]
+    ) -> tuple[float, list[int]]:
         """Return the largest difference from the target's states, and the places of the final states and of `layers`.
 
         vLLM stores the output of the last layer without the norm after it, which is then applied to it.
         """
         depth = text_config(model).num_hidden_layers
         teacher = OnlineTeacher(model, tuple(range(1, depth + 1)))
-        step = max(1, len(self._rows) // COMPARED_TEXTS)
-        texts = [self._texts(row)[0] for row in range(0, len(self._rows), step)][:COMPARED_TEXTS]
-        errors_SL = torch.stack([self._errors(teacher, ids) for ids in texts]).amax(0)
+        errors_SL = torch.stack([_errors(teacher, text) for text in texts]).amax(0)
         nearest = [FINAL if place == depth else place + 1 for place in errors_SL.argmin(1).tolist()]
         least = errors_SL.amin(1).tolist()
         known = {layer: number for number, layer in enumerate(nearest) if least[number] < TOLERANCE}
         shown = ", ".join(f"{_named(layer)} ({error:.1%} off)" for layer, error in zip(nearest, least, strict=True))
         if not known:
             raise ConfigError(
-                f"teacher.file={self._files.folder}: the states are not the target's; the nearest ones are {shown}; "
+                f"{self._place}: the states are not the target's; the nearest ones are {shown}; "
                 f"expected a difference below {TOLERANCE:.0%}"
             )
         if FINAL not in known and depth in known:
-            self._finish = _last_norm(model, teacher, texts[0])
+            self._finish = _last_norm(model, teacher, texts[0].ids_T.tolist())
             known[FINAL] = known[depth]
         missing = [layer for layer in dict.fromkeys((FINAL, *layers)) if layer not in known]
         if missing:
             wanted = " and ".join(map(_named, missing))
             raise ConfigError(
-                f"teacher.file={self._files.folder} holds {shown}; expected {wanted} as well "
-                f"(the final states are layer {depth} for vLLM)"
+                f"{self._place} holds {shown}; expected {wanted} as well (the final states are layer {depth} for vLLM)"
             )
         used = [known[layer] for layer in (FINAL, *layers)]
         return max(least[number] for number in used), used
 
-    def _errors(self, teacher: OnlineTeacher, ids: list[int]) -> Tensor:
-        """Return how much each stored layer of a text differs from each of the target's [S, L]."""
-        text = self._open(ids)
-        ids = ids[: min(COMPARED_TOKENS, len(text.ids_T))]
-        own_LTH = _own_states(teacher, ids)
-        errors = []
-        for number in range(self._files.layers):
-            stored_TH = text.layer(number)[: len(ids)].to(own_LTH)
-            errors.append(((stored_TH - own_LTH).norm(dim=-1) / own_LTH.norm(dim=-1)).median(-1).values)
-        return torch.stack(errors)
+
+def _errors(teacher: OnlineTeacher, text: StoredText) -> Tensor:
+    """Return how much each stored layer of a text differs from each of the target's [S, L]."""
+    ids = text.ids_T[:COMPARED_TOKENS].tolist()
+    own_LTH = _own_states(teacher, ids)
+    errors = []
+    for number in range(text.layers):
+        stored_TH = text.layer(number)[: len(ids)].to(own_LTH)
+        errors.append(((stored_TH - own_LTH).norm(dim=-1) / own_LTH.norm(dim=-1)).median(-1).values)
+    return torch.stack(errors)
 
 
 def _own_states(teacher: OnlineTeacher, ids: list[int]) -> Tensor:

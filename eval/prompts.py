@@ -1,6 +1,6 @@
 """Prompt sets (the embedded held-out text, a file or a Hub data set), and their batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED
-from draftsmith.distill.sources import ASSISTANT, Conversation, conversation, read_source
+from draftsmith.distill.sources import ASSISTANT, Conversation, Row, conversation, read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
 from draftsmith.provenance import fingerprint
@@ -134,13 +134,25 @@ def load_prompts(
     )
 
 
+def arriving(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, context: int | None) -> Iterator[Prompt]:
+    """Yield the prompts of rows as they come, such as those of `json_lines`; errors as for `PromptRows.encode`."""
+    chat = Chat(tokenizer, longest=LONGEST_TEXT if context is None else characters(context))
+    for number, (place, row) in enumerate(rows, 1):
+        asked = conversation(place, row)
+        _require_questions(asked)
+        yield _tokens(_Row(_name(row, number), UNCATEGORISED, asked), chat, context)
+
+
+def _name(row: dict[str, Any], number: int) -> str:
+    return str(next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), f"#{number}"))
+
+
 def _read(source: str, subset: str | None, split: str, images: Path | None) -> list[_Row]:
     rows, places = [], {}
     for number, (place, row) in enumerate(read_source(source, subset, split), 1):
         asked = conversation(place, row, images)
         _require_questions(asked)
-        name = next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), f"#{number}")
-        name = str(name)
+        name = _name(row, number)
         if name in places:
             raise ConfigError(f"{place}: id={name!r} is also the id of {places[name]}; expected each only once")
         places[name] = place

@@ -223,7 +223,7 @@ def _export(request: ExportRequest) -> Exported:
         loaded.model,
         request.format,
         request.out,
-        target_name=_servable(request.target),
+        target_name=servable(request.target),
         revision=loaded.revision,
         dtype=dtype,
         tokenizer=loaded.tokenizer,
@@ -298,7 +298,7 @@ def _folder(drafter: str) -> Path:
     return local_folder(drafter)
 
 
-def _servable(target: str) -> str:
+def servable(target: str) -> str:
     """Return the target as another engine loads it: a Hub id, or the absolute path of a folder."""
     if target == EMBEDDED:
         return str(embedded_target())

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from draftsmith import __version__
+from draftsmith.cli.adapt import adapt
 from draftsmith.cli.check import check
 from draftsmith.cli.data import data_app
 from draftsmith.cli.eval import eval_app
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
+app.command()(adapt)
 app.command()(check)
 app.command()(forecast)
 app.command()(export)
@@ -143,25 +145,6 @@ def memory(
     if time is not None:
         typer.echo(time)
     suggest("accelerate", "launch", "-m", "draftsmith.train", recipe, *overrides or ())
-
-
-@app.command()
-def adapt(
-    drafter: Annotated[str, typer.Argument(help="A folder written by `draftsmith train`.")],
-    prompts: Annotated[str, typer.Argument(help="Served prompts and responses: a file (JSONL, JSON, Parquet).")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; overrides the recipe.")] = None,
-    target: Annotated[str | None, typer.Option("--target", help="Target; default: the one it was trained for.")] = None,
-    again: Annotated[bool, typer.Option("--answer-again", help="Generate new responses with the target.")] = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the run.")] = Path("runs/adapted"),
-) -> None:
-    """Continue training a drafter on the prompts that its target serves; keep the result only if it is better."""
-    from draftsmith.train.recipe import adapted_recipe
-
-    options = {"target": target, "answered": not again, "overrides": overrides or []}
-    checked = adapted_recipe(drafter, prompts, str(out), **options)
-    from draftsmith.train.trainer import train as run
-
-    typer.echo(printable(f"drafter: {run(checked)}"))
 
 
 @app.command()

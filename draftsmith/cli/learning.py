@@ -29,10 +29,13 @@ class Learned:
     Args:
         drafter: folder or name of the drafter that the session has loaded.
         save: folder to write; None: nothing is written.
+        every, seed: see `OnlineLearning`.
     """
 
-    def __init__(self, session: Session, target: str, drafter: str, save: Path | None, seed: int) -> None:
-        self.learning = OnlineLearning(seed=seed, on_update=self._updated)
+    def __init__(
+        self, session: Session, target: str, drafter: str, save: Path | None, seed: int, every: int | None = None
+    ) -> None:
+        self.learning = OnlineLearning(seed=seed, every=every, on_update=self._updated)
         self._session, self._save = session, save
         stored = None if is_named(drafter) else read_config(local_folder(drafter), drafter)[1]
         described = describe_target(session.target, session.tokenizer, target) if stored is None else None

@@ -94,7 +94,12 @@ def _command_lines(material: Material) -> list[tuple[list[str], list[str], list[
         (
             ["adapt"],
             [material.drafter(), prompts, "--out", "out", "train.steps=1"],
-            ["--target", "--answer-again", "--out"],
+            ["--target", "--answer-again", "--out", "--keep"],
+        ),
+        (
+            ["adapt", "--live"],
+            [material.drafter(), prompts, "--out", "out", "--max-new-tokens", "3"],
+            ["--target", "--every", "--out", "--watch", "--temperature", "--seed", "--dtype"],
         ),
         (["memory"], [str(material.root / "eagle3.yaml")], ["--processes", "--on", "--sharded", "train.batch_size=3"]),
         (["recipes"], [], ["eagle3/embedded", "--help", "x"]),

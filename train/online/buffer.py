@@ -9,7 +9,7 @@ rejected draft token condition on text that the target does not write; a draft t
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -29,6 +29,10 @@ CONTEXT = 32
 """Tokens before them that a row keeps, for drafters that attend to the text: they cost as much as trained ones."""
 LEAST_TOKENS = 4
 """Decoded tokens of a row at least: shorter ones hold hardly any draft."""
+
+
+States = Callable[[int, int], tuple[Tensor, Tensor | None]]
+"""Returns the inputs of the lm_head and the features (None if the drafter reads none) from one position to another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +116,20 @@ class OpenRow:
 
     def _begin(self, length: int) -> None:
         self.prompt_length, self.start = length, max(length - 1 - self.context, 0)
+
+
+def rows_of(text: TargetText, states: States, sampling: Sampling, context: int, final: bool) -> Iterator[Row]:
+    """Divide a text whose states are known into rows, as `OpenRow` does while it is decoded."""
+    for start in range(text.prompt_length, len(text.tokens), ROW_TOKENS):
+        tokens = text.tokens[: start + ROW_TOKENS]
+        begin = max(start - 1 - context, 0)
+        if len(tokens) - start < LEAST_TOKENS:
+            continue
+        hidden_nH, features_nF = states(begin, len(tokens) - 1)
+        known_nF = None if features_nF is None else features_nF.clone()
+        hidden_nH = cast(Tensor, known_nF) if final else hidden_nH[start - 1 - begin :].clone()
+        own = TargetText(tokens[begin:], start - begin, text.max_length - begin, text.source)
+        yield Row(own, hidden_nH, known_nF, sampling)
 
 
 class RowBuffer:

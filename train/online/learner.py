@@ -6,7 +6,7 @@ decode ──▶ rows ──┬─▶ training rows ──▶ optimizer steps on
                                           └ no: rolled back, learning pauses
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -24,6 +24,7 @@ from draftsmith.distill.embedded.training import bf16_is_fast
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import TargetHead
 from draftsmith.errors import ConfigError
+from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.heads.lm_head import logits_head
@@ -31,7 +32,7 @@ from draftsmith.storage import atomic_folder
 from draftsmith.train.builders import optimizers
 from draftsmith.train.learning_rates import TRAINED, scaled_rate, width_of
 from draftsmith.train.online.budget import Budget
-from draftsmith.train.online.buffer import CONTEXT, ROW_TOKENS, OpenRow, Row, RowBuffer, signals_of
+from draftsmith.train.online.buffer import CONTEXT, ROW_TOKENS, OpenRow, Row, RowBuffer, States, rows_of, signals_of
 from draftsmith.train.online.candidate import Candidate, learnable
 from draftsmith.train.online.judge import Verdict, judged, scores
 from draftsmith.train.online.watch import Watch
@@ -189,6 +190,18 @@ class OnlineLearning:
                     break  # the caller waits for tokens
         self._mark = self._clock()
         self.seconds += self._mark - started
+
+    # Texts that were decoded elsewhere.
+
+    def rows_of(self, text: TargetText, states: States, sampling: Sampling) -> Iterator[Row]:
+        """Divide a text, whose states are known, into rows for `learn_from`."""
+        return rows_of(text, states, sampling, self._context, self._final)
+
+    def learn_from(self, row: Row, *, held: bool) -> None:
+        """Store a row, held back or to be trained on, and train and judge as often as `every` says."""
+        self.tokens += len(row.text.tokens) - row.text.prompt_length
+        (self._held if held else self._rows).add(row)
+        self.between_rounds()
 
     # Budget.
 
