@@ -28,6 +28,12 @@ from draftsmith.cli.options import (
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+    from draftsmith.eval.forecast.forecast import ForecastSettings
+    from draftsmith.eval.forecast.learning import Learn
     from draftsmith.eval.forecast.run import Outcome
 
 
@@ -67,6 +73,10 @@ def forecast(
         Path | None, typer.Option("--write", help="With --server: JSON file for vLLM's and SGLang's settings.")
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also decode with each best policy and time it.")] = False,
+    learn: Annotated[
+        int | None,
+        typer.Option("--learn", help="Also learn from the texts in so many steps, and say what it brings to others."),
+    ] = None,
     seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
@@ -104,7 +114,22 @@ def forecast(
     if served is None and (model, context, write) != (None, None, None):
         raise ConfigError("--model, --context and --write without --server; expected the addresses of servers")
     files = ForecastFiles(profile, save_profile, served)
-    _show(run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code), out, as_json)
+    learns = None if learn is None else _learns(learn, settings)
+    outcome = run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code, learns=learns)
+    _show(outcome, out, as_json)
+
+
+def _learns(steps: int, settings: "ForecastSettings") -> "Callable[[PreTrainedModel], Learn]":
+    """Return what computes the outlook of learning; ConfigError for settings that it cannot be computed with."""
+    from draftsmith.heads.checkpoint import is_named
+    from draftsmith.train.online.outlook import outlook_by
+
+    if steps < 1:
+        raise ConfigError.of("learn", steps, ">= 1")
+    for path in settings.drafters.values():
+        if is_named(path) and not path.startswith("hybrid:"):
+            raise ConfigError(f"learn with drafter={path}, which has no weights of its own; expected a trained drafter")
+    return lambda target: outlook_by(target, steps, settings.seed)
 
 
 def _show(outcome: "Outcome", out: Path, as_json: bool) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import capabilities
 from draftsmith.decode.policies import check_policy
@@ -14,6 +16,7 @@ from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast
 from draftsmith.eval.forecast.hardware import CostModel
+from draftsmith.eval.forecast.learning import Learn, Outlook, learning_lines
 from draftsmith.eval.forecast.served import (
     ServedRequest,
     engine_settings,
@@ -24,6 +27,8 @@ from draftsmith.eval.forecast.served import (
 from draftsmith.eval.prompts import OVERALL, PromptRows
 from draftsmith.eval.session import Session, load_session
 from draftsmith.eval.settings import Settings, require_valid
+from draftsmith.eval.stages import stage
+from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import write_json, writing
@@ -63,10 +68,16 @@ class Outcome:
     measured: list[MeasuredRow] = field(default_factory=list)
     engine: dict[str, Any] | None = None
     """Settings of engines, see `engine_settings`; None for a forecast without servers."""
+    learning: list[Outlook] = field(default_factory=list)
+    """By drafter and temperature, if it was requested."""
 
     def as_json(self) -> dict[str, Any]:
-        engine = {} if self.engine is None else {"engine": self.engine}
-        return {**self.forecast.as_json(), "measured": self.measured, **engine}
+        more = {"engine": self.engine, "learning": self.learning or None}
+        return {
+            **self.forecast.as_json(),
+            "measured": self.measured,
+            **{key: value for key, value in more.items() if value is not None},
+        }
 
 
 def run(
@@ -76,13 +87,17 @@ def run(
     *,
     measures: bool = False,
     trust_remote_code: bool = False,
+    learns: Callable[[PreTrainedModel], Learn] | None = None,
 ) -> Outcome:
     """Validate the settings, load the models, forecast, and write `forecast.json` to `out`.
 
     Args:
         measures: also decode and time the best policy of each drafter.
+        learns: returns what computes the outlook of learning with this target.
     """
     hardware, rows = _validated(settings, out, files, measures)
+    if learns is not None and files.served is not None:
+        raise ConfigError("--learn with --server; expected one of them")
     with hold_folder("out", out):
         session = load_session(settings, rows, trust_remote_code=trust_remote_code)
         _require_shared_passes(session, settings)
@@ -93,16 +108,38 @@ def run(
         if files.save_profile is not None:
             predicted.hardware[settings.temperatures[0]].save(files.save_profile)
         _write(Outcome(predicted), out)  # kept if measuring fails
-        if not measures:
-            return Outcome(predicted)
-        measured = [
-            measured_row(session, name, temperature, predicted)
-            for name in session.drafters
-            for temperature in settings.temperatures
-        ]
-        outcome = Outcome(predicted, [row for row in measured if row is not None])
-        _write(outcome, out)
+        outcome = Outcome(
+            predicted,
+            _measured_rows(session, predicted) if measures else [],
+            learning=[] if learns is None else _outlooks(session, settings, ids, learns(session.target)),
+        )
+        if measures or learns is not None:
+            _write(outcome, out)
         return outcome
+
+
+def _measured_rows(session: Session, predicted: Forecast) -> list[MeasuredRow]:
+    measured = [
+        measured_row(session, name, temperature, predicted)
+        for name in session.drafters
+        for temperature in predicted.settings.temperatures
+    ]
+    return [row for row in measured if row is not None]
+
+
+def _outlooks(session: Session, settings: ForecastSettings, ids: list[list[int]], learn: Learn) -> list[Outlook]:
+    """Return what each drafter would learn from the forecast's texts."""
+    found: list[Outlook] = []
+    for temperature in settings.temperatures:
+        sampling = settings.sampling(temperature)
+        with stage(f"T={temperature:g}: learning from texts of the target", len(session.drafters)) as done:
+            texts = sample_texts(
+                session.target, ids, sampling, max_new_tokens=settings.max_new_tokens, seed=settings.seed
+            )
+            for name, drafter in session.drafters.items():
+                found.append(learn(name, drafter, texts, sampling))
+                done()
+    return found
 
 
 def _served(files: ForecastFiles, settings: ForecastSettings, session: Session, out: Path) -> Outcome:
@@ -227,7 +264,8 @@ def show(outcome: Outcome, out: Path | None) -> None:
         console.print(best_line(best))
     for note in outcome.forecast.notes:
         console.print(f"note: {note}")
-    for line in _engine_lines(outcome):
+    learned = [line for outlook in outcome.learning for line in learning_lines(outlook)]
+    for line in _engine_lines(outcome) + learned:
         console.print(line, soft_wrap=True, markup=False)
     if out is not None:
         console.print(f"forecast: {out / 'forecast.json'}")

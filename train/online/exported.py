@@ -39,7 +39,7 @@ from draftsmith.train.online.versions import LATEST, Versions
 JOURNAL, DRAFTER = "read.jsonl", "drafter"
 """Names of the files that were read, beside the versions; the folder of a version with draftsmith's checkpoint."""
 EVERY = 128
-"""Tokens for each optimizer step by default: with 8 rows of 48 tokens, each token is trained on three times."""
+"""Tokens for each optimizer step by default: with 8 rows of 64 tokens, each token is trained on four times."""
 FREE = 1e-9
 """Cost of learning, relative to serving: it runs beside the servers, so that every adopted gain pays."""
 POLL = 1.0

@@ -34,7 +34,7 @@ from draftsmith.train.learning_rates import TRAINED, scaled_rate, width_of
 from draftsmith.train.online.budget import Budget
 from draftsmith.train.online.buffer import CONTEXT, ROW_TOKENS, OpenRow, Row, RowBuffer, States, rows_of, signals_of
 from draftsmith.train.online.candidate import Candidate, learnable
-from draftsmith.train.online.judge import Verdict, judged, scores
+from draftsmith.train.online.judge import Scores, Verdict, judged, scores
 from draftsmith.train.online.watch import Watch
 
 HELD_EVERY, HELD_ROWS = 4, 32
@@ -202,6 +202,11 @@ class OnlineLearning:
         self.tokens += len(row.text.tokens) - row.text.prompt_length
         (self._held if held else self._rows).add(row)
         self.between_rounds()
+
+    def scores_of(self, rows: Sequence[Row]) -> Scores:
+        """Return what the drafter in use commits on rows, see `judge.scores`."""
+        assert self._candidate is not None, "attached"
+        return scores(self._candidate.served, rows, self._lm_head, self._draft_length)
 
     # Budget.
 

@@ -1,0 +1,126 @@
+"""`draftsmith forecast --learn`: what learning while serving would bring, from stored states of texts."""
+
+import time
+from collections.abc import Sequence
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.sampling import Sampling
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError
+from draftsmith.eval.forecast.learning import Learn, Outlook, points_of
+from draftsmith.eval.teacher_forced import TargetText
+from draftsmith.heads.base import Drafter, TrainableDrafter
+from draftsmith.heads.model_config import text_config
+from draftsmith.train.online.buffer import ROW_TOKENS, Row
+from draftsmith.train.online.candidate import learnable
+from draftsmith.train.online.exported import FREE
+from draftsmith.train.online.learner import LEAST_ROWS, OnlineLearning
+
+# Shapes: T tokens, H hidden size, F size of the features, P texts.
+
+APART, HELD = 4, 1
+"""Of every four texts one is kept apart, on one updates are judged, and two are learned from."""
+POINTS = 8
+"""Points of the curve after the first one."""
+
+
+def outlook_by(target: PreTrainedModel, steps: int, seed: int) -> Learn:
+    """Return what computes the outlook of a drafter after this many optimizer steps."""
+
+    def learn(name: str, drafter: Drafter, texts: Sequence[TargetText], sampling: Sampling) -> Outlook:
+        served = learnable(drafter, text_config(target).vocab_size)
+        before = {key: value.clone() for key, value in served.state_dict().items()}
+        try:
+            return _outlook(target, name, served, texts, sampling, steps, seed)
+        finally:
+            with torch.no_grad():
+                for key, value in served.state_dict().items():
+                    value.copy_(before[key])
+
+    return learn
+
+
+def _outlook(
+    target: PreTrainedModel,
+    name: str,
+    served: TrainableDrafter,
+    texts: Sequence[TargetText],
+    sampling: Sampling,
+    steps: int,
+    seed: int,
+) -> Outlook:
+    learning = OnlineLearning(share=FREE, every=ROW_TOKENS, seed=seed)
+    learning.attach(target, served)
+    learning.steps, counted = 0, (learning.adopted, learning.refused)
+    apart, held, learned = _divided(target, served, learning, texts, sampling)
+    for rows, what in ((held, "judge updates on"), (learned, "learn from")):
+        if sum(map(len, rows)) < LEAST_ROWS:
+            raise ConfigError(
+                f"learn with {len(texts)} texts, which leave {sum(map(len, rows))} rows of {ROW_TOKENS} tokens to "
+                f"{what}; expected at least {LEAST_ROWS}: more --count or --max-new-tokens"
+            )
+    started, marks = time.perf_counter(), [0]
+    adopted, scores = [0], [_scores(learning, apart)]
+    for row in (row for rows in held for row in rows):
+        learning.learn_from(row, held=True)
+    for row in cycle(row for rows in learned for row in rows):
+        learning.learn_from(row, held=False)
+        if learning.steps >= steps * len(marks) / POINTS:
+            marks.append(learning.steps)
+            adopted.append(learning.adopted - counted[0])
+            scores.append(_scores(learning, apart))
+        if learning.steps >= steps:
+            break
+    points, expected = points_of(marks, adopted, *np.stack(scores).transpose(2, 0, 1))
+    return {
+        "drafter": name,
+        "temperature": sampling.temperature,
+        "texts": {"learned": len(learned), "judged": len(held), "apart": len(apart)},
+        "passes": steps * learning.batch_rows / sum(map(len, learned)),
+        "seconds": time.perf_counter() - started,
+        "refused": learning.refused - counted[1],
+        "points": points,
+        "expected": expected,
+    }
+
+
+def _divided(
+    target: PreTrainedModel,
+    served: TrainableDrafter,
+    learning: OnlineLearning,
+    texts: Sequence[TargetText],
+    sampling: Sampling,
+) -> tuple[list[list[Row]], list[list[Row]], list[list[Row]]]:
+    """Return the rows of the texts that are kept apart, that updates are judged on, and that are learned from."""
+    teacher = OnlineTeacher(target, served.needs.layers)
+    rows = [list(learning.rows_of(text, _States(teacher, text), sampling)) for text in texts]
+    parts = [[one for place, one in enumerate(rows) if place % APART == part and one] for part in range(APART)]
+    return parts[0], parts[HELD], [one for part in parts[HELD + 1 :] for one in part]
+
+
+class _States:
+    """The target's states of a text."""
+
+    def __init__(self, teacher: OnlineTeacher, text: TargetText) -> None:
+        device = next(teacher.model.parameters()).device
+        ids_1T = torch.tensor([text.tokens], device=device)
+        source_1S = torch.tensor([text.source], device=device) if text.source else None
+        masks = torch.ones_like(ids_1T), torch.ones_like(ids_1T, dtype=torch.bool)
+        sources = (None, None) if source_1S is None else (source_1S, torch.ones_like(source_1S))
+        signals = teacher.signals(ids_1T, *masks, *sources)
+        self._hidden_TH = signals.hidden_BTH[0]
+        self._features_TF = None if signals.features_BTF is None else signals.features_BTF[0]
+
+    def __call__(self, start: int, end: int) -> tuple[Tensor, Tensor | None]:
+        features_TF = self._features_TF
+        return self._hidden_TH[start:end], None if features_TF is None else features_TF[start:end]
+
+
+def _scores(learning: OnlineLearning, texts: list[list[Row]]) -> np.ndarray:
+    """Return committed tokens and rounds of each text with the drafter in use, [P, 2]."""
+    return np.stack([learning.scores_of(rows).sum(0) for rows in texts])
