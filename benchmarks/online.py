@@ -172,7 +172,7 @@ def main() -> None:
     options, console = arguments(), Console(width=120)
     torch.set_num_threads(1)
     folder = options.drafter or trained(options.recipe, SHIFTS[options.shift], options.out)
-    target = load_target(options.target, progress=False)
+    target = load_target(options.target)
     result = serve(options, target, folder)
     name = options.shift if options.drafter is None else Path(options.drafter).name
     write_json(options.out / f"{name}-{options.temperature:g}.json", {"options": str(vars(options)), **result})

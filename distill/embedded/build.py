@@ -27,6 +27,7 @@ from draftsmith.distill.embedded.training import (
     train_tokenizer,
     training_device,
 )
+from draftsmith.distill.load_target import load_target
 from draftsmith.provenance import environment
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, write_json
@@ -52,7 +53,7 @@ def build(folder: Path, recipe: EmbeddedRecipe, progress: bool = True) -> None:
         model = train_model(recipe, tokenizer, tokens, on_step)
     with atomic_folder(folder) as temporary:
         write_target(temporary, model, tokenizer)
-        read = LlamaForCausalLM.from_pretrained(temporary)
+        read = load_target(str(temporary), device=training_device()).model
         heldout_tokens = encode_corpus(tokenizer, heldout)
         loss = heldout_loss(read, heldout_tokens, min(256, recipe.max_position_embeddings))
         info = {

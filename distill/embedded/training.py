@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.distill.muon import Muon
 
@@ -170,7 +170,7 @@ def bf16_is_fast(device: torch.device) -> bool:
     return bool(supported and supported())
 
 
-def language_loss(model: LlamaForCausalLM, batch: Tensor, bf16: bool) -> Tensor:
+def language_loss(model: PreTrainedModel, batch: Tensor, bf16: bool) -> Tensor:
     """Return the mean next-token cross-entropy of a batch [B, T+1] in nats."""
     with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=bf16):
         logits_BTV = model(batch[:, :-1], use_cache=False).logits
@@ -178,7 +178,7 @@ def language_loss(model: LlamaForCausalLM, batch: Tensor, bf16: bool) -> Tensor:
 
 
 @torch.inference_mode()
-def heldout_loss(model: LlamaForCausalLM, tokens: Tensor, sequence_length: int, windows: int = 64) -> float:
+def heldout_loss(model: PreTrainedModel, tokens: Tensor, sequence_length: int, windows: int = 64) -> float:
     """Return the mean loss in nats a token over evenly spaced windows of the held-out tokens."""
     width = min(sequence_length + 1, len(tokens))
     starts = torch.linspace(0, len(tokens) - width, windows).long().tolist()

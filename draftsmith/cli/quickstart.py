@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.cli.options import suggest
 from draftsmith.errors import DraftsmithError
-from draftsmith.eval.evaluation import Evaluation
+from draftsmith.eval.evaluation import EVALUATION, Evaluation
 from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings
 from draftsmith.eval.forecast.run import best_line
 from draftsmith.eval.forecast.run import run as run_forecast
@@ -60,7 +60,8 @@ def _quickstart(out: Path) -> None:
         repeats=REPEATS,
     )
     with _stage(console, "4/4 Measuring all against the target alone, on held-out prompts"):
-        (out / JOURNAL).unlink(missing_ok=True)  # an earlier call may have measured other drafters
+        for file in (JOURNAL, EVALUATION):  # an earlier call may have measured other drafters or policies
+            (out / file).unlink(missing_ok=True)
         evaluation = measure(settings, out, title=TITLE, runs=metrics_of(settings.drafters))
     _write_cards(evaluation, trained)
     show(evaluation, out)

@@ -20,10 +20,14 @@ def test_quickstart_writes_everything_and_reuses_it(
     monkeypatch.setattr(quickstart_module, "FORECAST_PROMPTS", 2)
     out = tmp_path / "runs"
     main_call = ["quickstart", "--out", str(out)]
-    for _ in range(2):
+    for policies in ("adaptive", None):  # the second call may choose others
         with pytest.raises(SystemExit) as stop:
             main(main_call)
         assert stop.value.code in (0, None)
+        if policies is not None:
+            stored = json.loads((out / "eval.json").read_text())
+            stored["settings"]["policies"] = [policies]
+            (out / "eval.json").write_text(json.dumps(stored))
     rows = json.loads((out / "eval.json").read_text())["rows"]
     overall = [(row["drafter"], row["temperature"]) for row in rows if row["category"] == "all"]
     assert overall == [(name, temperature) for name in ("draft_model", "mtp", "hybrid") for temperature in (0.0, 1.0)]

@@ -19,7 +19,7 @@ def test_every_cell_that_prints_has_its_output() -> None:
 
 @pytest.mark.slow
 def test_the_cells_run_in_order(tmp_path: Path) -> None:
-    """In a process of its own, on the embedded target, which is built if it is not in the cache."""
+    """In a process of its own, on the embedded target."""
     program = "\n".join("".join(cell["source"]) for cell in CELLS)
     ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
