@@ -1,5 +1,6 @@
 """The quickstart: train two drafters for the embedded target, choose how they draft, and measure their speedup."""
 
+import json
 import math
 import subprocess
 import sys
@@ -8,13 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from draftsmith.cli.options import suggest
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.evaluation import EVALUATION, Evaluation
-from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings
+from draftsmith.eval.forecast.forecast import ForecastSettings
 from draftsmith.eval.forecast.run import best_line
 from draftsmith.eval.forecast.run import run as run_forecast
 from draftsmith.eval.journal import JOURNAL
@@ -33,7 +35,7 @@ FORECAST_PROMPTS, LONGEST_DRAFT, TREE = 6, 6, "tree:widths=2x1x1"
 def quickstart(out: Path) -> None:
     """Train both drafters with `accelerate launch`, measure them and write everything to `out`.
 
-    The target's samples and finished drafters of an earlier call are used again; the measurement is repeated.
+    Samples, finished drafters and their forecast of an earlier call are used again; the measurement is repeated.
     """
     with hold_folder("out", out):
         _quickstart(out)
@@ -47,15 +49,15 @@ def _quickstart(out: Path) -> None:
         with _stage(console, f"{number}/4 Drafter {name}: accelerate launch -m draftsmith.train {recipe}"):
             _launch(recipe, out / name)
     with _stage(console, "3/4 Forecast: the fastest draft length or tree of each; the hybrid also copies earlier text"):
-        predicted = _forecast(drafters, out)
-        for best in predicted.best:
+        predicted = _forecast(drafters, trained, out)
+        for best in predicted["best"]:
             console.print(f"  {best_line(best)}")
     settings = Settings(
         target="embedded",
         drafters=drafters,
         prompts="embedded",
         count=PROMPTS,
-        policies=tuple(f"{name}={policy}" for name, policy in chosen(predicted).items()),
+        policies=tuple(f"{name}={policy}" for name, policy in chosen(predicted["rows"]).items()),
         max_new_tokens=NEW_TOKENS,
         repeats=REPEATS,
     )
@@ -72,23 +74,28 @@ def _quickstart(out: Path) -> None:
     suggest("draftsmith", "recipes", RECIPES["mtp"], to_stderr=True)
 
 
-def _forecast(drafters: dict[str, str], out: Path) -> Forecast:
-    settings = ForecastSettings(
-        target="embedded",
-        drafters=drafters,
-        prompts="embedded",
-        count=FORECAST_PROMPTS,
-        max_draft_length=LONGEST_DRAFT,
-        policies=(TREE,),
-        max_new_tokens=NEW_TOKENS,
-    )
-    return run_forecast(settings, out / "forecast").forecast
+def _forecast(drafters: dict[str, str], trained: dict[str, str], out: Path) -> dict[str, Any]:
+    """Return the content of `forecast.json`, that of an earlier call if no drafter was trained since."""
+    file = out / "forecast" / "forecast.json"
+    newest = max((Path(path) / "model.safetensors").stat().st_mtime for path in trained.values())
+    if not file.is_file() or file.stat().st_mtime < newest:
+        settings = ForecastSettings(
+            target="embedded",
+            drafters=drafters,
+            prompts="embedded",
+            count=FORECAST_PROMPTS,
+            max_draft_length=LONGEST_DRAFT,
+            policies=(TREE,),
+            max_new_tokens=NEW_TOKENS,
+        )
+        run_forecast(settings, out / "forecast")
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
-def chosen(predicted: Forecast) -> dict[str, str]:
+def chosen(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Return for each drafter the policy with the highest speedup, as geometric mean over temperatures."""
     logarithms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for row in predicted.rows:
+    for row in rows:
         logarithms[row["drafter"]][row["policy"]] += math.log(row["speed"][0]["speedup"])
     return {name: max(policies, key=policies.__getitem__) for name, policies in logarithms.items()}
 
