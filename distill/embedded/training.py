@@ -34,15 +34,16 @@ class Stage:
 class EmbeddedRecipe:
     """Everything that determines the embedded target's weights, apart from the corpus."""
 
-    vocab_size: int = 2048
+    vocab_size: int = 272
+    """Three special tokens, the 256 bytes and 13 sequences, most of them indentation: few choices a token."""
     hidden_size: int = 192
     intermediate_size: int = 384
     num_attention_heads: int = 3
     max_position_embeddings: int = 1024
     stages: tuple[Stage, ...] = (
-        Stage(layers=4, steps=1000, batch_size=8, sequence_length=256),
-        Stage(layers=10, steps=700, batch_size=8, sequence_length=256),
-        Stage(layers=20, steps=800, batch_size=16, sequence_length=256),
+        Stage(layers=4, steps=1000, batch_size=8, sequence_length=512),
+        Stage(layers=10, steps=700, batch_size=8, sequence_length=512),
+        Stage(layers=20, steps=800, batch_size=8, sequence_length=512),
         Stage(layers=20, steps=600, batch_size=8, sequence_length=512),
     )
     learning_rate: float = 6e-3

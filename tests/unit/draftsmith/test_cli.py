@@ -137,7 +137,7 @@ def test_memory_as_json(capsys: pytest.CaptureFixture) -> None:
     _, out, _ = _run(capsys, "memory", "medusa/embedded", "train.steps=7", "--on", "h100")
     for phase, parts in estimate["bytes"].items():
         assert f"a process {phase}" in out
-        assert parts["target"] > 30e6
+        assert parts["target"] > 28e6
     assert out.splitlines()[-1] == "next: accelerate launch -m draftsmith.train medusa/embedded train.steps=7"
 
 
