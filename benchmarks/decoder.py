@@ -258,6 +258,7 @@ def report(variants: dict[str, Variant], gamma: int) -> None:
         "best against best": (best["draftsmith"], best["transformers"]),
         "compiled, alone": (f"draftsmith: target alone, {COMPILED}", "draftsmith: target alone"),
         f"compiled, gamma {gamma}": (f"draftsmith: gamma {gamma}, {COMPILED}", f"draftsmith: gamma {gamma}"),
+        "compiled / assisted": (f"draftsmith: gamma {gamma}, {COMPILED}", f"transformers: assisted, gamma {gamma}"),
     }
     pairs = {label: pair for label, pair in pairs.items() if {*pair} <= variants.keys()}
     print("\ndraftsmith / transformers, median over prompts")

@@ -7,10 +7,14 @@
 The slot of a token is a value of a tensor, so the length of a text and the number of unfinished texts change no shape.
 Prompts, and passes that are wider than `MOST_WIDTH`, are not compiled; they use the same storage. Heads without a cache
 are compiled for the same rows, see `run_step`.
+
+Before a graph runs, torch compares the model with what it was when the graph was built, which takes up to 15 % of a
+pass on a CPU. This happens once in each call of the decoder: no model may change its modules while it decodes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -169,6 +173,7 @@ class Graph:
         self._run = torch.compile(own, fullgraph=True, dynamic=False, **OPTIONS.get(device.type, {}))
         self._on_cuda = device.type == "cuda"
         self._runs = RECORDING if self._on_cuda else 1
+        self._checked = 0
 
     def run(self, module: nn.Module, *arguments: Any) -> list[Tensor | None]:
         """Return the output, which later runs do not overwrite.
@@ -180,7 +185,7 @@ class Graph:
         try:
             for _ in range(self._runs):
                 torch.compiler.cudagraph_mark_step_begin()
-                output = self._run(*arguments)
+                output = self._run_checked(*arguments)
         except TorchDynamoException as error:
             raise ConfigError(
                 f"compile=True: torch.compile fails for {type(module).__name__} ({reason_of(error)}); "
@@ -189,6 +194,15 @@ class Graph:
         self._runs = 1
         # On CUDA, the next replay of the graph writes to the same memory.
         return [x.clone() if x is not None and self._on_cuda else x for x in output]
+
+    def _run_checked(self, *arguments: Any) -> Sequence[Tensor | None]:
+        """Run the graph, which is compared with the model if it has not been since `take_passes` was last called."""
+        if self._checked != _TAKEN:
+            output = self._run(*arguments)
+            self._checked = _TAKEN
+            return output
+        with _STANCE, torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+            return self._run(*arguments)
 
 
 def run_step(module: nn.Module, rows: int, *inputs: Tensor | int) -> tuple[Tensor, ...]:
@@ -221,13 +235,18 @@ def _step(module: nn.Module, *inputs: Tensor | int) -> tuple[Tensor, ...]:
 
 _STEPS: "WeakKeyDictionary[nn.Module, dict[tuple, Graph]]" = WeakKeyDictionary()
 """The compiled steps of drafters."""
-_BUILT = 0
+_BUILT = _TAKEN = 0
+"""Graphs that have been built, and calls of `take_passes`."""
+_STANCE = RLock()
+"""torch has one stance for all threads."""
 _FREE: "WeakKeyDictionary[nn.Module, list[CompiledPasses]]" = WeakKeyDictionary()
 """Passes that no text uses; graphs and storage stay for the next call."""
 
 
 def take_passes(model: PreTrainedModel, rows: int, longest: int) -> CompiledPasses:
     """Return passes over `rows` texts of at most `longest` tokens; ones that were given back, where there are any."""
+    global _TAKEN
+    _TAKEN += 1
     slots = max(FEWEST_SLOTS, 1 << longest.bit_length())  # a power of two above `longest`
     free = _FREE.setdefault(model, [])
     passes = next((passes for passes in free if passes.fits(model, rows, slots)), None)

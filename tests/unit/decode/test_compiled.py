@@ -221,6 +221,31 @@ def test_nothing_of_an_earlier_text_is_read(traced: None) -> None:
     assert decoder.generate(PROMPTS[0], **SETTINGS).tokens == expected
 
 
+@pytest.mark.parametrize("part", ["target", "head"])
+def test_graphs_are_compared_with_their_model_once_in_a_call(traced: None, part: str) -> None:
+    """A module that is replaced is not noticed by the call in which that happens, but by the next one."""
+    target = target_model()
+    drafter = Medusa.from_target(target, num_heads=1).double().eval()
+    parent, name = (target.model.layers[0].mlp, "act_fn") if part == "target" else (drafter.blocks[0][0], "activation")
+    decoder = SpeculativeDecoder(target, drafter, compile=True)
+    settings = {"max_new_tokens": 16, "eos_token_id": None}
+    own, expected = getattr(parent, name), decoder.generate(PROMPTS[0], **settings).tokens
+    rounds = 0
+
+    def replace_part(tokens: list[int], record: object) -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 3:
+            setattr(parent, name, torch.nn.ReLU())
+
+    assert decoder.generate(PROMPTS[0], on_tokens=replace_part, **settings).tokens == expected
+    assert rounds > 4
+    with pytest.raises(ConfigError, match=r"compile=True: torch\.compile fails"):  # see `_no_second_graph`
+        decoder.generate(PROMPTS[0], **settings)
+    setattr(parent, name, own)
+    assert decoder.generate(PROMPTS[0], **settings).tokens == expected
+
+
 def test_passes_are_freed_with_their_model(traced: None) -> None:
     target = target_model()
     SpeculativeDecoder(target, compile=True).generate(PROMPTS[0], **SETTINGS)
