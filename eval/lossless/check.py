@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedModel
 
 from draftsmith.bars import Bars
@@ -86,23 +87,21 @@ def check(
     settings: CheckSettings,
     *,
     keep: Callable[[Check], None] = lambda _: None,
-    progress: bool = True,
     learner: Callable[[], Observer] | None = None,
 ) -> Check:
     """Check every drafter, under every policy, at every temperature.
 
     Args:
         keep: called with the results so far after each arm, so that an interrupted run keeps them.
-        progress: show the stages on stderr, the longest with a bar of tokens and remaining time.
         learner: makes what trains the drafter of each decoder, see `SpeculativeDecoder`; needed for `settings.learn`.
     """
     assert (learner is not None) == settings.learn
-    with stage("preparing the decoders", shown=progress):
+    with stage("preparing the decoders"):
         decoders = _decoders(target, drafters, prompts, settings, learner)
     sampled = sum(temperature > 0 for temperature in settings.temperatures) * len(decoders)
     checked = Check(settings, environment(), model_fingerprint(target))
     alone: list[list[int]] = []
-    with _bar(_work(decoders, prompts, settings), progress) as done:
+    with _bar(_work(decoders, prompts, settings)) as done:
         if 0 in settings.temperatures:
             alone = _target_alone(target, prompts, done)
         for (name, policy), decoder in decoders.items():
@@ -179,9 +178,9 @@ def _work(decoders: dict, prompts: list[Prompt], settings: CheckSettings) -> int
 
 
 @contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Done]:
+def _bar(total: int) -> Iterator[Done]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=Terminal(stderr=True), disable=not shown) as bar:
+    with Bars(*columns, console=Terminal(stderr=True)) as bar:
         task = bar.add_task("checking", total=total)
         yield lambda tokens: bar.advance(task, tokens)
 
@@ -205,9 +204,8 @@ def sampling_table(arm: VariantCheck, sampling: SamplingCheck) -> Table:
     return table
 
 
-def _mark(p_value: float, level: float) -> str:
-    shown = f"{p_value:.2g}"
-    return f"[bold red]{shown} *[/]" if p_value < level else f"{shown}  "
+def _mark(p_value: float, level: float) -> Text:
+    return Text(f"{p_value:.2g} *", style="bold red") if p_value < level else Text(f"{p_value:.2g}  ")
 
 
 def sentences(checked: Check) -> list[str]:

@@ -51,6 +51,7 @@ def test_a_lossless_pair(
     assert _main(*call) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "rule best lossless, T=1: LOSSLESS" in shown
+    assert "[bold" not in shown, "styles are not printed as markup"
     assert "3 of 3 greedy texts are the target's own" in shown
     assert "fails once in 1,000" in shown
     written = json.loads((out / "check.json").read_text())
