@@ -1,7 +1,7 @@
 """Recipe section and entry of every drafter.
 
 Adding a drafter takes its own file in this package and its section and entry here. The entries give the recipe's
-`drafter` section, `HEADS`, the words of the model card, the export formats and the tables of the documentation.
+`drafter` section, `HEADS`, the model card's noun and the export formats.
 """
 
 from dataclasses import dataclass, field
@@ -192,25 +192,8 @@ class DrafterEntry:
     """`file.Class` in `heads/`, imported when it is first used."""
     card_name: str
     """Noun for the model card, as in "A … for speculative decoding"."""
-    method: str
-    """Name of the method, for the documentation."""
-    paper: str
-    """Where the method was published."""
-    reads: str
-    """Inputs of the drafter; the target has read the tokens up to position t."""
-    depends_on: str
-    """Inputs on which the probabilities of draft token k depend."""
-    cost: str
-    """Computation of a draft of γ tokens."""
-    own_lm_head: bool = True
-    """True for a drafter with its own lm_head, False for one that uses the target's."""
     exports: dict[str, str] = field(default_factory=CUSTOM_GENERATE.copy)
     """Format: the function in `heads/formats/`, as `file.function`, that writes it."""
-
-    @property
-    def has_draft_vocabulary(self) -> bool:
-        """True where the lm_head may be limited to a draft vocabulary."""
-        return issubclass(self.section, VocabularyOption)
 
 
 DRAFTERS: dict[str, DrafterEntry] = {
@@ -218,11 +201,6 @@ DRAFTERS: dict[str, DrafterEntry] = {
         DraftModelSection,
         "draft_model.DraftModel",
         card_name="draft model",
-        method="Independent draft model",
-        paper="Leviathan et al. 2023, arXiv:2211.17192",
-        reads="tokens",
-        depends_on="all tokens before it",
-        cost="γ passes of a small model",
         exports={
             "vllm": "transformers.write_for_vllm",
             "sglang": "transformers.write_for_sglang",
@@ -234,68 +212,36 @@ DRAFTERS: dict[str, DrafterEntry] = {
         MedusaSection,
         "medusa.Medusa",
         card_name="set of Medusa heads",
-        method="Medusa",
-        paper="Cai et al. 2024, arXiv:2401.10774",
-        reads="state at t",
-        depends_on="the state alone",
-        cost="one small pass",
         exports={"vllm": "medusa.write_medusa_for_vllm", "medusa": "medusa.write_medusa", **CUSTOM_GENERATE},
     ),
     "hydra": DrafterEntry(
         HydraSection,
         "hydra.Hydra",
         card_name="set of Hydra heads",
-        method="Hydra",
-        paper="Ankner et al. 2024, arXiv:2402.05109",
-        reads="state at t, tokens",
-        depends_on="state, d1 … d(k−1)",
-        cost="γ small heads",
         exports={"hydra": "token_heads.write_hydra", **CUSTOM_GENERATE},
     ),
     "mlp_speculator": DrafterEntry(
         MlpSpeculatorSection,
         "mlp_speculator.MlpSpeculator",
         card_name="recurrent MLP speculator",
-        method="MLP speculator",
-        paper="Wertheimer et al. 2024, arXiv:2404.19124",
-        reads="state at t, tokens",
-        depends_on="state, d1 … d(k−1)",
-        cost="γ very small steps",
         exports={"fms": "token_heads.write_fms", **CUSTOM_GENERATE},
     ),
     "eagle": DrafterEntry(
         EagleSection,
         "eagle.Eagle",
         card_name="EAGLE-1 drafter",
-        method="EAGLE-1, EAGLE-2",
-        paper="Li et al. 2024, arXiv:2401.15077, arXiv:2406.16858",
-        reads="states of all positions, tokens",
-        depends_on="everything before it",
-        cost="γ decoder layers",
-        own_lm_head=False,
         exports={"sglang": "eagle.write_eagle1_for_sglang", "eagle": "eagle.write_eagle1", **CUSTOM_GENERATE},
     ),
     "hass": DrafterEntry(
         HassSection,
         "eagle.Hass",
         card_name="HASS drafter",
-        method="HASS",
-        paper="Zhang et al. 2024, arXiv:2408.15766",
-        reads="states of all positions, tokens",
-        depends_on="everything before it",
-        cost="γ decoder layers",
-        own_lm_head=False,
         exports={"sglang": "eagle.write_eagle1_for_sglang", "eagle": "eagle.write_eagle1", **CUSTOM_GENERATE},
     ),
     "eagle3": DrafterEntry(
         Eagle3Section,
         "eagle3.Eagle3",
         card_name="EAGLE-3 drafter",
-        method="EAGLE-3, EAGLE-3.1",
-        paper="Li et al. 2025, arXiv:2503.01840",
-        reads="features of three depths, tokens",
-        depends_on="everything before it",
-        cost="γ decoder layers",
         exports={
             "vllm": "speculators.write_eagle3_speculator",
             "sglang": "eagle.write_eagle3_for_sglang",
@@ -309,35 +255,18 @@ DRAFTERS: dict[str, DrafterEntry] = {
         MtpSection,
         "mtp.Mtp",
         card_name="multi-token prediction module",
-        method="Multi-token prediction",
-        paper="DeepSeek-AI 2024, arXiv:2412.19437; Cai et al. 2025, arXiv:2509.18362",
-        reads="states of all positions, tokens",
-        depends_on="everything before it",
-        cost="γ decoder layers",
-        own_lm_head=False,
         exports={"vllm": "speculators.write_mtp_speculator", "native": "native_mtp.write_native", **CUSTOM_GENERATE},
     ),
     "peagle": DrafterEntry(
         ParallelEagleSection,
         "peagle.ParallelEagle",
         card_name="P-EAGLE drafter",
-        method="P-EAGLE",
-        paper="Amazon 2026, with mask tokens as in PARD, arXiv:2504.18583",
-        reads="features of three depths",
-        depends_on="the committed text alone",
-        cost="one pass over γ masks",
         exports={"vllm": "speculators.write_peagle_speculator", **CUSTOM_GENERATE},
     ),
     "dflash": DrafterEntry(
         DFlashSection,
         "dflash.DFlash",
         card_name="DFlash block drafter",
-        method="DFlash, DSpark",
-        paper="Chen et al. 2026, arXiv:2602.06036",
-        reads="features of five depths",
-        depends_on="the committed text; with `markov_rank` also d(k−1)",
-        cost="one pass over a block",
-        own_lm_head=False,
         exports={
             "vllm": "speculators.write_dflash_speculator",
             "sglang": "blocks.write_dflash_for_sglang",

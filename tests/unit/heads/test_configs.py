@@ -8,7 +8,7 @@ import pytest
 
 import draftsmith.heads
 from draftsmith.heads import HEADS
-from draftsmith.heads.configs import DRAFTERS
+from draftsmith.heads.configs import DRAFTERS, VocabularyOption
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -20,7 +20,7 @@ def test_entry_names_its_class_and_options(kind: str) -> None:
     options = inspect.signature(drafter.from_target).parameters
     taken = set(options) - {"target", "draft_vocabulary"} | ({"draft_vocab_size"} & keys)
     assert keys == taken if "options" not in taken else keys > taken - {"options"}
-    assert ("draft_vocabulary" in options) == entry.has_draft_vocabulary
+    assert ("draft_vocabulary" in options) == issubclass(entry.section, VocabularyOption)
 
 
 def test_an_unknown_name_is_no_attribute() -> None:
