@@ -31,6 +31,7 @@ from draftsmith.cli.options import (
     TrustOption,
     named_drafters,
     print_json,
+    settings_of,
     suggest,
     template_options,
 )
@@ -174,24 +175,15 @@ def generate(
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
     from draftsmith.cli.generate import GenerateRequest, stream
 
-    request = GenerateRequest(
-        target,
-        {"drafter": drafter} if drafter else {},
+    request = settings_of(
+        GenerateRequest,
+        locals(),
+        drafters={"drafter": drafter} if drafter else {},
         temperatures=(temperature,),
         policies=() if policy is None else (policy,),
         draft_length=gamma,
-        rule=rule,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
         stop_strings=tuple(stop or ()),
         image_files=tuple(image or ()),
-        learn=learn,
-        save_drafter=save_drafter,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        compile=compile,
     )
     stream(prompt, request, trust_remote_code=trust_remote_code)
 
@@ -213,16 +205,8 @@ def demo(
     """Serve a page on this machine that decodes a prompt with and without the drafter, side by side."""
     from draftsmith.cli.demo import DemoRequest, serve
 
-    request = DemoRequest(
-        target,
-        named_drafters([drafter]),
-        host=host,
-        port=port,
-        chat_template=chat_template,
-        template_options=template_options(template_option),
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-    )
+    drafters, options = named_drafters([drafter]), template_options(template_option)
+    request = settings_of(DemoRequest, locals(), drafters=drafters, template_options=options)
     serve(request, trust_remote_code=trust_remote_code)
 
 

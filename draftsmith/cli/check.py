@@ -29,6 +29,7 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
+    settings_of,
     suggest,
     template_options,
 )
@@ -74,26 +75,14 @@ def check(
     """Test that decoding with drafters is lossless. Exit code 0: lossless, 1: lossy, 3: inconclusive."""
     from draftsmith.eval.lossless.check import CheckSettings
 
-    settings = CheckSettings(
-        target=target,
+    settings = settings_of(
+        CheckSettings,
+        locals(),
         drafters=named_drafters(drafter),
-        prompts=prompts,
-        count=count,
         temperatures=tuple(temperature or (0.0, 1.0)),
         draft_length=gamma,
         policies=tuple(policy or ()),
-        rule=rule,
-        top_k=top_k,
-        top_p=top_p,
-        learn=learn,
-        tokens=tokens,
-        seed=seed,
-        chat_template=chat_template,
         template_options=template_options(template_option),
-        images=images,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        compile=compile,
     )
     rows = _validated(settings, out)
     if out is None:

@@ -15,6 +15,7 @@ from draftsmith.cli.options import (
     TemplateOptionsOption,
     TopPOption,
     TrustOption,
+    settings_of,
     suggest,
     template_options,
 )
@@ -75,18 +76,7 @@ def data_preview(
         raise ConfigError.of("--response", response, "'text' or 'target'")
     from draftsmith.train.prepare import DataRequest, preview
 
-    request = DataRequest(
-        source=source,
-        target=target,
-        count=count,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        subset=subset,
-        split=split,
-        chat_template=chat_template,
-        template_options=template_options(template_option),
-        trust_remote_code=trust_remote_code,
-    )
+    request = settings_of(DataRequest, locals(), template_options=template_options(template_option))
     preview(request, answered=response == "text", show=show)
     given = {"subset": subset, "split": split if split != "train" else None, "chat_template": chat_template}
     _suggest_recipe(target, source, response, {key: value for key, value in given.items() if value is not None})
@@ -134,29 +124,11 @@ def data_regenerate(
     from draftsmith.distill.regeneration import SampleSettings
     from draftsmith.train.prepare import DataRequest, regenerate
 
-    request = DataRequest(
-        source=source,
-        target=target,
-        count=count,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        every_turn=turns == "all",
-        subset=subset,
-        split=split,
-        chat_template=chat_template,
-        template_options=template_options(template_option),
-        trust_remote_code=trust_remote_code,
-    )
-    settings = SampleSettings(response_tokens, temperature, batch_size, seed, responses=responses)
-    regenerate(
-        request,
-        settings,
-        out,
-        drafter=drafter,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        server=asked,
-    )
+    variables = template_options(template_option)
+    request = settings_of(DataRequest, locals(), every_turn=turns == "all", template_options=variables)
+    settings = settings_of(SampleSettings, locals())
+    loading = {"dtype": dtype, "attn_implementation": attn_implementation}
+    regenerate(request, settings, out, drafter=drafter, server=asked, **loading)
     _suggest_recipe(target, out, "text", {} if chat_template is None else {"chat_template": chat_template})
 
 

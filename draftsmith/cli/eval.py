@@ -30,6 +30,7 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
+    settings_of,
     suggest,
     template_options,
 )
@@ -98,29 +99,16 @@ def evaluate(
     _require_pair(target, drafter)
     from draftsmith.eval.settings import Settings
 
-    settings = Settings(
-        target=target or "",
+    settings = settings_of(
+        Settings,
+        locals(),
         drafters=named_drafters(drafter or []),
-        prompts=prompts,
-        subset=subset,
-        split=split,
         temperatures=tuple(temperature or ((0.0,) if learn else (0.0, 1.0))),
         draft_lengths=tuple(gamma or ()),
         policies=tuple(policy or ()),
         batch_sizes=tuple(batch_size or (1,)),
-        rule=rule,
-        count=count,
-        max_new_tokens=max_new_tokens,
-        top_k=top_k,
-        top_p=top_p,
         repeats=repeats if repeats is not None else 1 if learn else 3,
-        seed=seed,
-        chat_template=chat_template,
         template_options=template_options(template_option),
-        images=images,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        compile=compile,
     )
     _measure(settings, drafter or [], out, as_json=as_json, trust_remote_code=trust_remote_code, learn=learn)
 
@@ -194,20 +182,12 @@ def serve(
 
     sizes = tuple(concurrency or (1, 2, 4))
     section = server_section(url=address, model=model, top_p=top_p, concurrency=max(1, *sizes))
-    settings = Settings(
-        target=target,
+    settings = settings_of(
+        Settings,
+        locals(),
         drafters={model: address},
-        prompts=prompts,
-        subset=subset,
-        split=split,
         temperatures=tuple(temperature or (0.0, 1.0)),
         batch_sizes=sizes,
-        count=count,
-        max_new_tokens=max_new_tokens,
-        top_p=top_p,
-        repeats=repeats,
-        seed=seed,
-        chat_template=chat_template,
         template_options=template_options(template_option),
     )
     result = measure_server(section, settings, out, baseline=baseline, trust_remote_code=trust_remote_code)

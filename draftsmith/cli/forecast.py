@@ -22,6 +22,7 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
+    settings_of,
     suggest,
     template_options,
 )
@@ -91,24 +92,14 @@ def forecast(
     from draftsmith.eval.forecast.run import ForecastFiles, run
     from draftsmith.eval.forecast.served import ServedRequest
 
-    settings = ForecastSettings(
-        target=target,
+    settings = settings_of(
+        ForecastSettings,
+        locals(),
         drafters=named_drafters(drafter),
-        prompts=prompts,
-        count=count,
         temperatures=tuple(temperature or (0.0, 1.0)),
-        max_draft_length=max_draft_length,
         policies=tuple(policy or ()),
         batch_sizes=tuple(batch_size or (1,)),
-        max_new_tokens=max_new_tokens,
-        rule=rule,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        chat_template=chat_template,
         template_options=template_options(template_option),
-        dtype=dtype,
-        attn_implementation=attn_implementation,
     )
     served = ServedRequest(tuple(server), model, context, write) if server else None
     if served is None and (model, context, write) != (None, None, None):
