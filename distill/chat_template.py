@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.images import as_parts, images_in, opened
-from draftsmith.distill.sources import ASSISTANT, Conversation, Message
+from draftsmith.distill.sources import ASSISTANT, Conversation, Message, mask_spans
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
 from draftsmith.provenance import tokenizer_fingerprint
@@ -242,12 +242,7 @@ class Chat:
         """Take the spans from the template's `{% generation %}` blocks."""
         self._require_tokenisable(self._render(whole.messages, whole, opened=False), whole.place)
         encoded = self._apply(whole.messages, whole, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        spans: list[Span] = []
-        for place, marked in enumerate(encoded["assistant_masks"]):
-            if marked and spans and spans[-1][1] == place:
-                spans[-1][1] += 1
-            elif marked:
-                spans.append([place, place + 1])
+        spans = mask_spans(encoded["assistant_masks"])
         if not spans:
             raise ConfigError(
                 f"{whole.place}: the chat template's generation blocks mark no token; expected the assistant's answers "

@@ -326,9 +326,9 @@ def plot_theory(rows: Rows) -> Plot:
     return _done(figure, "theory", "tau against independent acceptances (chains)")
 
 
-def _panels(count: int, *, width: float, height: float, most: int = 3) -> tuple[Figure, list[Axes]]:
+def _panels(count: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
     """Return `count` axes, at most three in a row."""
-    columns = min(count, most)
+    columns = min(count, 3)
     down = -(-count // columns)
     figure, grid = plt.subplots(down, columns, figsize=(width * columns, height * down), squeeze=False)
     axes = list(grid.flat)

@@ -65,10 +65,9 @@ def sample_texts(
     *,
     max_new_tokens: int,
     seed: int = 0,
-    drafter: Drafter | None = None,
 ) -> list[TargetText]:
-    """Return continuations by the target; prompt i has seed `seed + i`. A drafter only makes this faster."""
-    decoder = SpeculativeDecoder(target, drafter)
+    """Return continuations by the target; prompt i has seed `seed + i`."""
+    decoder = SpeculativeDecoder(target)
     settings = {"max_new_tokens": max_new_tokens, "temperature": sampling.temperature}
     if not sampling.greedy:
         settings |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -235,6 +234,12 @@ def agreement_of(
     if by_tokens_alone:
         stats = [{name: _along(table) for name, table in tables.items()} for tables in stats]
     return stats
+
+
+def states_of(teacher: OnlineTeacher, text: TargetText) -> tuple[Tensor, Tensor | None]:
+    """Return the target's final states [T, H] and the drafter's features [T, F] on a text; None if it reads none."""
+    signals = _signals(teacher, [text])
+    return signals.hidden_BTH[0], None if signals.features_BTF is None else signals.features_BTF[0]
 
 
 def _signals(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignals:

@@ -4,7 +4,7 @@ dynamic    EAGLE-2: extends the most likely paths of each level and keeps the mo
 best-first the `size` most likely prefixes, exactly
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
@@ -79,6 +79,28 @@ class Candidates:
         return self._builder.pruned(sorted(self.node(place) for place in places))
 
 
+def _grown(
+    builder: DraftBuilder, depth: int, top: int, size: int, extended: Callable[[Candidates, int], list[int]]
+) -> Growing:
+    """Grow a tree level by level, and keep the `size` most likely nodes of all.
+
+    Args:
+        top: most likely tokens that are read after each node.
+        extended: returns the candidates at a depth that get children.
+    """
+    candidates, nodes, last = Candidates(builder), [ROOT], min(depth, builder.room)
+    for level in range(1, last + 1):
+        look: Look = yield Read(nodes, top)
+        for node, rates, tokens in zip(nodes, look.values, look.tokens, strict=True):
+            candidates.add(node, rates, tokens)
+        if level == last:
+            break
+        nodes = [candidates.node(place) for place in extended(candidates, level)]
+        if not nodes:
+            break
+    return candidates.draft(candidates.best(size))
+
+
 @dataclass(frozen=True)
 class DynamicTree:
     """EAGLE-2: extends the `top_k` most likely paths of each level, then keeps the `size` most likely nodes of all.
@@ -99,17 +121,7 @@ class DynamicTree:
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        candidates, nodes = Candidates(builder), [ROOT]
-        for depth in range(1, min(self.depth, builder.room) + 1):
-            look: Look = yield Read(nodes, self.top_k)
-            for node, rates, tokens in zip(nodes, look.values, look.tokens, strict=True):
-                candidates.add(node, rates, tokens)
-            if depth == min(self.depth, builder.room):
-                break
-            nodes = [candidates.node(place) for place in candidates.best(self.top_k, depth)]
-            if not nodes:
-                break
-        return candidates.draft(candidates.best(self.size))
+        return _grown(builder, self.depth, self.top_k, self.size, lambda found, depth: found.best(self.top_k, depth))
 
     def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         """Do nothing: the tree depends on q only."""
@@ -138,17 +150,10 @@ class BestFirst:
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        candidates, nodes = Candidates(builder), [ROOT]
-        for depth in range(1, min(self.depth, builder.room) + 1):
-            look: Look = yield Read(nodes, self.size)
-            for node, rates, tokens in zip(nodes, look.values, look.tokens, strict=True):
-                candidates.add(node, rates, tokens)
-            if depth == min(self.depth, builder.room):
-                break
-            nodes = [candidates.node(place) for place in candidates.best(self.size) if candidates.depth(place) == depth]
-            if not nodes:
-                break
-        return candidates.draft(candidates.best(self.size))
+        def extended(found: Candidates, depth: int) -> list[int]:
+            return [place for place in found.best(self.size) if found.depth(place) == depth]
+
+        return _grown(builder, self.depth, self.size, self.size, extended)
 
     def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         """Do nothing: the tree depends on q only."""

@@ -15,7 +15,7 @@ from draftsmith.decode.policies import Policy
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence, Round, Stops
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.eval.teacher_forced import TargetText, vocabulary_size
+from draftsmith.eval.teacher_forced import TargetText, states_of, vocabulary_size
 from draftsmith.heads.base import Drafter, SequenceState
 from draftsmith.heads.draft_tree import ROOT, Parents, depths_of, path_to
 
@@ -101,7 +101,7 @@ def replay(
     rounds: list[list[Round]] = []
     for start in range(0, len(texts), together):
         batch = list(texts[start : start + together])
-        known = KnownTarget(batch, [_states(teacher, text) for text in batch], vocabulary_size(target))
+        known = KnownTarget(batch, [states_of(teacher, text) for text in batch], vocabulary_size(target))
         rows = [_row(number, text) for number, text in enumerate(batch)]
         decoding = DecodeLoop(known, drafter, policy, rows, Processors(sampling, texts=len(rows)))
         decoding.prefill()
@@ -116,14 +116,3 @@ def _row(number: int, text: TargetText) -> DecodeSequence:
     ends = frozenset(text.tokens[-1:] if len(text.tokens) < text.max_length else [])
     prompt = text.tokens[: text.prompt_length]
     return DecodeSequence(prompt, text.max_length, SeededRng(0), Stops(ends), source=text.source, number=number)
-
-
-def _states(teacher: OnlineTeacher, text: TargetText) -> tuple[Tensor, Tensor | None]:
-    """Return the target's final states [T, H] and the drafter's features [T, F] on one text."""
-    device = next(teacher.model.parameters()).device
-    ids_1T = torch.tensor([text.tokens], device=device)
-    mask_1T = torch.ones_like(ids_1T)
-    source_1S = torch.tensor([text.source], device=device) if text.source else None
-    signals = teacher.signals(ids_1T, mask_1T, mask_1T.bool(), source_1S)
-    features_BTF = signals.features_BTF
-    return signals.hidden_BTH[0], None if features_BTF is None else features_BTF[0]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import torch
 
@@ -51,7 +52,7 @@ def ks_detects(count: int, level: float, power: float, tolerance: float = 0.0) -
     if not count:
         return 1.0
     critical = _solve(kolmogorov_tail, level, 10.0) / _stretch(count)
-    return min(1.0, critical + tolerance + _normal_quantile(power) / (2 * math.sqrt(count)))
+    return min(1.0, critical + tolerance + NormalDist().inv_cdf(power) / (2 * math.sqrt(count)))
 
 
 def chi_square_tail(x: float, freedom: int, noncentrality: float = 0.0) -> float:
@@ -96,10 +97,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
         adjusted[place] = highest
     return adjusted
-
-
-def _normal_quantile(probability: float) -> float:
-    return float(torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)))
 
 
 def _solve(falling: Callable[[float], float], value: float, high: float) -> float:

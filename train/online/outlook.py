@@ -6,17 +6,16 @@ from itertools import cycle
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.learning import Learn, Outlook, points_of
-from draftsmith.eval.teacher_forced import TargetText
+from draftsmith.eval.teacher_forced import TargetText, states_of
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.model_config import text_config
-from draftsmith.train.online.buffer import ROW_TOKENS, Row
+from draftsmith.train.online.buffer import ROW_TOKENS, Row, States
 from draftsmith.train.online.candidate import learnable
 from draftsmith.train.online.exported import FREE
 from draftsmith.train.online.learner import LEAST_ROWS, OnlineLearning
@@ -98,27 +97,15 @@ def _divided(
 ) -> tuple[list[list[Row]], list[list[Row]], list[list[Row]]]:
     """Return the rows of the texts that are kept apart, that updates are judged on, and that are learned from."""
     teacher = OnlineTeacher(target, served.needs.layers)
-    rows = [list(learning.rows_of(text, _States(teacher, text), sampling)) for text in texts]
+    rows = [list(learning.rows_of(text, _states(teacher, text), sampling)) for text in texts]
     parts = [[one for place, one in enumerate(rows) if place % APART == part and one] for part in range(APART)]
     return parts[0], parts[HELD], [one for part in parts[HELD + 1 :] for one in part]
 
 
-class _States:
-    """The target's states of a text."""
-
-    def __init__(self, teacher: OnlineTeacher, text: TargetText) -> None:
-        device = next(teacher.model.parameters()).device
-        ids_1T = torch.tensor([text.tokens], device=device)
-        source_1S = torch.tensor([text.source], device=device) if text.source else None
-        masks = torch.ones_like(ids_1T), torch.ones_like(ids_1T, dtype=torch.bool)
-        sources = (None, None) if source_1S is None else (source_1S, torch.ones_like(source_1S))
-        signals = teacher.signals(ids_1T, *masks, *sources)
-        self._hidden_TH = signals.hidden_BTH[0]
-        self._features_TF = None if signals.features_BTF is None else signals.features_BTF[0]
-
-    def __call__(self, start: int, end: int) -> tuple[Tensor, Tensor | None]:
-        features_TF = self._features_TF
-        return self._hidden_TH[start:end], None if features_TF is None else features_TF[start:end]
+def _states(teacher: OnlineTeacher, text: TargetText) -> States:
+    """Return the target's states of a text."""
+    hidden_TH, features_TF = states_of(teacher, text)
+    return lambda start, end: (hidden_TH[start:end], None if features_TF is None else features_TF[start:end])
 
 
 def _scores(learning: OnlineLearning, texts: list[list[Row]]) -> np.ndarray:
