@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_llama
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transfers import Reads, counted_reads
 from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
@@ -186,6 +187,8 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
     "chain, greedy": ("draft_model", CHAIN, None, {}),
     "chain, token": ("draft_model", CHAIN, "token", SAMPLED),
     "chain, block": ("draft_model", CHAIN, "block", SAMPLED),
+    "chain, point-mass": ("draft_model", CHAIN, "point-mass", SAMPLED),
+    "chain, typical": ("draft_model", CHAIN, "typical", SAMPLED),
     "chain, top-p": ("draft_model", CHAIN, None, SAMPLED | {"top_p": 0.9}),
     "chain, greedy, penalty": ("draft_model", CHAIN, None, PENALTY),
     "chain, sampled, penalty": ("draft_model", CHAIN, None, SAMPLED | PENALTY),
@@ -198,6 +201,14 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
     "tree, greedy": ("draft_model", TREE, None, {}),
     "tree, best": ("draft_model", TREE, None, SAMPLED),
     "tree, without replacement": ("draft_model", f"{TREE},siblings=without-replacement", None, SAMPLED),
+    "tree, siblings without replacement": (
+        "draft_model",
+        f"{TREE},siblings=without-replacement",
+        "siblings-without-replacement",
+        SAMPLED,
+    ),
+    "tree, typical": ("draft_model", TREE, "typical", SAMPLED),
+    "tree, sampled, penalty": ("draft_model", f"{TREE},siblings=without-replacement", None, SAMPLED | PENALTY),
     "measured tree, greedy": ("draft_model", "measured-tree", None, {}),
     "tree, iid": ("draft_model", f"{TREE},siblings=iid", None, SAMPLED),
 }
@@ -233,3 +244,38 @@ def test_policies_that_look_at_q_read_each_level_once(policy: str, settings: dic
     assert levels > rounds, "a pass of the drafter for each level"
     most = rounds + levels * READS_OF_A_LEVEL[policy][bool(settings)]
     assert len(reads) <= most, f"{rounds} rounds, {levels} levels:\n{reads}"
+
+
+class Uploads(TorchFunctionMode):
+    """Collects the number of values of each tensor that is made from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor):
+            self.sizes.append(out.numel())
+        return out
+
+
+@pytest.mark.parametrize("policy", [None, CHAIN, TREE, "optimal-tree"])
+@pytest.mark.parametrize("settings", [PENALTY, SAMPLED | PENALTY], ids=["greedy", "sampled"])
+def test_rounds_do_not_convert_the_text_for_processors_that_read_it(
+    policy: str | None, settings: dict[str, Any]
+) -> None:
+    target = make_llama()
+    drafter = drafter_for(None if policy is None else "draft_model", target)
+    decoder = SpeculativeDecoder(target, drafter, policy=None if policy is None else policy_named(policy, COSTS))
+    of_the_prompt = 0
+
+    def note(tokens: list[int], record: object) -> None:
+        nonlocal of_the_prompt
+        of_the_prompt = of_the_prompt or len(uploads.sizes)
+
+    with Uploads() as uploads:
+        decoder.generate([5, 9] * 40, max_new_tokens=16, eos_token_id=None, on_tokens=note, **settings)
+    assert max(uploads.sizes) >= 80, "the prompt is converted"
+    assert 0 < of_the_prompt < len(uploads.sizes)
+    assert max(uploads.sizes[of_the_prompt:]) < 80
