@@ -3,8 +3,10 @@
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 import typer
 
@@ -67,10 +69,11 @@ def serve(request: LiveRequest, *, trust_remote_code: bool) -> str:
         session = load_session(request, rows, trust_remote_code=trust_remote_code)
         learned = Learned(session, request.target, path, saved, request.seed, request.every)
         decoder = SpeculativeDecoder(session.target, session.drafters[name], learn=learned.learning)
-        with Stopping() as stopping:
+        answers = sys.stdout
+        with redirect_stdout(sys.stderr), Stopping() as stopping:  # some libraries log to stdout
             try:
                 for number, prompt in enumerate(_requests(session, rows, stopping)):
-                    _answer(decoder, session, request, prompt, number)
+                    _answer(decoder, session, request, prompt, number, answers)
                     if stopping.received is not None:
                         break
             finally:
@@ -102,18 +105,21 @@ def _requests(session: Session, rows: PromptRows | None, stopping: Stopping) -> 
         yield prompt
 
 
-def _answer(decoder: SpeculativeDecoder, session: Session, request: LiveRequest, prompt: Prompt, number: int) -> None:
-    """Print the answer to each turn of a request."""
-    chat, answers = Chat(session.tokenizer, request.chat_template, processor=session.processor), list[list[int]]()
+def _answer(
+    decoder: SpeculativeDecoder, session: Session, request: LiveRequest, prompt: Prompt, number: int, answers: TextIO
+) -> None:
+    """Write the answer to each turn of a request to `answers`."""
+    chat, before = Chat(session.tokenizer, request.chat_template, processor=session.processor), list[list[int]]()
     (temperature,) = request.temperatures
     for turn in range(prompt.turns):
-        asked = prompt.after(answers, chat)
+        asked = prompt.after(before, chat)
         settings = {"max_new_tokens": request.max_new_tokens, "temperature": temperature}
         out = decoder.generate(asked.input_ids, inputs=asked.inputs, seed=request.seed + number, **settings)
-        answers.append(out.tokens)
-        before = [] if session.target.config.is_encoder_decoder else asked.input_ids
-        line = {"id": prompt.id, "turn": turn + 1, "response": text_after(session.tokenizer, before, out.tokens)}
-        print(json.dumps({**line, "tokens": len(out.tokens), "tau": round(out.acceptance_length, 3)}), flush=True)
+        before.append(out.tokens)
+        read = [] if session.target.config.is_encoder_decoder else asked.input_ids
+        line = {"id": prompt.id, "turn": turn + 1, "response": text_after(session.tokenizer, read, out.tokens)}
+        numbers = {"tokens": len(out.tokens), "tau": round(out.acceptance_length, 3)}
+        print(json.dumps({**line, **numbers}), file=answers, flush=True)
 
 
 def _log(line: str) -> None:

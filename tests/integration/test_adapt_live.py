@@ -120,6 +120,7 @@ def test_a_signal_ends_it_with_a_summary(pair: tuple[Path, Path], tmp_path: Path
         assert json.loads(process.stdout.readline())["id"] == "#1"
         process.send_signal(stop)
         said = process.stderr.read()
+        assert process.stdout.read() == "", "stdout holds answers only, whatever libraries log"
     assert process.returncode in (0, 128 + stop), "in the middle of an answer, or while the next request is awaited"
     assert "learned from" in said
     assert "Traceback" not in said
