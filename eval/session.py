@@ -1,5 +1,6 @@
 """Loading for `draftsmith eval`, `check`, `forecast` and `generate`: the target, its drafters and the prompts, once."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.heads.checkpoint import is_named, load_drafter, parse_named
 from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.validation import local_folder, read_config
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ def load_session(
 
     Raises:
         ConfigError: for a target or a drafter that cannot be loaded, a policy with branches for a model that reads
-            chains only, or a prompt that is too long. Prompts that are too long for the target are refused before its
-            weights are read.
+            chains only, or a prompt that is too long. Prompts that are too long for the target, and drafters that
+            are not there, are refused before its weights are read.
     """
 
     def encode(tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[Prompt]:
@@ -70,6 +72,7 @@ def load_session(
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
         limit = context_limit(config)
         prompts = encode(tokenizer, limit)
+    _require_there(settings.drafters.values())
     with stage("loading the target and the drafters", shown=progress):
         loaded = load_target(
             settings.target,
@@ -87,6 +90,14 @@ def load_session(
     if rows is not None and shortest != limit:
         prompts = encode(loaded.tokenizer, shortest)
     return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor)
+
+
+def _require_there(drafters: Iterable[str]) -> None:
+    """Raise ConfigError for a drafter that cannot be found, before the target's weights are read."""
+    for path in drafters:
+        own = parse_named(path)[1].get("drafter") if is_named(path) else path
+        if own is not None and not is_named(own):
+            read_config(local_folder(own), own)
 
 
 def _require_readable(settings: PairSettings, target: PreTrainedModel, drafters: dict[str, Drafter]) -> None:

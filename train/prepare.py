@@ -78,6 +78,7 @@ class DataRequest:
 
 def preview(request: DataRequest, *, answered: bool, show: int) -> None:
     """Print the first samples with trained tokens marked, the number of samples left out, and statistics of lengths."""
+    _require_counts(request)
     tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
     chat = Chat(tokenizer, request.chat_template, request.template_options)
     console = Terminal()
@@ -93,6 +94,14 @@ def preview(request: DataRequest, *, answered: bool, show: int) -> None:
     console.print(_table(rows))
     if not answered:
         console.print("These are prompts; a recipe samples responses to them from the target (data.response: target).")
+
+
+def _require_counts(request: DataRequest, **others: int) -> None:
+    """Raise ConfigError for a count below 1."""
+    counts = {key: getattr(request, key) for key in ("count", "prompt_tokens", "response_tokens")}
+    for key, value in {**counts, **others}.items():
+        if value < 1:
+            raise ConfigError.of(f"--{key.replace('_', '-')}", value, ">= 1")
 
 
 def _show(console: Terminal, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], number: int) -> None:
@@ -141,6 +150,7 @@ def regenerate(
     Raises:
         ConfigError: for a file that exists, a seed or a temperature out of range, or prompts that cannot be read.
     """
+    _require_counts(request, batch_size=settings.batch_size)
     require_seed("--seed", settings.seed)
     Sampling(settings.temperature)  # checked before anything is loaded
     check_attention("--attn-implementation", attn_implementation, dtype)

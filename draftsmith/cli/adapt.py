@@ -114,8 +114,8 @@ def _require_mode(mode: str, given: dict[str, Any]) -> None:
     """Raise ConfigError for an option of another mode."""
     for key in given:
         if key not in MODES[mode]:
-            other = next(name for name, keys in MODES.items() if key in keys)
-            how = f"without --{other}; expected both" if other and not mode else f"with --{mode}; it has no such option"
+            others = " or ".join(f"--{name}" for name, keys in MODES.items() if name and key in keys)
+            how = f"with --{mode}; it has no such option" if mode else f"without {others}; expected both"
             raise ConfigError(f"--{key} {how}")
 
 

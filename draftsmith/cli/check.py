@@ -29,6 +29,7 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
+    require_trained,
     settings_of,
     suggest,
     template_options,
@@ -108,6 +109,8 @@ def _validated(settings: "CheckSettings", out: Path | None) -> "PromptRows":
     require_valid(settings, counts={"gamma": [settings.draft_length], "count": [settings.count]}, out=out)
     if settings.tokens < LEAST_TOKENS:
         raise ConfigError.of("tokens", settings.tokens, f">= {LEAST_TOKENS}")
+    if settings.learn:
+        require_trained(settings.drafters.values())
     if settings.draft_length is not None and settings.policies:
         raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
     return PromptRows.read(settings.prompts, images=settings.images)

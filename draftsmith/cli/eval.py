@@ -30,6 +30,7 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
+    require_trained,
     settings_of,
     suggest,
     template_options,
@@ -127,6 +128,8 @@ def _measure(
     from draftsmith.eval.run import measure, show
     from draftsmith.train.run_folder import metrics_of
 
+    if learn:
+        require_trained(settings.drafters.values())
     title, runs = f"Drafters for {settings.target}", metrics_of(settings.drafters)
     learner = _learner(settings.seed) if learn else None
     evaluation = measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code, learner=learner)

@@ -22,6 +22,7 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
+    require_trained,
     settings_of,
     suggest,
     template_options,
@@ -112,14 +113,11 @@ def forecast(
 
 def _learns(steps: int, settings: "ForecastSettings") -> "Callable[[PreTrainedModel], Learn]":
     """Return what computes the outlook of learning; ConfigError for settings that it cannot be computed with."""
-    from draftsmith.heads.checkpoint import is_named
     from draftsmith.train.online.outlook import outlook_by
 
     if steps < 1:
         raise ConfigError.of("learn", steps, ">= 1")
-    for path in settings.drafters.values():
-        if is_named(path) and not path.startswith("hybrid:"):
-            raise ConfigError(f"learn with drafter={path}, which has no weights of its own; expected a trained drafter")
+    require_trained(settings.drafters.values())
     return lambda target: outlook_by(target, steps, settings.seed)
 
 

@@ -13,6 +13,7 @@ from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.distill.sources import Conversation, conversation
+from draftsmith.errors import ConfigError
 from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.session import load_session
 from draftsmith.eval.settings import PairSettings, require_valid
@@ -56,7 +57,11 @@ def _summary(out: DecodeOutput) -> str:
 
 def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) -> None:
     """Decode `prompt` and print the text as it is decoded; the summary is printed to stderr."""
-    require_valid(request, counts={"gamma": [request.draft_length]})
+    require_valid(request, counts={"gamma": [request.draft_length], "max-new-tokens": [request.max_new_tokens]})
+    if request.draft_length is not None and request.policies:
+        raise ConfigError(f"gamma={request.draft_length} and policy={request.policies[0]}; expected one of the two")
+    if "" in request.stop_strings:
+        raise ConfigError.of("stop", "", "a string of at least one character")
     path = next(iter(request.drafters.values()), None)
     require_learnable(path, learn=request.learn, save=request.save_drafter)
     images = bool(request.image_files)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from draftsmith.cli.options import require_trained
 from draftsmith.errors import ConfigError
 from draftsmith.eval.session import Session
 from draftsmith.heads.checkpoint import describe_target, is_named
@@ -17,6 +18,8 @@ def require_learnable(drafter: str | None, *, learn: bool, save: Path | None) ->
         raise ConfigError(f"save-drafter={save} without --learn; expected both")
     if learn and drafter is None:
         raise ConfigError("learn without a drafter; expected --drafter FOLDER, a trained drafter")
+    if learn:
+        require_trained([drafter] if drafter else [])
     if save is not None:
         require_writable("save-drafter", save)
         if save.exists() and (not save.is_dir() or (any(save.iterdir()) and read_config(save, save)[1] is None)):

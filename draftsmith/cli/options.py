@@ -107,6 +107,16 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
     return named
 
 
+def require_trained(drafters: Iterable[str]) -> None:
+    """Raise ConfigError for the name of a drafter without weights, which cannot learn."""
+    for drafter in drafters:
+        kind = specified_name(drafter)
+        if kind in ("prompt-lookup", "suffix", "early-exit"):
+            raise ConfigError(
+                f"learn with a drafter of type {kind!r}, which has no weights of its own; expected a trained drafter"
+            )
+
+
 def template_options(entries: list[str] | None) -> dict[str, Any]:
     """Return `key=value` entries, such as `enable_thinking=false`, as a dict of YAML values."""
     return dict(parse_assignment(f"--template-option {entry}", entry) for entry in entries or [])

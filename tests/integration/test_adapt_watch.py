@@ -226,6 +226,7 @@ def test_what_cannot_be_watched_is_refused(
         (["adapt", drafter], "prompts are missing; expected a file, or --watch"),
         (["adapt", drafter, "x.jsonl", "--watch", states], "--watch with 'x.jsonl'; expected one of the two"),
         (["adapt", drafter, "x.jsonl", "--keep", 3], "--keep without --watch; expected both"),
+        (["adapt", drafter, "x.jsonl", "--every", 3], "--every without --watch or --live; expected both"),
         (["adapt", drafter, "x.jsonl", "--trust-remote-code"], "--trust-remote-code without --live or --watch"),
         (["adapt", "suffix", "--watch", states, "--target", tmp_path / "target"], "drafter=suffix has no weights"),
         (["adapt", tmp_path / "target", "--watch", states], "names no target; expected --target"),

@@ -163,7 +163,7 @@ def test_a_forecast_says_what_learning_would_bring(
     assert f"learning, own at T=1, from {learning['texts']['learned']} texts" in shown
     for options, message in (
         ([*own, "--learn", 0], "learn=0; expected >= 1"),
-        (["--drafter", "suffix", "--learn", 8], "learn with drafter=suffix, which has no weights of its own"),
+        (["--drafter", "suffix", "--learn", 8], "type 'suffix', which has no weights of its own"),
         ([*own, "--learn", 8, "--count", 8], "learn with 8 texts, which leave"),
     ):
         assert _main(*call, *options) == 2

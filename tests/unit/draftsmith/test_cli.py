@@ -72,6 +72,22 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
     ):
         code, _, err = _run(capsys, *command)
         assert (code, f"seed={seed}; expected" in err) == (2, True), err
+    for command, option in (
+        ([*regenerate, "--batch-size", "0"], "--batch-size=0"),
+        ([*regenerate, "--count", "0"], "--count=0"),
+        ([*regenerate, "--response-tokens", "-1"], "--response-tokens=-1"),
+        (["data", "preview", "p.jsonl", "--target", absent, "--prompt-tokens", "0"], "--prompt-tokens=0"),
+        (["generate", "x", "--target", absent, "--max-new-tokens", "0"], "max-new-tokens=0"),
+    ):
+        code, _, err = _run(capsys, *command)
+        assert (code, err) == (2, f"ConfigError: {option}; expected >= 1\n")
+    for options, message in (
+        (["--gamma", "2", "--policy", "chain"], "gamma=2 and policy=chain; expected one of the two"),
+        (["--stop", ""], "stop=''; expected a string of at least one character"),
+        (["--drafter", "suffix", "--learn"], "type 'suffix', which has no weights of its own; expected a trained"),
+    ):
+        code, _, err = _run(capsys, "generate", "x", "--target", "embedded", *options)
+        assert (code, message in err) == (2, True), err
     code, _, err = _run(capsys, *regenerate, "--temperature", "-1")
     assert (code, err.startswith("ConfigError: temperature=-1.0; expected >= 0")) == (2, True), err
     code, _, err = _run(capsys, "train", "quickstart/mtp", "train.stepz=1")

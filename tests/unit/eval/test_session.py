@@ -55,6 +55,30 @@ def test_long_prompts_are_refused_before_weights_are_read(
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--drafter", "no/where"], "drafter=no/where; expected a local folder or a Hub id"),
+        (["--drafter", "hybrid:drafter=no/where"], "drafter=no/where; expected a local folder or a Hub id"),
+        (["--drafter", "early-exit:layers=1", "--learn"], "type 'early-exit', which has no weights of its own"),
+    ],
+)
+def test_drafters_are_refused_before_weights_are_read(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    tiny_target_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "ab"}) + "\n")
+    assert message in _refused(
+        capsys, "eval", "--target", tiny_target_folder, "--prompts", file, "--out", tmp_path / "out", *options
+    )
+
+
 def test_every_policy_has_to_suit_the_target(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """Before anything is decoded, also with policies of which the first works."""
     config = BloomConfig(vocab_size=len(tiny_tokenizer), hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
