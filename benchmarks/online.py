@@ -34,7 +34,7 @@ from draftsmith.storage import write_json
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.trainer import train
 
-SHIFTS = {"steps": 60, "prose": 160, "stationary": 640}
+SHIFTS = {"steps": 60, "prose": 400, "stationary": 400}
 """Training steps of the drafter of each shift."""
 PROMPT_TOKENS = 32
 OLD_DOMAIN = 24
@@ -54,11 +54,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", help="a drafter's folder, instead of training one")
     parser.add_argument("--prompts", help="a prompt file; with --drafter, default: beginnings that the target samples")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--every", type=int, help="decoded tokens per step, instead of a share of the time")
-    parser.add_argument("--alone-every", type=int, default=1)
+    parser.add_argument("--alone-every", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/online"))
     return parser.parse_args()
 

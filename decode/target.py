@@ -116,7 +116,7 @@ class TransformersTarget:
         states = self._runner.states
         if nodes is None:
             return states[row][None]
-        return states[row, [0, *(node + 1 for node in nodes)]]
+        return states[row, _places(nodes)]
 
     def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
         features_BQF = self._runner.features_BQF
@@ -124,10 +124,7 @@ class TransformersTarget:
             return None
         if nodes is None:
             return features_BQF[row, : self._counts[row]]
-        places = [0, *(node + 1 for node in nodes)]
-        if places == list(range(len(places))):
-            return features_BQF[row, : len(places)]
-        return features_BQF[row, places]
+        return features_BQF[row, _places(nodes)]
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)
@@ -136,3 +133,9 @@ class TransformersTarget:
         """Leave compiled passes to later texts; the next call is `prefill`."""
         if hasattr(self, "_runner"):  # not after an error in the first prompt
             self._runner.close()
+
+
+def _places(nodes: list[int]) -> slice | list[int]:
+    """Return the places of the root and these draft nodes; a slice, which copies nothing, where they are in a row."""
+    places = [0, *(node + 1 for node in nodes)]
+    return slice(len(places)) if places == list(range(len(places))) else places

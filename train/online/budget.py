@@ -1,21 +1,40 @@
-"""When the next optimizer step is due, by the time that decoding and learning have taken or by decoded tokens alone."""
+"""When the next optimizer step is due: by the time that decoding and learning take, or by decoded tokens alone."""
 
+from dataclasses import dataclass
 from math import exp, log1p, sqrt
 
 from draftsmith.train.online.judge import Verdict
 
-FLOOR = 0.97
-"""Speed, relative to the drafter as it was, below which the cost of learning never brings decoding: before an update is
-adopted it takes at most 3 % of the time, and afterwards the adopted gain too, up to the share."""
-
+START = 0.025
+"""Share of the time that learning takes before an update was adopted. With the copies of states, which are not counted,
+decoding stays above 97 % of its speed without learning."""
+SPENT = 0.5
+"""Part of the time saved by adopted updates that learning takes in addition: the other part is gained at once."""
 HORIZON = 2**16
 """Tokens that an update is expected to serve at least: early updates pay later."""
 JUDGEMENT = 5
 """Steps that the first comparison is expected to take: it scores the held-back rows so far for two drafters."""
 
 
+@dataclass
+class Account:
+    """Seconds since a number of decoded tokens."""
+
+    tokens: int
+    decoding: float = 0.0
+    learning: float = 0.0
+    saved: float = 0.0
+    """By adopted updates, at least: their gain is bounded from below."""
+
+
 class Budget:
-    """The account of learning since it last began or woke.
+    """What learning may take: a small share of the time, and a part of what it has saved.
+
+    With the decoding time D, the learning time L and the saved time S, all since learning began or woke,
+
+        L <= START (D + L) + SPENT S    and    L <= share (D + L)
+
+    so that decoding, with learning, takes at most (D + S) / (1 - START) and is faster than without once L < S.
 
     Args:
         share: largest share of the time that learning takes.
@@ -24,72 +43,75 @@ class Budget:
 
     def __init__(self, share: float, every: int | None) -> None:
         self._share, self._every = share, every
-        self._step: float | None = None
-        self._judgement = 0.0
+        self._step = self._judgement = 0.0
         self.forget()
         self.start(0)
 
     @property
-    def measured(self) -> bool:
-        """Return whether the time of a step is known."""
-        return self._step is not None
-
-    @property
     def gained(self) -> float:
         """Return a lower bound of the acceptance length relative to that without learning, of all updates together."""
-        return max(exp(self._gain - 1.96 * sqrt(self._variance)), 1.0)
+        return self._gained
 
-    def adopted(self, verdict: Verdict) -> None:
+    def expect(self, step: float) -> None:
+        """Set the time of a step, before the first one was taken."""
+        self._step = step
+
+    def adopted(self, verdict: Verdict, tokens: int) -> None:
         """Add the gain of an update that is in use from now on; errors of updates are taken as independent."""
         error = (log1p(verdict.gain) - log1p(verdict.interval[0])) / 1.96
         self._gain, self._variance = self._gain + log1p(verdict.gain), self._variance + error**2
+        self._gained = max(exp(self._gain - 1.96 * sqrt(self._variance)), 1.0)
+        self._update = Account(tokens)
 
     def forget(self) -> None:
         """Forget the gains so far: the texts have changed."""
         self._gain = self._variance = 0.0
+        self._gained = 1.0
 
     def start(self, tokens: int) -> None:
         """Begin a new account after this number of decoded tokens: what was decoded before is no credit."""
-        self._since = self._due = tokens
-        self._decoding = self._learning = 0.0
+        self._due = tokens
+        self._all, self._update = Account(tokens), Account(tokens)
 
     def decoded(self, seconds: float) -> None:
         """Add the time of decoding."""
-        self._decoding += seconds
+        self._all.decoding += seconds
+        self._update.decoding += seconds
+        self._all.saved += seconds * (self._gained - 1)
 
-    def learned(self, seconds: float, part: float = 1.0) -> None:
-        """Add the time of one step; `part`: of a step's rows."""
-        self._learning += seconds
-        self._step = seconds / part
+    def learned(self, seconds: float) -> None:
+        """Add the time of one step."""
+        self._spend(seconds)
+        self._step = seconds
         self._due += self._every or 0
 
     def judged(self, seconds: float) -> None:
         """Add the time of one comparison."""
-        self._learning += seconds
+        self._spend(seconds)
         self._judgement = seconds
 
-    def owes(self, tokens: int, *, judgement: bool = False) -> bool:
-        """Return whether another step or comparison, as long as the last one, stays within the budget.
+    def _spend(self, seconds: float) -> None:
+        self._all.learning += seconds
+        self._update.learning += seconds
 
-        Before the first step its time is not known: a part of its rows is taken.
-        """
+    def owes(self, tokens: int, *, judgement: bool = False) -> bool:
+        """Return whether another step or comparison, as long as the last one, stays within the budget."""
         if self._every is not None:
             return judgement or self._due + self._every <= tokens
-        step = self._step or 0.0
-        expected = (self._judgement or JUDGEMENT * step) if judgement else step
-        allowed = min(self._share, 1 - FLOOR / self.gained)
-        learning = self._learning + expected
-        return learning <= allowed * (self._decoding + learning)
+        expected = (self._judgement or JUDGEMENT * self._step) if judgement else self._step
+        learning = self._all.learning + expected
+        total = self._all.decoding + learning
+        return learning <= min(self._share * total, START * total + SPENT * self._all.saved)
 
     def cost(self) -> float:
-        """Return the share of the time that learning has taken."""
-        total = self._decoding + self._learning
-        return self._share if self._every is not None or not total else self._learning / total
+        """Return the share of the time that learning has taken since the last update was adopted."""
+        total = self._update.decoding + self._update.learning
+        return self._share if self._every is not None or not total else self._update.learning / total
 
     def pays(self, gain: float, tokens: int) -> bool:
-        """Return whether an update that was adopted after `tokens` decoded tokens is worth what it cost.
+        """Return whether an update that is ready after `tokens` decoded tokens is worth what it cost.
 
         It is expected to serve as many tokens as have been decoded so far, and at least `HORIZON`: gain times these
-        tokens >= cost * tokens of this account.
+        tokens >= cost * tokens since the last update.
         """
-        return gain * max(tokens, HORIZON) >= self.cost() * (tokens - self._since)
+        return gain * max(tokens, HORIZON) >= self.cost() * (tokens - self._update.tokens)

@@ -87,15 +87,15 @@ class OpenRow:
 
     def add(self, hidden_nH: Tensor, features_nF: Tensor | None) -> None:
         """Copy the states of the tokens that the target has just read."""
-        with torch.inference_mode(False):  # inference tensors cannot be trained on
-            self.committed += len(hidden_nH) if self.reads else 0
-            self.reads += 1
-            if not self.final:
-                self.hidden.append(hidden_nH.clone())
-            if features_nF is not None:
-                skipped = 0 if self.features else max(len(features_nF) - 1 - self.context, 0)
-                self.features.append(features_nF[skipped:].clone())
+        self.committed += len(hidden_nH) if self.reads else 0
+        self.reads += 1
+        if not self.final:
+            self.hidden.append(hidden_nH.clone())
+        if features_nF is not None:
+            skipped = 0 if self.features else max(len(features_nF) - 1 - self.context, 0)
+            self.features.append(features_nF[skipped:].clone())
 
+    @torch.inference_mode(False)  # inference tensors cannot be trained on; what is joined from them here can
     def close(self) -> Row | None:
         """Return the row so far, None for one that is too short; and continue with a new one."""
         tokens, first = self.sequence.tokens, self.prompt_length

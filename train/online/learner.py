@@ -7,6 +7,7 @@ decode ──▶ rows ──┬─▶ training rows ──▶ optimizer steps on
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -14,13 +15,12 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.loop import now
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeSequence
-from draftsmith.distill.embedded.training import bf16_is_fast
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import TargetHead
 from draftsmith.errors import ConfigError
@@ -29,21 +29,18 @@ from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.storage import atomic_folder
-from draftsmith.train.builders import optimizers
 from draftsmith.train.learning_rates import TRAINED, scaled_rate, width_of
 from draftsmith.train.online.budget import Budget
-from draftsmith.train.online.buffer import CONTEXT, ROW_TOKENS, OpenRow, Row, RowBuffer, States, rows_of, signals_of
+from draftsmith.train.online.buffer import CONTEXT, ROW_TOKENS, OpenRow, Row, RowBuffer, States, rows_of
 from draftsmith.train.online.candidate import Candidate, learnable
 from draftsmith.train.online.judge import Scores, Verdict, judged, scores
+from draftsmith.train.online.steps import Steps, blank_row
 from draftsmith.train.online.watch import Watch
 
 HELD_EVERY, HELD_ROWS = 4, 32
 """Every fourth row is held back; the most recent ones decide."""
 LEAST_ROWS = 8
 """Held-back rows that a decision needs."""
-WARMUP = 8
-"""Optimizer steps in which the rate rises, after each start of the optimizers."""
-CLIP = 1.0
 LONGEST_INTERVAL = 4
 """Most steps between two comparisons, in units of those before the first."""
 LONGEST_PAUSE = 8
@@ -88,7 +85,8 @@ class OnlineLearning:
         seed: of the rows of each step, the objective's random positions and the intervals.
         buffer_bytes: memory of the stored states.
         objective: default: KL(p || q) as in recipes.
-        optimizer, learning_rate: default: Muon at the rate for drafters with trained weights.
+        optimizer, learning_rate: default: Muon at the rate for drafters with trained weights, and three times this rate
+            at first.
         lora_rank: for draft models: train adapters of this rank only; their product is added to the weights in use.
         batch_rows: rows of a step.
         judge_every: steps after which a candidate is compared with the drafter in use for the first time; the next
@@ -126,14 +124,15 @@ class OnlineLearning:
             raise ConfigError.of("learning_rate", learning_rate, "> 0")
         self.every, self.seed, self._budget = every, seed, Budget(share, every)
         self.batch_rows, self.judge_every, self.patience = batch_rows, judge_every, patience
-        self._objective, self._optimizer, self._rate, self._lora_rank = objective, optimizer, learning_rate, lora_rank
+        self._objective, self._rate, self._lora_rank = objective, learning_rate, lora_rank
+        self._optimizer: Literal["muon", "adamw"] = optimizer
         self._rows, self._held = RowBuffer(buffer_bytes * 3 // 4), RowBuffer(buffer_bytes // 4, HELD_ROWS)
         self._on_update, self._candidate = on_update, cast(Candidate | None, None)
         self._open: dict[int, OpenRow] = {}
         self.updates: list[Update] = []
         self.tokens = self.steps = self.adopted = self.refused = 0
         self.seconds = 0.0
-        """Time that learning has taken."""
+        """Time that learning has taken since requests are served."""
         self._random = Random(seed)
         self._closed = self._judgements = self._pauses = 0
         self._asleep_until, self._awake_since = 0, 0
@@ -153,25 +152,31 @@ class OnlineLearning:
         served = learnable(drafter, target.config.get_text_config(decoder=True).vocab_size)
         self._device = next(target.parameters()).device
         self._draft_length = served.draft_length_hint or served.max_draft_length or 4
-        self._loss = self._objective or Objective(draft_length=self._draft_length, chunk_tokens=1024)
-        self._peak = self._rate or scaled_rate(TRAINED, self._optimizer, width_of(target.config))
+        objective = self._objective or Objective(draft_length=self._draft_length, chunk_tokens=1024)
+        peak = self._rate or scaled_rate(TRAINED, self._optimizer, width_of(target.config))
         # Heads on one state need no text before it; draft models and networks attend to it.
         self._context = 0 if served.needs.hidden and not served.needs.layers else CONTEXT
         self._final = served.needs.layers == (FINAL,)
         self._lm_head = cast(TargetHead, logits_head(target))
         with torch.inference_mode(False):
             self._candidate = Candidate(served, target, self._lora_rank, self.seed)
+            self._steps = Steps(
+                self._candidate, self._lm_head, objective, self._optimizer, peak, eager=self._rate is None
+            )
         learned = served.online or {}
         self.tokens, self.steps = learned.get("tokens", 0), learned.get("steps", 0)
         self.adopted, self.refused = learned.get("adopted", 0), learned.get("refused", 0)
         self._awake_since = self.tokens
-        self._start_optimizers()
+        self._begin_judging()
+        if self.every is None:
+            self._expect(blank_row(served, target, self._lm_head, self._context))
+        self._mark = now(self._device)
 
     def begin(self, texts: Sequence[DecodeSequence], sampling: Sampling) -> None:
         """Open a row for each text; texts of the last call have ended."""
         self._close(all_of_them=True)
         self._open = {id(text): OpenRow(text, sampling, self._context, self._final) for text in texts}
-        self._mark = self._clock()
+        self._mark = now(self._device)
 
     def read(self, text: DecodeSequence, hidden_nH: Tensor, features_nF: Tensor | None) -> None:
         """Store the states of the tokens that the target has just read."""
@@ -180,15 +185,15 @@ class OnlineLearning:
 
     def between_rounds(self) -> None:
         """Train and judge within the budget."""
-        started = self._clock()
+        started = now(self._device)
         self._budget.decoded(started - self._mark)
         self._close()
-        with torch.inference_mode(False), torch.enable_grad():
-            while self._owed():
+        if self._owed():
+            with torch.inference_mode(False), torch.enable_grad():
                 self._work()
-                if self.every is None:
-                    break  # the caller waits for tokens
-        self._mark = self._clock()
+                while self.every is not None and self._owed():  # by the clock, the caller waits for tokens
+                    self._work()
+        self._mark = now(self._device)
         self.seconds += self._mark - started
 
     # Texts that were decoded elsewhere.
@@ -210,8 +215,18 @@ class OnlineLearning:
 
     # Budget.
 
-    def _clock(self) -> float:
-        return 0.0 if self.every is not None else now(self._device)
+    def _expect(self, row: Row) -> None:
+        """Measure a step on half of its rows, so that the first one, which is at most twice as long, is bounded too."""
+        rows = -(-self.batch_rows // 2)
+        with torch.inference_mode(False), torch.enable_grad(), self._seeded():
+            self._budget.expect(self._steps.seconds(row, rows) * self.batch_rows / rows)
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """For drafters that unroll at random anchors; the state of the global generator is restored."""
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(self.seed * 1_000_003 + self.steps)
+            yield
 
     def _owed(self) -> bool:
         """Return whether the next optimizer step is due."""
@@ -268,51 +283,25 @@ class OnlineLearning:
 
     def _work(self) -> None:
         """Take an optimizer step or compare the candidate, which costs as much as many steps: less and less often."""
-        started, compares = self._clock(), self._unjudged >= self._interval
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(self.seed * 1_000_003 + self.steps)  # for drafters that unroll at random anchors
-            if compares:
-                self._unjudged, self._interval = 0, min(2 * self._interval, LONGEST_INTERVAL * self.judge_every)
+        started, compares = now(self._device), self._unjudged >= self._interval
+        if compares:
+            self._unjudged, self._interval = 0, min(2 * self._interval, LONGEST_INTERVAL * self.judge_every)
+            with self._seeded():
                 self._judge()
-                self._budget.judged(self._clock() - started)
-                return
-            rows = self.batch_rows if self._budget.measured or self.every is not None else 1
-            finite = self._step(rows)
-        self._steps_of_candidate += 1
+            self._budget.judged(now(self._device) - started)
+            return
+        places = self._random.sample(range(len(self._rows)), min(self.batch_rows, len(self._rows)))
+        with self._seeded():
+            finite = self._steps([self._rows[place] for place in places])
         self._unjudged += 1
         self.steps += 1
-        self._budget.learned(self._clock() - started, rows / self.batch_rows)
+        self._budget.learned(now(self._device) - started)
         if not finite:
             self._refuse(None, "the loss or its gradient is not finite")
 
-    def _start_optimizers(self) -> None:
-        assert self._candidate is not None
-        dtype = torch.bfloat16 if bf16_is_fast(self._device) else torch.float32
-        self._optimizers = optimizers(self._candidate.trained, self._optimizer, 0.0, dtype=dtype)
-        self._last_alpha: list[float] | None = None
-        self._steps_of_candidate = self._unjudged = self._undecided = 0
+    def _begin_judging(self) -> None:
+        self._unjudged = self._undecided = 0
         self._best, self._interval = 0.0, self.judge_every
-
-    def _step(self, rows: int) -> bool:
-        """Take one step on random rows and return whether its gradient was finite."""
-        assert self._candidate is not None, "attached"
-        drafter = self._candidate.trained.train()
-        places = [self._random.randrange(len(self._rows)) for _ in range(rows)]
-        signals = signals_of([self._rows[place] for place in places], self._device)
-        sums = self._loss(drafter.unroll(signals), signals, self._lm_head, self._last_alpha)
-        (sums.loss / signals.mask_BT.sum()).backward()
-        parameters = [weight for weight in drafter.parameters() if weight.requires_grad]
-        norm = float(nn.utils.clip_grad_norm_(parameters, CLIP))
-        finite = bool(np.isfinite(norm))
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self._peak * min(1.0, (self._steps_of_candidate + 1) / WARMUP)
-            if finite:
-                optimizer.step()
-            optimizer.zero_grad()
-        self._candidate.average()
-        self._last_alpha = (sums.alpha_K / sums.count_K.clamp_min(1)).tolist()
-        return finite
 
     # Judging.
 
@@ -348,18 +337,19 @@ class OnlineLearning:
         self._candidate.adopt()
         self.adopted += 1
         self._pauses, self._undecided, self._best = 0, 0, 0.0
-        self._budget.adopted(verdict)
+        pays, cost = self._budget.pays(verdict.gain, self.tokens), self._budget.cost()
+        self._budget.adopted(verdict, self.tokens)
         self._record(Update("adopted", self.tokens, self.steps, verdict))
-        if not self._budget.pays(verdict.gain, self.tokens):
-            self._pause(f"a gain of {verdict.gain:.1%} for {self._budget.cost():.1%} of the time does not pay")
+        if not pays:
+            self._pause(f"a gain of {verdict.gain:.1%} for {cost:.1%} of the time does not pay")
         self._awake_since = self.tokens
-        self._budget.start(self.tokens)
 
     def _refuse(self, verdict: Verdict | None, reason: str) -> None:
         assert self._candidate is not None
         self._candidate.roll_back()
         self.refused += 1
-        self._start_optimizers()
+        self._steps.restart(eager=False)
+        self._begin_judging()
         self._record(Update("refused", self.tokens, self.steps, verdict, reason))
         self._pause("the last candidate was not better")
 

@@ -18,7 +18,9 @@ from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, drafter_named
 from draftsmith.heads.lora import add_lora
 from draftsmith.heads.ngram import Hybrid
+from draftsmith.train.learning_rates import TRAINED, scaled_rate
 from draftsmith.train.online.judge import judged, scores
+from draftsmith.train.online.steps import EAGER, SETTLED, WARMUP, blank_row
 
 PROMPTS = [[int(x) for x in torch.randint(2, 64, (5,), generator=torch.Generator().manual_seed(i))] for i in range(64)]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -87,6 +89,44 @@ def test_every_family_learns_and_stays_lossless(name: str) -> None:
     assert changed(weights(drafter), weights(learn._candidate.drafter)) or learn.adopted or learn.refused
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_is_measured_before_anything_is_decoded_and_changes_nothing(name: str) -> None:
+    target = target_model()
+    drafter = make(name, target)
+    torch.manual_seed(11)
+    before = torch.random.get_rng_state()
+    learn = OnlineLearning(batch_rows=3)
+    SpeculativeDecoder(target, drafter, learn=learn)
+    assert learn._budget._step > 0
+    assert learn.seconds == learn.steps == 0
+    for own in (learn._candidate.trained, learn._candidate.drafter):
+        assert not changed(weights(drafter), weights(own))
+    assert not any(optimizer.state for optimizer in learn._steps._optimizers)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_an_eager_start_settles_at_the_default_rate_and_a_refusal_ends_it() -> None:
+    target, drafter = _pair()
+    learn = quick(learning_rate=None)
+    SpeculativeDecoder(target, drafter, learn=learn)
+    row = blank_row(drafter, target, learn._lm_head, 0)
+    peak, rates = scaled_rate(TRAINED, "muon", 32), []
+    for number in range(SETTLED + 10):
+        if number == SETTLED + 2:
+            learn._refuse(None, "a test")
+        learn._steps([row])
+        rates.append(learn._steps._optimizers[0].param_groups[0]["lr"] / peak)
+    assert rates[0] == pytest.approx(EAGER / WARMUP)
+    assert rates[SETTLED // 2] == pytest.approx((EAGER + 1) / 2)
+    assert rates[SETTLED : SETTLED + 2] == [1, 1]
+    assert rates[SETTLED + 2] == pytest.approx(1 / WARMUP)
+    assert rates[-1] == 1
+    explicit = quick(learning_rate=peak)
+    SpeculativeDecoder(target, drafter, learn=explicit)
+    explicit._steps([row])
+    assert explicit._steps._optimizers[0].param_groups[0]["lr"] == pytest.approx(peak / WARMUP)
+
+
 def test_a_better_candidate_is_adopted_and_accepts_more() -> None:
     target = make_llama().requires_grad_(False)
     drafter, frozen = noisy(target), noisy(target)
@@ -96,6 +136,7 @@ def test_a_better_candidate_is_adopted_and_accepts_more() -> None:
         texts_of(decoder, 64)
     adopted = [update for update in learn.updates if update.kind == "adopted"]
     assert len(adopted) == learn.adopted > 0
+    assert learn.seconds > 0
     assert all(update.verdict.interval[0] > 0 for update in adopted)
     assert changed(weights(frozen), weights(drafter))
     known = learn._served_scores

@@ -5,6 +5,7 @@ from conftest import make_llama
 
 from draftsmith import OnlineLearning, SpeculativeDecoder
 from draftsmith.heads import DraftModel
+from draftsmith.train.online.budget import START
 from draftsmith.train.online.judge import Verdict
 
 
@@ -25,23 +26,21 @@ def test_a_gain_that_grows_is_not_refused() -> None:
     assert refused == [0, 0, 0, 0, 0, 0, 1]
 
 
-def test_by_the_clock_the_first_step_is_small_and_a_pause_leaves_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_the_clock_learning_keeps_its_share_and_a_pause_leaves_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second passes between two looks at the clock: each round decodes for one, each step takes one."""
-    learn, seconds = OnlineLearning(share=0.5, judge_every=10_000, batch_rows=4), iter(range(10**6))
+    learn, seconds = OnlineLearning(judge_every=10_000, batch_rows=4), iter(range(10**6))
     monkeypatch.setattr("draftsmith.train.online.learner.now", lambda _: float(next(seconds)))
-    rows = []
-    take = OnlineLearning._step
-    monkeypatch.setattr(OnlineLearning, "_step", lambda self, count: (rows.append(count), take(self, count))[1])
     decoder = _decoder(learn)
-    for start in range(0, 64, 4):
-        prompts = [[2 + start, 3, 4 + number] for number in range(4)]
+    learn._budget.expect(1.0)
+    for start in range(0, 256, 4):
+        prompts = [[2 + start % 50, 3, 4 + number] for number in range(4)]
         decoder.generate_batch(prompts, max_new_tokens=20, eos_token_id=None)
-    assert rows[0] == 1
-    assert set(rows[1:]) == {4}
-    assert learn._budget._since == 0, "what was decoded before the first step is credit"
-    steps = learn.steps
+        account = learn._budget._all
+        assert account.learning <= START * (account.decoding + account.learning)
+    assert account.tokens == 0, "what was decoded before the first step is credit"
+    assert learn.steps == account.learning > 2
     learn._pause("a test")
     learn._asleep_until = learn.tokens
     learn.between_rounds()
     assert learn.updates[-1].kind == "resumed"
-    assert learn.steps == steps
+    assert learn.steps == account.learning
