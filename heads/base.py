@@ -202,6 +202,8 @@ class Drafter(nn.Module):
     online: dict[str, int] | None = None
     """For a drafter that learned while it served: the decoded tokens it learned from (`tokens`), optimizer steps
     (`steps`), and updates that were `adopted` and `refused`."""
+    shared_tensors: tuple[str, ...] = ()
+    """The target's tensors in the speculators file that it was read from; an export in that layout has them, too."""
     shared_vocabulary: int | None = None
     """Number of tokens shared with the target, where the padded vocabularies differ in size."""
     max_draft_length: int | None = None

@@ -140,6 +140,8 @@ def save_drafter(
     }
     if online is not None:
         section["online"] = online
+    if drafter.shared_tensors:
+        section["shared_tensors"] = list(drafter.shared_tensors)
     if drafter.draft_vocabulary is not None:
         section["draft_vocabulary"] = drafter.draft_vocabulary.fingerprint()
     config: dict[str, Any] = {}
@@ -204,6 +206,7 @@ def load_drafter(
         )
     drafter.target_quality = stored.target.quality if stored else None
     drafter.online = {**stored.online} if stored and stored.online else None
+    drafter.shared_tensors = tuple(stored.shared_tensors) if stored else drafter.shared_tensors
     drafter = drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
     if drafter.needs.hidden:
         _require_runs(drafter, path_or_repo, target)

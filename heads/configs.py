@@ -154,6 +154,8 @@ class ParallelEagleSection(VocabularyOption):
     """Layers of the target to read, counted from 1; by default 2, L/2 and L - 3."""
     mask_token: Whole | None = None
     """A token that is rare in texts; by default the last."""
+    mask_before_fc: bool = False
+    """The trained state of masks is an input of `fc`, as in drafters of the speculators package, not its output."""
 
 
 class DFlashSection(VocabularyOption):
@@ -248,6 +250,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
             "gguf": "llama_cpp.write_eagle3",
             "eagle": "eagle.write_eagle3",
             "deepspec": "eagle.write_deepspec_eagle3",
+            "angelslim": "eagle.write_eagle3_for_angelslim",
             **CUSTOM_GENERATE,
         },
     ),
@@ -271,6 +274,8 @@ DRAFTERS: dict[str, DrafterEntry] = {
             "vllm": "speculators.write_dflash_speculator",
             "sglang": "blocks.write_dflash_for_sglang",
             "gguf": "llama_cpp.write_dflash",
+            "specforge": "blocks.write_dflash_for_specforge",
+            "angelslim": "blocks.write_dflash_for_angelslim",
             **CUSTOM_GENERATE,
         },
     ),

@@ -42,11 +42,12 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         num_tokens: int,
         mask_token: int,
         draft_vocab_size: int | None = None,
+        mask_before_fc: bool = False,
         **options: bool,
     ) -> None:
         super().__init__(Eagle3Network(body, len(layers), draft_vocab_size=draft_vocab_size, **options), layers)
-        self._options = options
-        self.mask_hidden = nn.Parameter(torch.zeros(body.hidden_size))
+        self._options, self.mask_before_fc = options, mask_before_fc
+        self.mask_hidden = nn.Parameter(torch.zeros(body.hidden_size * (len(layers) if mask_before_fc else 1)))
         self.num_tokens = self.max_draft_length = num_tokens
         self.mask_token = mask_token
 
@@ -59,10 +60,15 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         num_hidden_layers: int = 1,
         layers: list[int] | None = None,
         mask_token: int | None = None,
+        mask_before_fc: bool = False,
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
-        """Return layers of the target's width, initialised as EAGLE-3's. The mask token, by default the target's last,
-        should be rare in texts."""
+        """Return layers of the target's width, initialised as EAGLE-3's.
+
+        Args:
+            mask_token: by default the target's last; it should be rare in texts.
+            mask_before_fc: the trained state of masks is an input of `fc`, as in speculators, and not its output.
+        """
         if num_tokens < 1:
             raise ConfigError.of("drafter.num_tokens", num_tokens, ">= 1")
         drafter = cls(
@@ -70,6 +76,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
             layers=three_depths(target) if layers is None else tuple(layers),
             num_tokens=num_tokens,
             mask_token=default_mask_token(target, mask_token),
+            mask_before_fc=mask_before_fc,
             draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
         )
         drafter.attach(target)
@@ -77,8 +84,12 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         return drafter
 
     def options(self) -> dict[str, Any]:
-        sizes = {"num_tokens": self.num_tokens, "mask_token": self.mask_token}
+        sizes = {"num_tokens": self.num_tokens, "mask_token": self.mask_token, "mask_before_fc": self.mask_before_fc}
         return {**sizes, **vocabulary_size(self), **self._options}
+
+    def _mask_state(self) -> Tensor:
+        """Return the state [H] of masks."""
+        return self.body.project(self.mask_hidden) if self.mask_before_fc else self.mask_hidden
 
     def start(self, context: Context) -> None:
         super().start(context)
@@ -103,8 +114,9 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         # Rows are padded with masks on the right, which the tokens and masks before them do not see.
         width = max(counts) + self.num_tokens - 1
         tokens = [row + [self.mask_token] * (width - len(row)) for row in unread]
+        mask_H = self._mask_state()
         states = [
-            torch.cat([known_nH, self.mask_hidden.expand(width - count, -1)])
+            torch.cat([known_nH, mask_H.expand(width - count, -1)])
             for known_nH, count in zip(self._states(counts), counts, strict=True)
         ]
         tokens_BQ = torch.tensor(tokens, device=self.mask_hidden.device)
@@ -129,12 +141,12 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         assert signals.features_BTF is not None, "the drafter's needs name layers"
         states_BTH = body.project(signals.features_BTF.to(body.dtype))
         embeds_BTH = body.embed(shifted(ids_BT, 1))
-        mask_BT = torch.full_like(ids_BT, self.mask_token)
+        mask_BT, mask_H = torch.full_like(ids_BT, self.mask_token), self._mask_state()
         tokens_D = None if body.vocabulary is None else body.vocabulary.tokens_D
         attend, unrolled = UnrolledAttention(signals.documents_BT, windows_of(body.config)), []
         for k in range(self.num_tokens):
             if k > 0:
-                embeds_BTH, states_BTH = body.embed(mask_BT), self.mask_hidden.expand_as(states_BTH)
+                embeds_BTH, states_BTH = body.embed(mask_BT), mask_H.expand_as(states_BTH)
             out_BTH = body.step(embeds_BTH, states_BTH, body.rotary(embeds_BTH, positions_BT + k), attend)
             # The mask's state needs a gradient in every batch; with one draft token nothing else gives it one.
             trained = (*body.head_parameters(), self.mask_hidden)

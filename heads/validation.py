@@ -247,6 +247,8 @@ class StoredDrafter(_Stored):
     draft_vocabulary: Text | None = None
     online: dict[Literal["tokens", "steps", "adopted", "refused"], Annotated[int, Field(ge=0)]] | None = None
     """See `Drafter.online`."""
+    shared_tensors: list[Literal["embed_tokens.weight", "lm_head.weight"]] = []
+    """See `Drafter.shared_tensors`."""
 
 
 def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredDrafter | None]:

@@ -133,14 +133,16 @@ def _started(recipe: Recipe, target: LoadedTarget, fresh: TrainableDrafter) -> T
     options = recipe.drafter_options()
     if options.get("lora_rank") is not None:
         add_lora(trained.get_submodule("model"), rank=options["lora_rank"], alpha=options["lora_alpha"])
+    stored = trained.config()
     shapes, expected = ({name: tuple(p.shape) for name, p in it.named_parameters()} for it in (trained, fresh))
     if shapes != expected:
         name = min(key for key in {**shapes, **expected} if shapes.get(key) != expected.get(key))
+        said, named = fresh.config(), (stored.keys() & options.keys()) - {*TRAINING_ONLY}
+        others = ", ".join(f"{key}={stored[key]!r}" for key in sorted(named) if stored[key] != said.get(key))
         raise ConfigError(
             f"start_from={recipe.start_from}: {name} has shape {shapes.get(name)}; expected {expected.get(name)}, as "
-            "the section drafter says"
+            "the section drafter says" + (f" (the drafter has {others})" if others else "")
         )
-    stored = trained.config()
     for key in sorted(recipe.drafter.model_fields_set & stored.keys() & options.keys()):
         if key in TRAINING_ONLY:
             setattr(trained, key, options[key])

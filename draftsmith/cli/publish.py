@@ -23,7 +23,8 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="vllm, sglang, gguf, transformers, native; a repository's own: eagle, deepspec, medusa, hydra, fms.",
+            help="vllm, sglang, gguf, transformers, native; a repository's own: eagle, deepspec, specforge, angelslim, "
+            "medusa, hydra, fms.",
         ),
     ],
     dtype: Annotated[

@@ -62,6 +62,12 @@ def read_zlab(published: Published) -> DFlash:
         published.allow(key, config.get(key, False), (False,))
     for key, plain in PLAIN.items():
         published.allow(key, config.get(key), (None, plain))
+    for key in ("training_mode", "loss_type"):  # D2SD's second drafter
+        if config.get(key) == "vp_drafter":
+            raise published.refusal(
+                f"{key}='vp_drafter' in config.json (it continues the drafts of another drafter)",
+                "one that drafts from the anchor alone",
+            )
     count = body.num_hidden_layers
     evenly = [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)] if count > 1 else [depth // 2]
     return _read(
@@ -161,25 +167,82 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
 
     SGLang uses the target's embeddings and lm_head for both.
     """
+    drafter, dtype, named = source.drafter, name_of(source.dtype), _flat_fields(source)
+    if drafter.body.first == 0:
+        shared = {
+            "embed_tokens": source.target.get_input_embeddings(),
+            "lm_head": source.target.get_output_embeddings(),
+        }
+        stored = {f"{name}.weight": source.stored(weight_of(part)) for name, part in shared.items()}
+        _write_flat(source, "Qwen3DSparkModel", named | _dspark_fields(drafter), stored)  # DeepSpec's class needs both
+        algorithm, size = "DSPARK", "dspark-block-size"
+        note = "A block of DSpark drafts as many tokens as it is long. SGLang requires a Markov head."
+    else:
+        _write_flat(source, "DFlashDraftModel", {"dflash_config": named})
+        algorithm, size = SGLANG["dflash"], "num-draft-tokens"
+        note = "SGLang counts the last committed token as a draft token of DFlash: their number is the size of a block."
+    usage = (
+        f"python -m sglang.launch_server --model-path {shlex.quote(source.target_name)} --dtype {dtype} \\\n"
+        f"  --speculative-algorithm {algorithm} \\\n"
+        f"  --speculative-draft-model-path {{folder}} --speculative-{size} {drafter.block_size}"
+    )
+    return Serving("SGLang", usage, notes=[*_flat_notes(source, named), note])
+
+
+def write_dflash_for_specforge(source: Source[DFlash]) -> Serving:
+    """Write DFlash or DSpark in SpecForge's layout, whose keys are in `dflash_config`."""
+    named, anchored = _flat_fields(source), source.drafter.body.first == 0
+    inner = named | _dspark_fields(source.drafter) | {"projector_type": "dspark"} if anchored else named
+    _write_flat(source, "DSparkDraftModel" if anchored else "DFlashDraftModel", {"dflash_config": inner})
+    return Serving(
+        "SpecForge", "# In SpecForge: the folder as the draft model.\nls {folder}", notes=_flat_notes(source, named)
+    )
+
+
+def write_dflash_for_angelslim(source: Source[DFlash]) -> Serving:
+    """Write DFlash for AngelSlim, whose class of z-lab's tensors has another name."""
+    source.require(source.drafter.body.first == 1, "sample_from_anchor=True", "false, or format=vllm or sglang")
+    named = _flat_fields(source)
+    _write_flat(source, "QwenDFlashDraftModel", {"dflash_config": named})
+    return Serving(
+        "AngelSlim", "# In AngelSlim: the folder as the draft model.\nls {folder}", notes=_flat_notes(source, named)
+    )
+
+
+def _flat_fields(source: Source[DFlash]) -> dict[str, Any]:
+    """Return the keys of layers and mask in flat layouts; ConfigError for a drafter that these layouts cannot hold."""
     drafter, otherwise = source.drafter, "format=vllm or transformers"
-    anchored = drafter.body.first == 0
-    if not anchored:
+    if drafter.body.first == 1:
         source.require(drafter.markov is None, f"markov_rank={drafter.options()['markov_rank']}", f"0, or {otherwise}")
         source.require(drafter.confidence is None, "a confidence head", f"none, or {otherwise}")
     source.require(drafter.body.lm_head is None, "an lm_head of its own", f"the target's, or {otherwise}")
     window = next((size for size in drafter.body.windows.sizes if size is not None), None)
     source.require(window is None, f"a window of {window} tokens", f"full attention, or {otherwise}")
-    layers = list(drafter.needs.layers)
+    layers = drafter.needs.layers
     source.require(min(layers) >= 1, "the final state among its features", f"layers, or {otherwise}")
     mask_token, embeddings = mask_token_of(source)
     source.require(not embeddings, "a trained mask embedding", f"the embedding of a token, or {otherwise}")
-    body, dtype, ids = drafter.body.config, name_of(source.dtype), [layer - 1 for layer in layers]
-    named: dict[str, Any] = {"target_layer_ids": ids, "mask_token_id": mask_token}
-    own = _dspark_fields(drafter) | named if anchored else {"dflash_config": named}
+    return {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask_token}
+
+
+def _flat_notes(source: Source[DFlash], named: dict[str, Any]) -> list[str]:
+    """Return the notes on an export in a flat layout."""
+    ids, layers = named["target_layer_ids"], list(source.drafter.needs.layers)
+    return [
+        f"Layer ids count blocks from 0: {ids} here is {layers} in vLLM's layout.",
+        "The mask is the target's embedding of the token `mask_token_id`.",
+    ]
+
+
+def _write_flat(
+    source: Source[DFlash], architecture: str, own: dict[str, Any], stored: dict[str, Tensor] | None = None
+) -> None:
+    """Write a flat config.json with the keys `own`, and the tensors, with those of the target in `stored`."""
+    drafter, body, dtype = source.drafter, source.drafter.body.config, name_of(source.dtype)
     config = llama_fields(
         body,
         model_type="qwen3",
-        architectures=["Qwen3DSparkModel" if anchored else "DFlashDraftModel"],
+        architectures=[architecture],
         layer_types=["full_attention"] * body.num_hidden_layers,
         block_size=drafter.block_size,
         num_target_layers=source.text.num_hidden_layers,
@@ -190,24 +253,7 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
     renamed = {"body.": "", "markov.": "markov_head.", "confidence.": "confidence_head.proj."}
     tensors = source.weights(drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name))
     del tensors["mask_embedding"]
-    if anchored:  # DeepSpec's own class requires them
-        tensors["embed_tokens.weight"] = source.stored(weight_of(source.target.get_input_embeddings()))
-        tensors["lm_head.weight"] = source.stored(weight_of(source.target.get_output_embeddings()))
-    source.write(config, with_output_biases(tensors, body))
-    size = "dspark-block-size" if anchored else "num-draft-tokens"
-    usage = (
-        f"python -m sglang.launch_server --model-path {shlex.quote(source.target_name)} --dtype {dtype} \\\n"
-        f"  --speculative-algorithm {'DSPARK' if anchored else SGLANG['dflash']} \\\n"
-        f"  --speculative-draft-model-path {{folder}} --speculative-{size} {drafter.block_size}"
-    )
-    notes = [
-        f"Layer ids count blocks from 0: {ids} here is {layers} in vLLM's layout.",
-        "SGLang counts the last committed token as a draft token of DFlash: their number is the size of a block.",
-        "The mask is the target's embedding of the token `mask_token_id`.",
-    ]
-    if anchored:
-        notes[1] = "A block of DSpark drafts as many tokens as it is long. SGLang requires a Markov head."
-    return Serving("SGLang", usage, notes=notes)
+    source.write(config, with_output_biases(tensors | (stored or {}), body))
 
 
 def _dspark_fields(drafter: DFlash) -> dict[str, Any]:

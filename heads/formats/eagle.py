@@ -43,16 +43,15 @@ def read_eagle3(published: Published) -> Eagle3 | ParallelEagle:
     if kind == "peagle":
         mask = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
         length = published.allow("speculative_tokens", published.draft_length(), POSITIVE)
-        drafter = ParallelEagle(
-            body, layers=layers, num_tokens=length, mask_token=mask, draft_vocab_size=size, **options
-        )
+        sizes = {"num_tokens": length, "mask_token": mask, "draft_vocab_size": size}
+        drafter = ParallelEagle(body, layers=layers, mask_before_fc=True, **sizes, **options)
         mask_11F = published.take("mask_hidden", f"float [1, 1, {len(layers) * body.hidden_size}]")
     else:
         drafter = Eagle3(body, layers=layers, draft_vocab_size=size, **options)
     published.fill(drafter.body, lambda name: name.removeprefix("vocabulary.").replace("layers.0.", first))
     published.sort_rows(drafter.body.vocabulary, [drafter.body.lm_head])
     if isinstance(drafter, ParallelEagle) and mask_11F is not None:
-        drafter.mask_hidden.copy_(drafter.body.project(mask_11F.flatten().float()))
+        drafter.mask_hidden.copy_(mask_11F.flatten())
     if D == V:
         drafter.body.vocabulary = None  # the rows are all tokens in order
     return drafter
@@ -145,15 +144,28 @@ def _hass(source: Source[Eagle]) -> list[str]:
 
 
 def write_eagle3(source: Source[Eagle3]) -> Serving:
-    """Write EAGLE-3 for the EAGLE repository, which reads the inputs of the target's layers 2, L/2 and L - 3 only."""
+    """Write EAGLE-3 for the EAGLE repository."""
+    _write_original(source, "LlamaForCausalLMEagle3")
+    return Serving("the EAGLE repository", _original(source, use_eagle3=True), "python", _eagle3_notes(source))
+
+
+def write_eagle3_for_angelslim(source: Source[Eagle3]) -> Serving:
+    """Write EAGLE-3 for AngelSlim, whose class of the same tensors has another name."""
+    _write_original(source, "Eagle3LlamaForCausalLM")
+    return Serving(
+        "AngelSlim", "# In AngelSlim: the folder as the draft model.\nls {folder}", notes=_eagle3_notes(source)
+    )
+
+
+def _write_original(source: Source[Eagle3], architecture: str) -> None:
+    """Write EAGLE-3 for classes that read the inputs of the target's layers 2, L/2 and L - 3 only."""
     depth = source.text.num_hidden_layers
     wanted, layers = (2, depth // 2, depth - 3), source.drafter.needs.layers
     source.require(depth > 6, f"a target of {depth} layers", f"more than 6, or {OTHERS}")  # otherwise they coincide
     source.require(layers == wanted, f"features of layers {list(layers)}", f"{list(wanted)}, or {OTHERS}")
     for option in OPTIONS:
         source.require(not source.drafter.options().get(option), f"{option}=True", f"false, or {OTHERS}")
-    _write_midlayer(source)
-    return Serving("the EAGLE repository", _original(source, use_eagle3=True), "python", _eagle3_notes(source))
+    _write_midlayer(source, architecture)
 
 
 def write_eagle3_for_sglang(source: Source[Eagle3]) -> Serving:
@@ -171,7 +183,7 @@ def write_eagle3_for_sglang(source: Source[Eagle3]) -> Serving:
     return Serving("SGLang", sglang_usage(source), notes=notes)
 
 
-def _write_midlayer(source: Source[Eagle3]) -> None:
+def _write_midlayer(source: Source[Eagle3], architecture: str = "LlamaForCausalLMEagle3") -> None:
     """Write the flat layout, whose one layer is named `midlayer`."""
     drafter, body = source.drafter, source.drafter.body
     _require_plain_layers(source, OTHERS)
@@ -183,7 +195,7 @@ def _write_midlayer(source: Source[Eagle3]) -> None:
     options = drafter.options()
     config = llama_fields(
         body.config,
-        architectures=["LlamaForCausalLMEagle3"],
+        architectures=[architecture],
         draft_vocab_size=body.config.vocab_size if vocabulary is None else len(vocabulary),
         target_hidden_size=source.text.hidden_size,
         fc_norm=options.get("fc_norm", False),

@@ -66,6 +66,8 @@ class Layout:
 
 
 LAST_NORM = "final_layernorm.weight"
+OWN = "the target's own MTP module: "
+"""The first words of errors."""
 
 
 def _names(token: str, hidden: str, projection: str, last: str | None) -> dict[str, str]:
@@ -102,6 +104,10 @@ PAIRS = ("ernie4_5", "ernie4_5_moe")
 """The same, but neighbouring pairs of a head are rotated, as the target's own class does."""
 
 
+SPECULATORS = Layout(("mtp_layers.0.",), _names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"))
+"""In files of the speculators package; not in those of targets, where these names are MiMo's."""
+
+
 def read_native(target: PreTrainedModel) -> tuple[LlamaConfig, dict[str, bool], dict[str, Tensor]]:
     """Return config, options and weights of the module in the target's files, by the names of `MtpNetwork`.
 
@@ -109,10 +115,10 @@ def read_native(target: PreTrainedModel) -> tuple[LlamaConfig, dict[str, bool], 
         ConfigError: for a target without such a module, and for a module that `MtpNetwork` cannot represent.
     """
     layout, _, tensors = _find(target)
-    return _represented(target, layout, tensors)
+    return represented(target, layout, tensors)
 
 
-def _represented(
+def represented(
     target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]
 ) -> tuple[LlamaConfig, dict[str, bool], dict[str, Tensor]]:
     """Return what `read_native` does, of tensors that have been read."""
@@ -301,7 +307,7 @@ def write_native(source: Source[Any]) -> Serving:
     """Write the files of the target that contain its module, with the drafter's weights in place of the module's."""
     layout, prefix, tensors = _find(source.target)
     stored = frozenset(tensors)
-    body, options, weights = _represented(source.target, layout, tensors)
+    body, options, weights = represented(source.target, layout, tensors)
     own = {name: value.detach().cpu() for name, value in source.drafter.body.state_dict().items()}
     same = {name: value.shape for name, value in own.items()} == {name: value.shape for name, value in weights.items()}
     mine = {name: True for name in OPTIONS if source.drafter.options().get(name)}
@@ -332,4 +338,4 @@ def write_native(source: Source[Any]) -> Serving:
 
 
 def _refusal(problem: str, expected: str) -> ConfigError:
-    return ConfigError(f"the target's own MTP module: {problem}; expected {expected}")
+    return ConfigError(f"{OWN}{problem}; expected {expected}")

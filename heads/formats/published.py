@@ -5,7 +5,7 @@ Layouts count the target's layers in two ways: the id k of vLLM's speculators is
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Published:
     """The tensors that have not been read yet."""
     target: PreTrainedModel
     text: PreTrainedConfig
+    shared: list[str] = field(default_factory=list)
+    """The tensors that were skipped because they are the target's."""
 
     def refusal(self, problem: str, expected: str) -> ConfigError:
         """Return the error for a drafter that cannot be read."""
@@ -117,8 +119,8 @@ class Published:
         own = weight_of(part).detach().cpu()
         theirs = self.tensors.get(name, own)
         same = any(torch.equal(theirs.to(dtype), own.to(dtype)) for dtype in (own.dtype, theirs.dtype))
-        if same:
-            self.tensors.pop(name, None)
+        if same and self.tensors.pop(name, None) is not None:
+            self.shared.append(name)
         return same
 
     def drop_shared(self, name: str, part: nn.Module | None) -> None:

@@ -72,6 +72,8 @@ def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel
     with torch.no_grad():
         drafter = read(published)
     drafter.draft_length_hint = published.draft_length(drafter.max_draft_length or LARGE)
+    if "speculators_model_type" in config:
+        drafter.shared_tensors = tuple(sorted(published.shared))
     return drafter
 
 

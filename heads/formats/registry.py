@@ -7,7 +7,8 @@ from typing import Any
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.formats.common import Serving, Source
 
-FORMATS = ("vllm", "sglang", "gguf", "eagle", "deepspec", "medusa", "hydra", "fms", "native", "transformers")
+FORMATS = ("vllm", "sglang", "gguf", "eagle", "deepspec", "specforge", "angelslim", "medusa", "hydra", "fms", "native")
+FORMATS += ("transformers",)
 
 
 def _writer(function: str) -> Callable[[Source[Any]], Serving]:

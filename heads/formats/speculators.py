@@ -4,8 +4,10 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import FINAL
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.eagle3 import OPTIONS, Eagle3
 from draftsmith.heads.formats.common import (
@@ -17,11 +19,12 @@ from draftsmith.heads.formats.common import (
     vllm_command,
     with_output_biases,
 )
+from draftsmith.heads.formats.native_mtp import OWN, represented
+from draftsmith.heads.formats.native_mtp import SPECULATORS as SPECULATORS_MTP
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.mtp import Mtp
-from draftsmith.heads.mtp_network import OPTIONS as OPTIONS_OF_MTP
 from draftsmith.heads.peagle import ParallelEagle
 
 # Shapes: H hidden size, F size of the features, V vocabulary.
@@ -32,13 +35,32 @@ ACCURATE = 1e-4
 """Maximum relative distance of fc(`mask_hidden`) from P-EAGLE's mask state; rounding stays below it."""
 
 
+OWN_LAYERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Model types of MTP layers that are built from the target's own config; the package's others are Llama-like."""
+
+
 def read_mtp(published: Published) -> Mtp:
-    """Read MTP, whose stored input_proj reads [embedding; state], ours [state; embedding]."""
+    """Read MTP, whose stored input_proj reads [embedding; state], ours [state; embedding].
+
+    Layers of a type in `OWN_LAYERS` are those of the target.
+    """
     published.drop_zero_biases()
     published.drop_shared("embed_tokens.weight", published.target.get_input_embeddings())
     published.drop_shared("lm_head.weight", published.target.get_output_embeddings())
     published.allow("num_nextn_predict_layers", published.config.get("num_nextn_predict_layers", 1), (1,))
-    drafter = Mtp(published.body(published.part("transformer_layer_config"), "mtp_layers.0.", num_hidden_layers=1))
+    fields, prefix = published.part("transformer_layer_config"), "mtp_layers.0."
+    if fields.get("model_type") in OWN_LAYERS:
+        published.allow("model_type", fields["model_type"], (published.text.model_type,))
+        tensors = {name.removeprefix(prefix): value for name, value in published.tensors.items()}
+        try:
+            body, options, weights = represented(published.target, SPECULATORS_MTP, tensors)
+        except ConfigError as error:
+            raise ConfigError(f"drafter={published.folder}: {str(error).removeprefix(OWN)}") from error
+        drafter = Mtp(body, layers=(FINAL,), **options)
+        drafter.body.load_state_dict(weights)
+        return drafter
+    normed = {"qk_norm": True} if f"{prefix}self_attn.q_norm.weight" in published.tensors else {}
+    drafter = Mtp(published.body(fields, prefix, num_hidden_layers=1), layers=(FINAL,), **normed)
     published.fill(drafter.body, lambda name: f"mtp_layers.0.{name.removeprefix('layers.0.')}")
     drafter.body.input_proj.weight.copy_(torch.cat(drafter.body.input_proj.weight.chunk(2, 1)[::-1], 1))
     return drafter
@@ -56,7 +78,7 @@ def write_eagle3_speculator(source: Source[Eagle3]) -> Serving:
 
 
 def write_peagle_speculator(source: Source[ParallelEagle]) -> Serving:
-    """Write P-EAGLE, whose stored `mask_hidden` is an input of fc; ours is an output."""
+    """Write P-EAGLE, whose stored `mask_hidden` is an input of fc; ours is an output without `mask_before_fc`."""
     drafter, body, vocabulary = source.drafter, source.drafter.body, source.drafter.draft_vocabulary
     options = _eagle3_options(source)
     for option in ("norm_before_fc", "fc_norm", "norm_output"):  # vLLM does not read all of them for this type
@@ -64,10 +86,13 @@ def write_peagle_speculator(source: Source[ParallelEagle]) -> Serving:
     config = {"eagle_aux_hidden_state_layer_ids": _layer_ids(source), **options, "mask_token_id": drafter.mask_token}
     config |= {"draft_vocab_size": body.config.vocab_size if vocabulary is None else len(vocabulary)}
     tensors = source.weights(body, lambda name: name.removeprefix("vocabulary."))
-    tensors["mask_hidden"] = _before_fc(source, tensors["fc.weight"])[None, None]
+    solved = not drafter.mask_before_fc
+    mask_F = _before_fc(source, tensors["fc.weight"]) if solved else source.stored(drafter.mask_hidden)
+    tensors["mask_hidden"] = mask_F[None, None]
     _write(source, "peagle", "PEagleDraftModel", config | {"embed_requires_grad": False}, tensors)
     notes = _eagle3_notes(source)
-    notes.append("`mask_hidden` is a feature vector that `fc` maps to the trained mask state, the shortest one.")
+    if solved:
+        notes.append("`mask_hidden` is a feature vector that `fc` maps to the trained mask state, the shortest one.")
     return Serving("vLLM", _command(source, "peagle"), notes=notes)
 
 
@@ -141,26 +166,36 @@ def mask_token_of(source: Source[DFlash]) -> tuple[int, dict[str, Tensor]]:
 
 
 def write_mtp_speculator(source: Source[Mtp]) -> Serving:
-    """Write MTP, whose stored `input_proj` reads [embedding; state]; the config has the target's number of layers."""
-    body = source.drafter.body
-    count = body.config.num_hidden_layers
+    """Write MTP, whose stored `input_proj` reads [embedding; state].
+
+    The config has the target's number of layers; it is the target's for layers that are not Llama's or Qwen3's.
+    """
+    body, options, otherwise = source.drafter.body, source.drafter.options(), "or format=native or transformers"
+    count, kind = body.config.num_hidden_layers, source.text.model_type
     source.require(count == 1, f"{count} layers", "one layer, or format=transformers")
-    part = (body.config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    source.require(part == 1, f"partial_rotary_factor={part}", "1.0, or format=native or transformers")
-    for option in OPTIONS_OF_MTP:
-        value = source.drafter.options().get(option)
-        source.require(not value, f"{option}=True", "false, or format=native or transformers")
+    source.require(not options.get("target_norm"), "target_norm=True", f"false, {otherwise}")
+    if body.config.model_type != "llama" or options.get("gated") or options.get("centred"):
+        types = ", ".join(OWN_LAYERS)
+        source.require(kind in OWN_LAYERS, f"a layer of model_type={kind!r}", f"one of {types}, {otherwise}")
+        layer = source.text.to_diff_dict()
+    else:
+        part = (body.config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        source.require(part == 1, f"partial_rotary_factor={part}", f"1.0, {otherwise}")
+        kind = "qwen3" if options.get("qk_norm") else "llama"
+        layer = llama_fields(body.config, num_hidden_layers=source.text.num_hidden_layers, model_type=kind)
     tensors = source.weights(body, lambda name: f"mtp_layers.0.{name.removeprefix('layers.0.')}")
     state_HH, embedding_HH = tensors["mtp_layers.0.input_proj.weight"].chunk(2, 1)
     tensors["mtp_layers.0.input_proj.weight"] = torch.cat([embedding_HH, state_HH], 1)
-    depth = source.text.num_hidden_layers
-    _write(source, "mtp", "MTPDraftModel", {"num_nextn_predict_layers": 1}, tensors, num_hidden_layers=depth)
+    _write(source, "mtp", "MTPDraftModel", {"num_nextn_predict_layers": 1}, tensors, layer)
     notes = [
         "`input_proj` reads [embedding; state], as speculators does. (MiMo's own modules: [state; embedding].)",
         "The state is the output of the target's last norm.",
-        "The speculators package and vLLM register modules of Qwen3's types only; this one has Llama's layer. Use it "
-        "where such a module can be registered, or use `--format transformers`.",
     ]
+    if layer["model_type"] == "llama":
+        notes.append(
+            "The speculators package and vLLM register modules of Qwen3's types only; this one has Llama's layer. Use "
+            "it where such a module can be registered, or use `--format transformers`."
+        )
     return Serving("vLLM", _command(source, "mtp"), notes=notes)
 
 
@@ -187,9 +222,13 @@ def _write(
     architecture: str,
     config: dict[str, Any],
     tensors: dict[str, Tensor],
+    layer: dict[str, Any] | None = None,
     **layer_changes: Any,
 ) -> None:
-    """Write config.json, with `config` and the keys that all types share, and the tensors."""
+    """Write config.json, with `config` and the keys that all types share, and the tensors.
+
+    The config of the layers is `layer`, by default the body's with `layer_changes`.
+    """
     body, dtype = source.drafter.body.config, name_of(source.dtype)
     windows = source.drafter.body.windows.sizes if isinstance(source.drafter, DFlash) else windows_of(body)
     sizes = {size for size in windows if size is not None}
@@ -209,7 +248,7 @@ def _write(
             "proposal_methods": methods,
             "verifier": {"name_or_path": source.target_name, "architectures": source.target_architectures},
         },
-        "transformer_layer_config": llama_fields(body, **layer_changes),
+        "transformer_layer_config": layer or llama_fields(body, **layer_changes),
         "target_hidden_size": source.text.hidden_size,
         "tie_word_embeddings": False,
         "dtype": dtype,
@@ -217,7 +256,10 @@ def _write(
     }
     if kind in ("eagle3", "peagle"):
         common["embed_requires_grad"] = False
-    source.write({**common, **config}, with_output_biases(tensors, body))
+    parts: dict[str, nn.Module | None] = {"embed_tokens.weight": source.target.get_input_embeddings()}
+    parts["lm_head.weight"] = source.target.get_output_embeddings()
+    shared = {name: source.stored(weight_of(parts[name])) for name in source.drafter.shared_tensors}
+    source.write({**common, **config}, with_output_biases(shared | tensors, body))
 
 
 def _command(source: Source[Any], kind: str) -> str:
@@ -236,8 +278,9 @@ def _eagle3_notes(source: Source[Eagle3] | Source[ParallelEagle]) -> list[str]:
     notes = [
         _ids_note(source),
         "`norm_before_residual` is written: vLLM assumes true where it is missing.",
-        "Embeddings are the target's and are omitted; vLLM shares them.",
     ]
+    if not source.drafter.shared_tensors:
+        notes.append("Embeddings are the target's and are omitted; vLLM shares them.")
     if source.drafter.draft_vocabulary is not None:
         notes.append("`d2t` holds offsets (token = row + d2t[row]), `t2d` is a mask of tokens, not an index.")
     if len(source.drafter.needs.layers) != 3:

@@ -148,7 +148,11 @@ def test_mistakes_are_told_in_one_line_before_any_work(
     export = ["export", drafter, "--target", target, "--out", str(tmp_path / "new")]
     wrong = {
         "format='onnx'; expected one of": [*export, "--format", "onnx"],
-        "format='medusa'; expected vllm, sglang, gguf, eagle, deepspec, transformers": [*export, "--format", "medusa"],
+        "format='medusa'; expected vllm, sglang, gguf, eagle, deepspec, angelslim, transformers": [
+            *export,
+            "--format",
+            "medusa",
+        ],
         "dtype='int8'; expected one of": [*export, "--format", "vllm", "--dtype", "int8"],
         "exists already; expected a new": [*export[:-1], str(tmp_path / "full"), "--format", "vllm"],
         "/file/new cannot be made in": [*export[:-1], str(tmp_path / "full" / "file" / "new"), "--format", "vllm"],

@@ -17,15 +17,16 @@ from transformers import LlamaForCausalLM
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB, EPS, THETA = 32, 4, 2, 8, 48, 64, 1e-6, 10_000.0
 PROMPT, DRAFTED = [5, 9, 33, 2, 11, 9, 8], [23, 60, 31, 4]
 """The tokens that the target has read, then the last committed token and the draft after it."""
-CLOSE = 1e-5
+CLOSE = 1e-12
+"""In float64, at logits of the order of 10. Rotations compute in float32, here as in transformers."""
 KEPT = [3, 5, 8, 13, 23, 31, 40, 60]
 Tensors = dict[str, Tensor]
 VLLM = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5], "norm_before_residual": False}
 
 
-def six_layers() -> LlamaForCausalLM:
+def six_layers(depth: int = 6) -> LlamaForCausalLM:
     sizes = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "intermediate_size": INNER}
-    return make_llama(num_hidden_layers=6, **sizes).requires_grad_(False)
+    return make_llama(num_hidden_layers=depth, **sizes).requires_grad_(False)
 
 
 # The reference, in plain torch.
@@ -37,7 +38,7 @@ def rms(x: Tensor, gain: Tensor) -> Tensor:
 
 def rotated(x_Thd: Tensor, positions: list[int]) -> Tensor:
     """Rotary positions, halves of a head paired."""
-    frequency = THETA ** (-torch.arange(0, HEAD, 2) / HEAD)
+    frequency = 1.0 / THETA ** (torch.arange(0, HEAD, 2) / HEAD)
     angle_T1d = (torch.tensor(positions)[:, None] * frequency)[:, None]
     first, second = x_Thd.chunk(2, -1)
     cos, sin = angle_T1d.cos(), angle_T1d.sin()
@@ -113,7 +114,7 @@ def eagle3_step(
         logits_D = rms(h, w["norm.weight"]) @ w["lm_head.weight"].T
         if "d2t" not in w:
             return h, logits_D
-        logits_V = torch.full((h.shape[0], VOCAB), -torch.inf)
+        logits_V = logits_D.new_full((h.shape[0], VOCAB), -torch.inf)
         for row in range(len(w["d2t"])):
             logits_V[:, row + int(w["d2t"][row])] = logits_D[:, row]
         return h, logits_V
@@ -147,6 +148,11 @@ def layer_shapes(width: int = HIDDEN) -> dict[str, tuple[int, ...]]:
         "layers.0.mlp.up_proj.weight": (INNER, HIDDEN),
         "layers.0.mlp.down_proj.weight": (HIDDEN, INNER),
     }
+
+
+def doubled(tensors: Tensors) -> Tensors:
+    """Return the tensors with floats in float64."""
+    return {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def eagle3_tensors(draft_vocabulary: list[int] | None = None, features: int = 3) -> Tensors:

@@ -1,4 +1,4 @@
-"""Published block drafters, DFlash and DSpark, give the logits that their layouts describe (fp32, 1e-5)."""
+"""Published block drafters, DFlash and DSpark, give the logits that their layouts describe (fp64, 1e-12)."""
 
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from parity.published_files import (
     attended,
     close,
     dflash_tensors,
+    doubled,
     embedded,
     heads_of,
     hidden_states,
@@ -35,7 +36,7 @@ from draftsmith import load_drafter
 
 @pytest.fixture
 def target() -> LlamaForCausalLM:
-    return six_layers()
+    return six_layers().double()
 
 
 @pytest.mark.parametrize("sees", [True, False], ids=["sure of the token before", "sure of the state alone"])
@@ -78,7 +79,7 @@ def test_dflash(
         w |= random_tensors(
             {"confidence_head.proj.weight": (1, HIDDEN + rank * sees), "confidence_head.proj.bias": (1,)}, 4
         )
-    drafter = load_drafter(written(tmp_path / "d", config, w), target)
+    drafter, w = load_drafter(written(tmp_path / "d", config, w), target), doubled(w)
     name = "layers.0.self_attn"
     context = rms(hidden_states(target, [2, 4]) @ w["fc.weight"].T, w["hidden_norm.weight"])
     block = embedded(target, [DRAFTED[0], 17, 17, 17])

@@ -1,5 +1,6 @@
 """MTP modules in the files of targets: logits of the plain formula and of transformers' MtpModel; bit-equal files."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -564,9 +565,51 @@ def test_other_modules_do_not_fit_into_the_targets_files(tmp_path: Path) -> None
     plain.draft_length_hint = 3
     with pytest.raises(ConfigError, match="another shape than the target's module; expected drafter"):
         export_drafter(plain, target, "native", tmp_path / "out", target_name="org/target")
-    other = load_drafter("native-mtp", target)
-    with pytest.raises(ConfigError, match="qk_norm=True; expected false, or format=native or transformers"):
-        export_drafter(other, target, "vllm", tmp_path / "out", target_name="org/target")
+    for name, message in (
+        ("GLM-4.5", r"partial_rotary_factor=0.5; expected 1\.0, or format=native or transformers"),
+        (
+            "DeepSeek-V3",
+            "a layer of model_type='deepseek_v3'; expected one of qwen3_next, qwen3_5_text, qwen3_5_moe_text",
+        ),
+    ):
+        target, _ = (make_mixed if name == "DeepSeek-V3" else make_target)(name, tmp_path / name)
+        with pytest.raises(ConfigError, match=message):
+            export_drafter(load_drafter("native-mtp", target), target, "vllm", tmp_path / "out", target_name="t")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["DeepSeek's names", "Qwen3.5", "Qwen3-Next"])
+def test_modules_of_qwen3s_types_go_into_the_speculators_layout_and_back(name: str, tmp_path: Path) -> None:
+    """The types that the package has: with norms of heads, gated, with experts. Its file comes back bit for bit."""
+    target, _ = (make_mixed if name in OWN_LAYERS else make_target)(name, tmp_path / "t")
+    native = load_drafter("native-mtp", target)
+    for parameter in native.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    theirs = export_drafter(native, target, "vllm", tmp_path / "theirs", target_name="t").folder
+    layer = json.loads((theirs / "config.json").read_text())["transformer_layer_config"]
+    assert (layer["model_type"], layer["num_hidden_layers"]) == (target.config.model_type, DEPTH)
+    drafter = load_drafter(theirs, target)
+    assert drafter.options() == native.options()
+    assert all(torch.equal(value, native.state_dict()[part]) for part, value in drafter.state_dict().items())
+    described = describe_target(target, None, "t")
+    save_drafter(drafter, tmp_path / "ours", target=described, recipe=None, draft_length=3)
+    ours = load_drafter(tmp_path / "ours", target)
+    again = export_drafter(ours, target, "vllm", tmp_path / "again", target_name="t").folder
+    for file in ("config.json", "model.safetensors"):
+        assert (again / file).read_bytes() == (theirs / file).read_bytes()
+
+
+def test_modules_of_speculators_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    target, _ = make_target("Qwen3.5", tmp_path / "t")
+    folder = export_drafter(load_drafter("native-mtp", target), target, "vllm", tmp_path / "d", target_name="t").folder
+    other, _ = make_mixed("Qwen3-Next", tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"model_type='qwen3_5_text' in config\.json; expected qwen3_next"):
+        load_drafter(folder, other)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["mtp_layers.0.final_layernorm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"^drafter=.*/d: tensor final_layernorm.weight is missing; expected \[32\]"):
+        load_drafter(folder, target)
 
 
 def test_a_config_need_not_have_the_size_of_a_head() -> None:

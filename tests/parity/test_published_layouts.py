@@ -1,4 +1,4 @@
-"""Drafters in other projects' layouts give the logits that the layout describes (fp32, 1e-5)."""
+"""Drafters in other projects' layouts give the logits that the layout describes (fp64, 1e-12)."""
 
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from parity.published_files import (
     Tensors,
     causal_attention,
     close,
+    doubled,
     eagle3_step,
     eagle3_tensors,
     embedded,
@@ -42,7 +43,7 @@ from draftsmith.heads.checkpoint import describe_target, save_drafter
 
 @pytest.fixture
 def target() -> LlamaForCausalLM:
-    return six_layers()
+    return six_layers().double()
 
 
 # EAGLE-3.
@@ -57,6 +58,7 @@ def test_eagle3_of_vllm(
     size = VOCAB if vocabulary is None else len(vocabulary)
     config = speculators("eagle3", **VLLM, draft_vocab_size=size) | {"norm_before_residual": residual_normed}
     drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
+    tensors = doubled(tensors)
     assert drafter.draft_length_hint == 3
     states = hidden_states(target, [2, 3, 5]) @ tensors["fc.weight"].T
     reference = stepwise(target, states, eagle3_step(tensors, residual_normed=residual_normed))
@@ -69,6 +71,7 @@ def test_eagle3_with_a_sliding_window(tmp_path: Path, target: LlamaForCausalLM) 
     config = speculators("eagle3", **VLLM, draft_vocab_size=len(KEPT))
     config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 3}
     drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
+    tensors = doubled(tensors)
     states = hidden_states(target, [2, 3, 5]) @ tensors["fc.weight"].T
     step = eagle3_step(tensors, residual_normed=False, window=3)
     assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), stepwise(target, states, step))
@@ -81,6 +84,7 @@ def test_eagle3_of_deepspec(tmp_path: Path, target: LlamaForCausalLM) -> None:
     config = llama_config(model_type="qwen3", architectures=["Qwen3Eagle3Model"], target_layer_ids=[0, 1, 2, 3, 4])
     stored = {"embed_tokens.weight": target.get_input_embeddings().weight}
     drafter = load_drafter(written(tmp_path / "d", config, tensors | stored), target)
+    tensors = doubled(tensors)
     states = hidden_states(target, [1, 2, 3, 4, 5]) @ tensors["fc.weight"].T
     step = eagle3_step(tensors, residual_normed=False)
     assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), stepwise(target, states, step))
@@ -91,6 +95,7 @@ def test_a_missing_norm_before_residual_means_true_in_vllms_layout(tmp_path: Pat
     config = speculators("eagle3", **VLLM)
     del config["norm_before_residual"]
     drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
+    tensors = doubled(tensors)
     states = hidden_states(target, [2, 3, 5]) @ tensors["fc.weight"].T
     assert close(
         decoded_logits(drafter, target, PROMPT, DRAFTED),
@@ -103,6 +108,7 @@ def test_the_norms_of_eagle31(tmp_path: Path, target: LlamaForCausalLM) -> None:
     tensors = eagle3_tensors() | random_tensors({f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}, seed=1)
     config = speculators("eagle3", **VLLM, fc_norm=True, norm_output=True)
     drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
+    tensors = doubled(tensors)
     parts = hidden_states(target, [2, 3, 5]).chunk(3, -1)
     normed = torch.cat([rms(part, tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
     plain = eagle3_step(tensors, residual_normed=False)
@@ -145,8 +151,10 @@ def test_the_layers_own_sizes_positions_and_epsilon_count(
     config = speculators("eagle3", norm_before_residual=False, norm_before_fc=True)
     config["transformer_layer_config"]["num_hidden_layers"] = 2
     drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
+    tensors = doubled(tensors)
+    second = doubled(second)
     normed = rms(hidden_states(target, [2, 3, 3]), tensors["input_norm.weight"])
-    headless = {**tensors, "norm.weight": torch.ones(HIDDEN), "lm_head.weight": torch.eye(HIDDEN)}
+    headless = doubled({**tensors, "norm.weight": torch.ones(HIDDEN), "lm_head.weight": torch.eye(HIDDEN)})
     first = eagle3_step(headless, residual_normed=False)
 
     def step(embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,6 +204,7 @@ def test_peagle(residual_normed: bool | None, tmp_path: Path, target: LlamaForCa
     if residual_normed is None:
         del config["norm_before_residual"]
     drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
+    tensors = doubled(tensors)
     features = torch.cat([hidden_states(target, [2, 3, 5]), tensors["mask_hidden"][0].expand(2, -1)])
     states = features @ tensors["fc.weight"].T
     embeds = embedded(target, [*PROMPT[1:], DRAFTED[0], 17, 17])
@@ -211,6 +220,7 @@ def test_mtp(tmp_path: Path, target: LlamaForCausalLM) -> None:
     w = random_tensors(shapes)
     config = speculators("mtp", num_nextn_predict_layers=1)
     drafter = load_drafter(written(tmp_path / "d", config, {f"mtp_layers.0.{n}": v for n, v in w.items()}), target)
+    w = doubled(w)
 
     def step(embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         both = [rms(embeds, w["token_layernorm.weight"]), rms(states, w["hidden_layernorm.weight"])]
@@ -228,11 +238,12 @@ def test_eagle1(biased: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
     """No input norm in the first layer, no final norm, the target's lm_head and embeddings."""
     shapes = {name: shape for name, shape in layer_shapes().items() if "input_layernorm" not in name}
     shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN)} | ({"fc.bias": (HIDDEN,)} if biased else {})
-    # Without a last norm states and logits grow; smaller weights keep the fp32 sums comparable.
+    # Without a last norm states and logits grow; with smaller weights they stay of the order of 10.
     w = {name: value if "norm" in name else value / 2 for name, value in random_tensors(shapes).items()}
     folder = tmp_path / "d"
     embeddings = {"embed_tokens.weight": target.get_input_embeddings().weight}
     drafter = load_drafter(written(folder, llama_config(bias=biased), w | embeddings), target)
+    w = doubled(w)
 
     def step(embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.cat([embeds, states], -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(1))
@@ -270,7 +281,7 @@ def test_medusa_of_vllm(variant: str, tmp_path: Path, target: LlamaForCausalLM) 
     config["truncated_vocab_size"] = len(order) if mapped else VOCAB
     stored = w | ({"token_map": torch.tensor(order)} if mapped else {}) | (biases if biased else {})
     w |= biases if biased else {name: 0 * value for name, value in biases.items()}
-    drafter = load_drafter(written(tmp_path / "d", config, stored), target)
+    drafter, w = load_drafter(written(tmp_path / "d", config, stored), target), doubled(w)
     blocks = [
         [tuple(w[f"medusa_heads.blocks.{i}.layers.{j}.{part}"] for part in ("weight", "bias")) for j in range(2)]
         for i in range(3)
@@ -279,7 +290,7 @@ def test_medusa_of_vllm(variant: str, tmp_path: Path, target: LlamaForCausalLM) 
         target, blocks, [w[f"medusa_heads.lm_heads.{min(i, count - 1)}.weight"] for i in range(3)]
     )
     if mapped:
-        whole = torch.full((3, VOCAB), -torch.inf)
+        whole = reference.new_full((3, VOCAB), -torch.inf)
         whole[:, order] = reference if rows < VOCAB else reference[:, order]
         reference = whole
     assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
@@ -290,6 +301,7 @@ def test_medusa_of_the_original(tmp_path: Path, target: LlamaForCausalLM) -> Non
     w = random_tensors(shapes | {f"{i}.1.weight": (VOCAB, HIDDEN) for i in range(3)})
     config = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
     drafter = load_drafter(written(tmp_path / "d", config, w), target)
+    w = doubled(w)
     blocks = [[(w[f"{i}.0.linear.weight"], w[f"{i}.0.linear.bias"])] for i in range(3)]
     reference = medusa_reference(target, blocks, [w[f"{i}.1.weight"] for i in range(3)])
     assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
@@ -304,6 +316,7 @@ def test_what_was_read_is_saved_as_ours(kind: str, tmp_path: Path, target: Llama
         tensors |= random_tensors({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=2)
         config["mask_token_id"] = 17
     drafter = load_drafter(written(tmp_path / "theirs", config, tensors), target)
+    tensors = doubled(tensors)
     made_for = describe_target(target, None, "tiny")
     save_drafter(drafter, tmp_path / "ours", target=made_for, recipe=None, draft_length=3)
     again = load_drafter(tmp_path / "ours", target)

@@ -243,6 +243,12 @@ EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.we
         (ZLAB | {"dflash_config": {"conv_kernel_size": 3}}, {}, "conv_kernel_size=3 in config.json; expected"),
         (ZLAB | {"dflash_config": {"selector_rank": 256}}, {}, "selector_rank=256 in config.json; expected"),
         (ZLAB | {"is_causal": True}, {}, "is_causal=True in config.json; expected False"),
+        (
+            ZLAB | {"dflash_config": {"training_mode": "vp_drafter"}},
+            {},
+            "training_mode='vp_drafter' in config.json .it continues the drafts of another drafter",
+        ),
+        (ZLAB | {"dflash_config": {"loss_type": "vp_drafter"}}, {}, "loss_type='vp_drafter' in config.json .it cont"),
         (ZLAB | {"architectures": ["DominoDraftModel"]}, {}, "a DominoDraftModel .a recurrent network corrects"),
         (ZLAB | {"architectures": ["DFlash2DraftModel"]}, {}, "a DFlash2DraftModel .its layers have convolutions"),
         (

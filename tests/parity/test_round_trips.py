@@ -58,10 +58,41 @@ def speculators_eagle3_of_8_tokens_in_a_window(target: LlamaForCausalLM) -> Fold
     return config, eagle3_tensors(KEPT) | random_tensors(norms, 1)
 
 
+def speculators_eagle3_as_saved(target: LlamaForCausalLM) -> Folder:
+    """The package's `save_pretrained` keeps the embeddings, which are the target's."""
+    config, tensors = speculators_eagle3_of_8_tokens_in_a_window(target)
+    return config, tensors | {"embed_tokens.weight": target.get_input_embeddings().weight}
+
+
+def speculators_peagle(target: LlamaForCausalLM) -> Folder:
+    config = speculators("peagle", **VLLM, mask_token_id=17, draft_vocab_size=len(KEPT))
+    return config, eagle3_tensors(KEPT) | random_tensors({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=2)
+
+
 def speculators_dflash(target: LlamaForCausalLM) -> Folder:
     config = speculators("dflash", block_size=4, mask_token_id=17, sample_from_anchor=False)
     config["transformer_layer_config"]["model_type"] = "qwen3"
     return config | {"aux_hidden_state_layer_ids": [2, 4]}, dflash_tensors()
+
+
+def speculators_dflash_as_saved(target: LlamaForCausalLM) -> Folder:
+    """With the target's embeddings and lm_head, and a window as the package's command has by default."""
+    config, tensors = speculators_dflash(target)
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 3, "use_sliding_window": True}
+    config["transformer_layer_config"] |= window
+    return config | {"sliding_window_non_causal": False}, tensors | _targets(target)
+
+
+def speculators_dspark_of_8_tokens_in_a_window(target: LlamaForCausalLM) -> Folder:
+    config, tensors = speculators_dspark(target)
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 3, "use_sliding_window": True}
+    config["transformer_layer_config"] |= window
+    embeddings = {"embed_tokens.weight": target.get_input_embeddings().weight}
+    return config | {"sliding_window_non_causal": True}, tensors | embeddings
+
+
+def _targets(target: LlamaForCausalLM) -> Tensors:
+    return {"embed_tokens.weight": target.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
 
 
 def speculators_dflash_with_a_trained_mask(target: LlamaForCausalLM) -> Folder:
@@ -98,8 +129,21 @@ def sglang_eagle3(target: LlamaForCausalLM) -> Folder:
     return config, {name.replace(LAYER, "midlayer."): value for name, value in eagle3_tensors(KEPT).items()}
 
 
-def angelslim_eagle3(target: LlamaForCausalLM) -> Folder:
+def sglang_eagle31(target: LlamaForCausalLM) -> Folder:
     config, tensors = sglang_eagle3(target)
+    norms = random_tensors({f"fc_norm.{k}.weight": (HIDDEN,) for k in range(3)}, 1)
+    return config | {"fc_norm": True, "norm_output": True}, tensors | norms
+
+
+def eagle3_of_the_repository(target: LlamaForCausalLM) -> Folder:
+    """Without layer ids, which are 2, L/2 and L - 3 in its code."""
+    config, tensors = sglang_eagle3(target)
+    del config["eagle_config"]
+    return config, tensors
+
+
+def angelslim_eagle3(target: LlamaForCausalLM) -> Folder:
+    config, tensors = eagle3_of_the_repository(target)
     return config | {"architectures": ["Eagle3LlamaForCausalLM"]}, tensors
 
 
@@ -120,8 +164,7 @@ def deepspec_dflash(target: LlamaForCausalLM) -> Folder:
     """A DSpark of rank 0, with the target's embeddings and lm_head."""
     config = llama_config(model_type="qwen3", architectures=["Qwen3DSparkModel"], num_target_layers=6, block_size=4)
     config |= {"target_layer_ids": [1, 3], "mask_token_id": 17, "layer_types": ["full_attention"], "markov_rank": 0}
-    stored = {"embed_tokens.weight": target.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
-    return config | {"enable_confidence_head": False}, dflash_tensors() | stored
+    return config | {"enable_confidence_head": False}, dflash_tensors() | _targets(target)
 
 
 def deepspec_dspark(target: LlamaForCausalLM, kind: str = "vanilla") -> Folder:
@@ -196,14 +239,22 @@ def plain_llama(target: LlamaForCausalLM) -> Folder:
 LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (speculators_eagle3, "vllm"),
     (speculators_eagle3_of_8_tokens_in_a_window, "vllm"),
+    (speculators_eagle3_as_saved, "vllm"),
+    (speculators_peagle, "vllm"),
     (speculators_dflash, "vllm"),
+    (speculators_dflash_as_saved, "vllm"),
+    (speculators_dspark_of_8_tokens_in_a_window, "vllm"),
     (speculators_dflash_with_a_trained_mask, "vllm"),
     (speculators_dspark, "vllm"),
     (speculators_mtp, "vllm"),
     (sglang_eagle3, "sglang"),
-    (angelslim_eagle3, "sglang"),
+    (sglang_eagle31, "sglang"),
+    (eagle3_of_the_repository, "eagle"),
+    (angelslim_eagle3, "angelslim"),
     (zlab_dflash, "sglang"),
-    (angelslim_dflash, "sglang"),
+    (zlab_dflash, "specforge"),
+    (specforge_dspark, "specforge"),
+    (angelslim_dflash, "angelslim"),
     (deepspec_dflash, "sglang"),
     (deepspec_dspark, "sglang"),
     (deepspec_gated_dspark, "sglang"),
@@ -216,8 +267,8 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (plain_llama, "vllm"),
 ]
 SHARED = ("embed_tokens", "lm_head")
-RENAMED = {angelslim_eagle3: "LlamaForCausalLMEagle3", angelslim_dflash: "DFlashDraftModel"}
-"""The classes that SGLang has, for AngelSlim's names of them."""
+DEEP = (eagle3_of_the_repository, angelslim_eagle3)
+"""Layouts without layer ids, which `export` writes for a target of more than six layers: others have two alike."""
 
 
 def ours(folder: Folder, target: LlamaForCausalLM, tmp_path: Path) -> TrainableDrafter:
@@ -237,6 +288,7 @@ def test_files_come_back(
     layout: Callable[[LlamaForCausalLM], Folder], format: str, tmp_path: Path, target: LlamaForCausalLM
 ) -> None:
     """Every tensor bit for bit, and every key of the config that describes the drafter."""
+    target = six_layers(8) if layout in DEEP else target
     config, tensors = layout(target)
     drafter = ours((config, tensors), target, tmp_path)
     out = export_drafter(drafter, target, format, tmp_path / "again", target_name="org/target").folder
@@ -245,9 +297,8 @@ def test_files_come_back(
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], value) for name, value in tensors.items())
     stored = json.loads((out / "config.json").read_text())
-    kept = config | ({"architectures": [RENAMED[layout]]} if layout in RENAMED else {})
     bookkeeping = {"speculators_version", "speculators_config", "rope_theta"}
-    changed = {key for key in kept.keys() - bookkeeping if not _within(kept[key], stored.get(key))}
+    changed = {key for key in config.keys() - bookkeeping if not _within(config[key], stored.get(key))}
     assert not changed
 
 
@@ -261,6 +312,9 @@ def _within(wanted: Any, found: Any) -> bool:
 CONVERSIONS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (zlab_dflash, "vllm"),  # ids count from 1, the convention of the anchor is written
     (sglang_eagle3, "vllm"),  # ids count from 1, norm_before_residual is written
+    (angelslim_dflash, "sglang"),  # another class
+    (speculators_peagle, "transformers"),
+    (speculators_mtp, "transformers"),  # the halves of input_proj change places
     (speculators_eagle3, "sglang"),
     (speculators_eagle3, "transformers"),
     (speculators_dspark, "transformers"),
@@ -289,16 +343,15 @@ def test_conversions_keep_the_logits(
     assert (logits[0] - logits[1]).nan_to_num(0.0).abs().max() < 1e-12
 
 
-def test_peagles_mask_comes_back_as_an_equivalent_one(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """The stored vector is an input of fc with one output; every other tensor comes back bit for bit."""
-    tensors = eagle3_tensors() | random_tensors({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=2)
-    drafter = ours((speculators("peagle", **VLLM, mask_token_id=17), tensors), target, tmp_path)
-    out = export_drafter(drafter, target, "vllm", tmp_path / "again", target_name="org/target").folder
-    again = load_file(out / "model.safetensors")
-    assert again.keys() == tensors.keys()
-    assert all(torch.equal(again[name], value) for name, value in tensors.items() if name != "mask_hidden")
-    one, other = (w["mask_hidden"][0, 0].double() @ w["fc.weight"].T.double() for w in (tensors, again))
-    assert torch.allclose(one, other, atol=1e-6)
+def test_other_layouts_do_not_get_the_targets_tensors(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Those that a speculators file had; engines take them from the target."""
+    config, tensors = speculators_eagle3(target)
+    embeddings = {"embed_tokens.weight": target.get_input_embeddings().weight}
+    drafter = ours((config, tensors | embeddings), target, tmp_path)
+    assert drafter.shared_tensors == ("embed_tokens.weight",)
+    out = export_drafter(drafter, target, "sglang", tmp_path / "again", target_name="org/target").folder
+    assert "embed_tokens.weight" not in load_file(out / "model.safetensors")
+    assert ours(sglang_eagle3(target), target, tmp_path / "flat").shared_tensors == ()
 
 
 def test_deepspecs_dspark_in_speculators_layout(tmp_path: Path, target: LlamaForCausalLM) -> None:

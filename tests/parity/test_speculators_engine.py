@@ -25,6 +25,8 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL, TrainableDrafter
 from draftsmith.heads.block_attention import Windows
 from draftsmith.heads.dflash import DFlash
+from draftsmith.heads.layers import layer_config
+from draftsmith.heads.mtp import Mtp
 from draftsmith.hub.export import export_drafter
 
 pytestmark = pytest.mark.slow
@@ -44,6 +46,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3.1, two features": ("eagle3", {"fc_norm": True, "norm_output": True, "layers": [1, 6]}),
     "eagle3, window of 3": ("eagle3", {"window": 3}),
     "peagle": ("peagle", {"num_tokens": STEPS, "mask_token": 17}),
+    "peagle, its own mask": ("peagle", {"num_tokens": STEPS, "mask_token": 17, "mask_before_fc": True}),
     "peagle, 8 tokens": ("peagle", {"num_tokens": STEPS, "draft_vocabulary": KEPT}),
     "dflash": ("dflash", {"block_size": STEPS + 1, "mask_token": 17}),
     "dspark": ("dflash", {"block_size": STEPS + 1, "markov_rank": 5, "confidence_head": True}),
@@ -61,6 +64,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash, window of 3": ("dflash", {"block_size": STEPS + 1, "mask_token": 17, "window": 3}),
     "sure without a bias": ("dflash", {"block_size": STEPS + 1, "confidence_head": True}),
     "mtp": ("mtp", {}),
+    "mtp of Qwen3": ("mtp", {"qk_norm": True}),
 }
 
 
@@ -87,7 +91,12 @@ def off_the_start(kind: str, options: dict[str, Any], target: LlamaForCausalLM) 
     torch.manual_seed(3)
     options = {**options}
     window = options.pop("window", None)
-    drafter = HEADS[kind].from_target(target, **options).eval().requires_grad_(False)
+    if options.pop("qk_norm", False):
+        drafter = Mtp(layer_config(target, 1), qk_norm=True)
+        drafter.attach(target)
+    else:
+        drafter = HEADS[kind].from_target(target, **options)
+    drafter = drafter.eval().requires_grad_(False)
     if isinstance(drafter, DFlash) and window is not None:
         drafter.body.windows = Windows((window, None))
     elif window is not None:

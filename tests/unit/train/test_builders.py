@@ -31,6 +31,7 @@ DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("eagle3", {"layers": [1, 2], "draft_vocab_size": 32}, {"draft_vocabulary": EVEN}),
     ("mtp", {}, {}),
     ("peagle", {"layers": [1, 2]}, {}),
+    ("peagle", {"layers": [1, 2], "mask_before_fc": True}, {}),
     ("dflash", {"layers": [1, 2], "block_size": 4}, {}),
 ]
 
@@ -89,6 +90,19 @@ def test_what_the_recipe_says_holds_for_a_trained_drafter(
     for key, value in (("sample_from_anchor", False), ("block_size", 8), ("layers", [1, 1])):
         with pytest.raises(ConfigError, match=rf"start_from=.*: {key}=.*; expected {re.escape(str(value))}, as"):
             found(**{key: value})
+
+
+def test_keys_that_change_shapes_are_named(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """A drafter of the speculators package, whose masks have features."""
+    model = make_llama().requires_grad_(False)
+    saved = HEADS["peagle"].from_target(model, layers=[1, 2], mask_before_fc=True)
+    described = describe_target(model, tiny_tokenizer, "tiny")
+    save_drafter(saved, tmp_path / "saved", target=described, recipe=None, draft_length=2, tokenizer=tiny_tokenizer)
+    values = {"name": "n", "output": "o", "drafter": {"type": "peagle", "layers": [1, 2]}}
+    recipe = parse_recipe({**values, "start_from": str(tmp_path / "saved")}, "test")
+    fresh = HEADS["peagle"].from_target(model, layers=[1, 2])
+    with pytest.raises(ConfigError, match=r"mask_hidden has shape .* says \(the drafter has mask_before_fc=True\)$"):
+        _started(recipe, LoadedTarget(model, tiny_tokenizer, "tiny", None), fresh)
 
 
 @pytest.mark.parametrize("start", [train, prepare])
