@@ -16,17 +16,19 @@ the first of them with a draft vocabulary, DSpark, Medusa with five heads, and a
 row a step, of which an eighth is its prompt, AdamW, bf16 autocast. MFU is of the whole step, and of its own part
 (without the target's pass). The machine's peak is that of train/estimate/time.py.
 
-A cell is a temperature, a batch size and a context. Its sides decode the same random prompts, interleaved; the first
-run is a warm-up. Times begin after the prefill. `outside` is the share of time outside the models' forward passes, from
-one more run in which the device is synchronized after every pass; not measured for compiled passes. `alone` at T=1 is
-what sampling training data costs.
+A cell is a temperature, a batch size and a context; small ones come first, and none begins after `--minutes`. Its sides
+decode the same random prompts, interleaved; the first run is a warm-up. Times begin after the prefill. `outside` is the
+share of time outside the models' forward passes, from one more run in which the device is synchronized after every
+pass; not measured for compiled passes. `alone` at T=1 is what sampling training data costs.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -80,6 +82,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="counted training steps of each drafter")
     parser.add_argument("--json", type=Path, help="also write the figures into this file")
     parser.add_argument("--repeats", type=int, default=3, help="counted runs of every side in a cell")
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no further cell is measured")
     options = parser.parse_args()
     if options.shape != "tiny" and not torch.cuda.is_available():
         raise SystemExit(f"--shape {options.shape} needs a GPU, and torch finds none; --shape tiny runs on a CPU")
@@ -329,30 +332,35 @@ def report(cell: Cell, figures: dict[str, Figures], acceptance: float) -> dict[s
     return {**asdict(cell), "acceptance": acceptance, "expected_tau": expected, "sides": sides}
 
 
-def decode(options: argparse.Namespace, device: torch.device) -> list[dict[str, object]]:
-    """Measure all cells."""
+def decode(options: argparse.Namespace, device: torch.device, until: float) -> list[dict[str, object]]:
+    """Measure all cells that begin before the time `until`."""
     target = make_target(options.shape, device)
     drafter = make_drafter(options.shape, target)
     blend = Blend(target, drafter)
     sides, cells = make_sides(options, target, drafter), []
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (target, drafter)]
     print(f"{options.shape}: {sizes[0]:,} parameters, drafter {sizes[1]:,} with the target's embeddings and lm_head")
-    for temperature in options.temperatures:
+    settings = itertools.product(options.batches, options.contexts, options.temperatures)
+    for batch, context, temperature in sorted(settings, key=lambda of_cell: of_cell[0] * of_cell[1]):
+        what = f"T={temperature:g}, batch {batch}, context {context}"
+        if time.perf_counter() > until:
+            print(f"\n{what}: not measured, {options.minutes:g} minutes have passed")
+            continue
         acceptance = blend.set(options.acceptance, temperature)
-        for batch, context in itertools.product(options.batches, options.contexts):
-            cell = Cell(temperature, batch, context, options.max_new_tokens, options.gamma)
-            # transformers' assisted generation decodes one text.
-            usable = {name: side for name, side in sides.items() if batch == 1 or name != "assisted"}
-            try:
-                figures = measure(cell, usable, [target, drafter.model], options.repeats)
-                cells.append(report(cell, figures, acceptance))
-            except torch.OutOfMemoryError as error:
-                print(f"\nT={temperature:g}, batch {batch}, context {context}: {error}".splitlines()[1])
+        cell = Cell(temperature, batch, context, options.max_new_tokens, options.gamma)
+        # transformers' assisted generation decodes one text.
+        usable = {name: side for name, side in sides.items() if batch == 1 or name != "assisted"}
+        try:
+            figures = measure(cell, usable, [target, drafter.model], options.repeats)
+            cells.append(report(cell, figures, acceptance))
+        except torch.OutOfMemoryError as error:
+            print(f"\n{what}: {error}".splitlines()[1])
     return cells
 
 
 def main() -> None:
     options = arguments()
+    until = time.perf_counter() + 60 * options.minutes
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = environment()
     print(f"{where['accelerator'] or where['cpu']}, torch {torch.__version__}, transformers {transformers.__version__}")
@@ -362,7 +370,8 @@ def main() -> None:
         rows = list(train_rows(target, options.lengths, compiled=options.compile, steps=options.steps))
         print(f"\n{table(rows)}\n", flush=True)
         del target
-    cells = decode(options, device)
+        gc.collect()
+    cells = decode(options, device, until)
     if options.json is not None:
         options.json.write_text(json.dumps({"environment": where, "training": rows, "decoding": cells}) + "\n")
 

@@ -1,5 +1,6 @@
 """Training steps of large shapes, for gpu.py: time by part, tokens/s, MFU, peak memory beside the estimate."""
 
+import gc
 import math
 import statistics
 import tempfile
@@ -59,6 +60,7 @@ def batch_of(recipe: Recipe, target: PreTrainedModel, clock: StepClock) -> Batch
 
 def measure(recipe: Recipe, target: PreTrainedModel, compiled: bool, steps: int, peak_tflops: float) -> dict[str, Any]:
     """Time `steps` steps after two that are not counted."""
+    gc.collect()  # the last drafter's tensors, and its hooks on the target
     device, clock = target.device, StepClock(target.device)
     estimate = estimate_memory(recipe, target.config, device=device.type, bf16=True, accelerated=True).training
     with device:
@@ -104,7 +106,8 @@ def operations(step: DryStep) -> tuple[int, int]:
 
 def train_rows(target: PreTrainedModel, lengths: list[int], *, compiled: bool, steps: int) -> Iterator[dict[str, Any]]:
     """Measure all drafters, eager and where asked compiled; one that does not fit yields a row with its error."""
-    name = torch.cuda.get_device_name(target.device).lower() if target.device.type == "cuda" else ""
+    name = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
+    name = name.lower().replace(" ", "")
     peak = next((tflops for machine, (tflops, _) in MACHINES.items() if machine in name), math.nan)
     with tempfile.TemporaryDirectory() as folder:
         shape = SMALL if target.config.hidden_size >= 1024 else TINY

@@ -58,7 +58,8 @@ class Position:
     rows_N: Tensor
     """Row of each token in the target's output, ascending and distinct."""
     anchors: tuple[Tensor, ...]
-    """(row, column) of each token in the grid of anchors; the positions of one draft have the same anchor."""
+    """Indices of each token in the grid of anchors, as (row, column) or along the only dimension; the positions of one
+    draft have the same anchor."""
     grid: torch.Size
 
 
@@ -99,8 +100,12 @@ def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> Aligned:
 
 
 def _trained(entry: DraftStates, signals: TeacherSignals) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return (row, column) of each trained state, and its target's place in the flattened batch, ascending."""
+    """Return the indices of each trained state, and its target's place in the flattened batch, ascending."""
     T = signals.mask_BT.shape[1]
+    if entry.places_N is not None:
+        trained_N = signals.mask_BT.flatten().index_select(0, entry.places_N.clamp_min(0)) & (entry.places_N >= 0)
+        (index_N,) = trained_N.nonzero(as_tuple=True)
+        return (index_N,), entry.places_N[index_N]
     if entry.places_BT is None:
         mask_BT = signals.mask_BT[:, entry.offset :]
         if signals.documents_BT is not None:
@@ -116,7 +121,9 @@ def _trained(entry: DraftStates, signals: TeacherSignals) -> tuple[tuple[Tensor,
 
 
 def _grid(entry: DraftStates, signals: TeacherSignals) -> torch.Size:
-    return signals.mask_BT.shape if entry.places_BT is None else entry.places_BT.shape
+    places = signals.mask_BT if entry.everywhere else entry.places_BT if entry.places_N is None else entry.places_N
+    assert places is not None
+    return places.shape
 
 
 class Rows(NamedTuple):

@@ -37,7 +37,7 @@ class DraftWeights:
     ) -> None:
         self._positions, self._dpace, self._length_weight = positions, dpace, length_weight
         entry = positions[0].entry
-        self._every_depth = len(positions) == 1 and not entry.offset and entry.places_BT is None
+        self._every_depth = len(positions) == 1 and not entry.offset and entry.everywhere
         self.longest = draft_length if self._every_depth else len(positions)
         """Number of neighbouring positions of the target that a draft spans."""
         self._alpha, self._sure = (

@@ -215,7 +215,7 @@ def agreement_of(
     entries = _entries(drafter, signals, positions)
     by_tokens_alone = len(entries) == 1 and _serves_all(entries[0])
     for column, entry in enumerate(entries):
-        places = list(_places(entry, column, texts))
+        places = list(_places(entry, column, texts, signals.mask_BT.shape[1]))
         if not places:
             continue
         rows_N, states_N, targets_N, anchors_N = torch.tensor(places).T
@@ -262,7 +262,7 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
 
 def _serves_all(entry: DraftStates) -> bool:
     """Return whether q depends only on the tokens before a position, not on where the round began."""
-    return not entry.offset and entry.places_BT is None
+    return not entry.offset and entry.everywhere
 
 
 def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int) -> list[DraftStates]:
@@ -273,12 +273,18 @@ def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int)
     return drafter.unroll(signals)[:positions]
 
 
-def _places(entry: DraftStates, column: int, texts: Sequence[TargetText]) -> Iterator[tuple[int, int, int, int]]:
+def _places(
+    entry: DraftStates, column: int, texts: Sequence[TargetText], length: int
+) -> Iterator[tuple[int, int, int, int]]:
     """Yield (row, index of the drafter's state, position of the target's p, anchor counted from 0) for one entry.
 
     If the anchor is the text's token t, the target's p for draft position k + 1 is at position t + k.
     """
-    for row, text in enumerate(texts):
+    for state, place in enumerate([] if entry.places_N is None else entry.places_N.tolist()):
+        row, position = divmod(place, length)
+        if place >= 0 and texts[row].prompt_length + column <= position <= len(texts[row].tokens) - 2:
+            yield row, state, position, position - column - texts[row].prompt_length
+    for row, text in enumerate([] if entry.places_N is not None else texts):
         first, last = text.prompt_length, len(text.tokens) - 2
         if entry.places_BT is not None:
             for state, position in enumerate(entry.places_BT[row].tolist()):
@@ -298,7 +304,7 @@ def _rows(
     states_N: Tensor,
     targets_N: Tensor,
 ) -> Rows:
-    states_ND = entry.hidden_BTD[rows_N, states_N]
+    states_ND = entry.hidden_BTD[states_N] if entry.places_N is not None else entry.hidden_BTD[rows_N, states_N]
     target_NH = signals.hidden_BTH[rows_N, targets_N]
     p_NV, logits_ND = lm_head(target_NH), entry.head(states_ND)
     known = logits_ND.shape[1] if drafter.shared_vocabulary is None else drafter.shared_vocabulary

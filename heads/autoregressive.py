@@ -13,7 +13,7 @@ Committed tokens are read again with the target's features, so errors of the sta
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -23,9 +23,10 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.hidden_states import positions_like, require_layers
+from draftsmith.heads.hidden_states import require_layers
 from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary, windows_of
 from draftsmith.heads.lm_head import logits_head, weight_of
+from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: B rows, T tokens read, n tokens or nodes, F size of the target's features per position, H hidden size,
@@ -75,8 +76,13 @@ class DraftNetwork(nn.Module, ABC):
         """Return the target's features as a state [n, H]."""
 
     @abstractmethod
-    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Run the layers on tokens and the states before them, and return the states [B, T, H] after these tokens."""
+    def step(
+        self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
+    ) -> Tensor:
+        """Run the layers on tokens and the states before them, and return the states [B, T, H] after these tokens.
+
+        `read_Q`: return those of some tokens only; the others are attended to.
+        """
 
     @abstractmethod
     def head(self, states_nH: Tensor) -> Tensor:
@@ -197,23 +203,21 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         """Return the states of the training-time test: step k reads those of step k - 1, as in decoding."""
-        body, ids_BT, part = self.body, signals.input_ids_BT, self.part
-        T = ids_BT.shape[1]
-        here = slice(0, T) if part is None else part.positions(T)
-        states_BTH = self._teacher_states(signals if part is None else _states_at(signals, here))
-        positions_BT = positions_like(ids_BT, signals.documents_BT)[:, here]
+        body, read = self.body, ReadPositions(signals, self.train_steps, self.part)
+        assert signals.features_BTF is not None, "the drafter's needs name layers"
+        states_1XH = self._teacher_states(read.values(signals.features_BTF, read.first_X))
         tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
-        attend, unrolled = UnrolledAttention(signals.documents_BT, windows_of(body.config), part, T), []
+        attend, unrolled = UnrolledAttention(read, windows_of(body.config)), []
         for k in range(self.train_steps):
-            embeds_BTH = body.embed(shifted(ids_BT, k + 1)[:, here])
-            rope = body.rotary(embeds_BTH, positions_BT + k)
-            states_BTH = body.step(embeds_BTH, states_BTH, rope, attend)
+            places_X = read.queries_N if k else read.first_X
+            embeds_1XH = body.embed(read.tokens(places_X, k + 1))
+            rope = body.rotary(embeds_1XH, read.positions(places_X) + k)
+            states_1XH = body.step(embeds_1XH, states_1XH, rope, attend, None if k else read.among_N)
             unrolled.append(
                 DraftStates(
-                    states_BTH,
+                    states_1XH[0],
                     body.head,
-                    offset=k + 1,
-                    places_BT=None if part is None else part.places(ids_BT, k + 1),
+                    places_N=read.towards(k + 1),
                     vocabulary_D=tokens,
                     regresses=self.regresses,
                     head_parameters=body.head_parameters(),
@@ -221,22 +225,9 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
             )
         return unrolled
 
-    def _teacher_states(self, signals: TeacherSignals) -> Tensor:
-        """Return the target's features as states [B, T, H], which the first step reads."""
-        assert signals.features_BTF is not None, "the drafter's needs name layers"
-        return self.body.project(signals.features_BTF.to(self.body.dtype))
+    def _teacher_states(self, features_1XF: Tensor) -> Tensor:
+        """Return the target's features as states [1, X, H], which the first step reads."""
+        return self.body.project(features_1XF.to(self.body.dtype))
 
     def options(self) -> dict[str, Any]:
         return {"train_steps": self.train_steps}
-
-
-def _states_at(signals: TeacherSignals, here: slice) -> TeacherSignals:
-    """Return the signals with the target's states at some positions only."""
-    features_BTF = None if signals.features_BTF is None else signals.features_BTF[:, here]
-    return replace(signals, hidden_BTH=signals.hidden_BTH[:, here], features_BTF=features_BTF)
-
-
-def shifted(ids_BT: Tensor, by: int) -> Tensor:
-    """Return ids shifted left by `by`; zeros fill the end, where nothing is trained."""
-    by = min(by, ids_BT.shape[1])
-    return nn.functional.pad(ids_BT[:, by:], (0, by))

@@ -165,12 +165,16 @@ class DraftStates:
     """Teacher-forced states of a drafter for one draft position; logits are computed from them in chunks."""
 
     hidden_BTD: Tensor
+    """[B, T, D], or with `places_N` [N, D]."""
     head: Callable[[Tensor], Tensor]
     """Maps states [n, D] to logits [n, V], or to the logits of the draft vocabulary."""
     offset: int = 0
     """State t is trained towards the target's distribution at position t + offset."""
     places_BT: Tensor | None = None
     """For states at chosen positions only: the target's position that each state is trained towards, -1 for none."""
+    places_N: Tensor | None = None
+    """For states [N, D] at chosen positions of any rows: the place in the flattened batch [B * T] that each state is
+    trained towards, -1 for none; otherwise ascending."""
     vocabulary_D: Tensor | None = None
     """The token of each row of the head; None for the target's whole vocabulary."""
     regresses: bool = False
@@ -179,6 +183,11 @@ class DraftStates:
     """Maps states [n, D] to logits [n] of the probability that the draft token is accepted."""
     head_parameters: tuple[nn.Parameter, ...] = ()
     """Trainable parameters of a head that is not a module."""
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether there is a state at every position."""
+        return self.places_BT is None and self.places_N is None
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters that are trained between states and logits."""
@@ -249,7 +258,7 @@ class TrainableDrafter(Drafter, ABC):
 
     vocab_size: int  # pyright: ignore[reportIncompatibleVariableOverride]  # set once, in every subclass's constructor
     part: "SequencePart | None" = None
-    """Positions at which `unroll` computes states, where the drafter divides texts; None for all."""
+    """This process's share of the positions at which `unroll` computes states, where texts are divided; else None."""
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:

@@ -107,7 +107,9 @@ class DFlashNetwork(DraftNetwork):
             pairs.append(layer.context_keys(context_BTH, rope))
         return pairs
 
-    def step(self, embeds_BTH: Tensor, states_BTH: Tensor | None, rope: Rope, attend: Attend) -> Tensor:
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]  # blocks are returned whole
+        self, embeds_BTH: Tensor, states_BTH: Tensor | None, rope: Rope, attend: Attend
+    ) -> Tensor:
         x_BTH = embeds_BTH
         for layer in self.layers:
             x_BTH = layer(x_BTH, rope, attend)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
-from draftsmith.heads.base import FINAL, TeacherSignals
+from draftsmith.heads.base import FINAL
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config
 
 
@@ -32,11 +32,14 @@ class EagleNetwork(DraftNetwork):
     def project(self, features_nF: Tensor) -> Tensor:
         return features_nF
 
-    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+    def step(
+        self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
+    ) -> Tensor:
+        *before, last = self.layers
         x_BTH = self.fc(torch.cat([embeds_BTH, states_BTH], -1))
-        for layer in self.layers:
+        for layer in before:
             x_BTH = layer(x_BTH, rope, attend)
-        return x_BTH
+        return last(x_BTH, rope, attend, read_Q)
 
     def head(self, states_nH: Tensor) -> Tensor:
         return self.target_head(states_nH)
@@ -75,12 +78,12 @@ class Eagle(AutoregressiveDrafter[EagleNetwork]):
     def options(self) -> dict[str, Any]:
         return {**super().options(), "noise": self.noise}
 
-    def _teacher_states(self, signals: TeacherSignals) -> Tensor:
-        states_BTH = super()._teacher_states(signals)
+    def _teacher_states(self, features_1XF: Tensor) -> Tensor:
+        states_1XH = super()._teacher_states(features_1XF)
         if not (self.training and self.noise):
-            return states_BTH
+            return states_1XH
         # Uniform noise makes the drafter robust to errors of its own states (EAGLE, section 4).
-        return states_BTH + (torch.rand_like(states_BTH) * 2 - 1) * self.noise
+        return states_1XH + (torch.rand_like(states_1XH) * 2 - 1) * self.noise
 
 
 class Hass(Eagle):

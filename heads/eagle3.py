@@ -34,11 +34,15 @@ class FirstLayer(nn.Module):
         self.input_layernorm, self.hidden_norm = norm(config), norm(config)
         self.post_attention_layernorm = norm(config)
 
-    def forward(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+    def forward(
+        self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
+    ) -> Tensor:
         normed_BTH = self.hidden_norm(states_BTH)
         residual_BTH = normed_BTH if self.norm_before_residual else states_BTH
+        if read_Q is not None:
+            residual_BTH = residual_BTH.index_select(1, read_Q)
         both_BT2H = torch.cat([self.input_layernorm(embeds_BTH), normed_BTH], -1)
-        x_BTH = residual_BTH + self.self_attn(both_BT2H, rope, attend)
+        x_BTH = residual_BTH + self.self_attn(both_BT2H, rope, attend, read_Q)
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
 
 
@@ -77,10 +81,13 @@ class Eagle3Network(DraftNetwork):
             features_nF = torch.cat([own(part) for own, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(features_nF)
 
-    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        x_BTH = self.layers[0](embeds_BTH, states_BTH, rope, attend)
-        for layer in self.layers[1:]:
-            x_BTH = layer(x_BTH, rope, attend)
+    def step(
+        self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
+    ) -> Tensor:
+        first, *others = self.layers
+        x_BTH = first(embeds_BTH, states_BTH, rope, attend, None if others else read_Q)
+        for layer in others:
+            x_BTH = layer(x_BTH, rope, attend, read_Q if layer is others[-1] else None)
         return self.norm(x_BTH) if self.norm_output else x_BTH
 
     def head(self, states_nH: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import DraftNetwork
 from draftsmith.heads.base import FINAL, Context, Needs, TeacherSignals
-from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.medusa import ResidualBlock
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
+from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: n nodes, B rows, T positions, H hidden size, E size of the embeddings, S = H + kE size of the carried state of
@@ -67,8 +67,10 @@ class PrefixNetwork(DraftNetwork):
     def project(self, features_nF: Tensor) -> Tensor:
         return features_nF
 
-    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        return self.norm(self.layer(states_BTH, rope, attend))
+    def step(
+        self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
+    ) -> Tensor:
+        return self.norm(self.layer(states_BTH, rope, attend, read_Q))
 
     def head(self, states_nH: Tensor) -> Tensor:
         """Return the states: they are the output."""
@@ -172,13 +174,12 @@ class Hydra(TokenHeads):
         if self.prefix is not None:
             self._runner.drop(rows)
 
-    def teacher_states(self, signals: TeacherSignals) -> Tensor:
-        states_BTH = super().teacher_states(signals)
+    def teacher_states(self, signals: TeacherSignals, read: ReadPositions) -> Tensor:
         if self.prefix is None:
-            return states_BTH
-        rope = self.prefix.rotary(states_BTH, positions_like(signals.input_ids_BT, signals.documents_BT))
-        attend = UnrolledAttention(signals.documents_BT, [None])
-        return self.prefix.step(states_BTH, states_BTH, rope, attend)
+            return super().teacher_states(signals, read)
+        states_1XH = read.values(signals.hidden_BTH, read.first_X).to(self.dtype)
+        rope = self.prefix.rotary(states_1XH, read.positions(read.first_X))
+        return self.prefix.step(states_1XH, states_1XH, rope, UnrolledAttention(read, [None]), read.among_N)[0]
 
     def first(self, hidden_nH: Tensor) -> Tensor:
         return hidden_nH

@@ -102,16 +102,25 @@ class Attention(nn.Module):
         self.q_norm = norm(config, self.head_dim, centred=centred) if qk_norm else nn.Identity()
         self.k_norm = norm(config, self.head_dim, centred=centred) if qk_norm else nn.Identity()
 
-    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        q_BThd, gate_BTA = self.q_proj(x_BTH), None
-        if self.gated:
-            q_BThd, gate_BThd = q_BThd.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
-            q_BThd, gate_BTA = q_BThd.flatten(2), gate_BThd.flatten(2)
-        q_BhTd = self.q_norm(self._heads(q_BThd)).transpose(1, 2)
+    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None) -> Tensor:
         k_BhTd, v_BhTd = self.keys(x_BTH)
-        q_BhTd, k_BhTd = rotated(q_BhTd, k_BhTd, rope)
+        if read_Q is None:
+            q_BhTd, gate_BTA = self._queries(x_BTH)
+            q_BhTd, k_BhTd = rotated(q_BhTd, k_BhTd, rope)
+        else:
+            q_BhTd, gate_BTA = self._queries(x_BTH.index_select(1, read_Q))
+            cos, sin = (part.index_select(1, read_Q) for part in rope)
+            q_BhTd, k_BhTd = turned(q_BhTd, (cos, sin)), turned(k_BhTd, rope)
         out_BTA = attend(self.layer, q_BhTd, k_BhTd, v_BhTd).transpose(1, 2).flatten(2)
         return self.o_proj(out_BTA if gate_BTA is None else out_BTA * gate_BTA.sigmoid())
+
+    def _queries(self, x_BTH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return queries [B, h, T, d], not rotated yet, and where there are gates these [B, T, h * d]."""
+        q_BTA, gate_BTA = self.q_proj(x_BTH), None
+        if self.gated:
+            q_BThd, gate_BThd = q_BTA.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+            q_BTA, gate_BTA = q_BThd.flatten(2), gate_BThd.flatten(2)
+        return self.q_norm(self._heads(q_BTA)).transpose(1, 2), gate_BTA
 
     def keys(self, x_BTH: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys, not rotated yet, and values, both [B, h, T, d]."""
@@ -131,8 +140,16 @@ def rotated(q_BhTd: Tensor, k_BhTd: Tensor, rope: Rope) -> tuple[Tensor, Tensor]
     return torch.cat([q_BhTr, q_BhTd[..., turned:]], -1), torch.cat([k_BhTr, k_BhTd[..., turned:]], -1)
 
 
+def turned(x_BhTd: Tensor, rope: Rope) -> Tensor:
+    """Return queries or keys alone, rotated."""
+    return rotated(x_BhTd, x_BhTd[:, :0], rope)[0]
+
+
 class DecoderLayer(nn.Module):
-    """Llama's decoder layer; `norm_input=False` omits the first norm, as in EAGLE-1. For the others see `Attention`."""
+    """Llama's decoder layer; `norm_input=False` omits the first norm, as in EAGLE-1. For the others see `Attention`.
+
+    `read_Q`: the positions whose outputs [B, Q, H] are returned; all others have keys and values only. None: all.
+    """
 
     def __init__(
         self,
@@ -150,8 +167,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = norm(config, centred=centred) if norm_input else nn.Identity()
         self.post_attention_layernorm = norm(config, centred=centred)
 
-    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        x_BTH = x_BTH + self.self_attn(self.input_layernorm(x_BTH), rope, attend)
+    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None) -> Tensor:
+        added_BTH = self.self_attn(self.input_layernorm(x_BTH), rope, attend, read_Q)
+        x_BTH = (x_BTH if read_Q is None else x_BTH.index_select(1, read_Q)) + added_BTH
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
 
 

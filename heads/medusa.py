@@ -26,6 +26,7 @@ from draftsmith.heads.multi_head import (
     require_states,
     target_sizes,
 )
+from draftsmith.heads.read_positions import ReadPositions
 
 
 class ResidualBlock(nn.Module):
@@ -117,9 +118,10 @@ class Medusa(PathIndependentDrafter):
         return (self.lm_heads.full(depth, self.blocks[depth](hidden_nH)),)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
+        read, tokens_D = ReadPositions(signals, self.num_heads), self.lm_heads.tokens_D
         # The heads may be kept in fp32 while the target is in half precision.
-        hidden_BTH = signals.hidden_BTH.to(self.dtype)
+        hidden_NH = read.values(signals.hidden_BTH, read.queries_N)[0].to(self.dtype)
         return [
-            DraftStates(block(hidden_BTH), self.lm_heads[k], offset=k + 1, vocabulary_D=self.lm_heads.tokens_D)
+            DraftStates(block(hidden_NH), self.lm_heads[k], places_N=read.towards(k + 1), vocabulary_D=tokens_D)
             for k, block in enumerate(self.blocks)
         ]

@@ -79,15 +79,18 @@ class MtpNetwork(DraftNetwork):
     def project(self, features_nF: Tensor) -> Tensor:
         return features_nF
 
-    def step(self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
+    def step(
+        self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
+    ) -> Tensor:
         both = torch.cat([self.hidden_layernorm(states_BTH), self.token_layernorm(embeds_BTH)], -1)
         x_BTH = self.input_proj(both)
-        for layer in self.layers:
-            if isinstance(layer, DecoderLayer):
-                x_BTH = layer(x_BTH, rope, attend)
-            else:
-                x_BTH = layer(x_BTH, attention_mask=None, position_embeddings=rope, attend=attend)
-        return self.final_layernorm(x_BTH)
+        *before, last = self.layers
+        if not isinstance(last, DecoderLayer):  # the only one
+            x_BTH = last(x_BTH, attention_mask=None, position_embeddings=rope, attend=attend)
+            return self.final_layernorm(x_BTH if read_Q is None else x_BTH.index_select(1, read_Q))
+        for layer in before:
+            x_BTH = layer(x_BTH, rope, attend)
+        return self.final_layernorm(last(x_BTH, rope, attend, read_Q))
 
     def head(self, states_nH: Tensor) -> Tensor:
         return self.target_head(states_nH)

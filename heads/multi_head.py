@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.autoregressive import shifted
 from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.lm_head import scaled_weight, weight_of
+from draftsmith.heads.read_positions import ReadPositions
 
 
 class PathIndependentDrafter(TrainableDrafter):
@@ -149,9 +149,9 @@ class TokenHeads(TrainableDrafter):
         """Return the states [B, H] after the second to last committed tokens; rows other than `rows` are undefined."""
         return last_states(self.context, self.dtype)
 
-    def teacher_states(self, signals: TeacherSignals) -> Tensor:
-        """Return the states [B, T, H] that `committed_states` returns in decoding."""
-        return signals.hidden_BTH.to(self.dtype)
+    def teacher_states(self, signals: TeacherSignals, read: ReadPositions) -> Tensor:
+        """Return the states [N, H] that `committed_states` returns in decoding, at the queries' places."""
+        return read.values(signals.hidden_BTH, read.queries_N)[0].to(self.dtype)
 
     def extend(self, level: Level) -> Tensor:
         self._carried_BnS = level.of_parents(self._carried_BnS)
@@ -168,12 +168,13 @@ class TokenHeads(TrainableDrafter):
         return self.lm_heads.full(depth, state_nH), carried_nS
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        carried_BTS = self.first(self.teacher_states(signals))
+        read = ReadPositions(signals, self.num_heads)
+        carried_NS = self.first(self.teacher_states(signals, read))
         unrolled = []
         for k in range(self.num_heads):
-            state_BTH, carried_BTS = self.advance(k, carried_BTS, shifted(signals.input_ids_BT, k + 1))
+            state_NH, carried_NS = self.advance(k, carried_NS, read.tokens(read.queries_N, k + 1)[0])
             head, tokens_D = self.lm_heads[k], self.lm_heads.tokens_D
-            unrolled.append(DraftStates(state_BTH, head, offset=k + 1, vocabulary_D=tokens_D))
+            unrolled.append(DraftStates(state_NH, head, places_N=read.towards(k + 1), vocabulary_D=tokens_D))
         return unrolled
 
     @classmethod

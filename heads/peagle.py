@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.autoregressive import NetworkDrafter, shifted
+from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import Context, DraftStates, TeacherSignals
 from draftsmith.heads.eagle3 import Eagle3Network, start_from_target, three_depths, vocabulary_size
-from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.layers import layer_config, windows_of
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.multi_head import PathIndependentDrafter
+from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: B rows, T positions, H hidden size, K draft tokens.
@@ -136,22 +136,24 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         """Return states of masks after every position, with the attention of the training-time test."""
-        body, ids_BT = self.body, signals.input_ids_BT
-        positions_BT = positions_like(ids_BT, signals.documents_BT)
+        body, read = self.body, ReadPositions(signals, self.num_tokens)
         assert signals.features_BTF is not None, "the drafter's needs name layers"
-        states_BTH = body.project(signals.features_BTF.to(body.dtype))
-        embeds_BTH = body.embed(shifted(ids_BT, 1))
-        mask_BT, mask_H = torch.full_like(ids_BT, self.mask_token), self._mask_state()
+        features_1XF = read.values(signals.features_BTF, read.first_X)
+        embeds_1XH, states_1XH = body.embed(read.tokens(read.first_X, 1)), body.project(features_1XF.to(body.dtype))
+        mask_1N, mask_H = torch.full_like(read.queries_N, self.mask_token)[None], self._mask_state()
         tokens_D = None if body.vocabulary is None else body.vocabulary.tokens_D
-        attend, unrolled = UnrolledAttention(signals.documents_BT, windows_of(body.config)), []
+        attend, unrolled = UnrolledAttention(read, windows_of(body.config)), []
         for k in range(self.num_tokens):
             if k > 0:
-                embeds_BTH, states_BTH = body.embed(mask_BT), mask_H.expand_as(states_BTH)
-            out_BTH = body.step(embeds_BTH, states_BTH, body.rotary(embeds_BTH, positions_BT + k), attend)
+                embeds_1XH = body.embed(mask_1N)
+                states_1XH = mask_H.expand_as(embeds_1XH)
+            rope = body.rotary(embeds_1XH, read.positions(read.queries_N if k else read.first_X) + k)
+            out_1NH = body.step(embeds_1XH, states_1XH, rope, attend, None if k else read.among_N)
             # The mask's state needs a gradient in every batch; with one draft token nothing else gives it one.
             trained = (*body.head_parameters(), self.mask_hidden)
+            places_N = read.towards(k + 1)
             unrolled.append(
-                DraftStates(out_BTH, body.head, offset=k + 1, vocabulary_D=tokens_D, head_parameters=trained)
+                DraftStates(out_1NH[0], body.head, places_N=places_N, vocabulary_D=tokens_D, head_parameters=trained)
             )
         return unrolled
 

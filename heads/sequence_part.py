@@ -1,4 +1,4 @@
-"""Sequence parallelism: each process of a group computes a drafter's states at a part of a text's positions."""
+"""Sequence parallelism: each process of a group computes keys and states of a drafter at a part of the positions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Shapes: B rows, T positions of the text, L positions of the part, S positions up to its end, g key heads, d head size.
+# Shapes: B rows, M positions of the keys, L of them in the part, g key heads, d head size.
 
 
 class SequencePart:
@@ -23,19 +23,12 @@ class SequencePart:
         self.index, self.count, self.group = index, count, group
 
     def positions(self, length: int, index: int | None = None) -> slice:
-        """Return the positions of this part, or of part `index`, in a text of `length` tokens."""
+        """Return the positions of this part, or of part `index`, among `length`."""
         index = self.index if index is None else index
         return slice(length * index // self.count, length * (index + 1) // self.count)
 
-    def places(self, ids_BT: Tensor, offset: int) -> Tensor:
-        """Return position + `offset` for this part's positions [B, L], -1 after the end of the text."""
-        B, T = ids_BT.shape
-        own = self.positions(T)
-        places_L = torch.arange(own.start, own.stop, device=ids_BT.device) + offset
-        return places_L.where(places_L < T, -1).expand(B, -1)
-
-    def up_to_here(self, own_BgLd: Tensor, length: int) -> Tensor:
-        """Return keys or values of all positions up to the end of this part [B, g, S, d], with their gradient."""
+    def whole(self, own_BgLd: Tensor, length: int) -> Tensor:
+        """Return keys or values of the positions of all parts [B, g, M, d], with their gradient."""
         gathered = _Gathered.apply(own_BgLd, self, length)
         assert isinstance(gathered, Tensor)
         return gathered
@@ -56,15 +49,13 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_BgLd: Tensor, part: SequencePart, length: int) -> Tensor:
         ctx.part, ctx.length = part, length
-        return torch.cat(list(part.gather(own_BgLd, length))[: part.index + 1], 2)
+        return torch.cat(list(part.gather(own_BgLd, length)), 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (g_BgSd,) = gradients
-        part, own = ctx.part, ctx.part.positions(ctx.length)
+        (g_BgMd,) = gradients
         # Summed in float32: each process has the gradient of its own queries.
-        wide = torch.promote_types(g_BgSd.dtype, torch.float32)
-        all_BgTd = nn.functional.pad(g_BgSd.to(wide), (0, 0, 0, ctx.length - own.stop)).contiguous()
-        if part.group is not None:
-            dist.all_reduce(all_BgTd, group=part.group)
-        return all_BgTd[:, :, own].to(g_BgSd.dtype), None, None
+        sum_BgMd = g_BgMd.to(torch.promote_types(g_BgMd.dtype, torch.float32), copy=True).contiguous()
+        if ctx.part.group is not None:
+            dist.all_reduce(sum_BgMd, group=ctx.part.group)
+        return sum_BgMd[:, :, ctx.part.positions(ctx.length)].to(g_BgMd.dtype), None, None

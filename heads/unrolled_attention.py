@@ -14,47 +14,23 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from draftsmith.errors import reason_of
+from draftsmith.heads.read_positions import ReadPositions, Run
 
-if TYPE_CHECKING:
-    from draftsmith.heads.sequence_part import SequencePart
-
-# Shapes: B rows, T positions, Q queries, S keys, h heads, g key heads, m heads for each key head, d head size.
+# Shapes: B rows (1 in training), T positions, N queries, M keys, Q queries and S keys of a run, h heads, g key heads,
+# m heads for each key head, d head size.
 
 QUERIES = 512
 """Queries whose scores are in memory at a time where no fused kernel applies."""
 ATEN = torch.ops.aten
 DIFFERENCE = 0.1
 """In standard deviations: above rounding in half precision, below the effect of another meaning of an argument."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A document: positions `start` to `end` of some rows; None is the end of the rows."""
-
-    rows: slice
-    start: int
-    end: int | None
-
-    def of(self, x_BhTd: Tensor) -> Tensor:
-        """Return the part of a tensor [B, h, T, ...]."""
-        return x_BhTd[self.rows, :, self.start : self.end]
-
-
-def spans_of(documents_BT: Tensor) -> list[Span]:
-    """Return the documents of all rows, see `TeacherSignals`. Read from the device in one transfer."""
-    spans = []
-    for row, numbers in enumerate(documents_BT.tolist()):
-        starts = [0, *(place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1])]
-        ends = [*starts[1:], len(numbers)]
-        spans += [Span(slice(row, row + 1), start, end) for start, end in zip(starts, ends, strict=True)]
-    return spans
 
 
 class UnrolledAttention:
@@ -64,38 +40,28 @@ class UnrolledAttention:
     read with the drafter's states. Li et al. 2025 (EAGLE-3), arXiv:2503.01840, section 3.2; HASS, arXiv:2408.15766.
 
     Args:
-        documents_BT: see `TeacherSignals`; queries see only the first step's keys of their own document.
+        read: the positions; queries see only the first step's keys of their own document.
         windows: see `windows_of`; query i of step j is at position i + j.
-        part: the positions of this process, of a text of `length` tokens; without windows and documents.
     """
 
-    def __init__(
-        self,
-        documents_BT: Tensor | None,
-        windows: Sequence[int | None],
-        part: "SequencePart | None" = None,
-        length: int = 0,
-    ) -> None:
-        self._windows, self._part, self._length = windows, part, length
-        self._documents = None if documents_BT is None else spans_of(documents_BT)
+    def __init__(self, read: ReadPositions, windows: Sequence[int | None]) -> None:
+        self._windows, self._read = windows, read
         self._text: dict[int, tuple[Tensor, Tensor]] = {}
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
-        dtype = v_BhTd.dtype  # under autocast rotated queries and keys are float32
+        """Queries of the first step are at all of its places, or at `ReadPositions.queries_N` alone."""
+        dtype, read = v_BhTd.dtype, self._read  # under autocast rotated queries and keys are float32
         q_BhTd, keys = q_BhTd.to(dtype), (k_BhTd.to(dtype), v_BhTd)
         if layer not in self._text:
-            if self._part is not None:
-                k, v = (self._part.up_to_here(x_BgLd, self._length) for x_BgLd in keys)
-                keys = (k, v)
-            self._text[layer], self._own[layer] = keys, []
+            self._text[layer], self._own[layer] = (read.keys(keys[0]), read.keys(keys[1])), []
         else:
             self._own[layer].append(keys)
         own, window = self._own[layer], self._windows[layer]
         reach = None if window is None else window - len(own)
         seen = own if window is None else own[-window:]
-        spans = self._documents or [Span(slice(None), 0, None)]
-        out = _TextAndOwn.apply(spans, reach, q_BhTd, *self._text[layer], *(x for pair in seen for x in pair))
+        runs = read.runs if q_BhTd.shape[2] == len(read.queries_N) else read.first_runs
+        out = _TextAndOwn.apply(runs, reach, q_BhTd, *self._text[layer], *(x for pair in seen for x in pair))
         assert isinstance(out, Tensor)
         return out
 
@@ -103,18 +69,19 @@ class UnrolledAttention:
 class _TextAndOwn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, spans: Sequence[Span], reach: int | None, q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, *own: Tensor
+        ctx: Any, runs: Sequence[Run], reach: int | None, q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, *own: Tensor
     ) -> Tensor:
         B, h, T, d = q_BhTd.shape
-        # In the layout [B, T, h, d], from which the projection after it reads without a copy.
-        out_BhTd = q_BhTd.new_empty(B, T, h, d).transpose(1, 2)
+        # In the layout [B, T, h, d], from which the projection after it reads without a copy. Queries outside of all
+        # runs, which fill a row to its length, are not read; they are zero, since 0 times anything else may be nan.
+        out_BhTd = q_BhTd.new_zeros(B, T, h, d).transpose(1, 2)
         wide = torch.promote_types(q_BhTd.dtype, torch.float32)
-        total_BhT = q_BhTd.new_empty(B, h, T, dtype=wide)
-        for span in spans:
-            q, k, v = (span.of(x) for x in (q_BhTd, k_BgTd, v_BgTd))
+        total_BhT = q_BhTd.new_zeros(B, h, T, dtype=wide)
+        for run in runs:
+            q, k, v = q_BhTd[:, :, run.queries], k_BgTd[:, :, run.keys], v_BgTd[:, :, run.keys]
             part = _text(q, k, v) if _fused(q, k, reach) else _text_in_parts(q, k, v, reach)
-            span.of(out_BhTd).copy_(part[0])
-            span.of(total_BhT).copy_(part[1])
+            out_BhTd[:, :, run.queries] = part[0]
+            total_BhT[:, :, run.queries] = part[1]
         if own:
             scores = [_own_scores(q_BhTd, k) for k in own[::2]]
             text_BhT = total_BhT
@@ -123,7 +90,7 @@ class _TextAndOwn(torch.autograd.Function):
             for score_BhT, v in zip(scores, own[1::2], strict=True):
                 merged += _weight(score_BhT, total_BhT, k_BgTd) * v[:, :, None]
             out_BhTd.copy_(merged.flatten(1, 2))
-        ctx.spans, ctx.reach = spans, reach
+        ctx.runs, ctx.reach = runs, reach
         ctx.save_for_backward(out_BhTd, total_BhT, q_BhTd, k_BgTd, v_BgTd, *own)
         return out_BhTd
 
@@ -131,13 +98,15 @@ class _TextAndOwn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         out_BhTd, total_BhT, q_BhTd, k_BgTd, v_BgTd, *own = ctx.saved_tensors
         (g_BhTd,) = gradients
-        dq, dk, dv = torch.empty_like(q_BhTd), torch.empty_like(k_BgTd), torch.empty_like(v_BgTd)
-        for span in ctx.spans:
-            g, q, k, v, out, total = (span.of(x) for x in (g_BhTd, q_BhTd, k_BgTd, v_BgTd, out_BhTd, total_BhT))
-            inputs = (g, q, k, v, out, total)
-            parts = _text_backward(*inputs) if _fused(q, k, ctx.reach) else _backward_in_parts(*inputs, ctx.reach)
-            for whole, part in zip((dq, dk, dv), parts, strict=True):
-                span.of(whole).copy_(part)
+        dq, dk, dv = torch.zeros_like(q_BhTd), torch.zeros_like(k_BgTd), torch.zeros_like(v_BgTd)
+        for run in ctx.runs:
+            g, q, out, total = (x[:, :, run.queries] for x in (g_BhTd, q_BhTd, out_BhTd, total_BhT))
+            inputs = (g, q, k_BgTd[:, :, run.keys], v_BgTd[:, :, run.keys], out, total)
+            fused = _fused(q, inputs[2], ctx.reach)
+            of_run = _text_backward(*inputs) if fused else _backward_in_parts(*inputs, ctx.reach)
+            dq[:, :, run.queries] = of_run[0]
+            dk[:, :, run.keys] += of_run[1]
+            dv[:, :, run.keys] += of_run[2]
         if not own:
             return None, None, dq, dk, dv
         g, q = (_by_key_head(x, k_BgTd).to(total_BhT.dtype) for x in (g_BhTd, q_BhTd))

@@ -51,17 +51,23 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     assert (
         len([line for line in printed.splitlines() if line.startswith(tuple(f"| {name} |" for name in trained))]) == 6
     )
-    assert [cell["batch"] for cell in stored["decoding"]] == [1, 2, 1, 2]
+    assert [cell["batch"] for cell in stored["decoding"]] == [1, 1, 2, 2]
     assert f"torch {torch.__version__}, transformers " in printed
     cells = re.findall(r"T=(.*), batch (.*), context 8, 12 new tokens, acceptance (.*) on random tokens, ", printed)
-    assert [cell[:2] for cell in cells] == [("0", "1"), ("0", "2"), ("1", "1"), ("1", "2")]
+    assert [cell[:2] for cell in cells] == [("0", "1"), ("1", "1"), ("0", "2"), ("1", "2")]
     # Under greedy decoding the share of 512 tokens is chosen, in steps of 1/512.
     assert all(float(acceptance) == pytest.approx(0.7, abs=0.02) for *_, acceptance in cells)
     sides = [line[:18].strip() for line in printed.splitlines() if line.endswith("%")]
     beside = ["generate", "alone, eager", "drafter, eager"]
-    assert sides == 2 * [beside[0], "assisted", *beside[1:], *beside]
+    assert sides == [*2 * [beside[0], "assisted", *beside[1:]], *2 * beside]
     taus = [float(line[27:34]) for line in printed.splitlines() if line.startswith("drafter, eager")]
     assert taus[-1] > 1
+
+
+def test_gpu_ends_in_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = output_of("gpu", "--shape tiny --batches 1 --contexts 8 --lengths --minutes 0", monkeypatch, capsys)
+    assert "T=0, batch 1, context 8: not measured, 0 minutes have passed" in printed
+    assert "ms/round" not in printed
 
 
 @pytest.mark.parametrize(

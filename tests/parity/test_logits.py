@@ -172,16 +172,19 @@ def test_heads_with_the_targets_lm_head_draft_with_its_operations(name: str, kin
     signals = OnlineTeacher(target, drafter.needs.layers).signals(ids_1T, torch.ones_like(ids_1T), mask_1T)
     entry = drafter.unroll(signals)[0]
     place = len(prompt)  # of the token that the target adds to the prompt before the first draft
-    place = place - entry.offset if entry.places_BT is None else entry.places_BT[0].tolist().index(place)
+    states_ND, places = entry.hidden_BTD, entry.places_N
+    if entry.places_BT is not None:
+        states_ND, places = states_ND[0], entry.places_BT[0]
+    state_D = states_ND[places.tolist().index(place)]
     lm_head = target.get_output_embeddings()
     assert lm_head is not None
-    plain_V = lm_head(entry.hidden_BTD[0, place])
+    plain_V = lm_head(state_D)
     expected_V = {
         "Gemma2ForCausalLM": torch.tanh(plain_V / 2) * 2,
         "Cohere2ForCausalLM": plain_V * 0.3,
         "GraniteForCausalLM": plain_V / 3,
     }[name]
-    torch.testing.assert_close(entry.head(entry.hidden_BTD[0, place]), expected_V)
+    torch.testing.assert_close(entry.head(state_D), expected_V)
     torch.testing.assert_close(decoded_V, expected_V)
 
 

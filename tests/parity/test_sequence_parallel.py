@@ -27,7 +27,7 @@ def loss_and_gradients(kind: str, part: SequencePart | None, objective: Objectiv
     """Train on two rows of 17 and 11 tokens, in float64."""
     target = make_llama(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2).double()
     torch.manual_seed(1)
-    own = {"layers": [1, 2], "draft_vocabulary": list(range(3, 43)), "train_steps": 3}
+    own = {"layers": [1, 2], "draft_vocabulary": list(range(3, 43)), "train_steps": 3, "num_hidden_layers": 2}
     options = own if kind == "eagle3" else {"noise": 0.0, "train_steps": 2}
     drafter = HEADS[kind].from_target(target, **options).double()
     drafter.part = part

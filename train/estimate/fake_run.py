@@ -229,8 +229,9 @@ class LiveBytes(TorchDispatchMode):
     """Counts `now` and `peak` bytes of live storages that operations inside the context have created.
 
     Under torch's FakeTensorMode nothing has data, so operations that depend on data follow a rule: a mask selects
-    `marked_share` of its positions, `bucketize` divides sorted numbers evenly, and a scalar is 0 or False. Workspace of
-    kernels and memory that the allocator keeps are not counted.
+    `marked_share` of its positions (one of a single dimension, which are chosen positions, all), `bucketize` divides
+    sorted numbers evenly, and a scalar is 0 or False. Workspace of kernels and memory that the allocator keeps are not
+    counted.
     """
 
     def __init__(self, marked_share: float = 1.0) -> None:
@@ -251,7 +252,8 @@ class LiveBytes(TorchDispatchMode):
         if not isinstance(first, FakeTensor):
             return operation(*arguments, **options)
         if operation is ATEN.nonzero.default:
-            return first.new_empty((self._marked(first), first.dim()), dtype=torch.long)
+            count = self._marked(first) if first.dim() > 1 else first.numel()
+            return first.new_empty((count, first.dim()), dtype=torch.long)
         if operation is ATEN.bucketize.Tensor:
             return _even_bounds(first.numel(), arguments[1].numel())
         if operation is ATEN.index.Tensor and arguments[1][0] is not None:
@@ -286,6 +288,13 @@ def _even_bounds(edges: int, count: int) -> Tensor:
         return torch.tensor([count * edge // max(1, edges - 1) for edge in range(edges)], device="cpu")
 
 
+ATTENTION = {
+    getattr(ATEN, f"_scaled_dot_product_{kernel}")
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+}
+ATTENTION_BACKWARD = {getattr(ATEN, f"{forward.__name__}_backward") for forward in ATTENTION}
+
+
 class Operations(TorchDispatchMode):
     """Counts `total`, two operations for each multiply-add, inside the context.
 
@@ -300,9 +309,9 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
         result = operation(*arguments, **(options or {}))
         kind = operation._overloadpacket
-        if kind is ATEN._scaled_dot_product_flash_attention_for_cpu:
+        if kind in ATTENTION:
             self.total += sdpa_flop_count(*_every_head(arguments[:3]))
-        elif kind is ATEN._scaled_dot_product_flash_attention_for_cpu_backward:
+        elif kind in ATTENTION_BACKWARD:
             self.total += sdpa_backward_flop_count(*_every_head(arguments[:4]))
         elif kind in flop_registry:
             self.total += flop_registry[kind](*arguments, **(options or {}), out_val=result)

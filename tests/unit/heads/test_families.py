@@ -105,8 +105,8 @@ def unrolled_logits(
         return [entry.head(entry.hidden_BTD[0, anchor + k]) for k in range(len(tokens) - anchor - 1)]
     logits = []
     for k, entry in enumerate(unrolled[: len(tokens) - anchor - 1]):
-        if entry.places_BT is None:
-            state_D = entry.hidden_BTD[0, anchor + k - entry.offset]
+        if entry.places_N is not None:
+            state_D = entry.hidden_BTD[entry.places_N.tolist().index(anchor + k)]
         else:
             state_D = entry.hidden_BTD[0, entry.places_BT[0].tolist().index(anchor + k)]
         logits_D = entry.head(state_D[None])[0]

@@ -112,9 +112,9 @@ def test_states_and_gradients_are_those_of_the_full_paths(name: str) -> None:
     naive = naive_steps(drafter.body, ids_1T[0], features[0], masks, getattr(drafter, "mask_token", 0))
     weights = {key: torch.randn(32, dtype=torch.float64) for key in naive}
     for (i, j), state_H in naive.items():
-        assert torch.allclose(unrolled[j].hidden_BTD[0, i], state_H, rtol=0, atol=EXACT), (i, j)
+        assert torch.allclose(unrolled[j].hidden_BTD[i], state_H, rtol=0, atol=EXACT), (i, j)
     inputs = [features, *(p for n, p in drafter.named_parameters() if "lm_head" not in n and n != "body.norm.weight")]
-    ours = sum((weights[i, j] * unrolled[j].hidden_BTD[0, i]).sum() for i, j in naive)
+    ours = sum((weights[i, j] * unrolled[j].hidden_BTD[i]).sum() for i, j in naive)
     theirs = sum((weights[key] * state_H).sum() for key, state_H in naive.items())
     pairs = zip(
         torch.autograd.grad(ours, inputs, allow_unused=True),

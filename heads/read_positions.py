@@ -1,0 +1,213 @@
+"""The positions of a batch that training reads, as one flat row: no state is computed that nothing reads.
+
+A state at position t of draft step k is trained where position t + k + 1 of its document is in the loss mask, and read
+by the later steps at t. Everywhere else, at prompts and at the ends of rows, only the first step's keys and values are
+read, and those only up to the last query of the document:
+
+    row 0   p p p p r r r r      queries            3 4 5 6            11 12 13          (one step)
+    row 1   p p p r r r r .      keys       0 1 2 3 4 5 6  8 9 10 11 12 13
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from draftsmith.heads.base import TeacherSignals
+from draftsmith.heads.hidden_states import positions_like
+
+if TYPE_CHECKING:
+    from draftsmith.heads.sequence_part import SequencePart
+
+# Shapes: B rows, T positions, P = B * T places, M places of keys, N places of queries, X places of a step, D documents,
+# g key heads, d head size.
+
+MULTIPLE, SHARE = 16, 32
+"""Flat rows are padded to a multiple of `MULTIPLE` that is at most a `SHARE`th of them, so that few lengths occur: see
+train/batch.py."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Successive queries of a document and the keys up to the last of them."""
+
+    queries: slice
+    keys: slice
+
+
+class ReadPositions:
+    """Places in the flattened batch [B * T] that the steps of a drafter read.
+
+    Args:
+        steps: number of draft steps; step k at position t is trained towards position t + k + 1.
+        part: the share of this process: of the keys, and of the queries.
+    """
+
+    def __init__(self, signals: TeacherSignals, steps: int, part: "SequencePart | None" = None) -> None:
+        self._signals, self._part = signals, part
+        ids_BT = signals.input_ids_BT
+        layout = _layout(*_on_host(_trained(signals, steps), signals.documents_BT))
+        keys, queries = (len(places) for places in (layout.keys_M, layout.queries_N))
+        self.count, total = _rounded(keys), _rounded(queries)
+        if keys != queries and self.count == total:  # so that the number of queries tells which they are
+            self.count += MULTIPLE
+        own_keys, own = slice(0, self.count), slice(0, total)
+        if part is not None:
+            own_keys, own = part.positions(self.count), part.positions(total)
+        self._own_keys = own_keys.stop - own_keys.start
+        keys_M, queries_N, ends_N, among_N = (
+            _moved(places, size, ids_BT)
+            for places, size in (
+                (layout.keys_M, self.count),
+                (layout.queries_N, total),
+                (layout.ends_N, total),
+                (layout.among_N, total),
+            )
+        )
+        self.queries_N, self._ends_N = queries_N[own], ends_N[own]
+        self.runs = list(_within(layout.runs, own))
+        """Of the queries."""
+        self.first_X = keys_M
+        """Places of the first step: the keys, then with a part its queries too, which may lie among other keys."""
+        self.first_runs = list(_within(layout.documents, own_keys))
+        self.among_N: Tensor | None = None if keys == queries else among_N
+        """Index of each query in `first_X`; None where these are the queries."""
+        if part is not None:
+            self.first_X = torch.cat([keys_M[own_keys], self.queries_N])
+            self.first_runs += [_shifted(run, self._own_keys) for run in self.runs]
+            self.among_N = torch.arange(self._own_keys, len(self.first_X), device=ids_BT.device)
+
+    def values(self, values_BTX: Tensor, places_X: Tensor) -> Tensor:
+        """Return values [1, X, ...] at some places."""
+        return values_BTX.flatten(0, 1).index_select(0, places_X)[None]
+
+    def tokens(self, places_X: Tensor, by: int) -> Tensor:
+        """Return the token [1, X] `by` positions after each place; 0 after the end of the row."""
+        return self.values(shifted(self._signals.input_ids_BT, by), places_X)
+
+    def positions(self, places_X: Tensor) -> Tensor:
+        """Return the positions [1, X] of some places in their documents."""
+        ids_BT = self._signals.input_ids_BT
+        return self.values(positions_like(ids_BT, self._signals.documents_BT).expand_as(ids_BT), places_X)
+
+    def towards(self, offset: int) -> Tensor:
+        """Return the place [N] `offset` positions after each query, -1 outside of its document."""
+        places_N = self.queries_N + offset
+        return places_N.where(places_N < self._ends_N, -1)
+
+    def keys(self, first_1gXd: Tensor) -> Tensor:
+        """Return the first step's keys or values of all places of keys [1, g, M, d], those of other parts included."""
+        own_1gLd = first_1gXd[:, :, : self._own_keys]
+        return own_1gLd if self._part is None else self._part.whole(own_1gLd, self.count)
+
+
+def shifted(ids_BT: Tensor, by: int) -> Tensor:
+    """Return ids shifted left by `by`; zeros fill the end, where nothing is trained."""
+    by = min(by, ids_BT.shape[1])
+    return nn.functional.pad(ids_BT[:, by:], (0, by))
+
+
+def _trained(signals: TeacherSignals, steps: int) -> Tensor:
+    """Return whether a state at each position [B, T] is trained in some step."""
+    mask_BT, documents_BT = signals.mask_BT, signals.documents_BT
+    T = mask_BT.shape[1]
+    trained_BT = torch.zeros_like(mask_BT)
+    for by in range(1, min(steps, T - 1) + 1):
+        towards_BT = mask_BT[:, by:]
+        if documents_BT is not None:
+            towards_BT = towards_BT & (documents_BT[:, by:] == documents_BT[:, :-by])
+        trained_BT[:, : T - by] |= towards_BT
+    return trained_BT
+
+
+def _on_host(trained_BT: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return which positions [B, T] are trained, and which begin a document, in host memory by one transfer.
+
+    Fake tensors, which memory is estimated with, have no values; as many positions as `nonzero` returns are trained.
+    """
+    B, T = trained_BT.shape
+    if isinstance(trained_BT, FakeTensor):
+        count = -(-trained_BT.nonzero().shape[0] // B)
+        with unset_fake_temporarily():
+            places_BT = torch.arange(T, device="cpu").expand(B, T)
+            return places_BT >= T - count, places_BT == 0
+    first_BT = torch.zeros_like(trained_BT)
+    first_BT[:, 0] = True
+    if documents_BT is not None:
+        first_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    trained_BT, first_BT = torch.stack([trained_BT, first_BT]).cpu()
+    return trained_BT, first_BT
+
+
+class _Layout(NamedTuple):
+    """What is read, in host memory."""
+
+    keys_M: Tensor
+    queries_N: Tensor
+    among_N: Tensor
+    """Index of each query among the keys."""
+    ends_N: Tensor
+    """The place after the last one of each query's document."""
+    runs: list[Run]
+    documents: list[Run]
+    """All keys, as queries."""
+
+
+def _layout(trained_BT: Tensor, first_BT: Tensor) -> _Layout:
+    with unset_fake_temporarily():
+        trained_P, first_P = trained_BT.flatten(), first_BT.flatten()
+        document_P = first_P.cumsum(0) - 1
+        starts_D, queries_N = first_P.nonzero()[:, 0], trained_P.nonzero()[:, 0]
+        ends_D = nn.functional.pad(starts_D[1:], (0, 1), value=len(first_P))
+        document_N = document_P[queries_N]
+        # The place after the last query of each document; its start where it has none.
+        read_D = starts_D.scatter_reduce(0, document_N, queries_N + 1, "amax")
+        key_P = torch.arange(len(first_P), device="cpu") < read_D[document_P]
+        before_P = nn.functional.pad(key_P.cumsum(0), (1, 0))
+        among_N = before_P[queries_N]
+        key_starts = before_P[starts_D].tolist()
+        documents = list(zip(key_starts, before_P[read_D].tolist(), strict=True))
+        new_N = torch.ones_like(queries_N, dtype=torch.bool)
+        new_N[1:] = (queries_N[1:] != queries_N[:-1] + 1) | (document_N[1:] != document_N[:-1])
+        begins = new_N.nonzero()[:, 0].tolist()
+        runs = [
+            Run(slice(begin, end), slice(key_starts[document_N[begin]], int(among_N[end - 1]) + 1))
+            for begin, end in zip(begins, [*begins[1:], len(queries_N)], strict=False)
+        ]
+        return _Layout(
+            key_P.nonzero()[:, 0],
+            queries_N,
+            among_N,
+            ends_D[document_N],
+            runs,
+            [Run(slice(start, end), slice(start, end)) for start, end in documents if start < end],
+        )
+
+
+def _within(runs: Sequence[Run], own: slice) -> Iterator[Run]:
+    """Yield the parts of runs whose queries lie in `own`, counted from its start."""
+    for run in runs:
+        start, stop = max(run.queries.start, own.start), min(run.queries.stop, own.stop)
+        if start < stop:
+            last = run.keys.stop - (run.queries.stop - stop)
+            yield Run(slice(start - own.start, stop - own.start), slice(run.keys.start, last))
+
+
+def _shifted(run: Run, by: int) -> Run:
+    return Run(slice(run.queries.start + by, run.queries.stop + by), run.keys)
+
+
+def _rounded(count: int) -> int:
+    """Return the length of a flat row with `count` places, at least one multiple."""
+    multiple = max(MULTIPLE, 1 << (count // SHARE).bit_length() - 1 if count >= SHARE else 0)
+    return max(multiple, -(-count // multiple) * multiple)
+
+
+def _moved(places: Tensor, size: int, ids_BT: Tensor) -> Tensor:
+    """Return places filled with zeros to `size`, on the device of `ids_BT`; all zeros where that has no values."""
+    if isinstance(ids_BT, FakeTensor):
+        return ids_BT.new_zeros(size)
+    return nn.functional.pad(places, (0, size - len(places))).to(ids_BT.device)
