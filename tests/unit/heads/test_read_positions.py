@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 from unit.heads.test_families import FAMILIES, make, target_model
 from unit.heads.test_packing import OBJECTIVES, packed_and_apart, sums_and_gradients
@@ -11,6 +12,7 @@ from draftsmith.heads import read_positions
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.hidden_states import document_positions
 from draftsmith.heads.read_positions import ReadPositions
+from draftsmith.train.batch import collate
 from draftsmith.train.estimate.fake_run import Operations
 
 WHOLE = ("draft_model", "dflash", "dspark")
@@ -24,6 +26,14 @@ def signals_of(mask_BT: Tensor, documents_BT: Tensor | None = None, layers: int 
     return TeacherSignals(ids_BT, torch.ones_like(ids_BT), hidden_BTH, mask_BT, features_BTF, documents_BT=documents_BT)
 
 
+def several_turns(teacher: OnlineTeacher) -> TeacherSignals:
+    """A conversation whose answers are far apart, so that two runs of queries see the same keys, and a short one."""
+    texts = [torch.randint(2, 64, (length,)).tolist() for length in (40, 9)]
+    spans = [[[3, 6], [25, 29]], [[4, 9]]]
+    rows = [{"input_ids": text, "spans": of_text} for text, of_text in zip(texts, spans, strict=True)]
+    return teacher.signals(**vars(collate(Dataset.from_list(rows), [0, 1], torch.device("cpu"))))
+
+
 @pytest.mark.parametrize("kind", ["kl", "accepted_length"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(WHOLE)])
 def test_the_loss_is_that_of_states_everywhere(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +41,7 @@ def test_the_loss_is_that_of_states_everywhere(name: str, kind: str, monkeypatch
     target = target_model()
     drafter = make(name, target).double().eval()
     teacher = OnlineTeacher(target.double(), drafter.needs.layers)
-    for signals in packed_and_apart(teacher):
+    for signals in (*packed_and_apart(teacher), several_turns(teacher)):
         some, gradients = sums_and_gradients(drafter, signals, teacher.lm_head, OBJECTIVES[kind])
         with monkeypatch.context() as everywhere:
             everywhere.setattr(read_positions, "_trained", lambda given, _: torch.ones_like(given.mask_BT))
