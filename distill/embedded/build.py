@@ -1,6 +1,6 @@
-"""Train the embedded target again: `python -m draftsmith.distill.embedded.build FOLDER`, about 40 minutes of 2 CPU cores.
+"""Train the embedded target again: `python -m draftsmith.distill.embedded.build FOLDER`.
 
-This command wrote `weights/`. Another processor or another Python, whose standard library is the corpus, gives other
+It takes about 40 minutes of 2 CPU cores. This command wrote `weights/`. Another processor or another Python, whose standard library is the corpus, gives other
 weights of the same quality.
 """
 
