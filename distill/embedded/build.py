@@ -1,7 +1,7 @@
 """Train the embedded target again: `python -m draftsmith.distill.embedded.build FOLDER`.
 
-It takes about 40 minutes of 2 CPU cores. This command wrote `weights/`. Another processor or another Python, whose standard library is the corpus, gives other
-weights of the same quality.
+This command wrote `weights/` in 40 minutes on 2 CPU cores. Another processor or another Python, whose standard library
+is the corpus, gives other weights of the same quality.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
 """When the next optimizer step is due: by the time that decoding and learning take, or by decoded tokens alone."""
 
+from collections import deque
 from dataclasses import dataclass
 from math import exp, log1p, sqrt
 
@@ -12,6 +13,8 @@ SPENT = 0.5
 """Part of the time saved by adopted updates that learning takes in addition: the other part is gained at once."""
 HORIZON = 2**16
 """Tokens that an update is expected to serve at least: early updates pay later."""
+RECENT = 4
+"""Steps or comparisons whose fastest is the time that the next one is expected to take: others may be interrupted."""
 JUDGEMENT = 5
 """Steps that the first comparison is expected to take: it scores the held-back rows so far for two drafters."""
 
@@ -43,7 +46,8 @@ class Budget:
 
     def __init__(self, share: float, every: int | None) -> None:
         self._share, self._every = share, every
-        self._step = self._judgement = 0.0
+        self._steps: deque[float] = deque(maxlen=RECENT)
+        self._judgements: deque[float] = deque(maxlen=RECENT)
         self.forget()
         self.start(0)
 
@@ -54,7 +58,7 @@ class Budget:
 
     def expect(self, step: float) -> None:
         """Set the time of a step, before the first one was taken."""
-        self._step = step
+        self._steps = deque([step], maxlen=RECENT)
 
     def adopted(self, verdict: Verdict, tokens: int) -> None:
         """Add the gain of an update that is in use from now on; errors of updates are taken as independent."""
@@ -82,23 +86,24 @@ class Budget:
     def learned(self, seconds: float) -> None:
         """Add the time of one step."""
         self._spend(seconds)
-        self._step = seconds
+        self._steps.append(seconds)
         self._due += self._every or 0
 
     def judged(self, seconds: float) -> None:
         """Add the time of one comparison."""
         self._spend(seconds)
-        self._judgement = seconds
+        self._judgements.append(seconds)
 
     def _spend(self, seconds: float) -> None:
         self._all.learning += seconds
         self._update.learning += seconds
 
     def owes(self, tokens: int, *, judgement: bool = False) -> bool:
-        """Return whether another step or comparison, as long as the last one, stays within the budget."""
+        """Return whether another step or comparison, as long as recent ones, stays within the budget."""
         if self._every is not None:
             return judgement or self._due + self._every <= tokens
-        expected = (self._judgement or JUDGEMENT * self._step) if judgement else self._step
+        step = min(self._steps, default=0.0)
+        expected = min(self._judgements, default=JUDGEMENT * step) if judgement else step
         learning = self._all.learning + expected
         total = self._all.decoding + learning
         return learning <= min(self._share * total, START * total + SPENT * self._all.saved)

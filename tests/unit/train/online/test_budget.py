@@ -2,7 +2,7 @@
 
 import pytest
 
-from draftsmith.train.online.budget import HORIZON, JUDGEMENT, SPENT, START, Budget
+from draftsmith.train.online.budget import HORIZON, JUDGEMENT, RECENT, SPENT, START, Budget
 from draftsmith.train.online.judge import Verdict
 
 
@@ -68,6 +68,18 @@ def test_a_new_account_has_no_credit_and_knows_how_long_a_step_takes() -> None:
     assert not budget.owes(50), "a step of 1 s is more than a tenth of 9.9 s"
     budget.decoded(0.2)
     assert budget.owes(50), "the gain is known"
+
+
+def test_a_step_that_was_interrupted_does_not_delay_the_next() -> None:
+    budget = Budget(0.1, None)
+    budget.expect(0.1)
+    budget.decoded(100.0)
+    budget.learned(1.9)
+    assert budget.owes(0), "2 s of 102 s with a step of 0.1 s, 3.8 s with another of 1.9 s"
+    for _ in range(RECENT):
+        budget.decoded(400.0)
+        budget.learned(10.0)
+    assert not budget.owes(0), "every recent step took 10 s"
 
 
 def test_a_comparison_is_bounded_as_a_step_is() -> None:
