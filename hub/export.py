@@ -212,14 +212,14 @@ def export_to(request: ExportRequest) -> Exported:
 
 
 def _export(request: ExportRequest) -> Exported:
-    folder = _folder(request.drafter)
     check_target_name(request.target)
+    name, folder = _weights(request)
     _, stored = read_config(folder, request.drafter)
     check_export(request.format, None if stored is None else stored.type, request.dtype, request.out)
     dtype = request.dtype or stored_dtype(folder) or "float32"
     loaded = _load_target(request, dtype)
     return export_drafter(
-        load_drafter(folder, loaded.model, loaded.tokenizer),
+        load_drafter(name, loaded.model, loaded.tokenizer),
         loaded.model,
         request.format,
         request.out,
@@ -243,13 +243,12 @@ def import_from(request: ImportRequest) -> Imported:
 
 def _import(request: ImportRequest) -> Imported:
     check_target_name(request.target)
-    native = request.drafter == "native-mtp"
-    folder = local_folder(request.target) if native else _folder(request.drafter)
-    if not native and read_config(folder, request.drafter)[1] is not None:
+    name, folder = _weights(request)
+    if name == folder and read_config(folder, request.drafter)[1] is not None:
         raise ConfigError(f"drafter={request.drafter} is a draftsmith checkpoint; expected another project's layout")
     dtype = stored_dtype(folder) or "float32"
     loaded = _load_target(request, dtype)
-    drafter = load_drafter(request.drafter if native else folder, loaded.model, loaded.tokenizer)
+    drafter = load_drafter(name, loaded.model, loaded.tokenizer)
     assert isinstance(drafter, TrainableDrafter), "a folder holds a drafter with weights"
     drafter.to(DTYPES[dtype])
     length = request.draft_length or drafter.draft_length_hint or USUAL_LENGTH
@@ -292,10 +291,16 @@ def _load_target(request: ExportRequest | ImportRequest, dtype: str) -> LoadedTa
     )
 
 
-def _folder(drafter: str) -> Path:
+def _weights(request: ExportRequest | ImportRequest) -> tuple[str | Path, Path]:
+    """Return the drafter as `load_drafter` takes it, and the folder of its weights, for `native-mtp` the target's."""
+    drafter = request.drafter
+    if drafter == "native-mtp":
+        return drafter, local_folder(servable(request.target))
     if is_named(drafter) and not Path(drafter).is_dir():
-        raise ConfigError(f"drafter={drafter} has no weights; expected a folder or a Hub id of a trained drafter")
-    return local_folder(drafter)
+        expected = "a folder or a Hub id of a trained drafter, or native-mtp"
+        raise ConfigError(f"drafter={drafter} has no weights; expected {expected}")
+    folder = local_folder(drafter)
+    return folder, folder
 
 
 def servable(target: str) -> str:

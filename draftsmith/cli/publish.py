@@ -16,7 +16,7 @@ SERVED = ("vllm", "sglang", "gguf", "native")
 
 
 def export(
-    drafter: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.")],
+    drafter: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter, or native-mtp.")],
     target: TargetOption,
     out: OutOption,
     format: Annotated[

@@ -50,6 +50,11 @@ UNREAD = {
     "QwenDFlareDraftModel": "its layers mix the target's layers, with keys and values of their own for them",
 }
 """Classes that no drafter here can represent, and the reason."""
+UNREAD_SPECULATORS = {
+    "dflash2": UNREAD["DFlash2DraftModel"],
+    "xpress": "a network refines the logits of a block in several passes",
+}
+"""Types of speculators 0.9.0 that no drafter here can represent, and the reason."""
 
 
 def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel) -> TrainableDrafter | None:
@@ -80,6 +85,9 @@ def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel
 def _reader(published: Published) -> Reader | None:
     """Return the reader of the folder's layout."""
     config, kind = published.config, published.config.get("speculators_model_type")
+    if reason := UNREAD_SPECULATORS.get(str(kind)):
+        said = f"speculators_model_type={kind!r} in config.json ({reason})"
+        raise published.refusal(said, f"one of {', '.join(SPECULATORS)}")
     if kind is not None:
         return SPECULATORS[published.allow("speculators_model_type", kind, tuple(SPECULATORS))]
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:

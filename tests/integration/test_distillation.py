@@ -19,7 +19,6 @@ from draftsmith.distill.load_target import load_target
 from draftsmith.distill.regeneration import Sampler
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.checkpoint import load_drafter
-from draftsmith.hub.export import export_drafter
 from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import adapted_recipe, load_recipe
 from draftsmith.train.run_folder import read_metrics
@@ -152,21 +151,6 @@ def test_a_run_starts_from_a_trained_drafter(recipe_file: Path, tmp_path: Path) 
     ):
         with pytest.raises(ConfigError, match=said):
             run(recipe_file, f"start_from={first}", change, f"output={tmp_path}/fifth")
-
-
-def test_a_run_continues_an_imported_drafter(recipe_file: Path, tmp_path: Path) -> None:
-    """In vLLM's layout; the loss starts at the level at which training ended, not at that of a fresh drafter."""
-    section = "drafter={type: eagle3, layers: [1], train_steps: 2}"
-    before = losses(run(recipe_file, section, "train.steps=30", f"output={tmp_path}/first"))
-    target = load_target(load_recipe(str(recipe_file)).target.model)
-    drafter = load_drafter(tmp_path / "first" / "drafter", target.model)
-    out = export_drafter(drafter, target.model, "vllm", tmp_path / "theirs", target_name="tiny").folder
-    rows = run(recipe_file, section, f"start_from={out}", f"output={tmp_path}/second")
-    fresh = losses(run(recipe_file, section, f"output={tmp_path}/third"))
-    assert losses(rows)[0] < (fresh[0] + min(before)) / 2
-    tau = next(row["evaluation"]["tau"] for row in rows if "evaluation" in row)
-    best = max(row["evaluation"]["tau"] for row in read_metrics(tmp_path / "first") if "evaluation" in row)
-    assert tau == best, "the drafter as it was is the first that is measured"
 
 
 def test_a_drafter_adapts_to_served_prompts(

@@ -90,6 +90,16 @@ EAGLE3_MISFITS: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], str
         lambda c, _: c.update(speculators_model_type="eagle4"),
         "speculators_model_type='eagle4' in config.json; expected one of dflash, dspark, eagle3, mtp, peagle",
     ),
+    "DFlash 2": (
+        lambda c, _: c.update(speculators_model_type="dflash2", architectures=["DFlash2DraftModel"]),
+        r"speculators_model_type='dflash2' in config\.json \(its layers have convolutions, and a selector chooses "
+        r"among candidates\); expected one of dflash, dspark, eagle3, mtp, peagle$",
+    ),
+    "XPress": (
+        lambda c, _: c.update(speculators_model_type="xpress", architectures=["XPressSpeculator"]),
+        r"speculators_model_type='xpress' in config\.json \(a network refines the logits of a block in several "
+        r"passes\); expected one of dflash, dspark, eagle3, mtp, peagle$",
+    ),
     "layers": (lambda c, _: c.pop("transformer_layer_config"), "hidden_size=4096 in config.json; expected 32"),
     "layers that are none": (
         lambda c, _: c.update(transformer_layer_config=3),

@@ -1,6 +1,7 @@
 """The self-test of imported drafters: a drafter that is read by the wrong convention is told from one that is not."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import load_drafter
+from draftsmith.cli import main
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
@@ -99,6 +101,33 @@ def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer
     assert wrong.alpha < right.alpha - 0.02
     again = readings_of(target, drafter, tiny_tokenizer)[0]
     assert again.alpha == pytest.approx(wrong.alpha), "the drafter is left as it was"
+
+
+def test_import_warns_of_a_better_convention(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line each that names the convention and its alpha; a drafter that is read as it was trained has none."""
+    target = make_llama(num_hidden_layers=3).requires_grad_(False)
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    kind, options, change, convention = CASES["residual"]
+    fit = fitted(kind, options, target, tiny_tokenizer)
+    folder = export_drafter(fit, target, "vllm", tmp_path / "theirs", target_name="tiny").folder
+
+    def warnings(out: str) -> list[str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(["import", str(folder), "--target", str(tmp_path / "target"), "--out", str(tmp_path / out)])
+        assert not stopped.value.code
+        lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("self-test: alpha 0.") for line in lines)
+        return [line for line in lines if line.startswith("warning: ")]
+
+    assert warnings("right") == []
+    config = json.loads((folder / "config.json").read_text())
+    change(config, {})
+    (folder / "config.json").write_text(json.dumps(config))
+    (line,) = warnings("wrong")
+    assert re.fullmatch(rf"warning: alpha would be 0\.\d+ with {convention}: config\.json may mean another .*", line)
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(12, 0), (20, 1), (60, 100)])

@@ -1,0 +1,181 @@
+"""Drafters in published layouts: training continues at their loss, and commands accept their folders."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_llama, make_tokenizer
+from parity.published_files import Tensors, six_layers, written
+from parity.test_native_mtp import make_target
+from parity.test_round_trips import DEEP, LAYOUTS
+from parity.test_token_heads import hydra, speculator
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.cli import main
+from draftsmith.distill.load_target import load_target
+from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.dflash import DFlash
+from draftsmith.hub.export import export_drafter
+from draftsmith.train import trainer as loop
+from draftsmith.train.recipe import load_recipe
+from draftsmith.train.run_folder import read_metrics
+
+QUICK = ("evaluation.count=2", "evaluation.max_new_tokens=4", "train.evaluate_every=30", "train.draft_length=2")
+BLOCK = "layers: [1], block_size: 4, num_hidden_layers: 1, anchors: 8"
+CONTINUED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "medusa": ("{type: medusa, num_heads: 2}", ("vllm", "medusa")),
+    "hydra": ("{type: hydra, num_heads: 2, original: true}", ("hydra",)),
+    "hydra++": ("{type: hydra, num_heads: 2, original: true, prefix_layer: true}", ("hydra",)),
+    "mlp_speculator": ("{type: mlp_speculator, num_heads: 2, fms: true}", ("fms",)),
+    "eagle, hass": ("{type: eagle, train_steps: 2}", ("eagle", "sglang")),
+    "eagle3": ("{type: eagle3, train_steps: 2}", ("vllm", "sglang", "eagle", "angelslim")),
+    "eagle3 of deepspec": ("{type: eagle3, layers: [1, 2, 3, 4, 5], qk_norm: true, train_steps: 2}", ("deepspec",)),
+    "mtp": ("{type: mtp, train_steps: 2}", ("vllm",)),
+    "peagle": ("{type: peagle, layers: [1], num_tokens: 3}", ("vllm",)),
+    "dflash": (f"{{type: dflash, {BLOCK}}}", ("vllm", "sglang", "specforge", "angelslim")),
+    "dspark": (
+        f"{{type: dflash, {BLOCK}, sample_from_anchor: true, markov_rank: 4, confidence_head: true}}",
+        ("vllm", "sglang", "specforge"),
+    ),
+}
+"""The section `drafter`, and the formats that its drafter is published in."""
+
+
+def run(recipe: Path, *overrides: str) -> list[float]:
+    """Return the losses of a run."""
+    loaded = load_recipe(str(recipe), [*QUICK, *overrides])
+    loop.train(loaded)
+    return losses(Path(loaded.output))
+
+
+def losses(output: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(output) if "loss" in row]
+
+
+def trained(recipe_file: Path, output: Path, *overrides: str) -> tuple[TrainableDrafter, list[float]]:
+    """Return the drafter after 30 steps, whatever its tau, and the losses of all steps."""
+    recipe = load_recipe(str(recipe_file), [*QUICK, "train.steps=30", f"output={output}", *overrides])
+    first = loop.Run(recipe, Accelerator(cpu=True), output)
+    first.train()
+    first.record.close()
+    drafter = first.drafter.eval()
+    if isinstance(drafter, DFlash):  # most layouts have no place for a trained mask
+        with torch.no_grad():
+            drafter.body.mask_embedding.copy_(first.target.model.get_input_embeddings().weight[-1])
+    return drafter, losses(output)
+
+
+def assert_continues(found: list[float], own: list[float], before: list[float]) -> None:
+    """Assert that the first loss is the trained drafter's own on the same batch, not that of a fresh one."""
+    assert found[0] == pytest.approx(own[0], rel=1e-5)
+    assert found[0] < (before[0] + min(before)) / 2
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_run_continues_a_published_drafter(name: str, recipe_file: Path, tmp_path: Path) -> None:
+    section, formats = CONTINUED[name]
+    if "eagle3" in name:  # three or five layers to read
+        make_llama(num_hidden_layers=7).save_pretrained(tmp_path / "tiny-target")
+    drafter, before = trained(recipe_file, tmp_path / "first", f"drafter={section}")
+    target = load_target(str(tmp_path / "tiny-target"))
+    described = describe_target(target.model, target.tokenizer, "tiny")
+    save_drafter(drafter, tmp_path / "ours", target=described, recipe=None, draft_length=2)
+    start = (f"drafter={section}", "train.steps=1")
+    own = run(recipe_file, *start, f"start_from={tmp_path}/ours", f"output={tmp_path}/own")
+    for format in formats:
+        folder = export_drafter(drafter, target.model, format, tmp_path / format, target_name="tiny").folder
+        found = run(recipe_file, *start, f"start_from={folder}", f"output={tmp_path}/{format}-run")
+        assert_continues(found, own, before)
+
+
+def test_a_run_continues_a_module_in_the_targets_files(
+    recipe_file: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Fine-tuned, written into a copy of the target, and trained on from there under both of its names."""
+    model, copy = tmp_path / "with-module", tmp_path / "copy"
+    make_target("MiMo", model)
+    tiny_tokenizer.save_pretrained(model)
+    first = ("drafter={type: mtp, init: native, train_steps: 2}", f"target.model={model}")
+    drafter, before = trained(recipe_file, tmp_path / "first", *first)
+    target = load_target(str(model))
+    described = describe_target(target.model, target.tokenizer, "tiny")
+    save_drafter(drafter, tmp_path / "ours", target=described, recipe=None, draft_length=2)
+    own = run(recipe_file, *first, "train.steps=1", f"start_from={tmp_path}/ours", f"output={tmp_path}/own")
+    out = export_drafter(drafter, target.model, "native", tmp_path / "native", target_name="tiny").folder
+    shutil.copytree(model, copy)
+    for file in out.glob("*.safetensors"):
+        shutil.copy(file, copy)
+    start = (first[0], f"target.model={copy}", "train.steps=1")
+    assert_continues(run(recipe_file, *start, f"output={tmp_path}/init"), own, before)
+    assert_continues(run(recipe_file, *start, "start_from=native-mtp", f"output={tmp_path}/named"), own, before)
+
+
+# The commands that read a drafter.
+
+Folder = tuple[dict[str, Any], Tensors]
+FOLDERS: dict[str, tuple[Callable[[LlamaForCausalLM], Folder], str]] = {
+    f"{make.__name__}-{format}": (make, format) for make, format in LAYOUTS
+}
+FOLDERS |= {
+    "hydra": (lambda _: hydra(prefix=False), "hydra"),
+    "hydra++": (lambda _: hydra(prefix=True), "hydra"),
+    "mlp_speculator": (lambda _: speculator(tied=False, scaled=True), "fms"),
+}
+CHECKED = ("deepspec_dspark-sglang", "hydra", "speculators_peagle-vllm")
+PROFILE = {
+    "name": "a machine on paper",
+    "alone": {1: 1.0},
+    "verify": {1: {1: 1.0, 9: 1.0}},
+    "drafters": {"*": {"draft": {1: {1: 0.1, 8: 0.2}}}},
+}
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of targets by number of layers."""
+    folder = tmp_path_factory.mktemp("targets")
+    for depth in (6, 8):
+        six_layers(depth).save_pretrained(folder / str(depth))
+        make_tokenizer().save_pretrained(folder / str(depth))
+    return {depth: folder / str(depth) for depth in (6, 8)}
+
+
+def code(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return int(stopped.value.code or 0)
+
+
+def assert_commands_accept(
+    drafter: Path | str, format: str, target: Path, tmp_path: Path, *, check: bool = False
+) -> None:
+    """Run `eval`, `forecast` and `export`; with `check` also that, which samples 500 tokens twice at least."""
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "abcd"}) + "\n")
+    (tmp_path / "profile.json").write_text(json.dumps(PROFILE))
+    given = ("--target", target, "--drafter", drafter, "--prompts", tmp_path / "prompts.jsonl", "--count", 1)
+    short = ("--max-new-tokens", 3, "--temperature", 1)
+    assert code("eval", *given, *short, "--repeats", 1, "--out", tmp_path / "eval") == 0
+    assert code("forecast", *given, *short, "--profile", tmp_path / "profile.json", "--max-draft-length", 2) == 0
+    assert code("export", drafter, "--format", format, "--target", target, "--out", tmp_path / "again") == 0
+    if check:
+        assert code("check", *given, "--temperature", 1, "--tokens", 500) == 0
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_commands_accept_a_published_folder(name: str, targets: dict[int, Path], tmp_path: Path) -> None:
+    make, format = FOLDERS[name]
+    depth = 8 if make in DEEP else 6
+    folder = written(tmp_path / "d", *make(six_layers(depth)))
+    assert_commands_accept(folder, format, targets[depth], tmp_path, check=name in CHECKED)
+
+
+def test_commands_accept_a_module_in_the_targets_files(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    make_target("MiMo", tmp_path / "t")
+    tiny_tokenizer.save_pretrained(tmp_path / "t")
+    assert_commands_accept("native-mtp", "native", tmp_path / "t", tmp_path, check=True)
