@@ -229,7 +229,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts `now` and `peak` bytes of live storages that operations inside the context have created.
 
     Under torch's FakeTensorMode nothing has data, so operations that depend on data follow a rule: a mask selects
-    `marked_share` of its positions (one of a single dimension, which are chosen positions, all), `bucketize` divides
+    `marked_share` of its positions (a mask of one dimension, over positions that were chosen, all), `bucketize` divides
     sorted numbers evenly, and a scalar is 0 or False. Workspace of kernels and memory that the allocator keeps are not
     counted.
     """
