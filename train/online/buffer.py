@@ -60,12 +60,15 @@ class OpenRow:
     Args:
         context: tokens before the decoded ones that are kept; 0 for drafters that read one position at a time.
         final: the features are the inputs of the lm_head, which are then known in the prompt too, and stored once.
+        number: of the text, and `rows` of it that were closed: they say which rows are held back.
     """
 
     sequence: DecodeSequence
     sampling: Sampling
     context: int
     final: bool = False
+    number: int = 0
+    rows: int = 0
     prompt_length: int = 0
     """Position of the first decoded token of this row."""
     start: int = 0

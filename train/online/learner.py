@@ -38,9 +38,9 @@ from draftsmith.train.online.steps import Steps, blank_row
 from draftsmith.train.online.watch import Watch
 
 HELD_EVERY, HELD_ROWS = 4, 32
-"""Every fourth row is held back; the most recent ones decide."""
+"""A text in four is held back, of long ones a block: rows of one text are alike. The most recent rows decide."""
 LEAST_ROWS = 8
-"""Held-back rows that a decision needs."""
+"""Held-back rows that a decision needs; also the rows of a block."""
 LONGEST_INTERVAL = 4
 """Most steps between two comparisons, in units of those before the first."""
 LONGEST_PAUSE = 8
@@ -134,7 +134,7 @@ class OnlineLearning:
         self.seconds = 0.0
         """Time that learning has taken since requests are served."""
         self._random = Random(seed)
-        self._closed = self._judgements = self._pauses = 0
+        self._texts = self._judgements = self._pauses = 0
         self._asleep_until, self._awake_since = 0, 0
         self._mark, self._watch = 0.0, Watch()
         self._served_scores: dict[Row, np.ndarray] = {}
@@ -175,7 +175,9 @@ class OnlineLearning:
     def begin(self, texts: Sequence[DecodeSequence], sampling: Sampling) -> None:
         """Open a row for each text; texts of the last call have ended."""
         self._close(all_of_them=True)
-        self._open = {id(text): OpenRow(text, sampling, self._context, self._final) for text in texts}
+        numbered = enumerate(texts, self._texts)
+        self._open = {id(text): OpenRow(text, sampling, self._context, self._final, n) for n, text in numbered}
+        self._texts += len(texts)
         self._mark = now(self._device)
 
     def read(self, text: DecodeSequence, hidden_nH: Tensor, features_nF: Tensor | None) -> None:
@@ -276,8 +278,9 @@ class OnlineLearning:
                 self._watch.add(one.committed, one.reads - 1)
                 del self._open[key]
             if row is not None:
-                self._closed += 1
-                (self._held if self._closed % HELD_EVERY == 0 else self._rows).add(row)
+                block = one.number + one.rows // LEAST_ROWS
+                (self._held if block % HELD_EVERY == HELD_EVERY - 1 else self._rows).add(row)
+                one.rows += 1
 
     # Training.
 

@@ -19,6 +19,7 @@ from draftsmith.heads.checkpoint import describe_target, drafter_named
 from draftsmith.heads.lora import add_lora
 from draftsmith.heads.ngram import Hybrid
 from draftsmith.train.learning_rates import TRAINED, scaled_rate
+from draftsmith.train.online.buffer import Row
 from draftsmith.train.online.judge import judged, scores
 from draftsmith.train.online.steps import EAGER, SETTLED, WARMUP, blank_row
 
@@ -87,6 +88,21 @@ def test_every_family_learns_and_stays_lossless(name: str) -> None:
     assert learn.steps >= 2
     assert {type(drafter)} == {type(learn._candidate.drafter)}
     assert changed(weights(drafter), weights(learn._candidate.drafter)) or learn.adopted or learn.refused
+
+
+def test_texts_are_held_back_whole() -> None:
+    target = target_model()
+    learn = OnlineLearning(every=10**6)
+    texts_of(SpeculativeDecoder(target, make("mtp", target), learn=learn), 8, tokens=130)
+
+    def texts(rows: list[Row]) -> set[int]:
+        """Return which texts begin in these rows."""
+        return {PROMPTS.index(row.text.tokens[:5]) for row in rows if row.text.prompt_length == 5}
+
+    held, trained = list(learn._held), list(learn._rows)
+    assert texts(held) == {3, 7}
+    assert len(held) == 4, "both rows of the fourth and of the eighth text"
+    assert texts(trained) == {0, 1, 2, 4, 5, 6}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
