@@ -32,7 +32,7 @@ from draftsmith.train.estimate.fake_run import (
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
-LIBRARIES = 128 * 2**20
+LIBRARIES = 176 * 2**20
 """Bytes that libraries, and kernels of oneDNN for each shape, take on a CPU."""
 GAPS = {"activations": 0.6, "cache": 0.2, "prompts": 0.2, "states": 0.2}
 """Memory of the allocator on a CPU beside tensors, as a share of temporary tensors by use: steps create many sizes.
