@@ -1,4 +1,4 @@
-"""What the metrics of a run say: whether tau still rises, what more steps would bring, and where its time went."""
+"""Readings of the metrics of a run: whether tau still rises, what more steps would bring, and where its time went."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

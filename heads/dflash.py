@@ -376,6 +376,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         A is the number of the text that has most, at least 1, and at most `anchors`.
         """
         known_BT = mask_BT & (positions_BT > 0)  # the first token of a document has no features before it
+        # Not `any(0).nonzero()`: the memory estimate has no values, and takes a mask of one dimension as all marked.
         most = known_BT.sort(1, descending=True).values.any(0, keepdim=True).nonzero().shape[0]
         order_BT = torch.rand(mask_BT.shape, device=mask_BT.device).masked_fill(~known_BT, 2.0)
         best = order_BT.topk(max(1, min(self.anchors, most)), largest=False)

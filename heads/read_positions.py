@@ -143,7 +143,7 @@ def _on_host(trained_BT: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, T
 
 
 class _Layout(NamedTuple):
-    """What is read, in host memory."""
+    """The positions that are read, in host memory."""
 
     keys_M: Tensor
     queries_N: Tensor

@@ -82,7 +82,7 @@ class DataAndDrafter(NamedTuple):
     data: TrainingData
     drafter: TrainableDrafter
     quantization: dict[str, float] | None
-    """What quantizing the target saves and costs, see `quantization_effect`; None where it is not quantized."""
+    """Memory and alpha of the quantized target, see `quantization_effect`; None where it is not quantized."""
 
 
 def data_and_drafter(context: RunContext, target: LoadedTarget) -> DataAndDrafter:

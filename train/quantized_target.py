@@ -1,4 +1,4 @@
-"""What quantizing a run's target saves, and how far its p' is from the p of the target itself.
+"""The memory that quantizing a run's target saves, and how far its p' is from the p of the target itself.
 
     |alpha(p, q) - alpha(p', q)| <= TV(p, p') = 1 - sum_v min(p_v, p'_v)
 

@@ -32,7 +32,7 @@ class Point(TypedDict):
 
 
 class Outlook(TypedDict):
-    """What a drafter would learn from stored states of texts."""
+    """The gain that a drafter would have from learning on stored states of texts."""
 
     drafter: str
     temperature: float

@@ -1,4 +1,4 @@
-"""When the next optimizer step is due: by the time that decoding and learning take, or by decoded tokens alone."""
+"""The budget of learning: a step is due by the time that decoding and learning take, or by decoded tokens alone."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ HORIZON = 2**16
 """Tokens that an update is expected to serve at least: early updates pay later."""
 RECENT = 4
 """Steps or comparisons whose fastest is the time that the next one is expected to take: others may be interrupted."""
-JUDGEMENT = 5
+JUDGEMENT = 10
 """Steps that the first comparison is expected to take: it scores the held-back rows so far for two drafters."""
 
 

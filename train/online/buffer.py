@@ -29,6 +29,8 @@ CONTEXT = 32
 """Tokens before them that a row keeps, for drafters that attend to the text: they cost as much as trained ones."""
 LEAST_TOKENS = 4
 """Decoded tokens of a row at least: shorter ones hold hardly any draft."""
+BLOCK_ROWS = 8
+"""Consecutive rows of a text that count as one observation: they are alike."""
 
 
 States = Callable[[int, int], tuple[Tensor, Tensor | None]]
@@ -45,6 +47,8 @@ class Row:
     features_TF: Tensor | None
     """Features at positions 0 to T - 2; None where the drafter reads none."""
     sampling: Sampling
+    block: tuple[int, int] = (0, 0)
+    """Number of the text, and of the block of `BLOCK_ROWS` rows in it."""
 
     @property
     def bytes(self) -> int:
@@ -60,7 +64,7 @@ class OpenRow:
     Args:
         context: tokens before the decoded ones that are kept; 0 for drafters that read one position at a time.
         final: the features are the inputs of the lm_head, which are then known in the prompt too, and stored once.
-        number: of the text, and `rows` of it that were closed: they say which rows are held back.
+        number: of the text, see `Row.block`.
     """
 
     sequence: DecodeSequence
@@ -69,6 +73,7 @@ class OpenRow:
     final: bool = False
     number: int = 0
     rows: int = 0
+    """Rows of the text that were closed."""
     prompt_length: int = 0
     """Position of the first decoded token of this row."""
     start: int = 0
@@ -110,7 +115,9 @@ class OpenRow:
             # A text may have ended inside a draft: then states follow its last token.
             read_TF = None if features is None else features[: len(own) - 1]
             hidden_nH = None if self.final else torch.cat(self.hidden)[: len(tokens) - first]
-            row = Row(text, cast(Tensor, read_TF if hidden_nH is None else hidden_nH), read_TF, self.sampling)
+            states_nH = cast(Tensor, read_TF if hidden_nH is None else hidden_nH)
+            row = Row(text, states_nH, read_TF, self.sampling, (self.number, self.rows // BLOCK_ROWS))
+            self.rows += 1
         self._begin(len(tokens))
         self.hidden, self.features = [], []
         if features is not None:
@@ -121,9 +128,11 @@ class OpenRow:
         self.prompt_length, self.start = length, max(length - 1 - self.context, 0)
 
 
-def rows_of(text: TargetText, states: States, sampling: Sampling, context: int, final: bool) -> Iterator[Row]:
+def rows_of(
+    text: TargetText, states: States, sampling: Sampling, context: int, final: bool, number: int
+) -> Iterator[Row]:
     """Divide a text whose states are known into rows, as `OpenRow` does while it is decoded."""
-    for start in range(text.prompt_length, len(text.tokens), ROW_TOKENS):
+    for place, start in enumerate(range(text.prompt_length, len(text.tokens), ROW_TOKENS)):
         tokens = text.tokens[: start + ROW_TOKENS]
         begin = max(start - 1 - context, 0)
         if len(tokens) - start < LEAST_TOKENS:
@@ -132,7 +141,7 @@ def rows_of(text: TargetText, states: States, sampling: Sampling, context: int, 
         known_nF = None if features_nF is None else features_nF.clone()
         hidden_nH = cast(Tensor, known_nF) if final else hidden_nH[start - 1 - begin :].clone()
         own = TargetText(tokens[begin:], start - begin, text.max_length - begin, text.source)
-        yield Row(own, hidden_nH, known_nF, sampling)
+        yield Row(own, hidden_nH, known_nF, sampling, (number, place // BLOCK_ROWS))
 
 
 class RowBuffer:

@@ -258,7 +258,7 @@ class _Watch:
             return states_TW[:, : self._shape[1]], states_TW[:, self._shape[1] :] if reads_layers else None
 
         for first, end in _spans(text):
-            yield from self._learn.rows_of(TargetText(ids[:end], first, end), states, self._sampling)
+            yield from self._learn.rows_of(TargetText(ids[:end], first, end), states, self._sampling, self._read)
 
     def _updated(self, update: Update) -> None:
         self._say(str(update))

@@ -1,6 +1,6 @@
 """Whether a candidate accepts more than the drafter in use, on held-back rows, from their stored states."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from draftsmith.eval.teacher_forced import Rows as Logits
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.train.online.buffer import Row, signals_of
 
-# Shapes: R rows of text, N positions, V vocabulary, K draft positions, S resamples.
+# Shapes: R rows of text, G blocks of rows, N positions, V vocabulary, K draft positions, S resamples.
 
 Scores = NDArray[np.float64]
 """[R, 2]: tokens that the rounds of a row commit in expectation, one round after every token, and these rounds."""
@@ -83,13 +83,17 @@ class Verdict(NamedTuple):
     gain: float
     """candidate / served - 1"""
     interval: tuple[float, float]
-    """Of the gain: 95 % bootstrap over rows, which are drawn for both together."""
+    """Of the gain: 95 % bootstrap over blocks of rows, which are drawn for both together."""
 
 
-def judged(served: Scores, candidate: Scores, seed: int) -> Verdict:
-    """Compare the scores of two drafters on the same rows."""
-    drawn_SR = np.random.default_rng(seed).integers(0, len(served), (RESAMPLES, len(served)))
-    gains_S = ratio(candidate[drawn_SR, 0].sum(1), served[drawn_SR, 0].sum(1)) - 1
+def judged(served: Scores, candidate: Scores, blocks: Sequence[Hashable], seed: int) -> Verdict:
+    """Compare the scores of two drafters on the same rows, each of which belongs to a block."""
+    numbers = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
+    sums_G2 = np.zeros((len(numbers), 2))
+    np.add.at(sums_G2, [numbers[block] for block in blocks], np.stack([served[:, 0], candidate[:, 0]], 1))
+    drawn_SG = np.random.default_rng(seed).integers(0, len(sums_G2), (RESAMPLES, len(sums_G2)))
+    served_S, candidate_S = sums_G2[drawn_SG].sum(1).T
+    gains_S = ratio(candidate_S, served_S) - 1
     low, high = percentiles(gains_S)
     rounds = served[:, 1].sum()
     own, other = served[:, 0].sum() / rounds, candidate[:, 0].sum() / rounds

@@ -37,10 +37,10 @@ from draftsmith.train.online.judge import Scores, Verdict, judged, scores
 from draftsmith.train.online.steps import Steps, blank_row
 from draftsmith.train.online.watch import Watch
 
-HELD_EVERY, HELD_ROWS = 4, 32
-"""A text in four is held back, of long ones a block: rows of one text are alike. The most recent rows decide."""
-LEAST_ROWS = 8
-"""Held-back rows that a decision needs; also the rows of a block."""
+HELD_EVERY, HELD_ROWS = 4, 64
+"""One text in four is held back, of long ones one block in four: rows of a text are alike. The newest rows decide."""
+LEAST_ROWS, LEAST_BLOCKS = 8, 4
+"""Held-back rows, and texts or blocks of long ones, that a decision needs."""
 LONGEST_INTERVAL = 4
 """Most steps between two comparisons, in units of those before the first."""
 LONGEST_PAUSE = 8
@@ -85,8 +85,7 @@ class OnlineLearning:
         seed: of the rows of each step, the objective's random positions and the intervals.
         buffer_bytes: memory of the stored states.
         objective: default: KL(p || q) as in recipes.
-        optimizer, learning_rate: default: Muon at the rate for drafters with trained weights, and three times this rate
-            at first.
+        optimizer, learning_rate: default: Muon at the rate for drafters with trained weights.
         lora_rank: for draft models: train adapters of this rank only; their product is added to the weights in use.
         batch_rows: rows of a step.
         judge_every: steps after which a candidate is compared with the drafter in use for the first time; the next
@@ -160,9 +159,7 @@ class OnlineLearning:
         self._lm_head = cast(TargetHead, logits_head(target))
         with torch.inference_mode(False):
             self._candidate = Candidate(served, target, self._lora_rank, self.seed)
-            self._steps = Steps(
-                self._candidate, self._lm_head, objective, self._optimizer, peak, eager=self._rate is None
-            )
+            self._steps = Steps(self._candidate, self._lm_head, objective, self._optimizer, peak)
         learned = served.online or {}
         self.tokens, self.steps = learned.get("tokens", 0), learned.get("steps", 0)
         self.adopted, self.refused = learned.get("adopted", 0), learned.get("refused", 0)
@@ -200,9 +197,9 @@ class OnlineLearning:
 
     # Texts that were decoded elsewhere.
 
-    def rows_of(self, text: TargetText, states: States, sampling: Sampling) -> Iterator[Row]:
-        """Divide a text, whose states are known, into rows for `learn_from`."""
-        return rows_of(text, states, sampling, self._context, self._final)
+    def rows_of(self, text: TargetText, states: States, sampling: Sampling, number: int) -> Iterator[Row]:
+        """Divide a text, whose states are known, into rows for `learn_from`; the number tells it from other texts."""
+        return rows_of(text, states, sampling, self._context, self._final, number)
 
     def learn_from(self, row: Row, *, held: bool) -> None:
         """Store a row, held back or to be trained on, and train and judge as often as `every` says."""
@@ -236,7 +233,8 @@ class OnlineLearning:
             ready = False
         else:
             self._wake()
-            ready = len(self._rows) >= LEAST_ROWS and len(self._held) >= LEAST_ROWS
+            blocks = len({row.block for row in self._held})
+            ready = min(len(self._rows), len(self._held)) >= LEAST_ROWS and blocks >= LEAST_BLOCKS
         if self._asleep_until or (not ready and self.every is not None):
             self._budget.start(self.tokens)
         return ready and self._budget.owes(self.tokens, judgement=self._unjudged >= self._interval)
@@ -278,9 +276,7 @@ class OnlineLearning:
                 self._watch.add(one.committed, one.reads - 1)
                 del self._open[key]
             if row is not None:
-                block = one.number + one.rows // LEAST_ROWS
-                (self._held if block % HELD_EVERY == HELD_EVERY - 1 else self._rows).add(row)
-                one.rows += 1
+                (self._held if sum(row.block) % HELD_EVERY == HELD_EVERY - 1 else self._rows).add(row)
 
     # Training.
 
@@ -320,7 +316,7 @@ class OnlineLearning:
         other = scores(self._candidate.drafter.eval(), rows, self._lm_head, self._draft_length)
         self._judgements += 1
         adopted = self.adopted
-        self._weigh(judged(own, other, self.seed + self._judgements))
+        self._weigh(judged(own, other, [row.block for row in rows], self.seed + self._judgements))
         if self.adopted > adopted:
             self._served_scores = dict(zip(rows, other, strict=True))
 
@@ -351,7 +347,7 @@ class OnlineLearning:
         assert self._candidate is not None
         self._candidate.roll_back()
         self.refused += 1
-        self._steps.restart(eager=False)
+        self._steps.restart()
         self._begin_judging()
         self._record(Update("refused", self.tokens, self.steps, verdict, reason))
         self._pause("the last candidate was not better")

@@ -18,7 +18,7 @@ from draftsmith.heads.model_config import text_config
 from draftsmith.train.online.buffer import ROW_TOKENS, Row, States
 from draftsmith.train.online.candidate import learnable
 from draftsmith.train.online.exported import FREE
-from draftsmith.train.online.learner import LEAST_ROWS, OnlineLearning
+from draftsmith.train.online.learner import LEAST_BLOCKS, LEAST_ROWS, OnlineLearning
 
 # Shapes: T tokens, H hidden size, F size of the features, P texts.
 
@@ -63,6 +63,12 @@ def _outlook(
                 f"learn with {len(texts)} texts, which leave {sum(map(len, rows))} rows of {ROW_TOKENS} tokens to "
                 f"{what}; expected at least {LEAST_ROWS}: more --count or --max-new-tokens"
             )
+    blocks = {row.block for rows in held for row in rows}
+    if len(blocks) < LEAST_BLOCKS:
+        raise ConfigError(
+            f"learn with {len(texts)} texts, of which {len(held)} are left to judge updates on; "
+            f"expected at least {LEAST_BLOCKS}: --count {APART * LEAST_BLOCKS} or more"
+        )
     started, marks = time.perf_counter(), [0]
     adopted, scores = [0], [_scores(learning, apart)]
     for row in (row for rows in held for row in rows):
@@ -97,7 +103,7 @@ def _divided(
 ) -> tuple[list[list[Row]], list[list[Row]], list[list[Row]]]:
     """Return the rows of the texts that are kept apart, that updates are judged on, and that are learned from."""
     teacher = OnlineTeacher(target, served.needs.layers)
-    rows = [list(learning.rows_of(text, _states(teacher, text), sampling)) for text in texts]
+    rows = [list(learning.rows_of(text, _states(teacher, text), sampling, number)) for number, text in enumerate(texts)]
     parts = [[one for place, one in enumerate(rows) if place % APART == part and one] for part in range(APART)]
     return parts[0], parts[HELD], [one for part in parts[HELD + 1 :] for one in part]
 

@@ -22,8 +22,6 @@ from draftsmith.train.online.candidate import Candidate
 
 WARMUP = 8
 """Optimizer steps in which the rate rises, after each start of the optimizers."""
-EAGER, SETTLED = 3.0, 64
-"""The rate of an eager start relative to the usual one, to which it falls within so many steps."""
 CLIP = 1.0
 
 
@@ -32,7 +30,6 @@ class Steps:
 
     Args:
         peak: learning rate after the warm-up.
-        eager: begin with a larger one, by which a drafter that is not trained to the end gains faster.
     """
 
     def __init__(
@@ -42,17 +39,14 @@ class Steps:
         objective: Objective,
         optimizer: Literal["muon", "adamw"],
         peak: float,
-        *,
-        eager: bool,
     ) -> None:
         self._candidate, self._lm_head, self._objective = candidate, lm_head, objective
         self._optimizer, self._peak = optimizer, peak
         self._device = next(candidate.trained.parameters()).device
-        self.restart(eager=eager)
+        self.restart()
 
-    def restart(self, *, eager: bool) -> None:
+    def restart(self) -> None:
         """Forget the moments and the steps that were taken."""
-        self._eager = eager
         dtype = torch.bfloat16 if bf16_is_fast(self._device) else torch.float32
         self._optimizers = optimizers(self._candidate.trained, self._optimizer, 0.0, dtype=dtype)
         self._last_alpha: list[float] | None = None
@@ -61,8 +55,7 @@ class Steps:
     def __call__(self, rows: Sequence[Row]) -> bool:
         """Take a step on these rows, average the weights, and return whether the gradient was finite."""
         warm = min(1.0, (self._taken + 1) / WARMUP)
-        times = EAGER - (EAGER - 1) * min(1.0, self._taken / SETTLED) if self._eager else 1.0
-        finite = self._take(rows, self._peak * warm * times)
+        finite = self._take(rows, self._peak * warm)
         self._candidate.average()
         self._taken += 1
         return finite
@@ -75,7 +68,7 @@ class Steps:
             self._take([row] * rows, rate=0.0)
             elapsed = now(self._device) - started
         self._candidate.roll_back()  # 0 times an update that is not finite would remain
-        self.restart(eager=self._eager)
+        self.restart()
         return elapsed
 
     def _take(self, rows: Sequence[Row], rate: float) -> bool:

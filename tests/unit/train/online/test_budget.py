@@ -88,10 +88,10 @@ def test_a_comparison_is_bounded_as_a_step_is() -> None:
     budget.learned(0.5)
     assert not budget.owes(0, judgement=True), f"expected to take {JUDGEMENT} steps"
     assert budget.owes(0)
-    budget.decoded(25.0)
-    assert budget.owes(0, judgement=True), "3 s are less than 2.5 % of 128 s"
+    budget.decoded(150.0)
+    assert budget.owes(0, judgement=True), "5.5 s are less than 2.5 % of 255 s"
     budget.judged(0.1)
-    budget.decoded(-96.0)
+    budget.decoded(-221.0)
     assert budget.owes(0, judgement=True), "as long as the last one"
     by_tokens = Budget(0.1, every=10)
     assert by_tokens.owes(0, judgement=True), "it follows its step"

@@ -1,6 +1,7 @@
 """Learning while decoding: greedy texts stay the target's, updates are reproducible, and only better ones are used."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from draftsmith.heads.ngram import Hybrid
 from draftsmith.train.learning_rates import TRAINED, scaled_rate
 from draftsmith.train.online.buffer import Row
 from draftsmith.train.online.judge import judged, scores
-from draftsmith.train.online.steps import EAGER, SETTLED, WARMUP, blank_row
+from draftsmith.train.online.learner import LEAST_BLOCKS, LEAST_ROWS
+from draftsmith.train.online.steps import WARMUP, blank_row
 
 PROMPTS = [[int(x) for x in torch.randint(2, 64, (5,), generator=torch.Generator().manual_seed(i))] for i in range(64)]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -121,26 +123,19 @@ def test_a_step_is_measured_before_anything_is_decoded_and_changes_nothing(name:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_an_eager_start_settles_at_the_default_rate_and_a_refusal_ends_it() -> None:
+def test_the_rate_rises_within_the_warm_up_and_again_after_a_refusal() -> None:
     target, drafter = _pair()
     learn = quick(learning_rate=None)
     SpeculativeDecoder(target, drafter, learn=learn)
     row = blank_row(drafter, target, learn._lm_head, 0)
     peak, rates = scaled_rate(TRAINED, "muon", 32), []
-    for number in range(SETTLED + 10):
-        if number == SETTLED + 2:
+    for number in range(2 * WARMUP + 4):
+        if number == WARMUP + 2:
             learn._refuse(None, "a test")
         learn._steps([row])
         rates.append(learn._steps._optimizers[0].param_groups[0]["lr"] / peak)
-    assert rates[0] == pytest.approx(EAGER / WARMUP)
-    assert rates[SETTLED // 2] == pytest.approx((EAGER + 1) / 2)
-    assert rates[SETTLED : SETTLED + 2] == [1, 1]
-    assert rates[SETTLED + 2] == pytest.approx(1 / WARMUP)
-    assert rates[-1] == 1
-    explicit = quick(learning_rate=peak)
-    SpeculativeDecoder(target, drafter, learn=explicit)
-    explicit._steps([row])
-    assert explicit._steps._optimizers[0].param_groups[0]["lr"] == pytest.approx(peak / WARMUP)
+    rise = [step / WARMUP for step in range(1, WARMUP + 1)]
+    assert rates == pytest.approx([*rise, 1, 1, *rise, 1, 1])
 
 
 def test_a_better_candidate_is_adopted_and_accepts_more() -> None:
@@ -411,12 +406,44 @@ def test_an_interval_is_paired() -> None:
     served = torch.stack([torch.rand(32, generator=generator) * 40 + 20, torch.full((32,), 20.0)], -1).double().numpy()
     better = served.copy()
     better[:, 0] *= 1.02
-    verdict = judged(served, better, seed=1)
+    verdict = judged(served, better, range(32), seed=1)
     assert verdict.gain == pytest.approx(0.02)
     assert verdict.interval == pytest.approx((0.02, 0.02))
-    same = judged(served, served, seed=1)
+    same = judged(served, served, range(32), seed=1)
     assert same.interval == (0, 0)
     assert same.served == pytest.approx(served[:, 0].sum() / served[:, 1].sum())
+
+
+def test_an_interval_is_over_blocks() -> None:
+    """Rows of one text agree about a candidate; that they are many makes no difference."""
+    generator = torch.Generator().manual_seed(1)
+    gains_G = 1 + 0.05 * torch.randn(8, generator=generator, dtype=torch.float64).numpy()
+    blocks = [(number, 0) for number in range(8) for _ in range(8)]
+    served = np.full((64, 2), [40.0, 20.0])
+    candidate = served * [[gains_G[number], 1] for number, _ in blocks]
+    own = served[::8] * 8
+    one_each = judged(own, own * np.stack([gains_G, np.ones(8)], 1), blocks[::8], seed=1)
+    many = judged(served, candidate, blocks, seed=1)
+    assert many.gain == pytest.approx(one_each.gain)
+    assert many.interval == pytest.approx(one_each.interval)
+    as_rows = judged(served, candidate, range(64), seed=1)
+    width, narrow = (verdict.interval[1] - verdict.interval[0] for verdict in (many, as_rows))
+    assert width > 2 * narrow
+
+
+def test_a_decision_needs_several_texts() -> None:
+    """Rows of one long text are many, but no evidence of their own."""
+    target, drafter = _pair()
+    learn = quick(judge_every=1)
+    SpeculativeDecoder(target, drafter, learn=learn)
+    row = blank_row(drafter, target, learn._lm_head, 0)
+    for number in range(2 * LEAST_ROWS):
+        learn.learn_from(replace(row, block=(number % (LEAST_BLOCKS - 1), 0)), held=True)
+        learn.learn_from(replace(row), held=False)
+    assert learn.steps == 0
+    learn.learn_from(replace(row, block=(LEAST_BLOCKS, 0)), held=True)
+    learn.learn_from(replace(row), held=False)
+    assert learn.steps > 0
 
 
 def test_a_text_that_ends_inside_a_draft_is_learned_from() -> None:

@@ -1,4 +1,4 @@
-"""What learning would bring to texts that it has not seen, and the drafter stays as it was."""
+"""Forecasts of learning are measured on texts that it has not seen, and the drafter stays as it was."""
 
 import numpy as np
 import pytest
