@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from draftsmith.distill.fused_kl import TargetRows
 from draftsmith.heads.base import DraftStates, TeacherSignals
 
 # Shapes: B texts, T positions, X = B * T, N tokens or positions, n tokens of a chunk, V vocabulary, D draft vocabulary
@@ -144,14 +145,22 @@ class TargetChunk:
         known: at the positions of the chunk.
         temperatures: those at which the objective needs p.
         vocabulary_D: see `DraftStates`.
+        fused: keep what `forward_kl_and_alpha` needs at the only temperature, instead of log-probabilities.
     """
 
     @torch.no_grad()
     def __init__(
-        self, known: TeacherOutput, lm_head: LmHead, temperatures: Sequence[float], vocabulary_D: Tensor | None
+        self,
+        known: TeacherOutput,
+        lm_head: LmHead,
+        temperatures: Sequence[float],
+        vocabulary_D: Tensor | None,
+        *,
+        fused: bool = False,
     ) -> None:
         self.known, self._vocabulary_D = known, vocabulary_D
         self._p_log: dict[float, Tensor] = {}
+        self._p: TargetRows | None = None
         if known.top is not None:
             best_N1 = known.top.log_NE.where(known.top.ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
             argmax_N = known.top.ids_NE.gather(-1, best_N1)[:, 0]
@@ -161,17 +170,18 @@ class TargetChunk:
             for temperature in temperatures:
                 p_log_NV = _tempered(p_NV, temperature).log_softmax(-1)
                 self._p_log[temperature] = p_log_NV if vocabulary_D is None else p_log_NV[:, vocabulary_D]
+            if fused:
+                self._p = TargetRows.of(self._p_log.pop(temperatures[0]), whole=vocabulary_D is None)
         self._argmax_N = draft_rows(argmax_N, vocabulary_D)
 
     def compare(self, student_nD: Tensor, rows_n: Tensor, entry: DraftStates) -> "Compared":
         """Compute the drafter's logits at some positions of the chunk; `rows_n`: ascending and distinct."""
         whole = rows_n.shape == self._argmax_N.shape  # then the rows are all of the chunk, in order
         pick: Callable[[Tensor], Tensor] = (lambda x: x) if whole else (lambda x: x[rows_n])
+        p = self._p if whole or self._p is None else self._p.at(rows_n)
         known = self.known if whole else self.known.at(rows_n)
         p_log = {temperature: pick(p_log_NE) for temperature, p_log_NE in self._p_log.items()}
-        return Compared(
-            pick(self._argmax_N), p_log, at_least_float32(entry.head(student_nD)), known, self._vocabulary_D
-        )
+        return Compared(pick(self._argmax_N), p_log, p, entry.head(student_nD), known, self._vocabulary_D)
 
 
 @dataclass(frozen=True)
@@ -181,15 +191,16 @@ class Compared:
     target_argmax_N: Tensor
     """The target's most likely token as a row of the drafter's vocabulary; -1 if it is not in there."""
     p_log_NE: Mapping[float, Tensor]
-    """The target's log-probabilities by temperature; empty if only the `top` tokens are known."""
+    """The target's log-probabilities by temperature; empty if only the `top` tokens are known, and with `p`."""
+    p: TargetRows | None
     q_ND: Tensor
-    """The drafter's logits, before a temperature is applied."""
+    """The drafter's logits, before a temperature is applied, in the dtype of its head."""
     known: TeacherOutput
     vocabulary_D: Tensor | None
 
     def at(self, temperature: float) -> Rows:
         """Return the rows at a temperature, over the drafter's vocabulary or over the known tokens and the tail."""
-        q_log_ND = _tempered(self.q_ND, temperature).log_softmax(-1)
+        q_log_ND = _tempered(at_least_float32(self.q_ND), temperature).log_softmax(-1)
         if self.known.top is not None:
             assert temperature == 1, "the probability of the tail is known at temperature 1 only"
             return Rows(*known_and_tail(self.known.top, q_log_ND, self.vocabulary_D), q_log_ND)

@@ -27,6 +27,7 @@ from draftsmith.distill.alignment import (
     draft_rows,
 )
 from draftsmith.distill.draft_weights import DraftWeights, TokenWeights
+from draftsmith.distill.fused_kl import forward_kl_and_alpha
 from draftsmith.distill.losses import (
     DIVERGENCES,
     Part,
@@ -171,7 +172,8 @@ class Objective:
         for number in range(len(chunks) + ahead):
             if number < len(chunks):
                 known, tokens = chunks[number]
-                target = TargetChunk(known, lm_head, self.temperatures, vocabulary_D)
+                fused = self._is_plain_kl and weights is None and known.top is None
+                target = TargetChunk(known, lm_head, self.temperatures, vocabulary_D, fused=fused)
                 if weights is not None:
                     self._record(weights, target, tokens)
                 waiting.append((target, tokens))
@@ -186,6 +188,11 @@ class Objective:
                 yield Part(some.k, some.place, one)
                 del one
             waiting.popleft()
+
+    @property
+    def _is_plain_kl(self) -> bool:
+        """Whether nothing but forward KL at one temperature, and alpha, is computed from the probabilities."""
+        return self.terms.keys() == {"kl"} and len(self.temperatures) == 1 and not self.top_k_weight
 
     def _record(self, weights: DraftWeights, target: TargetChunk, tokens: Sequence["_Tokens"]) -> None:
         """Record how far the tokens of a chunk agree; the weights follow from it."""
@@ -208,19 +215,12 @@ class Objective:
         """Return the summed loss of some tokens of a draft position, and add their agreement to `sums`."""
         entry = some.position.entry
         compared = target.compare(student_ND, some.rows_n, entry)
-        label_rows_N = draft_rows(compared.known.labels_N, entry.vocabulary_D)
-        loss_N = student_ND.new_zeros(student_ND.shape[0], dtype=compared.q_ND.dtype)
-        first = compared.at(self.temperatures[0])
-        for temperature in self.temperatures:
-            rows = first if temperature == self.temperatures[0] else compared.at(temperature)
-            terms_N = self._terms(rows, compared.target_argmax_N, label_rows_N, last_alpha)
-            loss_N = loss_N + terms_N / len(self.temperatures)
-        p_log_NE, q_log_NE = first.p_log_NE, first.q_log_NE
-        with torch.no_grad():
-            alpha_N = overlap(p_log_NE, q_log_NE)
-            sums.add(some.k, alpha_N, compared)
-        if self.top_k_weight:
-            loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(p_log_NE, q_log_NE, self.top_k)
+        if compared.p is not None:
+            kl_N, alpha_N = forward_kl_and_alpha(compared.q_ND, compared.p, self.temperatures[0])
+            loss_N = self.terms["kl"] * kl_N
+        else:
+            loss_N, alpha_N = self._compared(compared, extra.length_n is not None, last_alpha)
+        sums.add(some.k, alpha_N.detach(), compared)
         if self.feature_weight and entry.regresses:
             teacher_ND = compared.known.hidden_NH.to(student_ND.dtype)
             distance_ND = nn.functional.smooth_l1_loss(student_ND, teacher_ND, reduction="none")
@@ -228,14 +228,28 @@ class Objective:
         if entry.confidence is not None and self.confidence_weight:
             sure_N = at_least_float32(entry.confidence(student_ND))
             loss_N = loss_N + self.confidence_weight * nn.functional.binary_cross_entropy_with_logits(
-                sure_N, alpha_N.clamp(0, 1), reduction="none"
+                sure_N, alpha_N.detach().clamp(0, 1), reduction="none"
             )
         if extra.dpace_n is not None:
             loss_N = loss_N * extra.dpace_n
         loss = self._position_weight(some.k) * loss_N.sum()
         if extra.length_n is not None:  # no decay: the accepted length itself weights the positions
-            loss = loss - self.terms["accepted_length"] * (extra.length_n * overlap(p_log_NE, q_log_NE)).sum()
+            loss = loss - self.terms["accepted_length"] * (extra.length_n * alpha_N).sum()
         return loss
+
+    def _compared(self, compared: Compared, differentiable: bool, last_alpha: float) -> tuple[Tensor, Tensor]:
+        """Return the weighted terms [N], averaged over the temperatures, and alpha [N] at the first of them."""
+        label_rows_N = draft_rows(compared.known.labels_N, compared.vocabulary_D)
+        first = compared.at(self.temperatures[0])
+        loss_N = first.q_log_ND.new_zeros(first.q_log_ND.shape[0])
+        for temperature in self.temperatures:
+            rows = first if temperature == self.temperatures[0] else compared.at(temperature)
+            terms_N = self._terms(rows, compared.target_argmax_N, label_rows_N, last_alpha)
+            loss_N = loss_N + terms_N / len(self.temperatures)
+        if self.top_k_weight:
+            loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(first.p_log_NE, first.q_log_NE, self.top_k)
+        with torch.set_grad_enabled(differentiable):
+            return loss_N, overlap(first.p_log_NE, first.q_log_NE)
 
     def _terms(self, rows: Rows, target_argmax_N: Tensor, label_rows_N: Tensor, last_alpha: float) -> Tensor:
         """Return the weighted terms [N], without accepted_length, which is not a sum over tokens."""
