@@ -41,8 +41,8 @@ def learnable(drafter: Drafter | None, vocabulary: int) -> TrainableDrafter:
 
 AVERAGE = 0.95
 """Weight of the average so far beside the next step's weights; less in the first steps."""
-UNROLLED = 1
-"""Steps of the training-time test: a step costs as much as the first, and teaches little beside it."""
+UNROLLED = 2
+"""Steps of the training-time test, for later draft positions: each costs as much as the first (docs/online.md)."""
 
 
 class Candidate:

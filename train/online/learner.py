@@ -41,7 +41,7 @@ HELD_EVERY, HELD_ROWS = 4, 64
 """One text in four is held back, of long ones one block in four: rows of a text are alike. The newest rows decide."""
 LEAST_ROWS, LEAST_BLOCKS = 8, 4
 """Held-back rows, and texts or blocks of long ones, that a decision needs."""
-LONGEST_INTERVAL = 4
+LONGEST_INTERVAL = 2
 """Most steps between two comparisons, in units of those before the first."""
 LONGEST_PAUSE = 8
 """Longest pause, in units of the learning before it."""
@@ -88,8 +88,8 @@ class OnlineLearning:
         optimizer, learning_rate: default: Muon at the rate for drafters with trained weights.
         lora_rank: for draft models: train adapters of this rank only; their product is added to the weights in use.
         batch_rows: rows of a step.
-        judge_every: steps after which a candidate is compared with the drafter in use for the first time; the next
-            comparisons come after twice and then four times as many.
+        judge_every: steps after which a candidate is compared with the drafter in use for the first time, when its
+            running average has left the start behind; the next comparisons come after twice as many.
         patience: undecided comparisons in a row, none with a larger gain than before, after which a candidate is
             refused.
         on_update: called after each `Update`.
@@ -107,7 +107,7 @@ class OnlineLearning:
         learning_rate: float | None = None,
         lora_rank: int | None = None,
         batch_rows: int = 8,
-        judge_every: int = 16,
+        judge_every: int = 48,
         patience: int = 4,
         on_update: Callable[[Update], None] = lambda _: None,
     ) -> None:

@@ -57,8 +57,8 @@ def test_the_average_is_adopted_and_both_are_rolled_back(candidate: Candidate) -
     torch.testing.assert_close(one_weight(candidate.drafter), (adopted + 1.0) / 2)  # a new average
 
 
-def test_one_step_is_unrolled_in_training_and_the_served_drafter_keeps_its_own(candidate: Candidate) -> None:
-    assert candidate.trained.train_steps == 1
+def test_two_steps_are_unrolled_in_training_and_the_served_drafter_keeps_its_own(candidate: Candidate) -> None:
+    assert candidate.trained.train_steps == 2
     assert candidate.drafter.train_steps == candidate.served.train_steps == 3
 
 
