@@ -248,7 +248,7 @@ class Run:
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
             "seconds_by_part": self.clock.seconds(),
-            "memory_bytes": self.memory.peak(),
+            "memory_bytes": self.memory.trimmed(),
         }
 
     def _judge_rate(self, step: int) -> None:
