@@ -81,18 +81,19 @@ class Drafted:
         self.slots += count
         self._depths.append(depths)
 
-    def positions(self, lengths: list[int], end: int, positions_BQ: Tensor, starts: list[int]) -> Tensor:
-        """Return the position in its text of the token in each slot, including tokens being read from `starts`: [B, S].
+    def positions(self, end: int, positions_BQ: Tensor, starts: list[int]) -> Tensor:
+        """Return the position in its text of the token in each slot up to `end`, [B, S].
 
-        `lengths`: committed tokens of each row; S is `end`.
+        `starts`: the slots from which on the tokens at `positions_BQ` are being read.
         """
-        slots_BS = torch.arange(end).expand(len(starts), end).clone()
-        for row, length in enumerate(lengths):
-            depths = [depth for of_pass in self._depths for depth in by_row(of_pass, len(lengths))[row]]
-            for slot, depth in enumerate(depths):
-                slots_BS[row, length + slot] = length + depth - 1
-        slots_BS = slots_BS.to(positions_BQ.device)
-        for row, start in enumerate(starts):
-            count = min(positions_BQ.shape[1], end - start)
-            slots_BS[row, start : start + count] = positions_BQ[row, :count]
-        return slots_BS
+        B, Q = positions_BQ.shape
+        device = positions_BQ.device
+        # Padding may end after the last slot.
+        slots_BS = torch.arange(end + Q, device=device).repeat(B, 1)
+        start_B1 = torch.tensor(starts, device=device)[:, None]
+        if self.slots:
+            rows = [[depth for of_pass in self._depths for depth in by_row(of_pass, B)[row]] for row in range(B)]
+            length_B1 = start_B1 - self.slots
+            drafted_BR = length_B1 + torch.arange(self.slots, device=device)
+            slots_BS.scatter_(1, drafted_BR, length_B1 + torch.tensor(rows, device=device) - 1)
+        return slots_BS.scatter_(1, start_B1 + torch.arange(Q, device=device), positions_BQ)[:, :end]

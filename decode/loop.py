@@ -15,6 +15,7 @@ from draftsmith.decode.compiled import run_step
 from draftsmith.decode.contexts import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import draws_of
+from draftsmith.decode.features import FeatureQueue
 from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.model_runner import ModelRunner
@@ -95,6 +96,8 @@ class DecodeLoop:
         self._shared: tuple[int, int] | None = None
         self._committed: CommittedTokens | None = None
         """The committed tokens, with padding, where a processor reads them."""
+        self.hidden: Tensor | None = None
+        self._features = FeatureQueue()
         self._device = torch.device("cpu")
         self._shapes: dict[int, Shape | None] = {}
         """By text, the shape of its drafts; None where it depends on q."""
@@ -115,6 +118,9 @@ class DecodeLoop:
 
     def run(self, module: nn.Module, *inputs: Tensor | int) -> tuple[Tensor, ...]:
         return run_step(module, self._rows, *inputs) if self._compile else module(*inputs)
+
+    def take_features(self, counts: Sequence[int]) -> Tensor:
+        return self._features.take(counts)
 
     def close(self) -> None:
         """Leave the drafter's compiled passes to later texts."""
@@ -258,7 +264,7 @@ class DecodeLoop:
         return lambda: proposal.contexts(self._committed, [text.number for text in self.texts])
 
     def _take_over(self, paths: list[list[int]], new: list[list[int]]) -> None:
-        """Hand the target's states over to the texts, and keep the accepted tokens."""
+        """Hand the target's states over to the drafter, and keep the accepted tokens."""
         if self._drafter is not None:
             self._hand_over(paths)
         self._target.commit(paths)
@@ -266,19 +272,22 @@ class DecodeLoop:
             self._committed.append(new)
 
     def _hand_over(self, paths: list[list[int]] | None) -> None:
-        """Give the texts the target's states after these paths, after the prompts with None, for the drafter."""
+        """Keep the target's states after these paths, after the prompts with None, for drafter and observer."""
         assert self._drafter is not None, "its needs are handed over"
         if self._drafter.needs == Needs() and self._observer is None:
             return
         ends = [path[-1] if path else ROOT for path in paths or [[]] * len(self.texts)]
-        hidden_BH = self._target.hidden(ends) if self._drafter.needs.hidden else None
-        for row, text in enumerate(self.texts):
-            text.hidden = None if hidden_BH is None else hidden_BH[row]
-            path = None if paths is None else paths[row]
-            features_nF = self._target.features(row, path)
-            text.add_features(features_nF)
-            if self._observer is not None:
-                self._observer.read(text, self._target.states(row, path), features_nF)
+        self.hidden = self._target.hidden(ends) if self._drafter.needs.hidden else None
+        counts = [len(text.tokens) for text in self.texts] if paths is None else [1 + len(path) for path in paths]
+        features_BnF = self._target.features(paths)
+        if features_BnF is not None:
+            self._features.add(features_BnF, counts)
+        if self._observer is None:
+            return
+        states_BnH = self._target.states(paths)
+        for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):  # each text has rows of its own
+            own_nF = None if features_BnF is None else features_BnF[row, :count]
+            self._observer.read(text, states_BnH[row, :count], own_nF)
 
     def _observe(self, proposal: Proposal, results: list[VerifyResult]) -> list[list[int]]:
         """Pass results to the policies; return the slots of accepted nodes that the drafter has read."""
@@ -303,6 +312,9 @@ class DecodeLoop:
         self._target.drop(running)
         if self._committed is not None:
             self._committed.keep(running)
+        self._features.keep(running)
+        if self.hidden is not None:
+            self.hidden = self.hidden[running]
         if started and self._drafter is not None:
             self._drafter.drop(running)
 

@@ -108,7 +108,7 @@ class ModelRunner:
         """Number of committed tokens that the model has read, for each row."""
         return self._cache.lengths
 
-    def append(self, tokens: list[list[int]], features: list[Tensor] | None = None) -> Tensor:
+    def append(self, tokens: list[list[int]], features_BQF: Tensor | None = None) -> Tensor:
         """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped."""
         counts = [len(row) for row in tokens]
         starts = self.lengths
@@ -120,15 +120,14 @@ class ModelRunner:
         visible = None if compiled or len(set(starts)) == 1 else self._ragged_chain(starts, width)
         lasts = [max(count, 1) - 1 for count in counts]
         columns = sorted(set(lasts))
-        read_BQF = None if features is None else nn.utils.rnn.pad_sequence(list(features), batch_first=True)
-        if read_BQF is not None and width > read_BQF.shape[1]:
-            read_BQF = nn.functional.pad(read_BQF, (0, 0, 0, width - read_BQF.shape[1]))
+        if features_BQF is not None and width > features_BQF.shape[1]:
+            features_BQF = nn.functional.pad(features_BQF, (0, 0, 0, width - features_BQF.shape[1]))
         ids, positions_BQ = (
             self._ids(tokens, width),
             None if compiled else self._positions.of_text(starts, counts, width),
         )
         with self._mixers.reading(width, counts):
-            logits, states = self._forward(ids, positions_BQ, visible, starts, columns, read_BQF)
+            logits, states = self._forward(ids, positions_BQ, visible, starts, columns, features_BQF)
         for row, count in enumerate(counts):
             self._cache.lengths[row] += count
         if len(columns) == 1:
@@ -328,7 +327,7 @@ class ModelRunner:
         if not is_chain and attention.native:
             raise ConfigError("draft of rows of different lengths, or with branches; expected chains of equal rows")
         if slides or self._biased:
-            positions_BS = self._drafted.positions(self.lengths, end, positions_BQ, starts)
+            positions_BS = self._drafted.positions(end, positions_BQ, starts)
             if visible_BQS is None:
                 visible_BQS = self._ragged_chain(starts, width)
             if self._biased:
@@ -380,8 +379,10 @@ class ModelRunner:
             visible_BQS = nn.functional.pad(visible_BQS, (0, passes.slots - visible_BQS.shape[2]))
             visible_BQS = visible_BQS.expand(len(starts), -1, -1)
             if self._attention.window is not None:
-                positions_BS = self._drafted.positions(self.lengths, passes.slots, positions_BQ, starts)
+                positions_BS = self._drafted.positions(passes.slots, positions_BQ, starts)
         starts_B = torch.tensor(starts, device=self._device)
+        if features_BQF is not None:
+            features_BQF = features_BQF.contiguous()  # a graph is compiled for one layout
         inputs = PassInputs(ids_BQ, starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF)
         output = passes.run(self.model, inputs, self._modules, self._layers)
         self.features_BQF = output.features_BQF

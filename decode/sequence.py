@@ -131,9 +131,6 @@ class DecodeSequence:
     """Padding on the left of the prompt in a batch; read by processors and criteria only, as in `generate`."""
     number: int = 0
     """Index of the text in its batch."""
-    hidden: Tensor | None = None
-    features: Tensor | None = None
-    """[n, F]: the features of the tokens that the drafter has not taken yet."""
     policy: Policy | None = None
     stopped_by: Literal["eos", "length", "criteria"] | None = None
     rounds: list[Round] = field(default_factory=list)
@@ -147,17 +144,6 @@ class DecodeSequence:
     def room(self) -> int:
         """Maximum draft depth that leaves room for the token after the draft."""
         return self.max_length - len(self.tokens) - 1
-
-    def take_features(self, count: int) -> Tensor:
-        """Return the target's features of the next `count` tokens, [count, F], and remove them from the queue."""
-        assert self.features is not None, "only drafters that need features take them"
-        taken, self.features = self.features[:count], self.features[count:]
-        return taken
-
-    def add_features(self, features_nF: Tensor | None) -> None:
-        """Append the features of n tokens that the target has read."""
-        if features_nF is not None:
-            self.features = features_nF if self.features is None else torch.cat([self.features, features_nF])
 
     def commit(self, new: list[int]) -> list[int]:
         """Append `new` up to and including the first token that ends the text, and return the appended tokens."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.capability import ALL
+from draftsmith.decode.features import at_places
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError
@@ -46,12 +47,18 @@ class Target(Protocol):
         """
         ...
 
-    def states(self, row: int, nodes: list[int] | None = None) -> Tensor:
-        """Return the inputs of the lm_head [n, H] for the root and these draft nodes, or for the last token read."""
+    def states(self, paths: list[list[int]] | None) -> Tensor:
+        """Return the inputs of the lm_head [B, n, H] for the roots and the nodes on these paths, in order.
+
+        Texts with shorter paths are padded. None: for the last token of each prompt, which was just read.
+        """
         ...
 
-    def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
-        """Return the features [n, F] of all tokens that were just read, or of the root and these draft nodes."""
+    def features(self, paths: list[list[int]] | None) -> Tensor | None:
+        """Return the features [B, n, F] of the roots and the nodes on these paths, or of all tokens of the prompts.
+
+        Padded as in `states`; None if the drafter needs none.
+        """
         ...
 
     def drop(self, rows: list[int]) -> None:
@@ -89,7 +96,6 @@ class TransformersTarget:
             compile=self.compile,
             width=self.width,
         )
-        self._counts = [len(text.tokens) for text in texts]
         prompts = [text.tokens for text in texts]
         if any(text.inputs for text in texts):
             return self._runner.read_prompts(prompts, [text.inputs for text in texts])
@@ -101,7 +107,7 @@ class TransformersTarget:
         return self._runner.tree(tokens_BQ, shapes)
 
     def commit(self, paths: list[list[int]]) -> None:
-        self._runner.commit([[0, *(node + 1 for node in path)] for path in paths])
+        self._runner.commit(_places(paths))
 
     def hidden(self, nodes: list[int]) -> Tensor | None:
         states = self._runner.states
@@ -112,19 +118,13 @@ class TransformersTarget:
         rows_B = torch.arange(len(nodes), device=states.device)
         return states[rows_B, torch.tensor(nodes, device=states.device) + 1]
 
-    def states(self, row: int, nodes: list[int] | None = None) -> Tensor:
+    def states(self, paths: list[list[int]] | None) -> Tensor:
         states = self._runner.states
-        if nodes is None:
-            return states[row][None]
-        return states[row, _places(nodes)]
+        return states[:, None] if paths is None else at_places(states, _places(paths))
 
-    def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
+    def features(self, paths: list[list[int]] | None) -> Tensor | None:
         features_BQF = self._runner.features_BQF
-        if features_BQF is None:
-            return None
-        if nodes is None:
-            return features_BQF[row, : self._counts[row]]
-        return features_BQF[row, _places(nodes)]
+        return features_BQF if features_BQF is None or paths is None else at_places(features_BQF, _places(paths))
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)
@@ -135,7 +135,6 @@ class TransformersTarget:
             self._runner.close()
 
 
-def _places(nodes: list[int]) -> slice | list[int]:
-    """Return the places of the root and these draft nodes; a slice, which copies nothing, where they are in a row."""
-    places = [0, *(node + 1 for node in nodes)]
-    return slice(len(places)) if places == list(range(len(places))) else places
+def _places(paths: list[list[int]]) -> list[list[int]]:
+    """Return the places of the roots and of the nodes on these paths."""
+    return [[0, *(node + 1 for node in path)] for path in paths]

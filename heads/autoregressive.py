@@ -186,9 +186,8 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
 
     def _read(self, tokens: list[list[int]]) -> Tensor:
         """Read committed tokens, each with the features of the token before it; return logits after the last ones."""
-        features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
-        states = [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features]
-        return self._runner.append(tokens, states)
+        features_BTF = self.context.take_features([len(row) for row in tokens])
+        return self._runner.append(tokens, self.body.project(features_BTF.to(self.body.dtype)))
 
     def extend(self, level: Level) -> Tensor:
         logits_BnV = self._runner.extend(level, level.of_parents(self._states_BnH))

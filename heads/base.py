@@ -31,16 +31,6 @@ class SequenceState(Protocol):
     tokens: list[int]
     """All committed tokens, including the prompt. The target has not read the last one yet."""
 
-    hidden: Tensor | None
-    """[H]: the target's final hidden state from which `tokens[-1]` was predicted, i.e. the input of its lm_head."""
-
-    def take_features(self, count: int) -> Tensor:
-        """Return the target's features (`Needs.layers`) of the next `count` tokens, [count, F].
-
-        Features are returned in the order of the tokens, each once. Every committed token except the last has features.
-        """
-        ...
-
 
 @dataclass(frozen=True)
 class Level:
@@ -81,8 +71,11 @@ class ModelRunner(Protocol):
         """The model output's `states` that belong to the logits last returned: [B, D] or [B, n, D]."""
         ...
 
-    def append(self, tokens: list[list[int]], features: list[Tensor] | None = None) -> Tensor:
-        """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped."""
+    def append(self, tokens: list[list[int]], features_BQF: Tensor | None = None) -> Tensor:
+        """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped.
+
+        `features_BQF`: padded on the right to the longest row.
+        """
         ...
 
     def extend(self, level: Level, features_BnF: Tensor | None = None) -> Tensor:
@@ -108,6 +101,22 @@ class Context(Protocol):
     @property
     def texts(self) -> Sequence[SequenceState]:
         """The unfinished texts; finished ones are removed, see `Drafter.drop`."""
+        ...
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """[B, H]: the target's final hidden state from which the last token of each text was predicted.
+
+        It is the input of the lm_head; None where the target provides none or `Needs.hidden` is False.
+        """
+        ...
+
+    def take_features(self, counts: Sequence[int]) -> Tensor:
+        """Return the target's features (`Needs.layers`) of the next `counts` tokens of each text, [B, most, F].
+
+        They are returned in the order of the tokens, each once; every committed token except the last has features.
+        Rows with fewer tokens are padded on the right, with finite values that have no meaning.
+        """
         ...
 
     def runner(self, model: nn.Module, *, width: int = 0) -> ModelRunner:

@@ -257,8 +257,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
 
     def _read(self, tokens: list[list[int]]) -> None:
         """Write the features of committed tokens into the cache."""
-        features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
-        self._runner.append(tokens, [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features])
+        features_BTF = self.context.take_features([len(row) for row in tokens])
+        self._runner.append(tokens, self.body.project(features_BTF.to(self.body.dtype)))
 
     def begin(self, rows: list[int]) -> Tensor:
         texts = self.context.texts

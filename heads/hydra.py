@@ -167,8 +167,8 @@ class Hydra(TokenHeads):
 
     def _read(self, tokens: list[list[int]]) -> Tensor:
         """Read the final states of committed tokens; return the prefix layer's states [B, H] after the last ones."""
-        features = [text.take_features(len(row)) for text, row in zip(self.context.texts, tokens, strict=True)]
-        return self._runner.append(tokens, [features_nH.to(self.dtype) for features_nH in features])
+        features_BTH = self.context.take_features([len(row) for row in tokens])
+        return self._runner.append(tokens, features_BTH.to(self.dtype))
 
     def drop(self, rows: list[int]) -> None:
         if self.prefix is not None:

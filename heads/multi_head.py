@@ -34,17 +34,14 @@ class PathIndependentDrafter(TrainableDrafter):
 
 def require_states(context: Context, kind: str) -> None:
     """Raise ConfigError unless the target provides its final hidden state."""
-    if any(text.hidden is None for text in context.texts):
+    if context.hidden is None:
         raise ConfigError(f"target provides no hidden states; expected a transformers model for {kind}")
 
 
 def last_states(context: Context, dtype: torch.dtype) -> Tensor:
     """Return the target's final states [B, H] from which the last token of each text was predicted."""
-    states = []
-    for text in context.texts:
-        assert text.hidden is not None, "checked by require_states"
-        states.append(text.hidden)
-    return torch.stack(states).to(dtype)
+    assert context.hidden is not None, "checked by require_states"
+    return context.hidden.to(dtype)
 
 
 class LmHeads(nn.Module):

@@ -97,13 +97,11 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         self._runner = context.runner(self.body, width=2 * self.num_tokens)
         unread = [text.tokens[1:-1] for text in context.texts]
         if any(unread):
-            states = self._states([len(row) for row in unread])
-            self._runner.append(unread, states)
+            self._runner.append(unread, self._states([len(row) for row in unread]))
 
-    def _states(self, counts: list[int]) -> list[Tensor]:
-        """Return the states of the next `counts` committed tokens of each text."""
-        features = [text.take_features(count) for text, count in zip(self.context.texts, counts, strict=True)]
-        return [self.body.project(features_nF.to(self.body.dtype)) for features_nF in features]
+    def _states(self, counts: list[int]) -> Tensor:
+        """Return the states [B, most, H] of the next `counts` committed tokens of each text, padded on the right."""
+        return self.body.project(self.context.take_features(counts).to(self.body.dtype))
 
     def begin(self, rows: list[int]) -> Tensor:
         """Read new committed tokens and the masks after them in one pass; then the masks are dropped from the cache."""
@@ -114,15 +112,13 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         # Rows are padded with masks on the right, which the tokens and masks before them do not see.
         width = max(counts) + self.num_tokens - 1
         tokens = [row + [self.mask_token] * (width - len(row)) for row in unread]
-        mask_H = self._mask_state()
-        states = [
-            torch.cat([known_nH, mask_H.expand(width - count, -1)])
-            for known_nH, count in zip(self._states(counts), counts, strict=True)
-        ]
         tokens_BQ = torch.tensor(tokens, device=self.mask_hidden.device)
-        logits_BQV = self._runner.line(tokens_BQ, torch.stack(states))
+        count_B1 = torch.tensor(counts, device=tokens_BQ.device)[:, None]
+        known_BQH = nn.functional.pad(self._states(counts), (0, 0, 0, self.num_tokens - 1))
+        is_known_BQ1 = (torch.arange(width, device=tokens_BQ.device) < count_B1)[..., None]
+        logits_BQV = self._runner.line(tokens_BQ, torch.where(is_known_BQ1, known_BQH, self._mask_state()))
         self._runner.commit([list(range(count)) for count in counts])
-        first_B1 = torch.tensor([[max(count, 1) - 1] for count in counts], device=tokens_BQ.device)
+        first_B1 = count_B1.clamp_min(1) - 1
         asked_BK = first_B1 + torch.arange(self.num_tokens, device=tokens_BQ.device)
         rows_B1 = torch.arange(len(counts), device=tokens_BQ.device)[:, None]
         self._logits_BKV = logits_BQV[rows_B1, asked_BK]

@@ -297,16 +297,16 @@ class _KnownSequence:
 
     source: list[int]
     tokens: list[int]
-    hidden: Tensor | None = None
-
-    def take_features(self, count: int) -> NoReturn:
-        raise AssertionError("drafters that copy read no features")
 
 
 @dataclass
 class _KnownContext:
     texts: Sequence[SequenceState]
     max_length: int
+    hidden: Tensor | None = None
+
+    def take_features(self, counts: Sequence[int]) -> NoReturn:
+        raise AssertionError("drafters that copy read no features")
 
     def runner(self, model: nn.Module, *, width: int = 0) -> NoReturn:
         raise AssertionError("drafters that copy run no model")

@@ -7,7 +7,7 @@ returns the known text's next token, and the hidden states of one teacher-forced
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.loop import DecodeLoop
@@ -68,16 +68,24 @@ class KnownTarget:
             rows.append(hidden_TH[min(self._read[row] + depth, len(hidden_TH) - 1)])
         return torch.stack(rows)
 
-    def states(self, row: int, nodes: list[int] | None = None) -> Tensor:
-        read = self._read[row]
-        return self._states[row][0][read : read + 1 + len(nodes or [])]
+    def states(self, paths: list[list[int]] | None) -> Tensor:
+        counts = [1 if paths is None else 1 + len(paths[row]) for row in range(len(self._read))]
+        hidden = [
+            states[read : read + n] for (states, _), read, n in zip(self._states, self._read, counts, strict=True)
+        ]
+        return nn.utils.rnn.pad_sequence(hidden, batch_first=True)
 
-    def features(self, row: int, nodes: list[int] | None = None) -> Tensor | None:
-        features_TF = self._states[row][1]
-        if features_TF is None:
+    def features(self, paths: list[list[int]] | None) -> Tensor | None:
+        features = [features_TF for _, features_TF in self._states if features_TF is not None]
+        if not features:
             return None
-        read = self._read[row]
-        return features_TF[: read + 1] if nodes is None else features_TF[read : read + 1 + len(nodes)]
+        starts = [0] * len(features) if paths is None else self._read
+        parts = [of_text[start:end] for of_text, start, end in zip(features, starts, self._ends(paths), strict=True)]
+        return nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+    def _ends(self, paths: list[list[int]] | None) -> list[int]:
+        """Return for each text the position after the last token of its path."""
+        return [read + 1 + (0 if paths is None else len(paths[row])) for row, read in enumerate(self._read)]
 
     def drop(self, rows: list[int]) -> None:
         self._texts, self._states = [self._texts[row] for row in rows], [self._states[row] for row in rows]

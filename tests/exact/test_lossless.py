@@ -207,10 +207,10 @@ def _caches_agree(a: DecodeLoop, b: DecodeLoop) -> bool:
         # A drafter may or may not have read the tokens that it drafted in the last round and that were accepted.
         if any(runner.lengths[0] >= len(text.tokens) for runner in runners) or not _runners_agree(*runners):
             return False
-    if text.features is not None:  # nor taken their features
-        one, other = text.features, b.texts[0].features
-        common = min(len(one), len(other))
-        if common and not torch.allclose(one[-common:], other[-common:], rtol=0, atol=ROUNDING):
+    common = min(sum(a._features.counts), sum(b._features.counts))  # nor taken their features
+    if common:
+        one, other = (loop._features.values_BSF[0, -common:] for loop in (a, b))
+        if not torch.allclose(one, other, rtol=0, atol=ROUNDING):
             return False
     return _runners_agree(a._target._runner, b._target._runner)
 

@@ -63,10 +63,11 @@ class ToyTarget:
     def hidden(self, nodes: list[int]) -> None:
         return None
 
-    def states(self, row: int, nodes: list[int] | None = None) -> Tensor:
-        return torch.zeros(1 if nodes is None else len(nodes) + 1, 0)
+    def states(self, paths: list[list[int]] | None) -> Tensor:
+        most = 0 if paths is None else max(map(len, paths))
+        return torch.zeros(len(self.read), most + 1, 0)
 
-    def features(self, row: int, nodes: list[int] | None = None) -> None:
+    def features(self, paths: list[list[int]] | None) -> None:
         return None
 
     def drop(self, rows: list[int]) -> None:

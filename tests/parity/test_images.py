@@ -93,11 +93,11 @@ def test_states_of_the_prompt_are_those_of_the_model_with_the_images(family: str
     texts = [DecodeSequence(list(one.ids), len(one.ids) + NEW_TOKENS, SeededRng(0), inputs=one.inputs) for one in asked]
     target = TransformersTarget(model)
     target.prefill(texts, layers=(1, FINAL))
+    features_BTF = target.features(None)
+    assert features_BTF is not None
     for row, one in enumerate(asked):
         layer_1_TH, final_TH = outputs_of_layers(model, one)
-        features_TF = target.features(row)
-        assert features_TF is not None
-        torch.testing.assert_close(features_TF, torch.cat([layer_1_TH, final_TH], -1))
+        torch.testing.assert_close(features_BTF[row, : len(one.ids)], torch.cat([layer_1_TH, final_TH], -1))
         hidden_BH = target.hidden([-1] * len(asked))
         assert hidden_BH is not None
         torch.testing.assert_close(hidden_BH[row], final_TH[-1])

@@ -1,4 +1,4 @@
-"""The work of a decoding round of one text outside the models' forward passes, in calls and operators."""
+"""The work of a decoding round: of one text outside the models' forward passes, and of many texts, counted."""
 
 import sys
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_llama
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies import policy_named
-from draftsmith.heads import DraftModel
+from draftsmith.heads import HEADS, DraftModel
 
 COSTS = Costs({1: 1.0, 8: 1.4, 32: 2.0}, {1: 0.1, 8: 0.12})
 SHORT, LONG = 10, 60
@@ -103,3 +104,52 @@ def test_work_of_a_round(policy: str | None, temperature: float, most_calls: int
     calls, operators = of_a_round(policy, temperature)
     assert operators <= most_operators, f"{operators:.1f} operators a round, {calls:.0f} calls"
     assert calls <= most_calls, f"{calls:.0f} calls a round, {operators:.1f} operators"
+
+
+HEAD_OPTIONS: dict[str, dict[str, Any]] = {"medusa": {"num_heads": 4}, "peagle": {"num_tokens": 4}}
+HEAD_OPTIONS |= {"hydra": {"num_heads": 4, "prefix_layer": True}, "dflash": {"block_size": 5}}
+
+
+def operators_of_a_batch(kind: str, policy: str, temperature: float, batch: int) -> float:
+    """Return the operators of a round of several texts of different lengths, those of the models included."""
+    target = make_llama(num_hidden_layers=4)
+    torch.manual_seed(1)
+    drafter = HEADS[kind].from_target(target, **HEAD_OPTIONS.get(kind, {})).eval()
+    for parameter in drafter.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)  # so that texts accept different numbers of tokens
+    decoder, counted, after = SpeculativeDecoder(target, drafter, policy=policy), Counted(), list[int]()
+
+    def note(row: int, tokens: list[int], record: object) -> None:
+        if row == 0:
+            after.append(counted.operators)
+
+    prompts = [[5 + row, *range(2, 5 + row % 3)] for row in range(batch)]
+    settings = {"max_new_tokens": 28, "temperature": temperature, "eos_token_id": None}
+    with counted.of_operators():
+        decoder.generate_batch(prompts, on_tokens=note, **settings)
+    return (after[5] - after[1]) / 4  # no text ends before: a round commits at most 5 tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "temperature"),
+    [
+        *((kind, "chain:draft_length=4", 0.0) for kind in ("eagle", "eagle3", "mtp", "medusa")),
+        *((kind, "chain:draft_length=4", 0.0) for kind in ("hydra", "peagle", "dflash")),
+        *(
+            (kind, policy, 1.0)
+            for kind in ("eagle3", "medusa")
+            for policy in ("chain:draft_length=4", "tree:widths=2x1")
+        ),
+    ],
+)
+def test_operators_of_a_round_do_not_grow_with_the_batch(kind: str, policy: str, temperature: float) -> None:
+    """One text needs no masks and indices of rows of different lengths; sixteen need what four do.
+
+    Each sampled text has a generator of its own, of which a round reads one block. A few operators are left out where
+    all texts happen to agree: indices of the accepted nodes and of the last tokens, moves of each layer's slots.
+    """
+    one, four, sixteen = (operators_of_a_batch(kind, policy, temperature, batch) for batch in (1, 4, 16))
+    blocks = 12 if temperature > 0 else 0
+    agreeing = 25 if policy.startswith("tree") else 6
+    assert sixteen - four <= blocks + agreeing, f"{one:.1f}, {four:.1f} and {sixteen:.1f} operators a round"
+    assert sixteen <= 1.3 * one + blocks, f"{one:.1f}, {four:.1f} and {sixteen:.1f} operators a round"

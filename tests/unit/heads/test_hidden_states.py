@@ -31,9 +31,13 @@ class Knowing(Drafter):
         self.texts = list(context.texts)
 
     def begin(self, rows: list[int]) -> Tensor:
-        for text in self.context.texts:
-            kept = self.seen.setdefault(id(text), [])
-            kept.append(text.take_features(len(text.tokens) - 1 - sum(len(part) for part in kept)))
+        kept = [self.seen.setdefault(id(text), []) for text in self.context.texts]
+        unread = [
+            len(text.tokens) - 1 - sum(map(len, of_text))
+            for text, of_text in zip(self.context.texts, kept, strict=True)
+        ]
+        for of_text, count, features_nF in zip(kept, unread, self.context.take_features(unread), strict=True):
+            of_text.append(features_nF[:count])
         self.paths: list[list[list[int]]] = [[[]] for _ in self.context.texts]
         return torch.stack([self._logits(text.tokens) for text in self.context.texts])
 

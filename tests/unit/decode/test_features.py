@@ -1,0 +1,45 @@
+"""The queue of features holds for each text what a list of its own would hold."""
+
+import random
+
+import pytest
+import torch
+
+from draftsmith.decode.features import FeatureQueue, at_places
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_text_gets_its_features_once_and_in_order(seed: int) -> None:
+    rng, queue = random.Random(seed), FeatureQueue()
+    expected: list[list[float]] = [[] for _ in range(4)]
+    for _ in range(40):
+        counts = [rng.randint(0, 3) for _ in expected]
+        counts[0] += 1  # the target reads the root of a draft at least
+        features_BQF = torch.rand(len(expected), 5, 1)
+        queue.add(features_BQF, counts)
+        for row, count in enumerate(counts):
+            expected[row] += features_BQF[row, :count, 0].tolist()
+        if rng.random() < 0.2 and len(expected) > 2:
+            rows = rng.sample(range(len(expected)), len(expected) - 1)
+            queue.keep(rows)
+            expected = [expected[row] for row in rows]
+        assert queue.counts == [len(held) for held in expected]
+        if rng.random() < 0.6:
+            taken = [rng.randint(0, len(held)) if rng.random() < 0.5 else len(held) for held in expected]
+            values_BnF = queue.take(taken)
+            assert values_BnF.shape == (len(expected), max(taken), 1)
+            for row, count in enumerate(taken):
+                assert values_BnF[row, :count, 0].tolist() == expected[row][:count]
+            expected = [held[count:] for held, count in zip(expected, taken, strict=True)]
+    assert queue.counts == [len(held) for held in expected]
+
+
+def test_places_that_rise_by_one_are_not_copied() -> None:
+    values_BQF = torch.rand(2, 6, 3)
+    view = at_places(values_BQF, [[2, 3, 4], [2]])
+    assert view.data_ptr() == values_BQF[:, 2:].data_ptr()
+    assert torch.equal(view, values_BQF[:, 2:5])
+    copied = at_places(values_BQF, [[0, 2, 5], [1]])
+    assert torch.equal(copied[0], values_BQF[0, [0, 2, 5]])
+    assert torch.equal(copied[1, :1], values_BQF[1, 1:2])
+    assert at_places(values_BQF, [[], []]).shape == (2, 0, 3)
