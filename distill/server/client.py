@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
 from draftsmith.distill.server.settings import KEY, ServerSection, require_client, server_key
-from draftsmith.errors import DraftsmithError, one_line, reason_of
+from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.reading import parse_json
 from draftsmith.safe_text import HIDDEN, printable
 
@@ -130,7 +130,12 @@ class Servers:
         return sum(lane.busy for lane in self._lanes)
 
     async def models(self) -> list[list[str]]:
-        """Return the names that each server lists; an empty list where it lists none."""
+        """Return the names that each server lists; an empty list where it lists none.
+
+        Raises:
+            ConfigError: for an address at which no server listens.
+            ServerUnusable: for a wrong key.
+        """
         return [await self._models(lane) for lane in self._lanes]
 
     async def _models(self, lane: _Lane) -> list[str]:
@@ -141,6 +146,8 @@ class Servers:
             trouble = trouble_of(error)
             if trouble.kind == "unusable" and getattr(error, "status_code", 0) in (401, 403):
                 raise _unusable(lane.url, trouble) from None
+            if _nobody_listens(error):  # a server that stops later is waited for, see `OUTAGE_SECONDS`
+                raise ConfigError(f"server {lane.url} {trouble.reason}; expected a running server") from None
             return []  # sampling needs no list
 
     async def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
@@ -212,6 +219,11 @@ class Servers:
             future = self._waiting.popleft()
             if not future.done():
                 future.set_result(None)
+
+
+def _nobody_listens(error: Exception) -> bool:
+    """Return whether there was no connection: a wrong host or port, or a server that has not started."""
+    return type(error.__cause__).__name__ == "ConnectError"  # of httpx or of httpx2, as openai has it
 
 
 def _names(payload: Any) -> list[str]:

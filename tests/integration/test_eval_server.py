@@ -170,6 +170,9 @@ def test_wrong_options_and_servers(folder: Path, prompts: Path, tmp_path: Path, 
         assert run(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "none") == 2
         assert run(folder, prompts, engine, tmp_path / "out", "--concurrency", 2) == 2
         assert "each only once" in capsys.readouterr().err
+    assert run(folder, prompts, engine, tmp_path / "out") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"server {engine.url}/v1 cannot be reached" in said
 
 
 def test_a_baseline_is_checked_before_anything_is_measured(

@@ -180,7 +180,10 @@ def test_servers_that_are_gone_end_the_run(kind: str, tmp_path: Path, monkeypatc
             sample([engine], tmp_path / "s", asked, timeout_seconds=0.3, concurrency=1)
         engine.fault = lambda *_: None
         assert len(sample([engine], tmp_path / "s", asked)) == QUESTIONS
-    with pytest.raises(DraftsmithError, match=r"does not answer|cannot be reached"):
+    # Before the first answer it is an address at which no server listens, and not waited for.
+    with pytest.raises(
+        ConfigError, match=rf"^server {engine.url}/v1 cannot be reached \(.*\); expected a running server"
+    ):
         sample([engine], tmp_path / "gone", asked)
 
 
