@@ -2,8 +2,10 @@
 
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from transformers import T5ForConditionalGeneration as T5
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode import compiled
-from draftsmith.decode.compiled import built_graphs
+from draftsmith.decode.compiled import MOST_WIDTH, built_graphs, run_step
+from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.dflash import DFlash
@@ -178,6 +181,79 @@ def test_windows_and_the_end_of_the_context(traced: None, model: Callable[[], to
         ]
         assert texts[0] == texts[1]
         assert len(texts[0]) >= 23
+
+
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[torch.nn.Module, bool], set[int]]:
+    """The widths of passes after the prompt, by model and whether they were compiled, where a decoder compiles."""
+    forward, seen = ModelRunner._forward, defaultdict[tuple[torch.nn.Module, bool], set[int]](set)
+
+    def recorded(self: ModelRunner, ids_BQ: torch.Tensor, *rest: Any) -> Any:
+        if max(self.lengths) > 0 and self._passes is not None:
+            seen[self.model, self._compiles(ids_BQ.shape[1])].add(ids_BQ.shape[1])
+        return forward(self, ids_BQ, *rest)
+
+    monkeypatch.setattr(ModelRunner, "_forward", recorded)
+    return seen
+
+
+def test_widths_of_passes(traced: None, widths: dict) -> None:
+    """Those of the target are as wide as its drafts, to the end of the text; the drafter's are a power of two."""
+    target = target_model()
+    drafter = DraftModel(target_model())  # of which everything is accepted
+    decoder = SpeculativeDecoder(target, drafter, policy="tree:widths=3x1x1", compile=True)
+    decoder.generate(PROMPTS[2], max_new_tokens=24, eos_token_id=None)
+    assert widths == {(target, True): {10}, (drafter.model, True): {1, 2, 4}}
+
+
+def test_wide_passes_are_neither_padded_nor_compiled(
+    traced: None, widths: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those of the usual width."""
+    monkeypatch.setattr("draftsmith.decode.model_runner.MOST_WIDTH", 2)
+    target = target_model()
+    drafter = DraftModel(target_model())  # of which everything is accepted
+    decoder = SpeculativeDecoder(target, drafter, policy="tree:widths=3x1x1", compile=True)
+    decoder.generate(PROMPTS[2], max_new_tokens=24, eos_token_id=None)
+    assert widths == {(target, True): {10}, (drafter.model, True): {1, 2}, (drafter.model, False): {3}}
+
+
+class Halves(torch.nn.Module):
+    """A step of one input."""
+
+    def forward(self, x_BnH: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x_BnH / 2,)
+
+
+def test_widths_of_steps(traced: None) -> None:
+    step = Halves()
+    for nodes in (1, 2, 3, 5, 8, MOST_WIDTH, MOST_WIDTH + 1):
+        x_BnH = torch.randn(2, nodes, 4)
+        assert torch.equal(run_step(step, 3, x_BnH)[0], x_BnH / 2)
+    assert [key[:2] for key in compiled._STEPS[step]] == [(3, width) for width in (1, 2, 4, 8, MOST_WIDTH)]
+
+
+def hooks_of(model: torch.nn.Module) -> int:
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_hooks_are_removed(traced: None, compile: bool) -> None:
+    """Compiled passes have hooks while they run; others until the call ends, as it does by an error."""
+    target = target_model()
+    drafter = eagle(target)
+    decoder = SpeculativeDecoder(target, drafter, draft_length=3, compile=compile)
+    hooks = []
+
+    def count(tokens: list[int], _: object) -> None:
+        hooks.append(hooks_of(target))
+        if len(hooks) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(PROMPTS[0], on_tokens=count, max_new_tokens=24, eos_token_id=None)
+    assert hooks == [0 if compile else 3] * 4  # of two layers' features, and of the lm_head's input
+    assert hooks_of(target) == hooks_of(drafter) == 0
 
 
 @pytest.mark.slow
