@@ -102,7 +102,8 @@ class DraftModel(TrainableDrafter):
     def from_config(cls, config: dict[str, Any]) -> Self:
         options = {key: value for key, value in config.items() if key != "model_type"}
         built_from = AutoConfig.for_model(config["model_type"], **options)
-        return cls(_built(lambda kind: AutoModelForCausalLM.from_config(built_from, attn_implementation=kind)))
+        auto = AutoModelForSeq2SeqLM if built_from.is_encoder_decoder else AutoModelForCausalLM
+        return cls(_built(lambda kind: auto.from_config(built_from, attn_implementation=kind)))
 
     def start(self, context: Context) -> None:
         super().start(context)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import make_llama
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith import OnlineLearning, SpeculativeDecoder, load_drafter
 from draftsmith.errors import ConfigError
@@ -319,6 +319,25 @@ def test_what_cannot_learn_is_refused() -> None:
     padded.shared_vocabulary = padded.vocab_size = 60
     with pytest.raises(ConfigError, match="of 60 tokens, whose padding is not the target's; expected the target's 64"):
         SpeculativeDecoder(target, padded, learn=OnlineLearning())
+
+
+def test_an_encoder_decoder_draft_model_learns() -> None:
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 1}
+    config = T5Config(**sizes, num_heads=2, decoder_start_token_id=0, initializer_factor=20.0)
+    torch.manual_seed(0)
+    target = T5ForConditionalGeneration(config).eval().requires_grad_(False)
+    drafter, copied = (DraftModel.from_target(target, init="target_layers").eval() for _ in range(2))
+    for weight in drafter.requires_grad_(False).parameters():
+        weight.add_(0.3 * weight.std() * torch.randn_like(weight))
+    before, learn = weights(drafter), quick()
+    texts = texts_of(SpeculativeDecoder(target, drafter, learn=learn), 64)
+    assert texts == texts_of(SpeculativeDecoder(target), 64)
+    assert learn.steps > 0
+    assert changed(before, weights(learn._candidate.drafter))
+    # Stored rows have the encoder's tokens: the target's own layers predict its texts from them.
+    best, own = (scores(one, list(learn._held), learn._lm_head, 4) for one in (copied, drafter))
+    assert (best >= own).all()
+    assert best[:, 0].sum() > own[:, 0].sum()
 
 
 def test_a_model_of_another_project_with_the_targets_vocabulary_learns() -> None:
