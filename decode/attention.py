@@ -8,9 +8,7 @@ this package runs a pass: `Implementation` changes the name in the model's confi
     key    [B, K, S, D]                               as the cache holds it
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
-from threading import RLock
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -33,9 +31,6 @@ MOST_GROUPED = 128
 _SPECIAL = ("position_bias", "softcap", "s_aux")
 """Arguments of layers whose attention is more than a masked softmax."""
 
-_NAME = "_attn_implementation_internal"
-"""The attribute of a config that transformers sets; `_attn_implementation` would set those of nested configs too."""
-_LOCK = RLock()
 Passes = Literal["grouped", "masked", "native", "copied", "whole"]
 """How a model is run: with `attend` and the decoder's masks; with transformers' own attention function and the
 decoder's masks; or as in `generate`, with masks that the model makes itself, which suits chains only. Of the latter,
@@ -121,34 +116,3 @@ def passes_of(model: PreTrainedModel) -> Passes:
 def run_with(model: PreTrainedModel, passes: Passes) -> None:
     """Run `model` this way from now on."""
     _PASSES[model] = passes
-
-
-def configs_of(model: PreTrainedModel, name: str) -> list[PreTrainedConfig]:
-    """Return the configs of all modules with the attention implementation `name`.
-
-    A model that shares layers with another, as for early exit, has a config of its own beside that of its layers.
-    """
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in configs.values() if getattr(config, "_attn_implementation", None) == name]
-
-
-class Implementation:
-    """A context in which the layers with these configs use the attention implementation `name`.
-
-    Args:
-        configs: their attributes: without the checks of a config's `setattr`, which cost more than the rest.
-    """
-
-    def __init__(self, configs: Sequence[dict[str, Any]], name: str) -> None:
-        self._configs, self._name = configs, name
-
-    def __enter__(self) -> None:
-        _LOCK.acquire()
-        self._before = [config[_NAME] for config in self._configs]
-        for config in self._configs:
-            config[_NAME] = self._name
-
-    def __exit__(self, *_: object) -> None:
-        for config, name in zip(self._configs, self._before, strict=True):
-            config[_NAME] = name
-        _LOCK.release()

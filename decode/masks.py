@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.decode.attention import GROUPED, Implementation, chain_marker, configs_of, passes_of
+from draftsmith.decode.attention import GROUPED, chain_marker, passes_of
 from draftsmith.decode.recurrent_state import NO_CONTEXT
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents
+from draftsmith.heads.model_config import Implementation, configs_of
 
 FULL = frozenset({"full_attention", "hybrid", "indexed_attention"})
 SLIDING = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})

@@ -1,5 +1,7 @@
-"""Values of a transformers model's config that architectures store in different ways."""
+"""Values of a transformers model's config that architectures store in different ways; its attention implementation."""
 
+from collections.abc import Sequence
+from threading import RLock
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,3 +41,39 @@ def start_token(model: PreTrainedModel) -> int:
         if start is not None:
             return start
     raise ConfigError("decoder_start_token_id=None; expected the config of the encoder-decoder target to name one")
+
+
+_NAME = "_attn_implementation_internal"
+"""The attribute of a config that transformers sets; `_attn_implementation` would set those of nested configs too."""
+_LOCK = RLock()
+
+
+def configs_of(model: PreTrainedModel, name: str) -> list[PreTrainedConfig]:
+    """Return the configs of all modules with the attention implementation `name`.
+
+    A model that shares layers with another, as for early exit, has a config of its own beside that of its layers.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [config for config in configs.values() if getattr(config, "_attn_implementation", None) == name]
+
+
+class Implementation:
+    """A context in which the layers with these configs use the attention implementation `name`.
+
+    Args:
+        configs: their attributes: without the checks of a config's `setattr`, which cost more than the rest.
+    """
+
+    def __init__(self, configs: Sequence[dict[str, Any]], name: str) -> None:
+        self._configs, self._name = configs, name
+
+    def __enter__(self) -> None:
+        _LOCK.acquire()
+        self._before = [config[_NAME] for config in self._configs]
+        for config in self._configs:
+            config[_NAME] = self._name
+
+    def __exit__(self, *_: object) -> None:
+        for config, name in zip(self._configs, self._before, strict=True):
+            config[_NAME] = name
+        _LOCK.release()
