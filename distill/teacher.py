@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TeacherSignals
+from draftsmith.heads.flat_rows import is_measured, read_flat, reading_rows
 from draftsmith.heads.hidden_states import Features, document_numbers, final_states
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.processor_inputs import ProcessorInputs
@@ -38,6 +39,7 @@ class OnlineTeacher:
         self.model = model
         self._features = Features(model, layers) if layers else None
         self.lm_head = cast(TargetHead, logits_head(model))  # modules are typed loosely
+        measure_flat_rows(model)
 
     def signals(
         self,
@@ -105,7 +107,8 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
     documents_BT = document_numbers([[5, 4], [3, 6]], 9).to(device)
     model.eval()
     try:
-        packed_BTH = final_states(model, ids_BT, torch.ones_like(ids_BT), documents_BT=documents_BT)
+        with reading_rows(model):
+            packed_BTH = final_states(model, ids_BT, torch.ones_like(ids_BT), documents_BT=documents_BT)
         texts_1T = [torch.tensor([text], device=device) for text in texts]
         alone_NH = torch.cat([final_states(model, text_1T, torch.ones_like(text_1T))[0] for text_1T in texts_1T])
     except (TypeError, ValueError) as error:
@@ -116,6 +119,31 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
     room = _room(packed_BTH.dtype) * alone_NH.abs().max()
     if not (packed_BTH.flatten(0, 1) - alone_NH).abs().max() <= room:
         raise ConfigError(f"{refusal}: it does not separate the documents of one row; expected data.pack=false")
+
+
+@torch.no_grad()
+def measure_flat_rows(model: PreTrainedModel) -> None:
+    """Let `model` read flat rows from now on, if its states are those of separate rows; measured once.
+
+    Like `logits_map` it runs the model, so it is called while no engine has divided it.
+    """
+    if is_measured(model) or isinstance(next(model.parameters()), FakeTensor) or not read_flat(model):
+        return
+    device, training = next(model.parameters()).device, model.training
+    ids_BT = torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 1], [9, 8, 7, 6, 0, 0], [2, 0, 0, 0, 0, 0]]).to(device)
+    seen_BT = (ids_BT > 0).long()
+    model.eval()
+    try:
+        with reading_rows(model):
+            rows_NH = final_states(model, ids_BT, seen_BT)[seen_BT.bool()]
+        # As documents, since a GPU reads no other rows flat.
+        flat_NH = final_states(model, ids_BT, seen_BT, documents_BT=torch.zeros_like(ids_BT))[seen_BT.bool()]
+        fits = bool((flat_NH - rows_NH).abs().max() <= _room(rows_NH.dtype) * rows_NH.abs().max())
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError):
+        fits = False
+    finally:
+        model.train(training)
+    read_flat(model, fits)
 
 
 def _room(dtype: torch.dtype) -> float:

@@ -7,6 +7,7 @@ documents_BT   0 0 0 1 1 2 2 2        positions   0 1 2 0 1 0 1 2
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL
+from draftsmith.heads.flat_rows import as_rows, flat_rows
 from draftsmith.heads.lm_head import logits_map
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.processor_inputs import ProcessorInputs
@@ -65,13 +67,16 @@ def final_states(
 ) -> Tensor:
     """Return the model's final hidden states [B, T, H], the input of its lm_head.
 
-    Rows are padded on the right, where states are undefined. An encoder-decoder model reads the source in its encoder
-    and the input ids in its decoder.
+    Rows are padded on the right, where states are undefined; models that fit read them without padding, see
+    `FlatRows`. An encoder-decoder model reads the source in its encoder and the input ids in its decoder.
 
     `documents_BT`: see `TeacherSignals`. Not every model separates documents, see `require_packable`. `inputs`: the
     processor's tensors of one text, extended to its length.
     """
-    if documents_BT is not None:
+    flat = None if inputs or source_BS is not None else flat_rows(model, attention_mask_BT, documents_BT)
+    if flat is not None:
+        arguments = flat.arguments(input_ids_BT)
+    elif documents_BT is not None:
         arguments = _packed(model, input_ids_BT, attention_mask_BT, documents_BT)
     elif source_BS is None:  # no token sees the padding after it; with a mask, attention would need a dense one
         arguments = {"input_ids": input_ids_BT, **(inputs or {})}
@@ -82,14 +87,15 @@ def final_states(
     read: list[Tensor] = []
 
     def record(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        read.append(arguments[0])
+        read.append(as_rows(arguments[0]))
         return (arguments[0][:, -1:], *arguments[1:])  # logits of all positions would take too much memory
 
     lm_head = model.get_output_embeddings()
     assert lm_head is not None, "a model without an lm_head is refused when its logits are measured"
     handle = lm_head.register_forward_pre_hook(record)
     try:
-        model(**arguments, use_cache=False)
+        with nullcontext() if flat is None else flat.reading():
+            model(**arguments, use_cache=False)
     finally:
         handle.remove()
     return read[0]
@@ -211,7 +217,7 @@ def _keeping_input(seen: dict[int, Tensor], layer: int) -> Callable[..., None]:
     """Return a forward pre-hook that stores a module's input in `seen[layer]`."""
 
     def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        seen[layer] = arguments[0]
+        seen[layer] = as_rows(arguments[0])
 
     return keep
 
@@ -222,7 +228,7 @@ def _keeping(seen: dict[int, Tensor], layer: int, scale: float) -> Callable[...,
     def keep(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         state = getattr(output, "last_hidden_state", output)
         state = state[0] if isinstance(state, tuple | list) else state
-        seen[layer] = state if scale == 1 else state * scale
+        seen[layer] = as_rows(state if scale == 1 else state * scale)
 
     return keep
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,12 +19,13 @@ from draftsmith.distill.load_target import LoadedTarget, load_processor, load_ta
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.quantization import quantized_matrices
 from draftsmith.distill.state_files import FileStates
-from draftsmith.distill.teacher import OnlineTeacher, require_packable
+from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require_packable
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import load_drafter, shared_vocabulary
 from draftsmith.heads.draft_vocab import checked_size
+from draftsmith.heads.flat_rows import again_reading, read_flat
 from draftsmith.heads.hidden_states import layer_lists
 from draftsmith.heads.lm_head import logits_map
 from draftsmith.heads.lora import add_lora, check_lora
@@ -165,6 +166,7 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
     OnlineTeacher(model, drafter.needs.layers)
     if isinstance(drafter, DraftModel):
         logits_map(drafter.model)  # measured while an engine has not sharded it
+        measure_flat_rows(drafter.model)
     kind = model.config.model_type
     if recipe.teacher.kind in ("cached", "files") and model.config.is_encoder_decoder:
         raise ConfigError(
@@ -283,13 +285,7 @@ def step_and_optimizers(
     if settings.activation_checkpointing:
         recompute_activations(target)
     assert isinstance(teacher, OnlineTeacher), "the recipe refuses other teachers with cotrain"
-    weights = CotrainSettings(
-        warmup_fraction=cotrain.warmup_fraction,
-        ramp_fraction=cotrain.ramp_fraction,
-        drafter_weight=cotrain.drafter_weight,
-        quality_weight=cotrain.quality_weight,
-        max_quality_kl=cotrain.max_quality_kl,
-    )
+    weights = CotrainSettings(**{field.name: getattr(cotrain, field.name) for field in fields(CotrainSettings)})
     step = CotrainStep(drafter, objective, teacher, adapters, weights)
     ratio = cotrain.learning_rate_ratio
     made = optimizers(drafter, settings.optimizer, settings.weight_decay, step.adapters, ratio, dtype, adamw_ratio)
@@ -386,6 +382,8 @@ def recompute_activations(model: nn.Module) -> None:
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block with torch.compile when it first runs, for any batch size and length."""
+    if isinstance(draft := getattr(model, "model", None), PreTrainedModel):
+        read_flat(draft, False)  # a flat row would be compiled for each combination of lengths
     for block in blocks_of(model):
         block.compile(dynamic=True)
 
@@ -395,6 +393,6 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def again(*arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments, **options)
-        return checkpoint(forward, *arguments, use_reentrant=False, **options)
+        return checkpoint(forward, *arguments, use_reentrant=False, context_fn=again_reading, **options)
 
     return again
