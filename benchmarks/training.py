@@ -53,6 +53,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256, help="tokens a text; an eighth of it is its prompt")
+    parser.add_argument("--shortest", type=int, help="tokens of the shortest text; lengths are drawn evenly from there")
+    parser.add_argument("--pack", action="store_true", help="data.pack, in rows of the longest text's length")
     parser.add_argument("--chunk", type=int, default=128, help="objective.chunk_tokens")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--bf16", action="store_true")
@@ -64,7 +66,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_files(options: argparse.Namespace, folder: Path) -> None:
-    """Write a random target, a tokenizer of single characters, and texts of equal length."""
+    """Write a random target, a tokenizer of single characters, and texts."""
     torch.manual_seed(0)
     sizes = {"hidden_size": options.hidden, "intermediate_size": options.hidden * 8 // 3 // 32 * 32}
     heads = {"num_attention_heads": options.hidden // 64, "num_key_value_heads": max(1, options.hidden // 128)}
@@ -77,7 +79,8 @@ def make_files(options: argparse.Namespace, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "target")
-    letters = torch.randint(len(string.ascii_letters), (ROWS + 1, options.length)).tolist()
+    lengths = torch.randint(options.shortest or options.length, options.length + 1, (ROWS + 1,)).tolist()
+    letters = [torch.randint(len(string.ascii_letters), (length,)).tolist() for length in lengths]
     texts = ["".join(string.ascii_letters[i] for i in row) for row in letters]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
@@ -94,6 +97,7 @@ def recipe_of(kind: str, options: argparse.Namespace, folder: Path) -> Recipe:
             "response": "text",
             "prompt_tokens": prompt,
             "response_tokens": options.length - prompt,
+            "pack": options.pack,
         },
         "objective": {"chunk_tokens": options.chunk},
         "train": {
@@ -184,7 +188,7 @@ def measure_speed(kind: str, options: argparse.Namespace, folder: Path) -> dict[
     shares = {part: sum(times[part] for times in parts) / sum(seconds["ours"]) for part in PARTS}
     with Operations() as operations:
         run.step(options.steps + 1)
-    tokens = options.batch * options.length
+    tokens = options.batch * statistics.mean(map(len, run.data.rows["input_ids"]))
     return {
         **{side: tokens / statistics.median(values) for side, values in seconds.items()},
         "shares": shares,
