@@ -278,6 +278,8 @@ class DecodeLoop:
             return
         ends = [path[-1] if path else ROOT for path in paths or [[]] * len(self.texts)]
         self.hidden = self._target.hidden(ends) if self._drafter.needs.hidden else None
+        if self._compile and self.hidden is not None:  # a graph is compiled for one layout
+            self.hidden = self.hidden.clone(memory_format=torch.contiguous_format)
         counts = [len(text.tokens) for text in self.texts] if paths is None else [1 + len(path) for path in paths]
         features_BnF = self._target.features(paths)
         if features_BnF is not None:

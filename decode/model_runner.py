@@ -382,7 +382,8 @@ class ModelRunner:
                 positions_BS = self._drafted.positions(passes.slots, positions_BQ, starts)
         starts_B = torch.tensor(starts, device=self._device)
         if features_BQF is not None:
-            features_BQF = features_BQF.contiguous()  # a graph is compiled for one layout
+            # A graph is compiled for one layout; `contiguous` would keep the strides of a batch of one text.
+            features_BQF = features_BQF.clone(memory_format=torch.contiguous_format)
         inputs = PassInputs(ids_BQ, starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF)
         output = passes.run(self.model, inputs, self._modules, self._layers)
         self.features_BQF = output.features_BQF

@@ -145,6 +145,8 @@ def again_reading() -> tuple[AbstractContextManager[None], AbstractContextManage
 
 def as_rows(states: Tensor) -> Tensor:
     """Return states that a module computes: in rows while a flat row is read, else as they are."""
+    if torch.compiler.is_compiling():  # compiled passes read rows; torch cannot compile a look at a ContextVar
+        return states
     flat = _READ.get()
     return states if flat is None else flat.rows(states)
 
