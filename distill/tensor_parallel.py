@@ -44,11 +44,20 @@ def load_in_parts(
     Raises:
         ConfigError: for a target that cannot be divided, mostly before its weights are read.
     """
+    if not is_supported():
+        raise ConfigError(f"{KEY}={size} with this version of transformers; expected transformers>=5.23")
     empty = whole_without_weights(auto, config, size, trust_remote_code=options["trust_remote_code"])
     model = auto.from_pretrained(source, distributed_config=_groups(empty, size), **options)
     del model.config.distributed_config  # drafters copy the config
     require_same_layers(model, empty)
     return model
+
+
+def is_supported() -> bool:
+    """Return whether this version of transformers can divide targets among groups of processes."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return {"dp_replicate_size", "ep_size"} <= {field.name for field in fields(DistributedConfig)}
 
 
 def whole_without_weights(
@@ -82,9 +91,6 @@ def _ends(model: PreTrainedModel) -> dict[str, str]:
 def _groups(empty: PreTrainedModel, size: int) -> Any:
     """Return transformers' description of the groups."""
     from transformers.distributed.configuration_utils import DistributedConfig
-
-    if not {"dp_replicate_size", "ep_size"} <= {field.name for field in fields(DistributedConfig)}:
-        raise ConfigError(f"{KEY}={size} with this version of transformers; expected transformers>=5.23")
 
     class Groups(DistributedConfig):
         """Several groups, each with the whole target, that exchange nothing: frozen weights have no gradients."""
