@@ -37,7 +37,8 @@ class Float64(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
         if function is Tensor.float or (function is Tensor.to and torch.float32 in arguments):
             return arguments[0].double()
-        return function(*arguments, **(options or {}))
+        out = function(*arguments, **(options or {}))
+        return out.double() if isinstance(out, Tensor) and out.dtype == torch.float32 else out
 
 
 def double(kind: str) -> PreTrainedModel:
