@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.heads.model_config import text_config
+from draftsmith.heads.model_config import SPECIAL_ATTENTION, text_config
 
 # Shapes: B rows, K key/value heads, G query heads for each of them, Q queries, S slots, D head size.
 
@@ -28,8 +28,6 @@ GROUPED = "draftsmith"
 """Name of `attend` among the attention implementations of transformers."""
 MOST_GROUPED = 128
 """Most queries that are grouped; beyond, the repeated mask costs more than the expanded keys and values."""
-_SPECIAL = ("position_bias", "softcap", "s_aux")
-"""Arguments of layers whose attention is more than a masked softmax."""
 
 Passes = Literal["grouped", "masked", "native", "copied", "whole"]
 """How a model is run: with `attend` and the decoder's masks; with transformers' own attention function and the
@@ -65,7 +63,7 @@ def attend(
     (B, heads, Q, _), (_, K, S, _) = query.shape, key.shape
     mask, is_chain = attention_mask, attention_mask is not None and attention_mask.shape[-1] == 0
     plain = query.device.type in ("cpu", "cuda")
-    for name in _SPECIAL:  # in every layer of every pass, so not `all` of a generator
+    for name in SPECIAL_ATTENTION:  # in every layer of every pass, so not `all` of a generator
         plain = plain and kwargs.get(name) is None
     if is_chain and plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         # FlashAttention aligns its causal mask with the last key and reads grouped heads.

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.heads.model_config import Implementation, configs_of, text_config
+from draftsmith.heads.model_config import SPECIAL_ATTENTION, Implementation, configs_of, text_config
 
 # Shapes: B rows, T positions, N positions of the flat row, X any states, K key/value heads, d head size.
 
@@ -29,8 +29,6 @@ NAME = "draftsmith_flat_rows"
 """Name of `attend` among the attention implementations of transformers."""
 MULTIPLE = 64
 """Flat rows are filled up to a multiple of this length, so that few lengths occur; see `train.batch.MULTIPLE`."""
-_SPECIAL = ("position_bias", "softcap", "s_aux")
-"""Arguments of layers whose attention is more than a masked softmax."""
 _TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types of transformers; others are recurrent, or an indexer chooses what a token sees."""
 
@@ -171,7 +169,7 @@ def attend(
     flat = _READ.get()
     assert flat is not None, "the name is in a config only while a flat row is read"
     causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
-    if not causal or any(kwargs.get(name) is not None for name in _SPECIAL):
+    if not causal or any(kwargs.get(name) is not None for name in SPECIAL_ATTENTION):
         raise ValueError("attention that is more than a causal softmax")
     if any(x.shape[0] != 1 or x.shape[2] != flat.width for x in (query, key, value)):
         raise ValueError("attention over other positions than those of the row")

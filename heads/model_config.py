@@ -46,6 +46,8 @@ def start_token(model: PreTrainedModel) -> int:
 _NAME = "_attn_implementation_internal"
 """The attribute of a config that transformers sets; `_attn_implementation` would set those of nested configs too."""
 _LOCK = RLock()
+SPECIAL_ATTENTION = ("position_bias", "softcap", "s_aux")
+"""Arguments that transformers gives to the attention of layers that compute more than a masked softmax."""
 
 
 def configs_of(model: PreTrainedModel, name: str) -> list[PreTrainedConfig]:

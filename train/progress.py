@@ -33,7 +33,8 @@ class MemoryMeter:
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
         self._before = psutil.Process().memory_info().rss
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        is_host = self._cuda is None and sys.platform == "linux"
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if is_host else None
         self._peak = self._calls = 0
 
     def peak(self) -> int:

@@ -31,7 +31,7 @@ class Account:
 
 
 class Budget:
-    """What learning may take: a small share of the time, and a part of what it has saved.
+    """The time that learning may take: a small share of all, and a part of the time that it has saved.
 
     With the decoding time D, the learning time L and the saved time S, all since learning began or woke,
 

@@ -88,8 +88,8 @@ class OnlineLearning:
         optimizer, learning_rate: default: Muon at the rate for drafters with trained weights.
         lora_rank: for draft models: train adapters of this rank only; their product is added to the weights in use.
         batch_rows: rows of a step.
-        judge_every: steps after which a candidate is compared with the drafter in use for the first time, when its
-            running average has left the start behind; the next comparisons come after twice as many.
+        judge_every: steps before a candidate is compared with the drafter in use for the first time; the next
+            comparisons come after twice as many. After fewer steps, its running average is close to where it began.
         patience: undecided comparisons in a row, none with a larger gain than before, after which a candidate is
             refused.
         on_update: called after each `Update`.

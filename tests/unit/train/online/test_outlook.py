@@ -19,7 +19,7 @@ SAMPLED = Sampling(1.0)
 
 
 def _pair() -> tuple[LlamaForCausalLM, DraftModel]:
-    target = make_llama(eos_token_id=None).requires_grad_(False)
+    target = make_llama(eos_token_id=None, max_position_embeddings=256).requires_grad_(False)
     drafter = DraftModel.from_target(target, init="target_layers", num_hidden_layers=2).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(5)
     for name, weight in drafter.named_parameters():
@@ -58,6 +58,9 @@ def test_few_texts_and_drafters_without_weights_are_refused() -> None:
     target, drafter = _pair()
     with pytest.raises(ConfigError, match=r"learn with 20 texts, which leave 5 rows of 64 tokens to judge updates on"):
         outlook_by(target, 8, 0)("d", drafter, _texts(target, 20), SAMPLED)
+    long = sample_texts(target, PROMPTS[:12], SAMPLED, max_new_tokens=140)
+    with pytest.raises(ConfigError, match=r"learn with 12 texts, of which 3 are .* expected at least 4: --count 16"):
+        outlook_by(target, 8, 0)("d", drafter, long, SAMPLED)
     with pytest.raises(ConfigError, match="type 'suffix', which has no weights"):
         outlook_by(target, 8, 0)("d", SuffixRetrieval(), [], SAMPLED)
 
