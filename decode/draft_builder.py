@@ -1,6 +1,6 @@
 """The draft of one text while it is built: policies add tokens to it and drafters read it."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from draftsmith.decode.fixed_drafts import fitted
 from draftsmith.decode.sampling import Processors, Rng
 from draftsmith.heads.draft_tree import ROOT, Draft, Drawing
 
-# Shapes: n nodes, V vocabulary of the target.
+# Shapes: n nodes of one text, m nodes of several texts, V vocabulary of the target.
 
 
 class BuilderSequence(Protocol):
@@ -82,7 +82,6 @@ class DraftBuilder:
         room: int,
         processors: Processors,
         shared: tuple[int, int] | None = None,
-        committed: tuple[CommittedTokens, int] | None = None,
     ) -> None:
         self.room = room
         """Maximum depth of a node."""
@@ -94,8 +93,6 @@ class DraftBuilder:
         self._sequence, self._processors = sequence, processors
         self._shared = shared
         """(shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes."""
-        self._committed = committed
-        """The committed tokens of the batch and the row of this text, for processors that read them."""
         self.slots: dict[int, int] = {}
         """For each node that the drafter has read, its number in the order in which it was read, with padding."""
         self.kept: list[int] | None = None
@@ -115,15 +112,6 @@ class DraftBuilder:
     def depth(self, node: int) -> int:
         """Return the number of draft tokens on the path to `node`; 0 for `ROOT`."""
         return 0 if node == ROOT else self.depths[node]
-
-    def probabilities(self, logits_nV: Tensor, nodes: list[int]) -> Tensor:
-        """Return q after each of `nodes`, with all logits processors applied: [n, V].
-
-        A row is zero where the processors forbid every token. Under greedy decoding, the softmax of the processed
-        logits: a measure of confidence, since nothing is drawn.
-        """
-        scores_nV = self._scores(logits_nV, nodes)
-        return scores_nV.softmax(-1).nan_to_num(0.0)
 
     def follow(self, look: "Look") -> Generator["Draws", "Children", int | None]:
         """Add a child of the only node that was read, the most likely when greedy, else drawn; return it or None."""
@@ -171,17 +159,6 @@ class DraftBuilder:
         assert self.depths[-1] <= self.room, "the policy drafted deeper than `room`"
         return len(self.tokens) - 1
 
-    def _scores(self, logits_nV: Tensor, nodes: list[int]) -> Tensor:
-        def contexts() -> StoredContexts:
-            if self._committed is None:
-                before = self._sequence.padding + self._sequence.tokens
-                self._committed = CommittedTokens([before], logits_nV.device), 0
-            committed, row = self._committed
-            count, paths = len(nodes), [self._path(node) for node in nodes]
-            return committed.with_tokens([row] * count, paths, [self._sequence.number] * count)
-
-        return self._processors.scores(fitted(logits_nV, self._shared), contexts)
-
     def _path(self, node: int) -> list[int]:
         """Return the tokens on the path to `node`."""
         path = []
@@ -189,3 +166,33 @@ class DraftBuilder:
             path.append(self.tokens[node])
             node = self.parents[node]
         return path[::-1]
+
+
+def probabilities(
+    builders: Sequence[DraftBuilder],
+    nodes: Mapping[int, Sequence[int]],
+    logits_mV: Tensor,
+    committed: CommittedTokens | None = None,
+) -> Tensor:
+    """Return q after the nodes of several texts, one text after the other, with all logits processors applied: [m, V].
+
+    A row is zero where the processors forbid every token. Under greedy decoding, the softmax of the processed logits: a
+    measure of confidence, since nothing is drawn.
+
+    Args:
+        builders: of all texts of the batch.
+        nodes: by the row of a text in the batch.
+        committed: the tokens of the batch, for processors that read them; made here where they are not kept.
+    """
+
+    def contexts() -> StoredContexts:
+        before = committed or CommittedTokens(
+            [builder._sequence.padding + builder._sequence.tokens for builder in builders], logits_mV.device
+        )
+        rows = [row for row, own in nodes.items() for _ in own]
+        paths = [builders[row]._path(node) for row, own in nodes.items() for node in own]
+        return before.with_tokens(rows, paths, [builders[row]._sequence.number for row in rows])
+
+    first = builders[0]
+    scores_mV = first._processors.scores(fitted(logits_mV, first._shared), contexts)
+    return scores_mV.softmax(-1).nan_to_num(0.0)

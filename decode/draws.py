@@ -11,8 +11,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.sampling import Rng, SeededRng, index_at
-from draftsmith.heads.draft_tree import DraftBatch, children_of, depths_of
+from draftsmith.heads.draft_tree import DraftBatch, children_of
 
 NOT_DRAWN = -2
 """In place of a token that nothing has drawn; no node of a draft holds it."""
@@ -38,7 +39,7 @@ class Draws(Protocol):
         """
         ...
 
-    def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
+    def along(self, weights_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
         """Return [B, P]: a token after every place, with probability proportional to its weights [V].
 
         Only the tokens along one path may be used: the one on which each node holds the token that was drawn after its
@@ -100,15 +101,14 @@ class SeededDraws:
         self._more_B = drawn_B if self._more_B is None else self._more_B + drawn_B
         return index_B
 
-    def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
+    def along(self, weights_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
         # Places of equal depth use the same random number: no path has two of them.
-        depths = [0, *depths_of(draft.parents)]
         if self._more_B is None and draft.is_chain:
-            uniform_BP = self._uniform_BS[:, self.made : self.made + len(depths)]
+            uniform_BP = self._uniform_BS[:, self.made : self.made + len(draft) + 1]
         else:
-            places = torch.tensor(depths, device=weights_BPV.device) + self.made
             more_B1 = 0 if self._more_B is None else self._more_B[:, None]
-            uniform_BP = self._uniform_BS.gather(1, (places + more_B1).expand(weights_BPV.shape[:2]))
+            places_BP = draft.depths() + self.made + more_B1
+            uniform_BP = self._uniform_BS.gather(1, places_BP.expand(weights_BPV.shape[:2]))
         return index_at(weights_BPV, uniform_BP[..., None])[..., 0]
 
     def _next(self, active_B: Tensor | None) -> Tensor:
@@ -154,11 +154,11 @@ class RowDraws:
         indices = [_first(rng, probabilities, valid, outcome) for rng, probabilities, valid in rows]
         return torch.tensor(indices, device=probability_BN.device)
 
-    def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
+    def along(self, weights_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
         tokens_BP = torch.full(weights_BPV.shape[:2], NOT_DRAWN)
-        children = children_of(draft.parents)
         for row, rng in enumerate(self._rngs):
             place: int | None = 0
+            children = children_of(draft.parents_of(row))
             while place is not None:
                 self.last[row] = rng.categorical(weights_BPV[row, place])
                 here, place = place, None

@@ -5,12 +5,14 @@ texts, and so are the tokens that they draw.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read
+from draftsmith.decode.contexts import CommittedTokens
+from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read, probabilities
 from draftsmith.decode.draws import SeededDraws, draws_of
 from draftsmith.decode.policies.base import Growing, Policy
 from draftsmith.decode.proposal import NO_DRAFT
@@ -26,10 +28,13 @@ def propose(
     policies: Sequence[Policy | None],
     builders: Sequence[DraftBuilder],
     retrieved: Sequence[Draft | None],
+    committed: CommittedTokens | None = None,
 ) -> list[Draft]:
     """Return a draft for each text.
 
-    `retrieved`: what `Drafter.retrieve` returned for each text; the `DraftBuilder` of a retrieved draft remains empty.
+    Args:
+        retrieved: what `Drafter.retrieve` returned for each text; the `DraftBuilder` of a retrieved draft stays empty.
+        committed: the tokens of the texts, see `probabilities`.
     """
     drafts = [draft or NO_DRAFT for draft in retrieved]
     growing: dict[int, Growing] = {}
@@ -62,26 +67,41 @@ def propose(
     logits_BnV = drafter.begin(list(growing))[:, None]
     levels = _Levels(builders, logits_BnV.device)
     while True:
-        reads = dict(wanted)
+        reads = {row: wanted[row] for row in sorted(wanted)}
         _note_confidences(drafter, builders, reads)
-        logits = {row: logits_BnV[row, : len(read.nodes)] for row, read in reads.items()}
-        q = {row: builders[row].probabilities(logits[row], read.nodes) for row, read in reads.items()}
-        for row, look in _looks(reads, logits, q).items():
+        logits_mV = _after(reads, logits_BnV)
+        q_mV = probabilities(builders, {row: read.nodes for row, read in reads.items()}, logits_mV, committed)
+        for row, look in _looks(reads, logits_mV, q_mV).items():
             advance(row, look)
         while drawing:
-            for row, children in _drawn(builders, reads, dict(drawing), q).items():
+            for row, children in _drawn(builders, reads, dict(drawing), q_mV).items():
                 advance(row, children)
         if not growing:
             return drafts
         logits_BnV = drafter.extend(levels.next({row: read.nodes for row, read in wanted.items()}))
 
 
-def _looks(reads: dict[int, Read], logits: dict[int, Tensor], q: dict[int, Tensor]) -> dict[int, Look]:
+def _after(reads: dict[int, Read], logits_BnV: Tensor) -> Tensor:
+    """Return the logits [m, V] after the nodes that are read, one text after the other."""
+    counts = [len(read.nodes) for read in reads.values()]
+    if len(reads) == 1:
+        (row,) = reads
+        return logits_BnV[row, : counts[0]]
+    if sum(counts) == len(logits_BnV) * logits_BnV.shape[1]:
+        return logits_BnV.flatten(0, 1)
+    places = [(row, column) for row, count in zip(reads, counts, strict=True) for column in range(count)]
+    rows_m, columns_m = torch.tensor(places, device=logits_BnV.device).unbind(1)
+    return logits_BnV[rows_m, columns_m]
+
+
+def _looks(reads: dict[int, Read], logits_mV: Tensor, q_mV: Tensor) -> dict[int, Look]:
     """Return for each text the values that its policy asked for, from one transfer."""
+    counts = [len(read.nodes) for read in reads.values()]
+    parts = logits_mV.split(counts) if len(counts) > 1 else [logits_mV]
+    logits = dict(zip(reads, parts, strict=True))
     most = max(read.top for read in reads.values())
     if most == 0:
         return {row: Look(read.nodes, logits[row], [], [], []) for row, read in reads.items()}
-    q_mV = torch.cat([*q.values()]) if len(q) > 1 else next(iter(q.values()))
     most = min(most, q_mV.shape[1])
     best = q_mV.max(-1, keepdim=True) if most == 1 else q_mV.topk(most)
     parts = [best.values.double(), best.indices]
@@ -100,20 +120,21 @@ def _looks(reads: dict[int, Read], logits: dict[int, Tensor], q: dict[int, Tenso
 
 
 def _drawn(
-    builders: Sequence[DraftBuilder], reads: dict[int, Read], drawing: dict[int, Draws], q: dict[int, Tensor]
+    builders: Sequence[DraftBuilder], reads: dict[int, Read], drawing: dict[int, Draws], q_mV: Tensor
 ) -> dict[int, Children]:
     """Draw the children that policies asked for and add them, with one transfer for all texts."""
     rows = list(drawing)
+    starts = dict(zip(reads, accumulate([len(read.nodes) for read in reads.values()], initial=0), strict=False))
     if len(rows) == 1 and drawing[rows[0]] == Draws([1]):  # fewer operations
         row, builder = rows[0], builders[rows[0]]
-        (parent,), q_V = reads[row].nodes, q[row][0]
+        (parent,), q_V = reads[row].nodes, q_mV[starts[row]]
         token = None if builder.may_empty and not q_V.any() else builder.drawing(replacement=False).add(parent, q_V)
         return {row: [[] if token is None else [(builder.add(parent, token), None)]]}
     rngs = [builders[row].rng for row in rows]
     drawings = [builders[row].drawing(replacement=drawing[row].replacement) for row in rows]
     counts = [drawing[row].counts for row in rows]
     # A row that draws nothing more still reads a number.
-    draws = draws_of(rngs, max(map(sum, counts)) + 1, next(iter(q.values())).device)
+    draws = draws_of(rngs, max(map(sum, counts)) + 1, q_mV.device)
     parents = [reads[row].nodes for row in rows]
     may_empty = builders[rows[0]].may_empty
     chances = any(drawing[row].chances for row in rows)
@@ -121,7 +142,8 @@ def _drawn(
         drawings,
         parents,
         counts,
-        [q[row] for row in rows],
+        q_mV,
+        [starts[row] for row in rows],
         draws.categorical,
         may_empty=may_empty,
         chances=chances,

@@ -25,7 +25,7 @@ from draftsmith.decode.proposal import Proposal, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
-from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_batch, verify_greedy
+from draftsmith.decode.verification import Rule, VerifyResult, takes_mixed, verify, verify_batch, verify_greedy
 from draftsmith.heads.base import Drafter, Level, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 
@@ -198,10 +198,10 @@ class DecodeLoop:
             fixed = FixedDrafts(shape, rooms, self._processors, draws, self._committed, numbers, self._shared)
             return Proposal(batch=fixed.build(drafter), draws=draws, slots=fixed.slots)
         builders = []
-        for row, (text, room) in enumerate(zip(texts, rooms, strict=True)):
-            committed = None if self._committed is None else (self._committed, row)
-            builders.append(DraftBuilder(text, room, self._processors, self._shared, committed))
-        return Proposal(propose(drafter, [text.policy for text in texts], builders, retrieved), builders)
+        for text, room in zip(texts, rooms, strict=True):
+            builders.append(DraftBuilder(text, room, self._processors, self._shared))
+        policies = [text.policy for text in texts]
+        return Proposal(propose(drafter, policies, builders, retrieved, self._committed), builders)
 
     def _shape(self) -> Shape | None:
         """Return the shape of all drafts of the next round; None where they differ or depend on q."""
@@ -236,7 +236,7 @@ class DecodeLoop:
             results = [] if empty else self._one_by_one(self._rule, scores_BQV.softmax(-1), proposal)
         else:
             outcomes, p_BQV = [], scores_BQV.softmax(-1)
-            for group in proposal.groups(self._rngs, self._device):
+            for group in proposal.groups(self._rngs, self._device, mixed=takes_mixed(self._rule)):
                 rows, batch, draws = group
                 p_BPV = p_BQV if len(rows) == len(self.texts) else p_BQV[rows, : len(batch) + 1]
                 outcomes.append((group, verify_batch(self._rule, p_BPV, batch, draws)))

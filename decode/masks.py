@@ -1,10 +1,12 @@
 """Attention masks for chains, trees and rows of different length, with or without sliding windows."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -154,10 +156,17 @@ def chain_mask(start: int, count: int, device: torch.device) -> Tensor:
     return torch.ones(count, start + count, dtype=torch.bool, device=device).tril_(start)[None]
 
 
+def tree_masks(shapes: Sequence[Parents], width: int, device: torch.device) -> Tensor:
+    """Return the masks [B, width, width] of roots and draft nodes, each of which attends to its own path: bool."""
+    masks = np.zeros((len(shapes), width, width), dtype=bool)
+    for mask, parents in zip(masks, shapes, strict=True):
+        mask[range(len(parents) + 1), range(len(parents) + 1)] = True
+        for node, parent in enumerate(parents):
+            mask[node + 1] |= mask[parent + 1]
+    return torch.from_numpy(masks).to(device)
+
+
 @lru_cache(maxsize=1024)
 def tree_mask(parents: Parents, device: torch.device) -> Tensor:
-    """Return the mask [N + 1, N + 1] of a root and draft nodes, each of which attends to its own path: bool."""
-    mask = torch.eye(len(parents) + 1, dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        mask[node + 1] |= mask[parent + 1]
-    return mask.to(device)
+    """Return the mask [1, N + 1, N + 1] of one tree, which many rounds may share."""
+    return tree_masks([parents], len(parents) + 1, device)

@@ -15,7 +15,7 @@ from draftsmith.decode.compiled import HEAD, MOST_WIDTH, CompiledPasses, PassInp
 from draftsmith.decode.drafted import Depths, Drafted, Positions
 from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
-from draftsmith.decode.masks import Attention, tree_mask
+from draftsmith.decode.masks import Attention, tree_mask, tree_masks
 from draftsmith.decode.recurrent_state import NO_CONTEXT, Mixers
 from draftsmith.decode.reread import Reread, cache_name
 from draftsmith.errors import ConfigError
@@ -195,12 +195,10 @@ class ModelRunner:
             return self._branch(tokens_BQ, range(1, Q + 1), None, None)
         assert not self._mixers, "`Capability` refuses branches of recurrent models"
         depths = [[1, *(depth + 1 for depth in depths_of(shape))] for shape in shapes]
-        masks = [tree_mask(shape, self._device) for shape in shapes]
-        if len(masks) == 1:
-            return self._branch(tokens_BQ, depths[0], masks[0][None], None)
-        wide = [nn.functional.pad(mask, (0, Q - len(mask), 0, Q - len(mask))) for mask in masks]
+        if len(shapes) == 1:
+            return self._branch(tokens_BQ, depths[0], tree_mask(shapes[0], self._device), None)
         padded = [row + [1] * (Q - len(row)) for row in depths]
-        return self._branch(tokens_BQ, padded, torch.stack(wide), None)
+        return self._branch(tokens_BQ, padded, tree_masks(shapes, Q, self._device), None)
 
     def _branch(
         self,

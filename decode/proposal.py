@@ -1,6 +1,6 @@
 """The drafts of one round for all texts, known to the host or still on the device, and the transfer that reads them."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import cast
 
 import torch
@@ -10,15 +10,16 @@ from draftsmith.decode.contexts import CommittedTokens, StoredContexts
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import Draws, SeededDraws, draws_of
 from draftsmith.decode.fixed_drafts import contexts_of
+from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.sampling import Rng, SeededRng
 from draftsmith.decode.verification import Outcome, TargetTokens, VerifyResult
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Parents, path_to
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, path_to
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
 
 NO_DRAFT = Draft()
-Group = tuple[list[int], DraftBatch, Draws]
-"""Rows whose drafts have one shape, the drafts and the random draws of these rows."""
+Group = tuple[list[int], DraftBatch | MixedBatch, Draws]
+"""Rows whose drafts are verified together, the drafts and the random draws of these rows."""
 
 
 class Proposal:
@@ -111,17 +112,26 @@ class Proposal:
         self._slots_of_text = [[self._slots[node] for node in nodes] for _, nodes in drafts]
         return self._drafts
 
-    def groups(self, rngs: Sequence[Rng], device: torch.device) -> list[Group]:
-        """Return drafts of one shape together, with their rows."""
+    def groups(self, rngs: Sequence[Rng], device: torch.device, *, mixed: bool) -> list[Group]:
+        """Return drafts that are verified together, with their rows: those of one shape, and drawn chains.
+
+        `mixed`: chosen drafts of different shapes are verified together, too.
+        """
         if self.batch is not None:
             draws = self._draws or draws_of(rngs, 2 * len(self.batch) + 2, device)
             return [(list(range(len(rngs))), self.batch, draws)]
-        by_kind: dict[tuple, list[int]] = {}
+        by_kind: dict[Hashable, list[int]] = {}
         for row, draft in enumerate(self.drafts):
-            by_kind.setdefault((draft.parents, draft.drawn, getattr(draft, "replacement", None)), []).append(row)
+            by_kind.setdefault(_kind(draft, mixed=mixed), []).append(row)
         groups = []
-        for rows in by_kind.values():
-            batch = DraftBatch.of([self.drafts[row] for row in rows], device)
+        for kind, rows in by_kind.items():
+            drafts = [self.drafts[row] for row in rows]
+            if kind == "chain":
+                batch = DraftBatch.of_chains(drafts, device)
+            elif len({draft.parents for draft in drafts}) == 1:
+                batch = DraftBatch.of(drafts, device)
+            else:
+                batch = MixedBatch(drafts, device)
             groups.append((rows, batch, draws_of([rngs[row] for row in rows], 2 * len(batch) + 2, device)))
         return groups
 
@@ -132,6 +142,13 @@ class Proposal:
         of_text = self._slots if self._slots_of_text is None else self._slots_of_text[row]
         slots = [of_text[node] for node in path]
         return [slot for slot in slots if slot is not None]
+
+
+def _kind(draft: Draft, *, mixed: bool) -> Hashable:
+    """Return a value that is equal for drafts that are verified together; see `Proposal.groups`."""
+    if isinstance(draft, DrawnDraft) and draft.tokens:
+        return "chain" if draft.is_chain else (draft.parents, draft.replacement)
+    return "chosen" if mixed and draft.tokens else draft.parents
 
 
 def read_outcomes(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from draftsmith.decode.draws import Draws, RowDraws
+from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.sampling import Rng
 from draftsmith.decode.tree_rules import siblings_iid_rule, siblings_without_replacement_rule, traversal_rule
 from draftsmith.decode.verification_rules import (
@@ -120,8 +121,19 @@ def best_rule(draft: Draft | DraftBatch) -> Rule:
     return RULES["siblings-iid" if draft.replacement else "traversal"]
 
 
-def verify_batch(rule: Rule | None, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
-    """Apply a batched rule (None: `best_rule`) to drafts; ConfigError for drafts for which the rule is wrong."""
+def takes_mixed(rule: Rule | None) -> bool:
+    """Return whether chosen drafts of different shapes can be verified together."""
+    return rule is None or rule.batched is point_mass_rule
+
+
+def verify_batch(rule: Rule | None, p_BPV: Tensor, draft: DraftBatch | MixedBatch, draws: Draws) -> Outcome:
+    """Apply a batched rule (None: `best_rule`) to drafts; ConfigError for drafts for which the rule is wrong.
+
+    Drafts of different shapes are verified by the point-mass rule, and need a rule for which `takes_mixed` is True.
+    """
+    if isinstance(draft, MixedBatch):
+        assert takes_mixed(rule), "other rules verify drafts of one shape"
+        return point_mass_rule(p_BPV, draft, draws)
     if len(draft) == 0:
         empty_B0 = p_BPV[:, 0, :0]
         return Decided(empty_B0, draws.categorical(p_BPV[:, 0]), empty_B0)
@@ -155,6 +167,7 @@ __all__ = [
     "VerifyResult",
     "best_rule",
     "rule_named",
+    "takes_mixed",
     "verify",
     "verify_batch",
     "verify_greedy",

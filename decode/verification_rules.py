@@ -8,8 +8,9 @@
     greedy                                        any draft under greedy decoding: the target's argmax
 
 A rule verifies the drafts of B texts that have one shape, on the device: it reads no value, so a round needs one
-transfer to the host, that of the packed outcome. `p_BPV` is always [B, N + 1, V]: place 0 holds the target's
-distribution after the last committed token, place i + 1 the one after draft node i.
+transfer to the host, that of the packed outcome. The point-mass rule takes drafts of different shapes, too. `p_BPV` is
+always [B, N + 1, V]: place 0 holds the target's distribution after the last committed token, place i + 1 the one after
+draft node i.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.draws import Draws
+from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnBatch, depths_of, path_to
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, D levels of the draft, V vocabulary.
@@ -228,7 +230,7 @@ def verify_greedy(target_tokens: Sequence[int], draft: Draft) -> VerifyResult:
         node = match
 
 
-def point_mass_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+def point_mass_rule(p_BPV: Tensor, draft: DraftBatch | MixedBatch, draws: Draws) -> Outcome:
     """Draw y ~ p; descend if y is among the children, otherwise y is the next token.
 
     Every emitted token is a draw from p, so the rule is exact for any choice of candidates. It accepts with probability
@@ -237,27 +239,23 @@ def point_mass_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     return TargetTokens(draws.along(p_BPV, draft), _candidates(p_BPV, draft))
 
 
-def _candidates(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
+def _candidates(p_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
     """Return the probability [B, P] of the children of each place, each token counted once."""
-    p_BN, place_N = _of_tokens(p_BPV, draft), _places(draft, p_BPV.device)
+    place_BN = draft.places().expand(len(p_BPV), -1)
+    p_BN = _of_tokens(p_BPV, draft.tokens_BN, place_BN)
     if isinstance(draft, DrawnBatch) and draft.replacement:  # siblings may hold the same token
         same_BNN = draft.tokens_BN[:, :, None] == draft.tokens_BN[:, None]
-        before_NN = torch.ones_like(same_BNN[0]).tril(-1) & (place_N[:, None] == place_N)
+        before_NN = torch.ones_like(same_BNN[0]).tril(-1) & (place_BN[0, :, None] == place_BN[0])
         p_BN = p_BN.masked_fill((same_BNN & before_NN).any(-1), 0.0)
     if draft.valid_BN is not None:
         p_BN = p_BN * draft.valid_BN
-    return torch.zeros_like(p_BPV[:, :, 0]).index_add_(1, place_N, p_BN)
+    return torch.zeros_like(p_BPV[:, :, 0]).scatter_add_(1, place_BN, p_BN)
 
 
-def _places(draft: DraftBatch, device: torch.device) -> Tensor:
-    """Return the place [N] of the parent of each node."""
-    return torch.tensor(draft.parents, device=device) + 1
-
-
-def _of_tokens(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
-    """Return the target's probability [B, N] of each draft token."""
+def _of_tokens(p_BPV: Tensor, tokens_BN: Tensor, place_BN: Tensor) -> Tensor:
+    """Return the target's probability [B, N] of each draft token, whose parent has this place."""
     rows_B1 = torch.arange(p_BPV.shape[0], device=p_BPV.device)[:, None]
-    return p_BPV[rows_B1, _places(draft, p_BPV.device), draft.tokens_BN]
+    return p_BPV[rows_B1, place_BN, tokens_BN]
 
 
 def paths(draft: DraftBatch, leaf_B: Tensor) -> Tensor:
@@ -271,9 +269,9 @@ def paths(draft: DraftBatch, leaf_B: Tensor) -> Tensor:
 def along(values_BP: Tensor, path_BD: Tensor, draft: DraftBatch) -> Tensor:
     """Return the values [B, D] at the root and at the nodes of each path that have a valid child, and NaN elsewhere."""
     place_BD = torch.cat([torch.zeros_like(path_BD[:, :1]), path_BD[:, :-1] + 1], 1)
-    parents_N = _places(draft, path_BD.device)
     child_BN = torch.ones_like(draft.tokens_BN) if draft.valid_BN is None else draft.valid_BN.long()
-    tested_BP = torch.zeros_like(values_BP, dtype=torch.int64).index_add_(1, parents_N, child_BN) > 0
+    children_BP = torch.zeros_like(values_BP, dtype=torch.int64)
+    tested_BP = children_BP.scatter_add_(1, draft.places().expand_as(child_BN), child_BN) > 0
     tested_BD = tested_BP.gather(1, place_BD)
     tested_BD[:, 1:] &= path_BD[:, :-1] >= 0
     return values_BP.gather(1, place_BD).masked_fill_(~tested_BD, torch.nan)
@@ -292,7 +290,8 @@ def typical_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     B, N, device = p_BPV.shape[0], len(draft), p_BPV.device
     entropy_BP = -(p_BPV * p_BPV.clamp_min(1e-30).log()).sum(-1)
     threshold_BP = (DELTA * (-entropy_BP).exp()).clamp_max_(EPSILON)
-    passes_BN = _of_tokens(p_BPV, draft) > threshold_BP[:, _places(draft, device)]
+    place_BN = draft.places().expand(B, N)
+    passes_BN = _of_tokens(p_BPV, draft.tokens_BN, place_BN) > threshold_BP.gather(1, place_BN)
     if draft.valid_BN is not None:
         passes_BN = passes_BN & draft.valid_BN
     on_path_NN = torch.zeros(N, N, dtype=torch.bool)

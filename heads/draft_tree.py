@@ -186,7 +186,8 @@ def draw_together(
     drawings: Sequence[Drawing],
     parents: Sequence[Sequence[int]],
     counts: Sequence[Sequence[int]],
-    q: Sequence[Tensor],
+    q_mV: Tensor,
+    starts: Sequence[int],
     draw: Callable[[Tensor, Tensor | None], Tensor],
     *,
     may_empty: bool,
@@ -196,18 +197,21 @@ def draw_together(
 
     Args:
         parents, counts: for each tree its nodes and the number of children to draw of each.
-        q: for each tree the distributions [n, V] after its nodes; with `may_empty` rows may be zero.
+        q_mV: the distributions after the nodes; those of each tree stand together, from its place in `starts` on. With
+            `may_empty` rows may be zero.
         draw: see `BatchDrawing`.
 
     Returns:
         For each tree and each of its nodes the tokens of the children and, with `chances`, their probabilities under
         q; fewer children where the support of q is smaller.
     """
-    columns, values, places = [], [], []
+    columns, values, places, q = [], [], [], []
     for i in range(max(map(len, counts))):
         wanted = [own[i] if i < len(own) else 0 for own in counts]
-        q_BV = torch.stack([q_nV[min(i, len(q_nV) - 1)] for q_nV in q])
-        weights_BV = q_BV
+        rows = [start + min(i, len(own) - 1) for start, own in zip(starts, counts, strict=True)]
+        whole = rows == list(range(len(q_mV)))
+        weights_BV = q_BV = q_mV if whole else q_mV[torch.tensor(rows, device=q_mV.device)]
+        q.append(q_BV.unbind())
         for order in range(max(wanted)):
             valid_B = None
             if min(wanted) <= order:
@@ -227,7 +231,7 @@ def draw_together(
     for tree, (drawing, row) in enumerate(zip(drawings, rows, strict=True)):
         for order, i in enumerate(places):
             if row[order] != NO_NODE:
-                drawing._add(parents[tree][i], int(row[order]), q[tree][i])
+                drawing._add(parents[tree][i], int(row[order]), q[i][tree])
                 drawn[tree][i].append((int(row[order]), row[len(places) + order] if chances else None))
     return drawn
 
@@ -264,10 +268,38 @@ class DraftBatch:
             tokens_BN, first.parents, None, tuple(torch.stack(rows) for rows in zip(*q, strict=True)), first.replacement
         )
 
+    @staticmethod
+    def of_chains(drafts: Sequence[Draft], device: torch.device | None = None) -> "DrawnBatch":
+        """Return drawn chains of at least one token each as a batch of the longest one's shape."""
+        chains = [draft for draft in drafts if isinstance(draft, DrawnDraft) and draft.is_chain]
+        assert len(chains) == len(drafts)
+        longest, valid_BN = max(chains, key=len), None
+        nodes, lengths = range(len(longest)), [len(chain) for chain in chains]
+        # Where a text has no node, its last one is repeated, so that p/q is a number everywhere.
+        held = [[min(node, length - 1) for node in nodes] for length in lengths]
+        rows = [[chain.tokens[node] for node in own] for chain, own in zip(chains, held, strict=True)]
+        q = zip(*([chain.q[node] for node in own] for chain, own in zip(chains, held, strict=True)), strict=True)
+        if min(lengths) < len(longest):
+            valid_BN = torch.tensor([[node < length for node in nodes] for length in lengths], device=device)
+        tokens_BN, q = torch.tensor(rows, device=device), tuple(map(torch.stack, q))
+        return _drawn_batch(tokens_BN, longest.parents, valid_BN, q, longest.replacement)
+
     @property
     def is_chain(self) -> bool:
         """True if every token is the child of the one before it."""
         return self.parents == chain_parents(len(self.parents))
+
+    def parents_of(self, row: int) -> Parents:
+        """Return the shape of one text's draft, without regard to `valid_BN`."""
+        return self.parents
+
+    def places(self) -> Tensor:
+        """Return the place [1, N] of each node's parent: 0 for `ROOT`, i + 1 for node i."""
+        return torch.tensor([[parent + 1 for parent in self.parents]], device=self.tokens_BN.device)
+
+    def depths(self) -> Tensor:
+        """Return the depth [1, N + 1] of each place."""
+        return torch.tensor([[0, *depths_of(self.parents)]], device=self.tokens_BN.device)
 
     def of_text(self, row: int) -> tuple[Draft, list[int]]:
         """Return the draft of one text, whose tokens are read from the device, and those nodes that it has."""

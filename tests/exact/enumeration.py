@@ -10,8 +10,9 @@ from torch import Tensor
 
 from draftsmith.decode.draws import RowDraws
 from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.proposal import Proposal
 from draftsmith.decode.sequence import DecodeSequence
-from draftsmith.decode.verification import Rule, VerifyResult, verify_batch
+from draftsmith.decode.verification import Rule, VerifyResult, takes_mixed, verify_batch
 from draftsmith.heads.draft_tree import Draft, DraftBatch
 
 Tokens = tuple[int, ...]
@@ -107,6 +108,25 @@ def verified(rule: Rule, cases: Sequence[tuple[Tensor, Draft]]) -> Iterator[tupl
             for (number, _), rng, values in zip(rows, draws.rngs, outcome.packed().tolist(), strict=True):
                 pending += [(number, path) for path in rng.alternatives]
                 yield rng.weight, number, outcome.result(values, cases[number][1])
+
+
+def verified_together(
+    rule: Rule | None, cases: Sequence[tuple[Tensor, Draft]]
+) -> Iterator[tuple[float, int, VerifyResult]]:
+    """Yield what `verified` does, for drafts of all shapes in the batches that the decoder makes of them."""
+    widest, cpu = max(len(p_PV) for p_PV, _ in cases), torch.device("cpu")
+    pending: list[tuple[int, tuple[int, ...]]] = [(number, ()) for number in range(len(cases))]
+    while pending:
+        rows, pending = pending[:AT_ONCE], pending[AT_ONCE:]
+        rngs, drafts = [BranchingRng(path) for _, path in rows], [cases[number][1] for number, _ in rows]
+        # Places that a text does not have hold p of its last one, which must not count.
+        p = [cases[number][0] for number, _ in rows]
+        p_BQV = torch.stack([torch.cat([p_PV, p_PV[-1:].expand(widest - len(p_PV), -1)]) for p_PV in p])
+        for own, batch, draws in Proposal(drafts).groups(rngs, cpu, mixed=takes_mixed(rule)):
+            outcome = verify_batch(rule, p_BQV[own, : len(batch) + 1], batch, draws)
+            for row, values in zip(own, outcome.packed().tolist(), strict=True):
+                yield rngs[row].weight, rows[row][0], outcome.result(values, drafts[row])
+        pending += [(number, path) for (number, _), rng in zip(rows, rngs, strict=True) for path in rng.alternatives]
 
 
 def outcomes(

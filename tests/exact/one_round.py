@@ -20,6 +20,7 @@ from exact.enumeration import (
     string_distribution,
     total_variation,
     verified,
+    verified_together,
 )
 from exact.toys import ToyDrafter, ToyModel, below
 from torch import Tensor
@@ -116,20 +117,27 @@ class Round:
         """Return the tokens of `new` that a `DecodeSequence` commits: none after an EOS."""
         return tuple(self._text().commit(list(new)))
 
-    def committed(self, rule: Verify | Rule, drafts: Drafts) -> dict[Tokens, float]:
+    def committed(self, rule: Verify | Rule | None, drafts: Drafts, *, together: bool = False) -> dict[Tokens, float]:
         """Return the distribution of the tokens that the round commits."""
         distribution: dict[Tokens, float] = {}
-        for weight, draft, result in self.verified(rule, drafts):
+        for weight, draft, result in self.verified(rule, drafts, together=together):
             kept = tuple(draft.tokens[node] for node in result.path)
             for token, share in spread(result.next_token):
                 add(distribution, self.cut((*kept, token)), weight * share)
         return distribution
 
-    def verified(self, rule: Verify | Rule, drafts: Drafts) -> Iterator[tuple[float, Draft, VerifyResult]]:
-        """Yield every outcome of a rule, which verifies many drafts in one call or one after the other."""
-        if isinstance(rule, Rule):
+    def verified(
+        self, rule: Verify | Rule | None, drafts: Drafts, *, together: bool = False
+    ) -> Iterator[tuple[float, Draft, VerifyResult]]:
+        """Yield every outcome of a rule, which verifies many drafts in one call or one after the other.
+
+        `together`: drafts of different shapes are verified in one call where the decoder does so. None: the best rule
+        of each.
+        """
+        if rule is None or isinstance(rule, Rule):
+            assert rule is not None or together
             cases = [(self.p_PV(draft), draft) for _, draft in drafts]
-            for weight, number, result in verified(rule, cases):
+            for weight, number, result in verified_together(rule, cases) if together else verified(rule, cases):
                 yield drafts[number][0] * weight, drafts[number][1], result
             return
         for drawn, draft in drafts:
@@ -137,10 +145,10 @@ class Round:
             for decided, result in outcomes(lambda rng, p=p_PV, d=draft: rule(p, d, rng), leave_open=True):
                 yield drawn * decided, draft, result
 
-    def gap(self, rule: Verify | Rule, drafts: Drafts) -> float:
+    def gap(self, rule: Verify | Rule | None, drafts: Drafts, *, together: bool = False) -> float:
         """Return the total variation between the round, continued by the target, and the target alone."""
         actual: dict[Tokens, float] = {}
-        for new, weight in self.committed(rule, drafts).items():
+        for new, weight in self.committed(rule, drafts, together=together).items():
             for string, rest in string_distribution(self.p, self.count, self.setting.eos, new):
                 add(actual, string, weight * rest)
         mass = sum(actual.values())

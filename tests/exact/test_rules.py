@@ -21,7 +21,9 @@ from draftsmith.decode.policies import (
     StaticTree,
     widths_shape,
 )
+from draftsmith.decode.proposal import NO_DRAFT
 from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.verification import RULES
 
 PAIRS = 20
 
@@ -118,6 +120,30 @@ def test_a_round_is_exact(rule: str, shape: str, setting: str) -> None:
     for seed in range(PAIRS):
         pair = one_round(SETTINGS[setting], seed)
         assert pair.gap(the_rule(rule), pair.drafts(policy)) < EXACT, f"pair {seed}"
+
+
+CHOSEN_AND_CHAIN = {"adaptive": CHAINS["adaptive"], **CHOSEN_TREES}
+MIXTURES: dict[str, tuple[str | None, dict[str, Policy]]] = {
+    "chains, token": ("token", CHAINS),
+    "chains, block": ("block", CHAINS),
+    "chains, siblings": ("siblings-without-replacement", CHAINS),
+    "point-mass": ("point-mass", CHOSEN_AND_CHAIN),
+    "chosen": (None, CHOSEN_TREES),
+    "chains and chosen": (None, CHOSEN_AND_CHAIN),
+    "drawn and chosen": (None, {"optimal": DRAWN_TREES["optimal"], **CHOSEN_TREES}),
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_drafts_of_different_shapes_are_exact_together(mixture: str, setting: str) -> None:
+    """A text without a draft is among them, as at the end of a text."""
+    rule, policies = MIXTURES[mixture]
+    for seed in range(3):
+        pair = one_round(SETTINGS[setting], seed)
+        kinds = [*(pair.drafts(policy) for policy in policies.values()), [(1.0, NO_DRAFT)]]
+        drafts = [(weight / len(kinds), draft) for kind in kinds for weight, draft in kind]
+        assert pair.gap(rule and RULES[rule], drafts, together=True) < EXACT, f"pair {seed}"
 
 
 @pytest.mark.parametrize("shape", GREEDY_SHAPES)

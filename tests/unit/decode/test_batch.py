@@ -40,6 +40,8 @@ def test_each_text_equals_the_text_decoded_alone(
         alone = decoder.generate(prompt, seed=100 + number, **settings)
         assert out.tokens == alone.tokens
         assert [record.accepted for record in out.rounds] == [record.accepted for record in alone.rounds]
+        overlaps = [[value for record in text.rounds for value in record.overlap] for text in (out, alone)]
+        assert overlaps[0] == pytest.approx(overlaps[1], abs=1e-5)
     assert len({len(out.tokens) for out in together}) > 1, "the texts should end at different times"
 
 

@@ -110,6 +110,10 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {"medusa": {"num_heads": 4}, "peagle":
 HEAD_OPTIONS |= {"hydra": {"num_heads": 4, "prefix_layer": True}, "dflash": {"block_size": 5}}
 
 
+GROWN = ("dynamic-tree:size=8,depth=3,top_k=3", "confidence:threshold=0.03,draft_length=4")
+"""Policies whose drafts depend on q, so that texts have drafts of different shapes and lengths."""
+
+
 def operators_of_a_batch(kind: str, policy: str, temperature: float, batch: int) -> float:
     """Return the operators of a round of several texts of different lengths, those of the models included."""
     target = make_llama(num_hidden_layers=4)
@@ -117,7 +121,8 @@ def operators_of_a_batch(kind: str, policy: str, temperature: float, batch: int)
     drafter = HEADS[kind].from_target(target, **HEAD_OPTIONS.get(kind, {})).eval()
     for parameter in drafter.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)  # so that texts accept different numbers of tokens
-    decoder, counted, after = SpeculativeDecoder(target, drafter, policy=policy), Counted(), list[int]()
+    decoder = SpeculativeDecoder(target, drafter, policy=policy_named(policy, COSTS))
+    counted, after = Counted(), list[int]()
 
     def note(row: int, tokens: list[int], record: object) -> None:
         if row == 0:
@@ -140,16 +145,18 @@ def operators_of_a_batch(kind: str, policy: str, temperature: float, batch: int)
             for kind in ("eagle3", "medusa")
             for policy in ("chain:draft_length=4", "tree:widths=2x1")
         ),
+        *((kind, policy, t) for kind in ("eagle3", "medusa") for policy in GROWN for t in (0.0, 1.0)),
     ],
 )
 def test_operators_of_a_round_do_not_grow_with_the_batch(kind: str, policy: str, temperature: float) -> None:
     """One text needs no masks and indices of rows of different lengths; sixteen need what four do.
 
-    Each sampled text has a generator of its own, of which a round reads one block. A few operators are left out where
-    all texts happen to agree: indices of the accepted nodes and of the last tokens, moves of each layer's slots.
+    Each sampled text has a generator of its own, of which a round reads one block, and one more for each token that a
+    policy draws before it decides about the next one. A few operators are left out where all texts happen to agree:
+    indices of the accepted nodes and of the last tokens, moves of each layer's slots.
     """
     one, four, sixteen = (operators_of_a_batch(kind, policy, temperature, batch) for batch in (1, 4, 16))
-    blocks = 12 if temperature > 0 else 0
-    agreeing = 25 if policy.startswith("tree") else 6
+    blocks = 12 * (5 if policy == GROWN[1] else 1) if temperature > 0 else 0
+    agreeing = 25 if "tree" in policy else 6
     assert sixteen - four <= blocks + agreeing, f"{one:.1f}, {four:.1f} and {sixteen:.1f} operators a round"
     assert sixteen <= 1.3 * one + blocks, f"{one:.1f}, {four:.1f} and {sixteen:.1f} operators a round"

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.draft_builder import DraftBuilder, Look, Read
+from draftsmith.decode.draft_builder import DraftBuilder, Look, Read, probabilities
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, DynamicTree, Policy, SampledTree, StaticTree
 from draftsmith.decode.policies.base import Growing
@@ -89,7 +89,7 @@ class OnTheText:
         last, node = len(builder._sequence.tokens) - 1, ROOT
         for k in range(min(GAMMA, builder.room)):
             look: Look = yield Read([node])
-            q_V = builder.probabilities(look.logits_nV, [node])[0]
+            q_V = probabilities([builder], {0: [node]}, look.logits_nV)[0]
             token = self.tokens[last + 1 + k]
             self.seen[last, k] = float(q_V[token].log()), builder.estimates.get(node, float(q_V.max()))
             if k + 1 < min(GAMMA, builder.room):
