@@ -4,6 +4,7 @@
     python benchmarks/online.py --shift prose          # a drafter that was trained on code serves English docstrings
     python benchmarks/online.py --shift stationary     # the drafter of a whole recipe serves its own domain
     python benchmarks/online.py --target FOLDER --drafter FOLDER       # a pair trained elsewhere, texts of the target
+    python benchmarks/online.py --shift steps --hybrid     # frozen drafts from its own text, too, as learning does
 
 Each request is decoded by the three arms in turns, the first of which rotates; the target alone decodes one request in
 `--alone-every`. Learning sees the verifications of its own arm only, and its time counts: tokens per second are decoded
@@ -30,6 +31,7 @@ from draftsmith.distill.load_target import EMBEDDED, LoadedTarget, load_target
 from draftsmith.eval.metrics import Series, ratio
 from draftsmith.eval.online import Online, gain_text, online_lines, online_result, online_table, plot_online
 from draftsmith.eval.prompts import load_prompts
+from draftsmith.heads.ngram import Hybrid
 from draftsmith.storage import write_json
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.trainer import train
@@ -58,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--every", type=int, help="decoded tokens per step, instead of a share of the time")
+    parser.add_argument("--hybrid", action="store_true", help="hybrids with a suffix automaton in both arms")
     parser.add_argument("--alone-every", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/online"))
     return parser.parse_args()
@@ -106,6 +109,8 @@ def requests(options: argparse.Namespace, target: LoadedTarget) -> list[list[int
 def serve(options: argparse.Namespace, target: LoadedTarget, folder: Path | str) -> dict[str, Any]:
     """Decode all requests with the three arms; return tokens, rounds and seconds [U, 3], and what was learned."""
     frozen, learning = (load_drafter(folder, target.model, target.tokenizer) for _ in range(2))
+    if options.hybrid:
+        frozen, learning = Hybrid(frozen), Hybrid(learning)
     learn = OnlineLearning(share=options.share, every=options.every, on_update=lambda update: print(update, flush=True))
     decoders = [
         SpeculativeDecoder(target.model),
@@ -130,7 +135,7 @@ def serve(options: argparse.Namespace, target: LoadedTarget, folder: Path | str)
     old = {}
     if options.shift == "prose" and options.drafter is None:
         own = code(target.tokenizer, OLD_DOMAIN)
-        for name, drafter in (("frozen", frozen), ("learning", learning)):
+        for name, drafter in (("frozen", frozen), ("learning", decoders[2].drafter)):
             outputs = SpeculativeDecoder(target.model, drafter).generate_batch(own, seeds=0, **settings)
             old[name] = sum(o.decode_tokens for o in outputs) / sum(len(o.rounds) for o in outputs)
     numbers = {"tokens": tokens.tolist(), "rounds": rounds.tolist(), "seconds": seconds.tolist()}
@@ -175,6 +180,7 @@ def main() -> None:
     target = load_target(options.target)
     result = serve(options, target, folder)
     name = options.shift if options.drafter is None else Path(options.drafter).name
+    name += "-hybrid" * options.hybrid
     write_json(options.out / f"{name}-{options.temperature:g}.json", {"options": str(vars(options)), **result})
     (options.out / f"{name}-{options.temperature:g}.png").write_bytes(plot_online(result["online"]).png)
     show(options, result, console)

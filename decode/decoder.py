@@ -116,7 +116,9 @@ class SpeculativeDecoder:
         self._target.compile = compile
         self._observer = learn
         if learn is not None:
-            learn.attach(target, drafter)
+            self.drafter = learn.attach(target, drafter)
+            if self.rule is not None and self.drafter is not None:
+                _require_fitting(self.rule, self.drafter, self.policy)
 
     @property
     def lossless(self) -> bool:
@@ -372,8 +374,8 @@ def _examples(policy: Policy) -> list[Draft]:
 
 def _require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> None:
     """Raise ConfigError if `rule` does not apply to retrieved drafts or to drafts of `policy`."""
-    if type(drafter).retrieve is not Drafter.retrieve:
-        rule.require(Draft.chain([0, 0]))
+    if type(drafter).retrieve is not Drafter.retrieve and not rule.fits(Draft.chain([0, 0])):
+        raise ConfigError(f"rule={rule.name!r} needs {rule.takes}; a {drafter.type} drafter also retrieves drafts")
     for draft in [] if policy is None else _examples(policy):
         rule.require(draft)
 

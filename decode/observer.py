@@ -20,8 +20,11 @@ from draftsmith.heads.base import Drafter
 class Observer(Protocol):
     """Reads the target's states of committed tokens; implemented by `draftsmith.train.online`."""
 
-    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> None:
-        """Prepare for this pair; ConfigError for a drafter that cannot be observed. Called by each decoder, once."""
+    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> Drafter | None:
+        """Prepare for this pair and return the drafter to decode with, which may contain the given one.
+
+        Called by each decoder, once; ConfigError for a drafter that cannot be observed.
+        """
         ...
 
     def begin(self, texts: Sequence[DecodeSequence], sampling: Sampling) -> None:

@@ -34,6 +34,11 @@ class Learner(Observer, Protocol):
     adopted: int
     """Updates in use."""
 
+    @property
+    def recalled(self) -> int:
+        """Rounds whose draft came from earlier texts."""
+        ...
+
     def summary(self) -> str:
         """Return one line on what was learned."""
         ...
@@ -65,6 +70,8 @@ class Online(TypedDict):
     broke_even: int | None
     """Request from which on the learning arm has more tokens per second since the first request than frozen."""
     adopted: int
+    recalled: int
+    """Rounds of the learning arm whose draft came from earlier texts."""
     learning_seconds: float
     summary: str
 
@@ -113,8 +120,9 @@ def online_result(drafter: str, arms: Sequence[Series], learner: Learner) -> Onl
         "drafter": drafter,
         "windows": [_window(int(first), int(last), *numbers) for first, last in pairwise(edges)],
         "total": _window(0, requests, *numbers),
-        "broke_even": faster_from if learner.adopted and faster_from <= requests else None,
+        "broke_even": faster_from if (learner.adopted or learner.recalled) and faster_from <= requests else None,
         "adopted": learner.adopted,
+        "recalled": learner.recalled,
         "learning_seconds": learner.seconds,
         "summary": learner.summary(),
     }
@@ -159,7 +167,7 @@ def gain_text(gain: float, interval: list[float] | None) -> str:
 def online_lines(online: Online) -> list[str]:
     """Return what came of learning, in sentences."""
     end, total, place = online["windows"][-1], online["total"], online["broke_even"]
-    if not online["adopted"]:
+    if not online["adopted"] and not online["recalled"]:
         even = (
             "No update was adopted: both arms have the same weights, and differ by the time of learning and by noise."
         )

@@ -4,6 +4,7 @@ The wrong variant, which learns from a draft before it is verified, is rejected 
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import product
 
 import pytest
@@ -33,6 +34,8 @@ from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Drafter
+from draftsmith.heads.memory import NgramMemory
+from draftsmith.heads.recall import Recall
 
 
 def history(texts: Sequence[DecodeSequence]) -> int:
@@ -46,7 +49,8 @@ class Learns:
     def __init__(self, drafter: ToyDrafter) -> None:
         self.drafter, self.first, self.changes = drafter, drafter.model, 0
 
-    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> None: ...
+    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> Drafter | None:
+        return drafter
 
     def begin(self, texts: Sequence[DecodeSequence], sampling: Sampling) -> None:
         self.texts = list(texts)
@@ -125,3 +129,30 @@ def test_the_weights_of_transformers_models_may_change(kind: str) -> None:
     actual = whole_runs(make)
     assert learns.changes > len(actual)
     assert total_variation(actual, target_alone(logits, PROMPT, 4, processors)) < EXACT_ENOUGH
+
+
+@pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0], CHOSEN_TREES[0]], ids=str)
+def test_drafts_from_earlier_texts_are_lossless(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts of a batch read what the other one commits; their joint distribution is the product of the target's."""
+    monkeypatch.setattr("draftsmith.heads.recall.TRUST", 1.5)  # these texts are too short to prefer the memory
+    p, processors = ToyModel(6), Processors(TOP_2)
+    sizes, recalls = ((PROMPT, 4), (OTHER_PROMPT, 3)), list[Recall]()
+    earlier = NgramMemory(1024)
+    for prompt in (PROMPT, OTHER_PROMPT):  # texts that the target is likely to write again
+        text = list(prompt)
+        for _ in range(8):
+            text.append(int(p.logits(tuple(text)).argmax()))
+        for _ in range(40):
+            earlier.read(text, 0)
+
+    def make() -> DecodeLoop:
+        texts = [text_of(*size) for size in sizes]
+        recalls.append(Recall(ToyDrafter(ToyModel(DRAFTER_SEEDS + 6)), min_match=2))
+        recalls[-1].memory = deepcopy(earlier)
+        return DecodeLoop(ToyTarget(p), recalls[-1], policy, texts, processors)
+
+    one, other = (target_alone(p.logits, prompt, count, processors) for prompt, count in sizes)
+    expected = {a + b: one[a] * other[b] for a, b in product(one, other)}
+    assert total_variation(whole_runs(make), expected) < EXACT
+    assert sum(recall.recalled for recall in recalls) > len(recalls) / 4
+    assert sum(recall.drafted for recall in recalls) > len(recalls) / 4

@@ -85,6 +85,11 @@ class Verdict(NamedTuple):
     interval: tuple[float, float]
     """Of the gain: 95 % bootstrap over blocks of rows, which are drawn for both together."""
 
+    def diluted(self, share: float) -> "Verdict":
+        """Return the gain of decoding in which this share of the rounds has a draft of the drafter."""
+        low, high = self.interval
+        return self._replace(gain=share * self.gain, interval=(share * low, share * high))
+
 
 def judged(served: Scores, candidate: Scores, blocks: Sequence[Hashable], seed: int) -> Verdict:
     """Compare the scores of two drafters on the same rows, each of which belongs to a block."""

@@ -8,7 +8,6 @@ decode ──▶ rows ──┬─▶ training rows ──▶ optimizer steps on
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, cast
@@ -28,6 +27,7 @@ from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.heads.lm_head import logits_head
+from draftsmith.heads.recall import Recall
 from draftsmith.storage import atomic_folder
 from draftsmith.train.learning_rates import TRAINED, scaled_rate, width_of
 from draftsmith.train.online.budget import Budget
@@ -35,6 +35,7 @@ from draftsmith.train.online.buffer import CONTEXT, ROW_TOKENS, OpenRow, Row, Ro
 from draftsmith.train.online.candidate import Candidate, learnable
 from draftsmith.train.online.judge import Scores, Verdict, judged, scores
 from draftsmith.train.online.steps import Steps, blank_row
+from draftsmith.train.online.update import Update
 from draftsmith.train.online.watch import Watch
 
 HELD_EVERY, HELD_ROWS = 4, 64
@@ -45,32 +46,6 @@ LONGEST_INTERVAL = 2
 """Most steps between two comparisons, in units of those before the first."""
 LONGEST_PAUSE = 8
 """Longest pause, in units of the learning before it."""
-
-Kind = Literal["adopted", "refused", "paused", "resumed"]
-
-
-@dataclass(frozen=True)
-class Update:
-    """An event of learning."""
-
-    kind: Kind
-    tokens: int
-    """Decoded tokens so far."""
-    steps: int
-    """Optimizer steps so far."""
-    verdict: Verdict | None = None
-    """On the held-back rows; None where no candidate was judged."""
-    reason: str = ""
-
-    def __str__(self) -> str:
-        head = f"learning: {self.kind} after {self.tokens} tokens and {self.steps} steps"
-        if self.verdict is None:
-            return f"{head}{self.reason and f': {self.reason}'}"
-        low, high = self.verdict.interval
-        return (
-            f"{head}: tau {self.verdict.served:.2f} -> {self.verdict.candidate:.2f} on held-back text "
-            f"({self.verdict.gain:+.1%} [{low:+.1%}, {high:+.1%}]){self.reason and f'; {self.reason}'}"
-        )
 
 
 class OnlineLearning:
@@ -86,6 +61,7 @@ class OnlineLearning:
         buffer_bytes: memory of the stored states.
         objective: default: KL(p || q) as in recipes.
         optimizer, learning_rate: default: Muon at the rate for drafters with trained weights.
+        recall: also draft from texts that were decoded before, where such drafts are accepted more often, see `Recall`.
         lora_rank: for draft models: train adapters of this rank only; their product is added to the weights in use.
         batch_rows: rows of a step.
         judge_every: steps before a candidate is compared with the drafter in use for the first time; the next
@@ -105,6 +81,7 @@ class OnlineLearning:
         objective: Objective | None = None,
         optimizer: Literal["muon", "adamw"] = "muon",
         learning_rate: float | None = None,
+        recall: bool = True,
         lora_rank: int | None = None,
         batch_rows: int = 8,
         judge_every: int = 48,
@@ -125,6 +102,7 @@ class OnlineLearning:
         self.batch_rows, self.judge_every, self.patience = batch_rows, judge_every, patience
         self._objective, self._rate, self._lora_rank = objective, learning_rate, lora_rank
         self._optimizer: Literal["muon", "adamw"] = optimizer
+        self._recalls, self._recall = recall, cast(Recall | None, None)
         self._rows, self._held = RowBuffer(buffer_bytes * 3 // 4), RowBuffer(buffer_bytes // 4, HELD_ROWS)
         self._on_update, self._candidate = on_update, cast(Candidate | None, None)
         self._open: dict[int, OpenRow] = {}
@@ -140,8 +118,8 @@ class OnlineLearning:
 
     # What the decoder calls; see `draftsmith.decode.observer`.
 
-    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> None:
-        """Prepare a candidate for this pair.
+    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> Drafter:
+        """Prepare a candidate for this pair, and return the drafter with a memory of decoded texts.
 
         Raises:
             ConfigError: for a drafter that cannot be trained from stored states, by its type; for a second pair.
@@ -168,6 +146,9 @@ class OnlineLearning:
         if self.every is None:
             self._expect(blank_row(served, target, self._lm_head, self._context))
         self._mark = now(self._device)
+        assert drafter is not None, "learnable"
+        self._recall = Recall.of(drafter) if self._recalls else None
+        return drafter if self._recall is None else self._recall
 
     def begin(self, texts: Sequence[DecodeSequence], sampling: Sampling) -> None:
         """Open a row for each text; texts of the last call have ended."""
@@ -336,8 +317,9 @@ class OnlineLearning:
         self._candidate.adopt()
         self.adopted += 1
         self._pauses, self._undecided, self._best = 0, 0, 0.0
-        pays, cost = self._budget.pays(verdict.gain, self.tokens), self._budget.cost()
-        self._budget.adopted(verdict, self.tokens)
+        effective = verdict if self._recall is None else verdict.diluted(self._recall.drafted_share)
+        pays, cost = self._budget.pays(effective.gain, self.tokens), self._budget.cost()
+        self._budget.adopted(effective, self.tokens)
         self._record(Update("adopted", self.tokens, self.steps, verdict))
         if not pays:
             self._pause(f"a gain of {verdict.gain:.1%} for {cost:.1%} of the time does not pay")
@@ -355,6 +337,11 @@ class OnlineLearning:
     # Results.
 
     @property
+    def recalled(self) -> int:
+        """Rounds whose draft came from the memory of decoded texts."""
+        return 0 if self._recall is None else self._recall.recalled
+
+    @property
     def provenance(self) -> dict[str, int]:
         """Numbers that a saved drafter carries; no text is among them."""
         return {"tokens": self.tokens, "steps": self.steps, "adopted": self.adopted, "refused": self.refused}
@@ -362,9 +349,13 @@ class OnlineLearning:
     def summary(self) -> str:
         """Return one line on what was learned."""
         asleep = ", paused" if self.tokens < self._asleep_until else ""
+        recall = self._recall
+        recalled = (
+            f"; {recall.recalled} of {recall.rounds} drafts from earlier texts" if recall and recall.rounds else ""
+        )
         return (
             f"learned from {self.tokens} tokens: {self.steps} steps, {self.adopted} updates adopted, "
-            f"{self.refused} refused{asleep}"
+            f"{self.refused} refused{asleep}{recalled}"
         )
 
     def save(

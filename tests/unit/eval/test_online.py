@@ -12,8 +12,8 @@ class Learned:
 
     seconds = 2.5
 
-    def __init__(self, adopted: int = 1) -> None:
-        self.adopted = adopted
+    def __init__(self, adopted: int = 1, recalled: int = 0) -> None:
+        self.adopted, self.recalled = adopted, recalled
 
     def summary(self) -> str:
         return "learned from 9 tokens"
@@ -25,10 +25,10 @@ def series(seconds: list[float], rounds: list[int]) -> Series:
     return Series([[str(n)] for n in range(len(seconds))], **columns, overlap=np.zeros(size), overlaps=np.zeros(size))
 
 
-def result(learning: list[float], rounds: list[int], adopted: int = 1) -> Online:
+def result(learning: list[float], rounds: list[int], adopted: int = 1, recalled: int = 0) -> Online:
     count = len(learning)
     arms = [series([3.0] * count, [12] * count), series([2.0] * count, [6] * count), series(learning, rounds)]
-    return online_result("d", arms, Learned(adopted))  # pyright: ignore[reportArgumentType]
+    return online_result("d", arms, Learned(adopted, recalled))  # pyright: ignore[reportArgumentType]
 
 
 def test_windows_gains_and_the_request_that_breaks_even() -> None:
@@ -64,6 +64,13 @@ def test_without_an_update_nothing_breaks_even() -> None:
     online = result([1.0] * 10, [6] * 10, adopted=0)
     assert online["broke_even"] is None
     assert "No update was adopted" in online_lines(online)[0]
+
+
+def test_drafts_from_earlier_texts_break_even_without_an_update() -> None:
+    online = result([1.0] * 10, [6] * 10, adopted=0, recalled=3)
+    assert online["broke_even"] == 1
+    assert online["recalled"] == 3
+    assert "broke even at request 1" in online_lines(online)[0]
 
 
 def test_learning_that_is_ahead_at_once() -> None:

@@ -30,8 +30,9 @@ class Stores:
         self.context, self.length, self.rows, self.final = context, length, list[Row](), False
         self.open: dict[int, OpenRow] = {}
 
-    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> None:
+    def attach(self, target: PreTrainedModel, drafter: Drafter | None) -> Drafter | None:
         self.final = drafter.needs.layers == (FINAL,)
+        return drafter
 
     def begin(self, texts: Sequence[DecodeSequence], sampling: Sampling) -> None:
         self.open = {id(text): OpenRow(text, sampling, self.context, self.final) for text in texts}

@@ -19,9 +19,10 @@ from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, drafter_named
 from draftsmith.heads.lora import add_lora
 from draftsmith.heads.ngram import Hybrid
+from draftsmith.heads.recall import Recall
 from draftsmith.train.learning_rates import TRAINED, scaled_rate
 from draftsmith.train.online.buffer import Row
-from draftsmith.train.online.judge import judged, scores
+from draftsmith.train.online.judge import Verdict, judged, scores
 from draftsmith.train.online.learner import LEAST_BLOCKS, LEAST_ROWS
 from draftsmith.train.online.steps import WARMUP, blank_row
 
@@ -222,7 +223,7 @@ def test_a_pause_ends_after_its_tokens_and_doubles() -> None:
 def test_learning_continues_early_when_acceptance_falls() -> None:
     target = make_llama().requires_grad_(False)
     drafter = noisy(target, 0.02)
-    learn = quick(every=10_000)
+    learn = quick(every=10_000, recall=False)  # its memory knows the texts the second time
     decoder = SpeculativeDecoder(target, drafter, draft_length=3, learn=learn)
     texts_of(decoder, 64)
     learn._pause("a test")
@@ -486,3 +487,44 @@ def test_five_hundred_greedy_texts_are_the_targets() -> None:
         settings = {"max_new_tokens": 20, "eos_token_id": None}
         assert decoder.generate(prompt, **settings).tokens == alone.generate(prompt, **settings).tokens
     assert learn.adopted > 0
+
+
+def test_drafts_also_come_from_earlier_texts_unless_they_shall_not() -> None:
+    target, drafter = _pair()
+    learn, hybrid = quick(every=10**6), Hybrid(drafter, min_match=7)
+    decoder = SpeculativeDecoder(target, hybrid, draft_length=3, learn=learn)
+    assert isinstance(decoder.drafter, Recall)
+    assert (decoder.drafter.drafter, decoder.drafter.min_match) == (drafter, 7)
+    expected = texts_of(SpeculativeDecoder(target), 16)
+    for _ in range(4):
+        assert texts_of(decoder, 16) == expected
+    assert learn.recalled == decoder.drafter.recalled > 20
+    assert f"; {learn.recalled} of {decoder.drafter.rounds} drafts from earlier texts" in learn.summary()
+    without = quick(recall=False)
+    assert SpeculativeDecoder(target, drafter, learn=without).drafter is drafter
+    assert without.recalled == 0
+    assert "earlier texts" not in without.summary()
+
+
+def test_an_update_counts_for_the_rounds_that_the_drafter_drafts() -> None:
+    verdict = Verdict(2.0, 3.0, 0.5, (0.4, 0.6))
+    assert verdict.diluted(0.5) == Verdict(2.0, 3.0, 0.25, (0.2, 0.3))
+    kinds = []
+    for drafted in (0, 100):
+        target, drafter = _pair()
+        learn = quick(share=0.1)
+        decoder = SpeculativeDecoder(target, drafter, learn=learn)
+        assert isinstance(decoder.drafter, Recall)
+        decoder.drafter.rounds, decoder.drafter.drafted = 100, drafted
+        learn.tokens = 1000
+        learn._adopt(verdict)
+        kinds.append([update.kind for update in learn.updates])
+        assert learn._budget.gained == pytest.approx(1 + 0.4 * drafted / 100, abs=0.01)
+    assert kinds == [["adopted", "paused"], ["adopted"]]
+
+
+def test_a_rule_that_does_not_verify_retrieved_drafts_is_refused() -> None:
+    target, drafter = _pair()
+    with pytest.raises(ConfigError, match="rule='token' needs a chain drawn from q; a recall drafter also retrieves"):
+        SpeculativeDecoder(target, drafter, rule="token", learn=quick())
+    SpeculativeDecoder(target, drafter, rule="token", learn=quick(recall=False))

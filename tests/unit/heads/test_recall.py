@@ -1,0 +1,173 @@
+"""Drafts from earlier texts: what the memory reads, when it is preferred, and that texts stay the target's own."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from conftest import make_llama
+from transformers import LlamaForCausalLM
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_model import DraftModel, first_layers
+from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.ngram import Hybrid, PromptLookup
+from draftsmith.heads.recall import EXPLORED, PRIOR, Recall, Row, Situation
+
+PROMPTS = [[5, 9, 33], [7, 7, 8], [40], [11, 2, 3, 4], [21, 22], [50, 51, 52]]
+GREEDY: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
+
+
+def rounds(decoder: SpeculativeDecoder, prompts: list[list[int]] = PROMPTS) -> int:
+    return sum(len(decoder.generate(prompt, **GREEDY).rounds) for prompt in prompts)
+
+
+def test_texts_are_the_targets_own_and_known_ones_take_few_rounds(tiny_target: LlamaForCausalLM) -> None:
+    expected = [SpeculativeDecoder(tiny_target).generate(prompt, **GREEDY).tokens for prompt in PROMPTS]
+    recall = Recall(DraftModel(make_llama(1)))
+    decoder = SpeculativeDecoder(tiny_target, recall, draft_length=3)
+    first = [decoder.generate(prompt, **GREEDY) for prompt in PROMPTS]
+    for _ in range(3):
+        again = [decoder.generate(prompt, **GREEDY) for prompt in PROMPTS]
+    assert [output.tokens for output in first] == [output.tokens for output in again] == expected
+    assert [output.tokens for output in decoder.generate_batch(PROMPTS, **GREEDY)] == expected
+    assert sum(len(output.rounds) for output in again) < 0.6 * sum(len(output.rounds) for output in first)
+    assert recall.recalled > 0
+
+
+def test_without_texts_in_memory_it_decodes_as_the_hybrid(tiny_target: LlamaForCausalLM) -> None:
+    for prompt in PROMPTS:
+        decoders = [SpeculativeDecoder(tiny_target, kind(DraftModel(make_llama(1)))) for kind in (Hybrid, Recall)]
+        found = [decoder.generate(prompt, max_new_tokens=3, eos_token_id=None) for decoder in decoders]
+        assert found[0].tokens == found[1].tokens
+        assert [record.drafted for record in found[0].rounds] == [record.drafted for record in found[1].rounds]
+
+
+@pytest.mark.parametrize("together", [1, 6])
+def test_every_token_of_a_text_is_read_once(tiny_target: LlamaForCausalLM, together: int) -> None:
+    recall, read, alive = Recall(DraftModel(make_llama(1))), defaultdict(list), []
+    learned = recall.memory.read
+
+    def spied(tokens: list[int], start: int) -> None:
+        alive.append(tokens)  # so that no later list gets its id
+        read[id(tokens)] += tokens[start:]
+        learned(tokens, start)
+
+    recall.memory.read = spied  # pyright: ignore[reportAttributeAccessIssue]
+    decoder, texts = SpeculativeDecoder(tiny_target, recall, draft_length=3), []
+    for start in range(0, len(PROMPTS), together):
+        batch = PROMPTS[start : start + together]
+        # Texts of a batch end one after another, by a token that is the end for some of them.
+        settings: dict[str, Any] = {"temperature": 1.0, "seeds": 5, "max_new_tokens": 40, "eos_token_id": [3, 9, 60]}
+        texts += [output.prompt_tokens + output.tokens for output in decoder.generate_batch(batch, **settings)]
+    decoder.generate([1], **GREEDY)  # what was committed in a last round is read by the next texts
+    assert len({len(text) for text in texts}) > 2
+    for text in texts:
+        assert text in read.values()
+    assert len(read) == len(texts) + 1
+
+
+def test_of_a_long_prompt_the_end_is_read(tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.heads.recall.PROMPT", 8)
+    recall = Recall(DraftModel(make_llama(1)))
+    starts, learned = [], recall.memory.read
+    recall.memory.read = lambda tokens, start: (starts.append(start), learned(tokens, start))  # pyright: ignore
+    SpeculativeDecoder(tiny_target, recall).generate(list(range(2, 32)), max_new_tokens=6, eos_token_id=None)
+    assert starts[:2] == [22, 31]
+
+
+def test_a_drafter_that_is_right_more_often_keeps_drafting() -> None:
+    target = make_llama()
+    drafter = DraftModel(first_layers(target, target.config.num_hidden_layers))  # the target itself
+    settings: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 60, "eos_token_id": None}
+    hybrid, recall = Hybrid(drafter), Recall(drafter)
+    counts = []
+    for one in (hybrid, recall):
+        decoder = SpeculativeDecoder(target, one, draft_length=6)
+        counts.append(sum(len(decoder.generate(p, seed=n, **settings).rounds) for n, p in enumerate(PROMPTS * 6)))
+    assert counts[1] < 1.03 * counts[0]
+    assert recall.recalled < 0.1 * recall.rounds
+
+
+class Text:
+    source: list[int] = []  # noqa: RUF012
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+
+@pytest.mark.parametrize(
+    ("recalled", "committed", "memory", "other"),
+    [
+        (True, [4, 5, 9], 2, None),  # two of three tokens of the memory's draft, then the target's own
+        (True, [4, 5, 6, 9], 3, None),
+        (False, [4, 9], 1, 1),  # the other draft: the memory would have been right once
+        (False, [8, 9, 1], 0, 2),
+        (False, [4, 5, 6, 7], 3, 3),
+        (False, [4, 5], 2, 1),  # at least
+    ],
+)
+def test_what_the_memory_would_have_drafted_is_counted_too(
+    recalled: bool, committed: list[int], memory: int, other: int | None
+) -> None:
+    recall, seen = Recall(DraftModel(make_llama(1))), Situation()
+    row = Row(Text([1, 2, *committed]), 2, seen, remembered=(4, 5, 6), recalled=recalled, drafted=not recalled)
+    recall._learn(row)
+    assert (seen.memory.tokens, seen.memory.rounds) == (memory, 1)
+    assert (seen.other.tokens, seen.other.rounds) == ((0, 0) if other is None else (other, 1))
+    assert (recall._drafter.tokens, recall._drafter.rounds) == ((0, 0) if other is None else (other, 1))
+    assert row.read == 2 + len(committed)
+    recall._learn(row)
+    assert seen.memory.rounds == 1, "a round counts once"
+
+
+def test_the_draft_with_more_accepted_tokens_is_preferred_and_the_other_one_tried_again() -> None:
+    recall, seen = Recall(DraftModel(make_llama(1))), Situation()
+    assert recall._prefers_memory(seen, 4.0, None), "half of four is more than the drafter's one"
+    assert not recall._prefers_memory(seen, 1.9, None)
+    assert not recall._prefers_memory(seen, 4.0, Draft.chain([1] * 6)), "half of six is more"
+    for _ in range(10):
+        seen.memory.add(3)
+        seen.other.add(2)
+    assert recall._prefers_memory(seen, 2.0, None)
+    for _ in range(10):
+        seen.other.add(5)
+    assert not recall._prefers_memory(seen, 2.0, None)
+    rare = Situation()
+    choices = []
+    for _ in range(4 * EXPLORED):
+        choices.append(recall._prefers_memory(rare, 8.0, None))
+        rare.memory.add(8)
+        if not choices[-1]:
+            rare.other.add(1)
+    assert 3 <= choices.count(False) <= 4
+    assert all(choices[: int(PRIOR)])
+
+
+def test_old_rounds_count_less() -> None:
+    recall, seen = Recall(DraftModel(make_llama(1))), Situation()
+    for accepted in [0] * 1000 + [3] * 300:
+        recall._learn(Row(Text([1, *[4] * accepted, 9]), 1, seen, remembered=(4, 4, 4), drafted=True))
+    assert seen.memory.tokens / seen.memory.rounds > 2
+    assert seen.other.tokens / seen.other.rounds > 2
+    assert recall._drafter.tokens / recall._drafter.rounds > 2
+
+
+def test_rounds_are_counted_by_who_drafted(tiny_target: LlamaForCausalLM) -> None:
+    drafter, drafted, own = DraftModel(make_llama(1)), [], 0
+    recall, begin = Recall(drafter, min_match=2), drafter.begin
+    drafter.begin = lambda rows: (drafted.append(rows), begin(rows))[1]  # pyright: ignore[reportAttributeAccessIssue]
+    decoder = SpeculativeDecoder(tiny_target, recall, draft_length=3)
+    for prompt in PROMPTS * 3:
+        rounds = decoder.generate(prompt, **GREEDY).rounds
+        own += sum(record.drafted == 0 for record in rounds)
+    assert len(drafted) <= recall.drafted <= len(drafted) + own
+    assert min(recall.recalled, recall.drafted, recall.rounds - recall.recalled - recall.drafted) > 5
+
+
+def test_it_takes_the_parts_of_a_hybrid() -> None:
+    drafter: Drafter = DraftModel(make_llama(1))
+    lookup = PromptLookup()
+    recall = Recall.of(Hybrid(drafter, lookup, min_match=7))
+    assert (recall.drafter, recall.retrieval, recall.min_match) == (drafter, lookup, 7)
+    assert Recall.of(drafter).drafter is drafter
