@@ -350,9 +350,7 @@ class OnlineLearning:
         """Return one line on what was learned."""
         asleep = ", paused" if self.tokens < self._asleep_until else ""
         recall = self._recall
-        recalled = (
-            f"; {recall.recalled} of {recall.rounds} drafts from earlier texts" if recall and recall.rounds else ""
-        )
+        recalled = f"; {recall.recalled} of {recall.rounds} drafts from memory" if recall and recall.rounds else ""
         return (
             f"learned from {self.tokens} tokens: {self.steps} steps, {self.adopted} updates adopted, "
             f"{self.refused} refused{asleep}{recalled}"

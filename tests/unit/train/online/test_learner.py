@@ -499,11 +499,11 @@ def test_drafts_also_come_from_earlier_texts_unless_they_shall_not() -> None:
     for _ in range(4):
         assert texts_of(decoder, 16) == expected
     assert learn.recalled == decoder.drafter.recalled > 20
-    assert f"; {learn.recalled} of {decoder.drafter.rounds} drafts from earlier texts" in learn.summary()
+    assert f"; {learn.recalled} of {decoder.drafter.rounds} drafts from memory" in learn.summary()
     without = quick(recall=False)
     assert SpeculativeDecoder(target, drafter, learn=without).drafter is drafter
     assert without.recalled == 0
-    assert "earlier texts" not in without.summary()
+    assert "memory" not in without.summary()
 
 
 def test_an_update_counts_for_the_rounds_that_the_drafter_drafts() -> None:
