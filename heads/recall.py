@@ -13,8 +13,8 @@ PRIOR = 4.0
 """Rounds that an expectation counts for beside those that were seen."""
 TRUST = 0.5
 """Of the tokens that the memory expects to be accepted before any round has shown it."""
-EXPLORED = 32
-"""Rounds with a draft from memory after which the other draft is tried once in the same situation."""
+EXPLORED = 64
+"""Rounds with a known draft after which the other one is tried once in the same situation."""
 PROMPT = 512
 """Tokens at the end of a prompt that the memory reads, too: about 3 ms."""
 RECENT = 200.0
@@ -43,11 +43,37 @@ class Accepted:
 
 @dataclass
 class Situation:
-    """Rounds in which the memory expected about as much, beside drafts of about the same length."""
+    """Rounds in which a draft was known and another one could be proposed instead."""
 
-    memory: Accepted = field(default_factory=Accepted)
-    """Also rounds with the other draft: what memory would have drafted is compared with the committed tokens."""
+    known: Accepted = field(default_factory=Accepted)
+    """Also rounds with the other draft: the known tokens are compared with the committed ones."""
     other: Accepted = field(default_factory=Accepted)
+
+    def prefers_known(self, expected: float, usual: float) -> bool:
+        """Return whether to propose the known draft, of which `expected` tokens are accepted, `usual` of the other."""
+        if self.other.rounds * EXPLORED < self.known.rounds - PRIOR:
+            return False
+        return self.known.mean(expected) >= self.other.mean(usual)
+
+    def count(self, known: int, other: int | None) -> None:
+        """Add a round; `other` is None where the other draft was not proposed."""
+        self.known.add(known)
+        if other is not None:
+            self.other.add(other)
+        if self.known.rounds > RECENT:
+            self.known.halve()
+            self.other.halve()
+
+
+@dataclass
+class Choice:
+    """A decision of one round."""
+
+    situation: Situation
+    tokens: tuple[int, ...]
+    """The known draft."""
+    other: Draft | None
+    """The other draft; None for that of the drafter."""
 
 
 @dataclass
@@ -57,14 +83,10 @@ class Row:
     text: SequenceState
     read: int
     """Tokens that the memory has read."""
-    situation: Situation | None = None
-    """Of the last round; None where the memory had no draft."""
-    remembered: tuple[int, ...] = ()
-    """The memory's draft of that round."""
-    recalled: bool = False
-    """The memory's draft was proposed."""
-    drafted: bool = False
-    """The drafter drafted, since nothing was retrieved."""
+    choices: list[Choice] | None = None
+    """Of the last round; None before the first."""
+    proposed: Draft | None = None
+    """None where the drafter drafted."""
 
 
 class Recall(Hybrid):
@@ -104,19 +126,21 @@ class Recall(Hybrid):
         self._rows = [Row(text, max(0, len(text.tokens) - 1 - PROMPT)) for text in context.texts]
 
     def retrieve(self, row: int, room: int) -> Draft | None:
-        own, one = super().retrieve(row, room), self._rows[row]
+        match, one = super().retrieve(row, room), self._rows[row]
         self._learn(one)
-        draft, expected = self.memory.propose(one.text.tokens, room)
-        one.remembered, one.situation, one.recalled = tuple(draft), None, False
-        if draft:
-            key = min(int(2 * expected), 12), 0 if own is None else len(own).bit_length()
-            one.situation = self._situations.setdefault(key, Situation())
-            one.recalled = self._prefers_memory(one.situation, expected, own)
-        one.drafted = own is None and not one.recalled
+        one.choices, one.proposed, usual = [], None, self._drafter.mean(1.0)
+        if match is not None and self._prefers(one, (0, len(match)), match, len(match) / 2, usual):
+            one.proposed, usual = match, len(match) / 2
+        tokens, expected = self.memory.propose(one.text.tokens, room)
+        if tokens:
+            situation = 1 + min(int(2 * expected), 12), 0 if one.proposed is None else len(one.proposed)
+            remembered = Draft.chain(tokens)
+            if self._prefers(one, situation, remembered, TRUST * expected, usual):
+                one.proposed = remembered
+                self.recalled += 1
         self.rounds += 1
-        self.recalled += one.recalled
-        self.drafted += one.drafted
-        return Draft.chain(draft) if one.recalled else own
+        self.drafted += one.proposed is None
+        return one.proposed
 
     def drop(self, rows: list[int]) -> None:
         for gone in set(range(len(self._rows))).difference(rows):
@@ -124,27 +148,27 @@ class Recall(Hybrid):
         super().drop(rows)
         self._rows = [self._rows[row] for row in rows]
 
-    def _prefers_memory(self, seen: Situation, expected: float, own: Draft | None) -> bool:
-        if seen.other.rounds * EXPLORED < seen.memory.rounds - PRIOR:
-            return False
-        usual = self._drafter.mean(1.0) if own is None else len(own) / 2
-        return seen.memory.mean(TRUST * expected) >= seen.other.mean(usual)
+    def _prefers(self, row: Row, situation: tuple[int, int], known: Draft, expected: float, usual: float) -> bool:
+        """Return whether to propose a known draft rather than what the row has so far; `_learn` counts the outcome.
+
+        `situation`: what is expected of the known draft or where it is from, and the length of a draft.
+        """
+        source, length = situation
+        seen = self._situations.setdefault((source, length.bit_length()), Situation())
+        assert row.choices is not None, "a round has begun"
+        row.choices.append(Choice(seen, known.tokens, row.proposed))
+        return seen.prefers_known(expected, usual)
 
     def _learn(self, row: Row) -> None:
         """Read the tokens that were committed since the last round, and count what was accepted in it."""
         new = row.text.tokens[row.read :]
         if not new:
             return
-        accepted, seen = len(new) - 1, row.situation  # the last token is the target's own
-        if seen is not None:
-            agreed = takewhile(lambda pair: pair[0] == pair[1], zip(row.remembered, new, strict=False))
-            seen.memory.add(sum(1 for _ in agreed))
-            if not row.recalled:
-                seen.other.add(accepted)
-            if seen.memory.rounds > RECENT:
-                seen.memory.halve()
-                seen.other.halve()
-        if row.drafted:
+        accepted = len(new) - 1  # the last token is the target's own
+        for choice in row.choices or []:
+            agreed = takewhile(lambda pair: pair[0] == pair[1], zip(choice.tokens, new, strict=False))
+            choice.situation.count(sum(1 for _ in agreed), accepted if row.proposed is choice.other else None)
+        if row.choices is not None and row.proposed is None:
             self._drafter.add(accepted)
             if self._drafter.rounds > RECENT:
                 self._drafter.halve()

@@ -1,6 +1,7 @@
 """Drafts from earlier texts: what the memory reads, when it is preferred, and that texts stay the target's own."""
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel, first_layers
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.ngram import Hybrid, PromptLookup
-from draftsmith.heads.recall import EXPLORED, PRIOR, Recall, Row, Situation
+from draftsmith.heads.recall import EXPLORED, PRIOR, Choice, Recall, Row, Situation
 
 PROMPTS = [[5, 9, 33], [7, 7, 8], [40], [11, 2, 3, 4], [21, 22], [50, 51, 52]]
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
@@ -96,59 +97,96 @@ class Text:
         self.tokens = tokens
 
 
+MEMORY = Draft.chain([4, 5, 6])
+
+
 @pytest.mark.parametrize(
-    ("recalled", "committed", "memory", "other"),
+    ("proposed", "committed", "known", "other"),
     [
-        (True, [4, 5, 9], 2, None),  # two of three tokens of the memory's draft, then the target's own
-        (True, [4, 5, 6, 9], 3, None),
-        (False, [4, 9], 1, 1),  # the other draft: the memory would have been right once
-        (False, [8, 9, 1], 0, 2),
-        (False, [4, 5, 6, 7], 3, 3),
-        (False, [4, 5], 2, 1),  # at least
+        (MEMORY, [4, 5, 9], 2, None),  # two of three tokens of the memory's draft, then the target's own
+        (MEMORY, [4, 5, 6, 9], 3, None),
+        (None, [4, 9], 1, 1),  # the drafter's: the memory would have been right once
+        (None, [8, 9, 1], 0, 2),
+        (None, [4, 5, 6, 7], 3, 3),
+        (None, [4, 5], 2, 1),  # at least
     ],
 )
 def test_what_the_memory_would_have_drafted_is_counted_too(
-    recalled: bool, committed: list[int], memory: int, other: int | None
+    proposed: Draft | None, committed: list[int], known: int, other: int | None
 ) -> None:
     recall, seen = Recall(DraftModel(make_llama(1))), Situation()
-    row = Row(Text([1, 2, *committed]), 2, seen, remembered=(4, 5, 6), recalled=recalled, drafted=not recalled)
+    row = Row(Text([1, 2, *committed]), 2, [Choice(seen, MEMORY.tokens, None)], proposed)
     recall._learn(row)
-    assert (seen.memory.tokens, seen.memory.rounds) == (memory, 1)
+    assert (seen.known.tokens, seen.known.rounds) == (known, 1)
     assert (seen.other.tokens, seen.other.rounds) == ((0, 0) if other is None else (other, 1))
     assert (recall._drafter.tokens, recall._drafter.rounds) == ((0, 0) if other is None else (other, 1))
     assert row.read == 2 + len(committed)
     recall._learn(row)
-    assert seen.memory.rounds == 1, "a round counts once"
+    assert seen.known.rounds == 1, "a round counts once"
+
+
+def test_a_draft_that_was_not_proposed_is_not_counted() -> None:
+    recall, match = Recall(DraftModel(make_llama(1))), Draft.chain([7, 8])
+    seen = [Situation(), Situation()]
+    row = Row(
+        Text([1, 7, 8, 3]), 1, [Choice(seen[0], match.tokens, None), Choice(seen[1], MEMORY.tokens, match)], match
+    )
+    recall._learn(row)
+    assert [(one.known.tokens, one.other.tokens, one.other.rounds) for one in seen] == [(2, 0, 0), (0, 2, 1)]
+    assert recall._drafter.rounds == 0
+
+
+def test_tokens_of_the_prompt_are_nobodys_draft() -> None:
+    recall = Recall(DraftModel(make_llama(1)))
+    recall._learn(Row(Text([1, 2, 3, 4]), 0))
+    assert recall._drafter.rounds == 0
 
 
 def test_the_draft_with_more_accepted_tokens_is_preferred_and_the_other_one_tried_again() -> None:
-    recall, seen = Recall(DraftModel(make_llama(1))), Situation()
-    assert recall._prefers_memory(seen, 4.0, None), "half of four is more than the drafter's one"
-    assert not recall._prefers_memory(seen, 1.9, None)
-    assert not recall._prefers_memory(seen, 4.0, Draft.chain([1] * 6)), "half of six is more"
+    seen = Situation()
+    assert seen.prefers_known(2.0, 1.9)
+    assert not seen.prefers_known(1.9, 2.0)
     for _ in range(10):
-        seen.memory.add(3)
-        seen.other.add(2)
-    assert recall._prefers_memory(seen, 2.0, None)
+        seen.count(3, 2)
+    assert seen.prefers_known(1.0, 2.0)
     for _ in range(10):
-        seen.other.add(5)
-    assert not recall._prefers_memory(seen, 2.0, None)
-    rare = Situation()
-    choices = []
-    for _ in range(4 * EXPLORED):
-        choices.append(recall._prefers_memory(rare, 8.0, None))
-        rare.memory.add(8)
-        if not choices[-1]:
-            rare.other.add(1)
-    assert 3 <= choices.count(False) <= 4
+        seen.count(3, 5)
+    assert not seen.prefers_known(1.0, 2.0)
+    rare, choices = Situation(), []
+    for _ in range(2 * EXPLORED):
+        choices.append(rare.prefers_known(8.0, 1.0))
+        rare.count(8, None if choices[-1] else 1)
+    assert choices.count(False) == 2
     assert all(choices[: int(PRIOR)])
+
+
+class Nothing(Drafter):
+    """A drafter that retrieves nothing."""
+
+    type = "nothing"
+
+
+def test_matches_that_are_accepted_less_often_leave_the_round_to_the_drafter() -> None:
+    recall = Recall(Nothing(), min_match=2)
+    recall.memory.propose = lambda tokens, room: ([], 0.0)  # pyright: ignore[reportAttributeAccessIssue]
+    last = {}
+    for matches_are_right in (False, True):
+        for _ in range(300):
+            text = Text([1, 2, 3, 4, 9])
+            context: Any = SimpleNamespace(texts=[text])
+            recall.start(context)
+            text.tokens += [1, 2]
+            last[matches_are_right] = draft = recall.retrieve(0, 4)
+            by_match, by_drafter = ([3, 4, 60], [3]) if matches_are_right else ([60], [50, 51, 60])
+            text.tokens += by_drafter if draft is None else by_match
+    assert last == {False: None, True: Draft.chain([3, 4, 9, 1])}
 
 
 def test_old_rounds_count_less() -> None:
     recall, seen = Recall(DraftModel(make_llama(1))), Situation()
     for accepted in [0] * 1000 + [3] * 300:
-        recall._learn(Row(Text([1, *[4] * accepted, 9]), 1, seen, remembered=(4, 4, 4), drafted=True))
-    assert seen.memory.tokens / seen.memory.rounds > 2
+        recall._learn(Row(Text([1, *[4] * accepted, 9]), 1, [Choice(seen, (4, 4, 4), None)]))
+    assert seen.known.tokens / seen.known.rounds > 2
     assert seen.other.tokens / seen.other.rounds > 2
     assert recall._drafter.tokens / recall._drafter.rounds > 2
 
