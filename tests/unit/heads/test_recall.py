@@ -182,6 +182,24 @@ def test_matches_that_are_accepted_less_often_leave_the_round_to_the_drafter() -
     assert last == {False: None, True: Draft.chain([3, 4, 9, 1])}
 
 
+@pytest.mark.parametrize(("expected", "recalled"), [(3.9, False), (4.1, True)])
+def test_before_anything_was_seen_half_of_what_is_expected_counts(expected: float, recalled: bool) -> None:
+    """Of a match of four tokens as of the memory's draft."""
+    recall, text = Recall(Nothing(), min_match=2), Text([1, 2, 3, 4, 9])
+    recall.memory.propose = lambda tokens, room: ([70, 71], expected)  # pyright: ignore[reportAttributeAccessIssue]
+    context: Any = SimpleNamespace(texts=[text])
+    recall.start(context)
+    text.tokens += [1, 2]
+    draft, match = recall.retrieve(0, 4), (3, 4, 9, 1)
+    assert draft is not None
+    assert draft.tokens == ((70, 71) if recalled else match)
+    first, second = recall._rows[0].choices or []
+    assert (first.tokens, first.other) == (match, None)
+    assert second.other is not None
+    assert (second.tokens, second.other.tokens) == ((70, 71), match)
+    assert (recall.rounds, recall.recalled, recall.drafted) == (1, recalled, 0)
+
+
 def test_old_rounds_count_less() -> None:
     recall, seen = Recall(DraftModel(make_llama(1))), Situation()
     for accepted in [0] * 1000 + [3] * 300:
