@@ -321,7 +321,7 @@ def test_a_rule_that_does_not_fit_the_draft_is_refused(tiny_target: LlamaForCaus
                 SpeculativeDecoder(tiny_target, drafter, policy=policy, rule=rule)
     for copies in (Hybrid(drafter), SuffixRetrieval()):
         for rule in ("token", "block", "traversal"):
-            with pytest.raises(ConfigError, match=f"rule='{rule}' needs .* this draft is a chain chosen"):
+            with pytest.raises(ConfigError, match=f"rule='{rule}' needs .* a {copies.type} drafter also retrieves"):
                 SpeculativeDecoder(tiny_target, copies, rule=rule)
         for rule in ("point-mass", "typical"):
             SpeculativeDecoder(tiny_target, copies, rule=rule)
