@@ -3,7 +3,7 @@
     python benchmarks/decoder.py --drafter DRAFT_MODEL                # the embedded target and a draft model for it
     python benchmarks/decoder.py --pair 134m                          # random weights in the shapes of SmolLM2-135M
     python benchmarks/decoder.py --pair tiny                          # random weights, 0.94 million parameters
-    python benchmarks/decoder.py --drafter DRAFT_MODEL --compile       # compiled passes beside uncompiled ones
+    python benchmarks/decoder.py --drafter DRAFT_MODEL --compile       # compiled passes of both sides, too
     python benchmarks/decoder.py --pair 134m --contexts 128 512 2048  # milliseconds a token by context length
 
 All variants decode the same prompts, interleaved in one process; medians over prompts are printed with their ratios.
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.decode.profiling import measure_costs
@@ -102,7 +102,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--contexts", type=int, nargs="*", help="measure milliseconds a token at these lengths instead")
-    parser.add_argument("--compile", action="store_true", help="compare compiled passes with uncompiled ones, alone")
+    parser.add_argument("--compile", action="store_true", help="measure both sides with compiled passes, too")
     parser.add_argument("--cpu-time", action="store_true", help="processor seconds instead of wall-clock seconds")
     return parser.parse_args()
 
@@ -137,10 +137,13 @@ def make_variants(
 ) -> dict[str, Variant]:
     sampling = {"temperature": options.temperature}
     count = options.max_new_tokens
-    costs = measure_costs(target, drafter)
+    costs = {False: measure_costs(target, drafter)}
+    if options.compile:
+        costs[True] = measure_costs(target, drafter, compile=True)
 
-    def ours(drafter: object = None, **plan: object) -> Variant:
-        decoder = SpeculativeDecoder(target, drafter, costs=None if drafter is None else costs, **plan)
+    def ours(drafter: object = None, compile: bool = False, **plan: object) -> Variant:
+        paid = None if drafter is None else costs[compile]
+        decoder = SpeculativeDecoder(target, drafter, costs=paid, compile=compile, **plan)
         if plan.get("policy"):
             decoder.calibrate(learn, max_new_tokens=count, **sampling)
         return Variant(
@@ -164,22 +167,33 @@ def make_variants(
         return Variant(run)
 
     gammas = sorted({options.gamma, *options.gammas})
-    variants = {"draftsmith: target alone": ours(), "transformers: generate": theirs()}
+    variants = {"transformers: generate": theirs()}
     for gamma in gammas:
-        variants[f"draftsmith: gamma {gamma}"] = ours(drafter, draft_length=gamma)
         variants[f"transformers: assisted, gamma {gamma}"] = theirs(gamma, assistant_model=drafter.model)
-    if options.compile:
-        variants[f"draftsmith: target alone, {COMPILED}"] = ours(compile=True)
-        variants[f"draftsmith: gamma {options.gamma}, {COMPILED}"] = ours(
-            drafter, draft_length=options.gamma, compile=True
-        )
-        return variants
-    variants["draftsmith: adaptive"] = ours(drafter, policy="adaptive")
-    variants["draftsmith: optimal-tree"] = ours(drafter, policy="optimal-tree")
-    variants["draftsmith: hybrid, adaptive"] = ours(Hybrid(drafter), policy="adaptive")
-    variants["draftsmith: prompt lookup"] = ours(PromptLookup(draft_length=LOOKUP_TOKENS))
     variants["transformers: prompt lookup"] = theirs(prompt_lookup_num_tokens=LOOKUP_TOKENS)
+    for compile in costs:
+        end = f", {COMPILED}" if compile else ""
+        variants[f"draftsmith: target alone{end}"] = ours(compile=compile)
+        for gamma in gammas:
+            variants[f"draftsmith: gamma {gamma}{end}"] = ours(drafter, compile, draft_length=gamma)
+        for policy in ("adaptive", "optimal-tree"):
+            variants[f"draftsmith: {policy}{end}"] = ours(drafter, compile, policy=policy)
+        variants[f"draftsmith: hybrid, adaptive{end}"] = ours(Hybrid(drafter), compile, policy="adaptive")
+        variants[f"draftsmith: prompt lookup{end}"] = ours(PromptLookup(draft_length=LOOKUP_TOKENS), compile)
+    if options.compile:
+        with_compiled = {"cache_implementation": "static", "compile_config": compile_config()}
+        variants[f"transformers: generate, {COMPILED}"] = theirs(**with_compiled)
     return variants
+
+
+def compile_config() -> CompileConfig:
+    """Return transformers' settings of compiled generation, for which it needs a static cache; by default not on a CPU.
+
+    Assisted generation and prompt lookup refuse a static cache.
+    """
+    config = CompileConfig(mode="reduce-overhead" if torch.cuda.is_available() else "default")
+    config._compile_all_devices = True
+    return config
 
 
 @contextmanager
@@ -251,14 +265,14 @@ def report(variants: dict[str, Variant], gamma: int) -> None:
         side: max((n for n in variants if n.startswith(side)), key=lambda n: variants[n].speed)
         for side in ("draftsmith", "transformers")
     }
+    both = f", {COMPILED}"
     pairs = {
         "target alone": ("draftsmith: target alone", "transformers: generate"),
         f"gamma {gamma}": (f"draftsmith: gamma {gamma}", f"transformers: assisted, gamma {gamma}"),
         "prompt lookup": ("draftsmith: prompt lookup", "transformers: prompt lookup"),
+        "compiled, alone": (f"draftsmith: target alone{both}", f"transformers: generate{both}"),
+        f"compiled, gamma {gamma}": (f"draftsmith: gamma {gamma}{both}", f"transformers: assisted, gamma {gamma}"),
         "best against best": (best["draftsmith"], best["transformers"]),
-        "compiled, alone": (f"draftsmith: target alone, {COMPILED}", "draftsmith: target alone"),
-        f"compiled, gamma {gamma}": (f"draftsmith: gamma {gamma}, {COMPILED}", f"draftsmith: gamma {gamma}"),
-        "compiled / assisted": (f"draftsmith: gamma {gamma}, {COMPILED}", f"transformers: assisted, gamma {gamma}"),
     }
     pairs = {label: pair for label, pair in pairs.items() if {*pair} <= variants.keys()}
     print("\ndraftsmith / transformers, median over prompts")

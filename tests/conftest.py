@@ -71,7 +71,18 @@ def tiny_target_folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_token
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def without_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process do not estimate their memory, which takes longer than training on a tiny target.
+
+    The estimate has tests of its own, and runs of shipped recipes make it.
+    """
+    monkeypatch.setattr("draftsmith.train.estimate.memory.announce_memory", lambda context: None)
+
+
+@pytest.fixture
+def recipe_file(
+    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch, without_estimate: None
+) -> Path:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.jsonl"
     texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]

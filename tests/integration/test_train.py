@@ -34,6 +34,7 @@ from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.train import builders as drafters
 from draftsmith.train import trainer as loop
+from draftsmith.train.estimate.memory import announce_memory
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.target_placement import Placement
@@ -537,8 +538,9 @@ def test_compiling_needs_a_compiler(recipe_file: Path, tmp_path: Path, monkeypat
 
 
 def test_a_run_says_what_memory_it_will_take_and_took(
-    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("draftsmith.train.estimate.memory.announce_memory", announce_memory)
     loop.train(load_recipe(str(recipe_file), ["train.steps=2", "evaluation.count=1"]))
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(

@@ -56,6 +56,7 @@ def small_model(shapes: dict[str, Any], folder: Path, tokenizer: PreTrainedToken
     return folder
 
 
+@pytest.mark.usefixtures("without_estimate")
 @pytest.mark.parametrize("name", REAL)
 def test_a_recipe_trains_on_a_small_model_of_the_kind(
     name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
