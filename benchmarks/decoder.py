@@ -13,6 +13,7 @@ the machine.
 """
 
 import argparse
+import copy
 import inspect
 import math
 import statistics
@@ -150,16 +151,16 @@ def make_variants(
             lambda ids: len(decoder.generate(ids, max_new_tokens=count, eos_token_id=None, **sampling).tokens)
         )
 
-    def theirs(gamma: int | None = None, **settings: object) -> Variant:
+    def theirs(gamma: int | None = None, model: nn.Module = target, **settings: object) -> Variant:
         def run(prompt: list[int]) -> int:
             if gamma is not None:
-                config = drafter.model.generation_config
+                config = settings["assistant_model"].generation_config
                 config.num_assistant_tokens = gamma
                 config.num_assistant_tokens_schedule = "constant"
                 config.assistant_confidence_threshold = 0.0
             ids = torch.tensor([prompt], device=target.device)
             sample = {"do_sample": True, "top_k": 0} | sampling if options.temperature else {"do_sample": False}
-            out = target.generate(
+            out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, eos_token_id=None, **sample, **settings
             )
             return out.shape[1] - len(prompt)
@@ -167,12 +168,15 @@ def make_variants(
         return Variant(run)
 
     gammas = sorted({options.gamma, *options.gammas})
-    variants = {"transformers: generate": theirs()}
-    for gamma in gammas:
-        variants[f"transformers: assisted, gamma {gamma}"] = theirs(gamma, assistant_model=drafter.model)
-    variants["transformers: prompt lookup"] = theirs(prompt_lookup_num_tokens=LOOKUP_TOKENS)
+    variants = {}
     for compile in costs:
         end = f", {COMPILED}" if compile else ""
+        model, assistant = (compiled(m) if compile else m for m in (target, drafter.model))
+        static = {"cache_implementation": "static", "compile_config": compile_config()} if compile else {}
+        variants[f"transformers: generate{end}"] = theirs(**static)
+        for gamma in gammas:
+            variants[f"transformers: assisted, gamma {gamma}{end}"] = theirs(gamma, model, assistant_model=assistant)
+        variants[f"transformers: prompt lookup{end}"] = theirs(model=model, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         variants[f"draftsmith: target alone{end}"] = ours(compile=compile)
         for gamma in gammas:
             variants[f"draftsmith: gamma {gamma}{end}"] = ours(drafter, compile, draft_length=gamma)
@@ -180,10 +184,15 @@ def make_variants(
             variants[f"draftsmith: {policy}{end}"] = ours(drafter, compile, policy=policy)
         variants[f"draftsmith: hybrid, adaptive{end}"] = ours(Hybrid(drafter), compile, policy="adaptive")
         variants[f"draftsmith: prompt lookup{end}"] = ours(PromptLookup(draft_length=LOOKUP_TOKENS), compile)
-    if options.compile:
-        with_compiled = {"cache_implementation": "static", "compile_config": compile_config()}
-        variants[f"transformers: generate, {COMPILED}"] = theirs(**with_compiled)
     return variants
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """Return a copy whose forward pass is compiled for inputs of any length, which transformers leaves to its users."""
+    torch._dynamo.config.recompile_limit = 256  # all variants together, rather than uncompiled passes after eight
+    copied = copy.deepcopy(model)
+    copied.forward = torch.compile(copied.forward, dynamic=True)
+    return copied
 
 
 def compile_config() -> CompileConfig:
@@ -265,13 +274,15 @@ def report(variants: dict[str, Variant], gamma: int) -> None:
         side: max((n for n in variants if n.startswith(side)), key=lambda n: variants[n].speed)
         for side in ("draftsmith", "transformers")
     }
-    both = f", {COMPILED}"
+    end = f", {COMPILED}"
+    assisted = f"transformers: assisted, gamma {gamma}"
     pairs = {
         "target alone": ("draftsmith: target alone", "transformers: generate"),
-        f"gamma {gamma}": (f"draftsmith: gamma {gamma}", f"transformers: assisted, gamma {gamma}"),
+        f"gamma {gamma}": (f"draftsmith: gamma {gamma}", assisted),
         "prompt lookup": ("draftsmith: prompt lookup", "transformers: prompt lookup"),
-        "compiled, alone": (f"draftsmith: target alone{both}", f"transformers: generate{both}"),
-        f"compiled, gamma {gamma}": (f"draftsmith: gamma {gamma}{both}", f"transformers: assisted, gamma {gamma}"),
+        "compiled, alone": (f"draftsmith: target alone{end}", f"transformers: generate{end}"),
+        f"compiled, gamma {gamma}": (f"draftsmith: gamma {gamma}{end}", assisted + end),
+        f"compiled / not, {gamma}": (f"draftsmith: gamma {gamma}{end}", assisted),
         "best against best": (best["draftsmith"], best["transformers"]),
     }
     pairs = {label: pair for label, pair in pairs.items() if {*pair} <= variants.keys()}
