@@ -272,19 +272,8 @@ def _gap(target: nn.Module, drafter: Drafter, policy: Policy) -> float:
     return total_variation(actual, target_alone(logits, PROMPT, 4, processors))
 
 
-POLICIES = [Chain(2), ConfidenceChain(0.4, 2), *DRAWN_TREES, CHOSEN_TREES[1]]
-
-
-def _marks(kind: str, policy: Policy) -> list[pytest.MarkDecorator]:
-    """Options of a head are slow but with two policies, which reach its code; each head is tried with all of them."""
-    return [pytest.mark.slow] if " " in kind and policy not in (POLICIES[0], POLICIES[2]) else []
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [pytest.param(*case, marks=_marks(*case)) for case in product(["draft_model", *HEADS_OF_TARGETS], POLICIES)],
-    ids=str,
-)
+@pytest.mark.parametrize("policy", [Chain(2), ConfidenceChain(0.4, 2), *DRAWN_TREES, CHOSEN_TREES[1]], ids=str)
+@pytest.mark.parametrize("kind", ["draft_model", *HEADS_OF_TARGETS])
 def test_transformers_models_are_lossless(kind: str, policy: Policy) -> None:
     assert _llama_gap(kind, policy) < EXACT_ENOUGH
 

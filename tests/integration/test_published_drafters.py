@@ -127,8 +127,6 @@ FOLDERS |= {
     "hydra++": (lambda _: hydra(prefix=True), "hydra"),
     "mlp_speculator": (lambda _: speculator(tied=False, scaled=True), "fms"),
 }
-FEW = ("plain_llama-vllm", "eagle3_of_the_repository-eagle", "angelslim_eagle3-angelslim", "zlab_dflash-specforge")
-"""Layouts that are tried each time beside `CHECKED`; the others are slow. Parity tests load and write all of them."""
 CHECKED = ("deepspec_dspark-sglang", "hydra", "speculators_peagle-vllm")
 PROFILE = {
     "name": "a machine on paper",
@@ -169,9 +167,7 @@ def assert_commands_accept(
         assert code("check", *given, "--temperature", 1, "--tokens", 500) == 0
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FEW + CHECKED else pytest.param(name, marks=pytest.mark.slow) for name in FOLDERS]
-)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_commands_accept_a_published_folder(name: str, targets: dict[int, Path], tmp_path: Path) -> None:
     make, format = FOLDERS[name]
     depth = 8 if make in DEEP else 6

@@ -1,4 +1,4 @@
-"""Memory that a run will take, estimated by running a step of it on fake tensors, which have shapes and no data."""
+"""Memory that a run will take, estimated by running steps of it on fake tensors, which have shapes and no data."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,6 @@ from draftsmith.heads.model_config import layer_value
 from draftsmith.train.accelerator import precision
 from draftsmith.train.context import RunContext
 from draftsmith.train.estimate.fake_run import (
-    DryStep,
     LiveBytes,
     dry_step,
     marked_share,
@@ -121,6 +120,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of a step with sequences as long as the recipe allows, without loading anything.
 
+    Two steps are run, since the first one creates the optimizer's state; the second one's peak counts.
+
     Args:
         config: the target's.
         sharded: FSDP2 or ZeRO, which shard the optimizer's state; weights and gradients are whole during a step.
@@ -140,9 +141,11 @@ def estimate_memory(
         step.keeps_gradients = processes > 1 and not sharded
         drafted = live.now - weights
         trained = sum(p.numel() * p.element_size() for p in step.module.parameters() if p.requires_grad)
-        peak, moments = _training_peak(step, live)
-        averages = 0 if recipe.train.average is None else trained
-        rest = max(0, peak - weights - drafted - moments - trained)
+        for _ in range(2):
+            live.peak = live.now
+            step.run()
+        moments, averages = _moments(step.optimizers), 0 if recipe.train.average is None else trained
+        rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
         if data.response == "target" and recipe.teacher.kind != "logprobs":
             cache = cache_bytes(recipe, config) // recipe.target.tensor_parallel  # of each process's heads
@@ -165,26 +168,6 @@ def estimate_memory(
             caching=caching,
             on_host=not beside_host,
         )
-
-
-def _training_peak(step: DryStep, live: LiveBytes) -> tuple[int, int]:
-    """Return the peak bytes of a step that has the optimizer's state from the beginning, and the bytes of the state.
-
-    The first update creates the state. It is added to the peak of the passes before it, rather than running them again,
-    which takes most of an estimate's time.
-    """
-    if step.keeps_gradients:
-        for weight in step.module.parameters():
-            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-    live.peak = live.now
-    step.part()
-    passes = live.peak
-    for optimizer in step.optimizers:
-        optimizer.step()
-    live.peak = live.now
-    step.update()
-    moments = _moments(step.optimizers)
-    return max(passes + moments, live.peak), moments
 
 
 def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
