@@ -20,6 +20,8 @@ from draftsmith.heads.base import DraftStates, TeacherSignals
 # or drafter hidden size, H target hidden size, E events or known tokens.
 
 LmHead = Callable[[Tensor], Tensor]
+ROWS = 64
+"""See `_logits`."""
 NOTHING = -1e30
 """Log-probability of an impossible event; finite, so that the difference of two of them is zero and not nan."""
 LEAST_TAIL = torch.finfo(torch.float32).eps
@@ -165,7 +167,7 @@ class TargetChunk:
             best_N1 = known.top.log_NE.where(known.top.ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
             argmax_N = known.top.ids_NE.gather(-1, best_N1)[:, 0]
         else:
-            p_NV = at_least_float32(lm_head(known.hidden_NH))
+            p_NV = at_least_float32(_logits(lm_head, known.hidden_NH))
             argmax_N = p_NV.argmax(-1)
             for temperature in temperatures:
                 p_log_NV = _tempered(p_NV, temperature).log_softmax(-1)
@@ -181,7 +183,7 @@ class TargetChunk:
         p = self._p if whole or self._p is None else self._p.at(rows_n)
         known = self.known if whole else self.known.at(rows_n)
         p_log = {temperature: pick(p_log_NE) for temperature, p_log_NE in self._p_log.items()}
-        return Compared(pick(self._argmax_N), p_log, p, entry.head(student_nD), known, self._vocabulary_D)
+        return Compared(pick(self._argmax_N), p_log, p, _logits(entry.head, student_nD), known, self._vocabulary_D)
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,16 @@ class Compared:
             assert temperature == 1, "the probability of the tail is known at temperature 1 only"
             return Rows(*known_and_tail(self.known.top, q_log_ND, self.vocabulary_D), q_log_ND)
         return Rows(self.p_log_NE[temperature], q_log_ND, q_log_ND)
+
+
+def _logits(head: LmHead, states_NH: Tensor) -> Tensor:
+    """Return the logits [N, V] of N states.
+
+    On a CPU they are computed for a multiple of `ROWS` states: in bf16, oneDNN keeps a kernel of a megabyte for each
+    number of rows that occurs, and the last chunk of each batch would have its own.
+    """
+    filling = -len(states_NH) % ROWS if states_NH.device.type == "cpu" else 0
+    return head(nn.functional.pad(states_NH, (0, 0, 0, filling)))[: len(states_NH)] if filling else head(states_NH)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from conftest import make_llama
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.eval.online import gain_text
 from draftsmith.heads import DraftModel
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.reading import read_json
@@ -123,8 +124,8 @@ def test_online(
     printed = output_of("online", f"{paths} {sizes}", monkeypatch, capsys)
     assert "greedy texts that differ: 0" in printed
     result = read_json(out / "drafter-0.json")
-    gain = result["online"]["windows"][-1]["tau_gain"]
-    assert re.search(re.escape(f"tau in the last window: {100 * gain:+.1f} % [") + r".*\] \(goal \+25%\)", printed)
+    last = result["online"]["windows"][-1]
+    assert f"tau in the last window: {gain_text(last['tau_gain'], last['tau_gain_interval'])} (goal +25%)" in printed
     decoded = [[count > 0 for count in row] for row in result["tokens"]]
     assert decoded == 6 * [[True, True, True], [False, True, True]]
     assert result["online"]["total"]["last"] == 12

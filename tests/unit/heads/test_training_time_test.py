@@ -180,6 +180,18 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
             assert not kernel_agrees(*arguments)
 
 
+def test_gradients_of_bf16_are_computed_in_float32_on_a_cpu() -> None:
+    """The kernel for bf16 takes longer, and memory for each shape."""
+    torch.manual_seed(0)
+    q, k, v, g = torch.randn(4, 1, 2, 9, 8).bfloat16()
+    inputs = g, q, k, v, *unrolled_attention._fused_text(q, k, v)
+    found = unrolled_attention._fused_backward(*inputs)
+    wide = unrolled_attention._fused_backward(*(x.float() for x in inputs))
+    for mine, exact in zip(found, wide, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert torch.equal(mine, exact.bfloat16())
+
+
 @pytest.mark.parametrize("documents", [1, 2])
 @pytest.mark.parametrize("window", [None, 8])
 def test_memory_is_linear_in_the_length(window: int | None, documents: int) -> None:

@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import make_llama
 from datasets import Dataset
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.heads import Medusa
+from draftsmith.heads import DraftModel, Medusa
 from draftsmith.train.batch import collate
 from draftsmith.train.builders import optimizers, step_and_optimizers
 from draftsmith.train.estimate.fake_run import LiveBytes
@@ -47,6 +49,36 @@ def test_heads_that_are_read_without_gradient_first_are_trained_in_bf16(objectiv
         loss = step(collate(ROWS, [0, 1], CPU), 0.0, Last())[0]
     loss.backward()
     assert [name for name, weight in drafter.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+
+
+class Rows(TorchDispatchMode):
+    """Records the rows of matrix products with a vocabulary of 97 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        if operation is torch.ops.aten.mm.default and arguments[1].shape[1] == 97:
+            self.counts.append(arguments[0].shape[0])
+        return operation(*arguments, **(options or {}))
+
+
+def test_few_numbers_of_rows_occur_in_the_heads() -> None:
+    """On a CPU: oneDNN keeps a kernel of a megabyte for each in bf16."""
+    target = make_llama(vocab_size=97, hidden_size=16).requires_grad_(False)
+    drafter = DraftModel(make_llama(4, vocab_size=97, hidden_size=16))
+    step, generator = AgreementStep(drafter, Objective(chunk_tokens=64), OnlineTeacher(target)), torch.Generator()
+    with Rows() as rows:
+        for length in (12, 60, 75, 100):
+            ids = torch.randint(2, 90, (2, length), generator=generator.manual_seed(0)).tolist()
+            data = Dataset.from_list(
+                [{"input_ids": row, "spans": [[5, length - shorter]]} for shorter, row in enumerate(ids)]
+            )
+            step(collate(data, [0, 1], CPU), 0.0, Last())[0].backward()
+    counts = [count for count in rows.counts if count > 4]  # the models' passes compute logits of each row's last token
+    assert len(counts) >= 4 * 2 * 2, "both models, in several chunks"
+    assert set(counts) == {64}
 
 
 def gradients(settings: CotrainSettings, done: float = 1.0, kl: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
