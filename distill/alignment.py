@@ -212,10 +212,11 @@ class Compared:
 def _logits(head: LmHead, states_NH: Tensor) -> Tensor:
     """Return the logits [N, V] of N states.
 
-    On a CPU they are computed for a multiple of `ROWS` states: in bf16, oneDNN keeps a kernel of a megabyte for each
+    In bf16 on a CPU they are computed for a multiple of `ROWS` states: oneDNN keeps a kernel of a megabyte for each
     number of rows that occurs, and the last chunk of each batch would have its own.
     """
-    filling = -len(states_NH) % ROWS if states_NH.device.type == "cpu" else 0
+    in_bf16 = states_NH.dtype == torch.bfloat16 or torch.is_autocast_enabled(states_NH.device.type)
+    filling = -len(states_NH) % ROWS if in_bf16 and states_NH.device.type == "cpu" else 0
     return head(nn.functional.pad(states_NH, (0, 0, 0, filling)))[: len(states_NH)] if filling else head(states_NH)
 
 
