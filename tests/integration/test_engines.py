@@ -118,7 +118,7 @@ def runs(place: Path, processes: Processes, tiny_tokenizer: PreTrainedTokenizerF
     prompts = [{"prompt": LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26]} for i in range(40)]
     (place / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     data = {"prompts": str(place / "prompts.jsonl"), "prompt_tokens": 16, "response_tokens": 16, "count": 29}
-    data["validation"] = 5  # in passes of 2 rows: in the last pass of two processes, the second one has no rows
+    data["validation"] = 5  # read 2 at a time: two processes have 2 and 2, then 1 and none
     train = {"steps": 6, "batch_size": 8, "gradient_accumulation": 2, "learning_rate": 3e-3, "mixed_precision": "no"}
     recipe = {
         "name": "tiny",

@@ -9,6 +9,7 @@ from conftest import make_llama
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from unit.heads.test_packing import LEAKING, PACKABLE, small
 
@@ -140,6 +141,34 @@ def test_attention_is_the_sum_over_documents() -> None:
             final_states(model, ids_BT, seen_BT, documents_BT=documents_BT)
     # 93 tokens, filled up to 128 positions, instead of 256; attention counts its texts only.
     assert flat.total < dense.total * 128 / 256
+
+
+class AttentionGradients(TorchDispatchMode):
+    """Records the dtypes in which gradients of attention are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.dtypes.add(arguments[0].dtype)
+        return operation(*arguments, **(options or {}))
+
+
+def test_gradients_in_bf16_are_computed_in_float32_on_a_cpu() -> None:
+    """The kernel for bf16 takes longer, and memory for each length."""
+    model = make_llama().requires_grad_(True)
+    ids_BT, seen_BT, _ = batch()
+    measure_flat_rows(model)
+    exact = gradients(model, final_states(model, ids_BT, seen_BT)[seen_BT.bool()])
+    with torch.autocast("cpu", torch.bfloat16):
+        states_NH = final_states(model, ids_BT, seen_BT)[seen_BT.bool()]
+    with AttentionGradients() as used:
+        found = gradients(model, states_NH)
+    assert used.dtypes == {torch.float32}
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() < 0.05 * other.norm()
 
 
 def test_what_is_read_flat() -> None:
