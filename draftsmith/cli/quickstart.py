@@ -28,7 +28,7 @@ from draftsmith.train.run_folder import metrics_of, read_metrics
 
 TITLE = "Quickstart: two drafters for the embedded target"
 RECIPES = {"draft_model": "quickstart/draft_model", "mtp": "quickstart/mtp"}
-PROMPTS, NEW_TOKENS, REPEATS = 16, 80, 2
+PROMPTS, NEW_TOKENS, REPEATS = 16, 80, 3
 FORECAST_PROMPTS, LONGEST_DRAFT, TREE = 6, 6, "tree:widths=2x1x1"
 
 
