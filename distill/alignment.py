@@ -215,8 +215,8 @@ def _logits(head: LmHead, states_NH: Tensor) -> Tensor:
     In bf16 on a CPU they are computed for a multiple of `ROWS` states: oneDNN keeps a kernel of a megabyte for each
     number of rows that occurs, and the last chunk of each batch would have its own.
     """
-    in_bf16 = states_NH.dtype == torch.bfloat16 or torch.is_autocast_enabled(states_NH.device.type)
-    filling = -len(states_NH) % ROWS if in_bf16 and states_NH.device.type == "cpu" else 0
+    in_bf16 = states_NH.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+    filling = -len(states_NH) % ROWS if states_NH.device.type == "cpu" and in_bf16 else 0
     return head(nn.functional.pad(states_NH, (0, 0, 0, filling)))[: len(states_NH)] if filling else head(states_NH)
 
 

@@ -175,26 +175,19 @@ def attend(
         raise ValueError("attention over other positions than those of the row")
     dtype, wide = value.dtype, nullcontext()
     if query.device.type == "cpu" and torch.is_autocast_enabled("cpu") and query.requires_grad:
-        # The backward pass in bf16 takes longer, and oneDNN keeps megabytes for each length that occurs.
+        # See `_fused_backward` of unrolled_attention.py.
         query, key, value, wide = query.float(), key.float(), value.float(), torch.autocast("cpu", enabled=False)
-    grouped, start, parts = query.shape[1] > key.shape[1], 0, []
+    settings = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
+    start, parts = 0, []
     for length, count in flat.groups:
         of_texts = slice(start, start := start + length * count)
         query_CKLd, key_CKLd, value_CKLd = (
             x[0, :, of_texts].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)
         )
         mask = None if attention_mask is None else attention_mask[..., :length, :length]
+        causal = mask is None
         with wide:
-            out = scaled_dot_product_attention(
-                query_CKLd,
-                key_CKLd,
-                value_CKLd,
-                mask,
-                dropout,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=grouped,
-            )
+            out = scaled_dot_product_attention(query_CKLd, key_CKLd, value_CKLd, mask, is_causal=causal, **settings)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     parts.append(value.new_zeros(flat.filling, query.shape[1], value.shape[-1]))
     return torch.cat(parts)[None].to(dtype), None

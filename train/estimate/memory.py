@@ -87,7 +87,8 @@ class MemoryEstimate:
         if self.caching:
             phases["while caching"] = {**models, "states": self.caching}
         if self.on_host:
-            phases["in training"] |= {"files of states": self.files} if self.files else {}
+            if self.files:
+                phases["in training"]["files of states"] = self.files
             for parts in phases.values():
                 gaps = sum(share * parts.get(use, 0) for use, share in GAPS.items())
                 parts["libraries and allocator"] = LIBRARIES + round(gaps)
