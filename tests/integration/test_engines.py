@@ -299,7 +299,10 @@ def test_a_slurm_job_on_two_machines_trains_the_same_drafter(runs: Runs) -> None
     tools.mkdir()
     commands = {
         "scontrol": "echo 127.0.0.1",
-        "srun": 'SLURM_NODEID=0 "$@" & first=$!\nSLURM_NODEID=1 "$@" & wait $! && wait $first',
+        # accelerate refuses a port that is in use on node 0, which both share here: node 0 opens it first.
+        "srun": 'SLURM_NODEID=0 "$@" & first=$!\n'
+        "until (: < /dev/tcp/127.0.0.1/$PORT) 2> /dev/null; do kill -0 $first || exit 1; sleep 0.2; done\n"
+        'SLURM_NODEID=1 "$@" & wait $! && wait $first',
         "accelerate": f'exec {sys.executable} -m accelerate.commands.accelerate_cli "$@"',
     }
     for name, body in commands.items():

@@ -1,5 +1,6 @@
 """The whole quickstart, as a user runs it. Minutes long: it builds and trains for real."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -7,13 +8,13 @@ import pytest
 import yaml
 
 from draftsmith.cli import main
-from draftsmith.cli import quickstart as quickstart_module
 
 
 @pytest.mark.slow
 def test_quickstart_writes_everything_and_reuses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
+    quickstart_module = importlib.import_module("draftsmith.cli.quickstart")  # the package has a command of that name
     monkeypatch.setattr(quickstart_module, "PROMPTS", 5)
     monkeypatch.setattr(quickstart_module, "NEW_TOKENS", 24)
     monkeypatch.setattr(quickstart_module, "REPEATS", 1)
