@@ -1,8 +1,9 @@
 """A cache on disk of the target's hidden states for every training row: the target runs once instead of every epoch.
 
-States are kept, H numbers a token (and the features that a drafter reads); the lm_head computes the full logits from
-them again. Rows are stored in shards, which are written atomically one by one and have a checksum: a kill loses one
-shard, and a damaged shard is rebuilt alone. A shard is hashed when it is written, and again where it has changed since.
+States are kept, H numbers a token, and those of other layers that a drafter reads; the lm_head computes the full logits
+from them again. Drafters that read the final states or none, such as MTP modules and draft models, share one cache.
+Rows are stored in shards, which are written atomically one by one and have a checksum: a kill loses one shard, and a
+damaged shard is rebuilt alone. A shard is hashed when it is written, and again where it has changed since.
 """
 
 import hashlib
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import OnlineTeacher, stored_layers
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import TeacherSignals
+from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.hidden_states import document_numbers
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.storage import cache_dir, write_json, writing
@@ -36,7 +37,7 @@ FLOAT8_MAX = 448.0
 TOGETHER = 16
 """Rows that the target reads together while the cache is built."""
 
-# Shapes: B texts, T positions, N tokens of a shard, W = H + F numbers a token, H hidden size, F features.
+# Shapes: B texts, T positions, N tokens of a shard, H hidden size, W numbers stored for a token.
 
 
 class SignalCache:
@@ -45,7 +46,7 @@ class SignalCache:
     Args:
         rows: the training data: `input_ids` of each row and, if rows are packed, `documents`, the lengths of the
             documents in it, which the target reads independently.
-        layers: see `Needs.layers`.
+        layers: see `Needs.layers`; the final states are stored once.
         dtype: 'float32', 'bfloat16' or 'float8' (one scale a token).
         shard_rows: rows of a shard.
     """
@@ -59,7 +60,7 @@ class SignalCache:
         self.lengths = [len(ids) for ids in rows["input_ids"]]
         self._packed = "documents" in rows.column_names
         data = [fingerprint(list(rows[column])) for column in ("input_ids", "documents")[: 1 + self._packed]]
-        made = [VERSION, fingerprint_of_numbers(model), *data, list(layers), dtype, shard_rows]
+        made = [VERSION, fingerprint_of_numbers(model), *data, list(stored_layers(layers)), dtype, shard_rows]
         self.key = fingerprint(made)
         self.folder = cache_dir() / "signals" / self.key
         self._open: dict[int, safe_open] = {}
@@ -165,11 +166,24 @@ class SignalCache:
             temporary.unlink(missing_ok=True)
 
 
+def stored_states(signals: TeacherSignals, layers: tuple[int, ...]) -> Tensor:
+    """Return what is stored of `signals` with the features of `layers`, [B, T, W]."""
+    hidden_BTH, features_BTF = signals.hidden_BTH, signals.features_BTF
+    if features_BTF is None:
+        return hidden_BTH
+    count, finals = len(stored_layers(layers)), layers.count(FINAL) * hidden_BTH.shape[-1]
+    widths = [
+        hidden_BTH.shape[-1] if layer == FINAL else (features_BTF.shape[-1] - finals) // count for layer in layers
+    ]
+    parts = zip(layers, features_BTF.split(widths, -1), strict=True)
+    return torch.cat([hidden_BTH, *(part_BTH for layer, part_BTH in parts if layer != FINAL)], -1)
+
+
 class StoredStates(Protocol):
     """States on disk: a `SignalCache`, or the files of an engine (distill/state_files.py)."""
 
     def read(self, row: int) -> Tensor:
-        """Return the states [T, W] of one row: the final states, then the features."""
+        """Return the states [T, W] of one row: the final states, then `stored_layers`."""
         ...
 
 
@@ -178,7 +192,7 @@ class CachedTeacher:
 
     def __init__(self, teacher: OnlineTeacher, cache: StoredStates) -> None:
         self.model, self.lm_head = teacher.model, teacher.lm_head
-        self._cache = cache
+        self._layers, self._cache = teacher.layers, cache
         self._hidden_size = self.lm_head.weight.shape[1]
         self._reader = ThreadPoolExecutor(1, "teacher cache")
         self._order: deque[tuple[int, ...]] = deque()
@@ -203,9 +217,17 @@ class CachedTeacher:
         parameter = self.lm_head.weight
         states_BTW = self._states(tuple(rows)).to(device=parameter.device, dtype=parameter.dtype)
         states_BTW = nn.functional.pad(states_BTW, (0, 0, 0, input_ids_BT.shape[1] - states_BTW.shape[1]))
-        hidden_BTH, features_BTF = states_BTW.split([self._hidden_size, states_BTW.shape[-1] - self._hidden_size], -1)
-        features = features_BTF if features_BTF.shape[-1] else None
+        hidden_BTH, others_BTW = states_BTW.split([self._hidden_size, states_BTW.shape[-1] - self._hidden_size], -1)
+        features = self._features(hidden_BTH, others_BTW)
         return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT, features, documents_BT=documents_BT)
+
+    def _features(self, hidden_BTH: Tensor, others_BTW: Tensor) -> Tensor | None:
+        """Return the features [B, T, F] of the needed layers, from the final states and those of `stored_layers`."""
+        count = len(stored_layers(self._layers))
+        if not count:
+            return hidden_BTH if self._layers else None
+        others = iter(others_BTW.chunk(count, -1))
+        return torch.cat([hidden_BTH if layer == FINAL else next(others) for layer in self._layers], -1)
 
     def _states(self, rows: tuple[int, ...]) -> Tensor:
         """Return the states of `rows`, and begin to read those that are expected after them."""
@@ -229,8 +251,7 @@ def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list
     seen_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=device)
     documents_BT = None if documents is None else document_numbers(documents, width).to(device)
     signals = teacher.signals(ids_BT, seen_BT, seen_BT.bool(), documents_BT=documents_BT)
-    parts = [signals.hidden_BTH] + ([] if signals.features_BTF is None else [signals.features_BTF])
-    states_BTW = torch.cat(parts, -1).cpu()
+    states_BTW = stored_states(signals, teacher.layers).cpu()
     return [states_BTW[place, : len(text)] for place, text in enumerate(texts)]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.distill.sources import mask_spans
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import OnlineTeacher, stored_layers
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.hidden_states import layers_name
@@ -186,11 +186,11 @@ class FileStates:
         self._files, self._rows, self._packed = files, rows, "documents" in rows.column_names
         compared = range(0, len(rows), max(1, len(rows) // COMPARED_TEXTS))[:COMPARED_TEXTS]
         texts = [self._open(self._texts(row)[0]) for row in compared]
-        self._layers = StoredLayers(f"teacher.file={files.folder}", model, layers, texts)
+        self._layers = StoredLayers(f"teacher.file={files.folder}", model, stored_layers(layers), texts)
         self.error = self._layers.error
 
     def read(self, row: int) -> Tensor:
-        """Return the states [T, W] of one row: the final states, then the features."""
+        """Return the states [T, W] of one row: the final states, then `stored_layers`."""
         return torch.cat([self._states(text) for text in self._texts(row)])
 
     def _texts(self, row: int) -> list[list[int]]:
@@ -222,11 +222,11 @@ class FileStates:
 
 
 class StoredLayers:
-    """The final states and the features among the stored layers, recognised by comparison with the target's own.
+    """The final states and other layers among those of the files, recognised by comparison with the target's own.
 
     Args:
         place: setting and folder of the files, for messages.
-        layers: of the features, see `Needs.layers`.
+        layers: the other layers, see `Needs.layers`.
         texts: a few of the texts, which the target reads.
 
     Raises:
@@ -242,17 +242,15 @@ class StoredLayers:
     ) -> None:
         self._place, self.count = place, texts[0].layers
         self._finish: Callable[[Tensor], Tensor] | None = None
-        self._final = [layer == FINAL for layer in (FINAL, *layers)]
         self.error, self._order = self._recognised(model, layers, texts)
 
     @torch.no_grad()
     def read(self, text: StoredText, start: int, end: int) -> Tensor:
-        """Return the final states and the features [T, W] at these positions; the last one may be missing."""
-        layers = [text.layer(number)[start:end] for number in self._order]
+        """Return the final states and the other layers [T, W] at these positions; the last one may be missing."""
+        final_TH, *others = (text.layer(number)[start:end] for number in self._order)
         if self._finish is not None:
-            finished_TH = self._finish(layers[0]).to(layers[0])
-            layers = [finished_TH if final else layer for final, layer in zip(self._final, layers, strict=True)]
-        return torch.cat(layers, -1)
+            final_TH = self._finish(final_TH).to(final_TH)
+        return torch.cat([final_TH, *others], -1)
 
     def _recognised(
         self, model: PreTrainedModel, layers: tuple[int, ...], texts: Sequence[StoredText]
@@ -276,7 +274,7 @@ class StoredLayers:
         if FINAL not in known and depth in known:
             self._finish = _last_norm(model, teacher, texts[0].ids_T.tolist())
             known[FINAL] = known[depth]
-        missing = [layer for layer in dict.fromkeys((FINAL, *layers)) if layer not in known]
+        missing = [layer for layer in (FINAL, *layers) if layer not in known]
         if missing:
             wanted = " and ".join(map(_named, missing))
             raise ConfigError(

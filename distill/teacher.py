@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import TeacherSignals
+from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.flat_rows import is_measured, read_flat, reading_rows
 from draftsmith.heads.hidden_states import Features, document_numbers, final_states
 from draftsmith.heads.lm_head import logits_head
@@ -36,7 +36,7 @@ class OnlineTeacher:
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
-        self.model = model
+        self.model, self.layers = model, layers
         self._features = Features(model, layers) if layers else None
         self.lm_head = cast(TargetHead, logits_head(model))  # modules are typed loosely
         measure_flat_rows(model)
@@ -149,3 +149,8 @@ def measure_flat_rows(model: PreTrainedModel) -> None:
 def _room(dtype: torch.dtype) -> float:
     """Return the tolerance between two computations of the same numbers, relative to the largest (bf16 has 8 bits)."""
     return 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
+
+
+def stored_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layers that cached teachers store beside the final states."""
+    return tuple(layer for layer in layers if layer != FINAL)

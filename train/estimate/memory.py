@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.kv_cache import FIRST_SLOTS
 from draftsmith.distill.hidden_state_cache import DTYPES as SHARD_DTYPES
-from draftsmith.distill.hidden_state_cache import TOGETHER
+from draftsmith.distill.hidden_state_cache import TOGETHER, stored_states
 from draftsmith.distill.load_target import DTYPES, load_tokenizer
 from draftsmith.distill.quantization import saved_bytes
 from draftsmith.distill.teacher import OnlineTeacher
@@ -259,7 +259,7 @@ def _caching_bytes(
     before = live.peak = live.now
     ids_BT = torch.zeros(min(TOGETHER, rows), sequence_length(recipe), dtype=torch.long)
     signals = teacher.signals(ids_BT, torch.ones_like(ids_BT), ids_BT == 0)
-    states_BTW = torch.cat([signals.hidden_BTH, *([] if signals.features_BTF is None else [signals.features_BTF])], -1)
+    states_BTW = stored_states(signals, teacher.layers)
     one_pass = live.peak - before
     of_row = states_BTW.numel() // len(ids_BT)
     kept, stored = (rows * of_row * dtype.itemsize for dtype in (states_BTW.dtype, SHARD_DTYPES[settings.dtype]))

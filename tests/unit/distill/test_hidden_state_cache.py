@@ -59,8 +59,34 @@ def test_states_come_back(dtype: str, error: float) -> None:
     for a, b in ((online.hidden_BTH, cached.hidden_BTH), (online.features_BTF, cached.features_BTF)):
         a, b = seen(a, online), seen(b, online)
         assert ((a - b).abs() / a.abs().amax(-1, keepdim=True)).max() < error
-    width = {"float32": 4, "bfloat16": 2, "float8": 1}[dtype] * 32 * 3
+    width = {"float32": 4, "bfloat16": 2, "float8": 1}[dtype] * 32 * 2  # the final states once, and layer 1
     assert width < cache.bytes_a_token() < width + 30, "states, a scale, and the files' headers"
+
+
+@pytest.mark.parametrize("layers", [(), (FINAL,), (FINAL, 2, 1), (1, FINAL, 2)])
+def test_every_order_of_layers_comes_back(layers: tuple[int, ...]) -> None:
+    rows, model = rows_of(), make_llama().requires_grad_(False)
+    cache, teacher = SignalCache(model, rows, layers, "float32", shard_rows=4), OnlineTeacher(model, layers)
+    cache.build(cache.missing()[0], teacher, lambda: None, batch=3)
+    online, cached = both(cache, teacher, rows)
+    assert (online.features_BTF is None) == (cached.features_BTF is None) == (not layers)
+    for a, b in ((online.hidden_BTH, cached.hidden_BTH), (online.features_BTF, cached.features_BTF)):
+        if a is not None and b is not None:
+            torch.testing.assert_close(seen(b, online), seen(a, online), rtol=1e-5, atol=1e-5)
+
+
+def test_drafters_of_the_final_states_share_a_cache() -> None:
+    """The second one finds every shard, whichever of them wrote it."""
+    rows, model = rows_of(), make_llama().requires_grad_(False)
+    first, second = (SignalCache(model, rows, layers, "float32", shard_rows=4) for layers in ((), (FINAL,)))
+    first.build(first.missing()[0], OnlineTeacher(model), lambda: None)
+    assert second.missing() == ([], [])
+    online, cached = both(second, OnlineTeacher(model, (FINAL,)), rows)
+    assert online.features_BTF is not None
+    assert cached.features_BTF is not None
+    torch.testing.assert_close(
+        seen(cached.features_BTF, online), seen(online.features_BTF, online), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_killed_build_continues_and_damage_costs_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
