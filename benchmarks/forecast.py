@@ -38,7 +38,7 @@ from draftsmith.eval.diagnostics import difference_measure, summary
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.expected_rounds import ExpectedRounds, accepted, needs_replay, of_rounds, retrieved
 from draftsmith.eval.forecast.forecast import depth, numbers
-from draftsmith.eval.forecast.hardware import CostModel, measure_hardware
+from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, pass_costs
 from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.prompts import Prompt, load_prompts
@@ -219,7 +219,9 @@ def speed_cell(
         found, _ = predicted(target, drafter, policies, texts, sampling)
         length = max([depth(policy) for policy in policies if policy is not None] or [1])
         measures = {"draft_length": length, "sampling": sampling}
-        hardware = measure_hardware(target.model, {name: drafter}, texts, **measures)
+        hardware = measure_hardware(
+            target.model, {name: drafter}, texts, pass_costs(target.model, {name: drafter}), **measures
+        )
         settings = Settings(
             target=options.target,
             drafters={name: name},

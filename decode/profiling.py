@@ -32,7 +32,12 @@ NEARLY_FREE = 1e-4
 
 @torch.inference_mode()
 def measure_costs(
-    target: PreTrainedModel, drafter: Drafter | None = None, *, widest: int = 64, compile: bool = False
+    target: PreTrainedModel,
+    drafter: Drafter | None = None,
+    *,
+    widest: int = 64,
+    compile: bool = False,
+    verify: dict[int, float] | None = None,
 ) -> Costs:
     """Return the median seconds of forward passes after 128 tokens, on this machine with the current threads.
 
@@ -40,10 +45,10 @@ def measure_costs(
     alone because the target's weights have replaced the drafter's in the processor's caches. A part of the difference
     does not depend on the number of steps and becomes `Costs.round`.
 
-    `compile`: of compiled passes, whose widths are powers of two.
+    `compile`: of compiled passes, whose widths are powers of two. `verify`: the target's seconds, if they are known.
     """
     widths = [width for width in WIDTHS if width <= widest and not (compile and width & (width - 1))]
-    verify = _curve(target, widths, compile)
+    verify = verify or _curve(target, widths, compile)
     if drafter is None or drafter.only_retrieves:
         return Costs(verify, {1: min(verify.values()) * NEARLY_FREE})
     model = getattr(drafter, "model", None)

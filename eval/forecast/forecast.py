@@ -25,7 +25,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     of_rounds,
     retrieved,
 )
-from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, turns
+from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, pass_costs, turns
 from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.metrics import acceptance_at
@@ -170,7 +170,9 @@ def forecast(
     if hardware is not None:
         hardware.require(drafters)
     with threads(fastest_threads(target, list(prompts[0]))):
-        parts = [_at(target, drafters, prompts, settings, hardware, t, progress) for t in settings.temperatures]
+        with stage("timing the passes of each drafter", shown=progress and hardware is None):
+            known = hardware or pass_costs(target, drafters)
+        parts = [_at(target, drafters, prompts, settings, known, t, progress) for t in settings.temperatures]
         where = environment()
     best = [entry for part in parts for entry in part.best]
     return Forecast(
@@ -199,14 +201,13 @@ def _at(
     drafters: dict[str, Drafter],
     prompts: Sequence[list[int]],
     settings: ForecastSettings,
-    hardware: CostModel | None,
+    hardware: CostModel | dict[str, Costs],
     temperature: float,
     progress: bool,
 ) -> _Part:
     sampling = settings.sampling(temperature)
-    new, seed = settings.max_new_tokens, settings.seed
     with stage(f"T={temperature:g}: generating texts with the target", shown=progress):
-        texts = sample_texts(target, prompts, sampling, max_new_tokens=new, seed=seed)
+        texts = sample_texts(target, prompts, sampling, max_new_tokens=settings.max_new_tokens, seed=settings.seed)
         texts = [text for text in texts if text.anchors > 0]
     if not texts:
         raise ConfigError(f"texts of one token at T={temperature:g}; expected prompts with longer continuations")
@@ -215,10 +216,10 @@ def _at(
         for name, drafter in drafters.items():
             predicted[name] = predict(target, drafter, texts, settings, sampling)
             done()
-    if hardware is None:
+    if isinstance(hardware, dict):
         lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes}
         with stage(f"T={temperature:g}: timing rounds", turns(settings.batch_sizes), shown=progress) as done:
-            hardware = measure_hardware(target, drafters, texts, sampling=sampling, **lengths, done=done)
+            hardware = measure_hardware(target, drafters, texts, hardware, sampling=sampling, **lengths, done=done)
     untimed = len(hardware.repeats) < 2
     rows: list[ForecastRow] = [
         {

@@ -14,8 +14,8 @@
 YAML or JSON. Curves are interpolated linearly, and extrapolated with the slope of the last two points.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -33,9 +33,10 @@ from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.eval.teacher_forced import TargetText
-from draftsmith.heads.base import Drafter
+from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.ngram import Hybrid
+from draftsmith.provenance import model_fingerprint
 from draftsmith.reading import LARGEST_YAML, parse_yaml, read_text
 from draftsmith.storage import write_json
 
@@ -153,10 +154,19 @@ class _Fixed(Drafter):
         return Draft.chain([0] * min(self._draft_length, room))
 
 
+def pass_costs(target: PreTrainedModel, drafters: dict[str, Drafter]) -> dict[str, Costs]:
+    """Return the costs by which passes are padded: of the target alone, by the key '', and with each timed drafter."""
+    alone = measure_costs(target)
+    # All passes use the same padding: measured separately, noise may change the padding of a width.
+    timed = {name: _network(drafters[name]) for name in _timed_as(drafters).values()}
+    return {"": alone} | {name: measure_costs(target, drafter, verify=alone.verify) for name, drafter in timed.items()}
+
+
 def measure_hardware(
     target: PreTrainedModel,
     drafters: dict[str, Drafter],
     texts: Sequence[TargetText],
+    costs: dict[str, Costs],
     *,
     draft_length: int,
     sampling: Sampling,
@@ -167,31 +177,45 @@ def measure_hardware(
 
     Draft lengths are timed in turns, so that temporary slowdowns affect all of them alike; the means of each turn are
     the `repeats`. `verify` holds the target's pass with the rule for chosen tokens; `draft` holds the remaining seconds
-    of a drafter's rounds. `done` is called after each of the `turns`.
+    of a drafter's rounds. `costs`: from `pass_costs`. `done` is called after each of the `turns`.
     """
-    of_target = measure_costs(target)
     arms: dict[tuple[str, int], TimedVariant] = {ALONE: TimedVariant(target)}
-    arms |= {("", length): TimedVariant(target, _Fixed(length), length, of_target) for length in LENGTHS}
-    for name, drafter in drafters.items():
-        if drafter.only_retrieves:
-            continue
-        drafter = (
-            drafter.drafter if isinstance(drafter, Hybrid) else drafter
-        )  # rounds of copies cost only the target's pass
-        # All passes use the same padding: measured separately, noise may change the padding of a width.
-        costs = replace(measure_costs(target, drafter), verify=of_target.verify)
+    arms |= {("", length): TimedVariant(target, _Fixed(length), length, costs[""]) for length in LENGTHS}
+    timed_as = _timed_as(drafters)
+    for name in dict.fromkeys(timed_as.values()):
+        drafter = _network(drafters[name])
         longest = min(draft_length, drafter.max_draft_length or draft_length)
         reached = [length for length in LENGTHS if length <= longest]
-        arms |= {(name, length): TimedVariant(target, drafter, length, costs) for length in reached}
+        arms |= {(name, length): TimedVariant(target, drafter, length, costs[name]) for length in reached}
     of_batch = {batch: _timed(arms, texts, batch, sampling, done) for batch in batches}
     together = {
         b: {arm: [record for turn in timed for record in turn[arm]] for arm in arms} for b, timed in of_batch.items()
     }
-    hardware = _profile(_means(together, drafters))
+    hardware = _profile(_means(together, timed_as))
     hardware.require(drafters)
-    repeats = [_profile(_means({b: timed[turn] for b, timed in of_batch.items()}, drafters)) for turn in range(TURNS)]
+    repeats = [_profile(_means({b: timed[turn] for b, timed in of_batch.items()}, timed_as)) for turn in range(TURNS)]
     known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
     return hardware.model_copy(update={"name": "measured", "repeats": tuple(known)})
+
+
+def _network(drafter: Drafter) -> Drafter:
+    """Return what computes: a hybrid's drafter, since rounds of copies cost only the target's pass."""
+    return drafter.drafter if isinstance(drafter, Hybrid) else drafter
+
+
+def _timed_as(drafters: dict[str, Drafter]) -> dict[str, str]:
+    """Return for each drafter that computes the first one with the same network, whose rounds are timed for both."""
+    first: dict[str, str] = {}
+    found = {}
+    for name, drafter in drafters.items():
+        if drafter.only_retrieves:
+            continue
+        network = _network(drafter)
+        same = str(id(network))
+        if isinstance(network, TrainableDrafter):
+            same = f"{network.type} {network.config()} {model_fingerprint(network)}"
+        found[name] = first.setdefault(same, name)
+    return found
 
 
 def turns(batches: Sequence[int]) -> int:
@@ -199,21 +223,26 @@ def turns(batches: Sequence[int]) -> int:
     return len(batches) * (TURNS + 1)
 
 
-def _means(rounds: dict[int, Timed], drafters: Iterable[str]) -> dict[str, Any]:
+def _means(rounds: dict[int, Timed], timed_as: dict[str, str]) -> dict[str, Any]:
     """Return the mean seconds at each batch size: of the target's passes, and of each drafter's whole rounds.
+
+    `timed_as`: by drafter, the one whose rounds were timed.
 
     Other processes interrupt at a rate per second: medians of short passes would never include interruptions, medians
     of long passes always, and so would medians of turns, in which the target alone is timed most often. Means grow by
     the same share as the time of whole texts.
     """
     alone, verify = {}, {}
-    whole: dict[str, dict[int, dict[int, float]]] = {name: {} for name in drafters}
+    whole: dict[str, dict[int, dict[int, float]]] = {name: {} for name in timed_as}
     for batch, timed in rounds.items():
         alone[batch] = fmean(record.seconds for record in timed[ALONE])
         verify[batch] = {n + 1: fmean(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
         verify[batch][1] = fmean(record.verify_seconds for record in timed[ALONE])
         for name, entry in whole.items():
-            mine = {length: records for (owner, length), records in timed.items() if owner == name and records}
+            owner = timed_as[name]
+            mine = {
+                length: records for (timed_name, length), records in timed.items() if timed_name == owner and records
+            }
             if mine:
                 entry[batch] = {n: fmean(r.seconds for r in records) for n, records in mine.items()}
     return {"alone": alone, "verify": verify, "whole": {name: entry for name, entry in whole.items() if entry}}
@@ -291,7 +320,7 @@ def _timed(
         first = turn * len(others) // (TURNS + 1)
         together = [texts[(turn * batch + row) % len(texts)] for row in range(batch)]
         for place, key in enumerate([*others[first:], *others[:first]]):
-            for variant in (ALONE, key) if place % 2 == 0 else (key,):
+            for variant in (ALONE, key) if place % 4 == 0 else (key,):
                 timed[variant] += arms[variant].rounds(together, sampling, turn)
         turns.append(timed)
         done()

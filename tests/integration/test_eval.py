@@ -118,6 +118,8 @@ def test_a_whole_evaluation(
     assert "\nlicense: apache-2.0\n" in card.split("---")[1]
     assert "load_drafter" in card
     cells = (out / "cells.jsonl").read_bytes()
+    facts = dict(json.loads(line)["fact"] for line in cells.splitlines() if b'"fact"' in line)
+    assert facts["costs of medusa"]["verify"] == facts["costs of self"]["verify"], "drafters share the target's seconds"
     assert _main(*call) == 0, "the same command continues, here with nothing left to do"
     assert (out / "cells.jsonl").read_bytes().startswith(cells)
     assert b'"cell"' not in (out / "cells.jsonl").read_bytes()[len(cells) :]

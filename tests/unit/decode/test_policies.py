@@ -243,6 +243,7 @@ def test_costs_are_measured_and_read_back(tiny_target: LlamaForCausalLM, tmp_pat
     values = [costs.verify_seconds(width) for width in range(1, 20)]
     assert values == sorted(values)
     assert values[0] > 0
+    assert measure_costs(tiny_target, DraftModel(make_llama(1)), widest=2, verify={1: 5.0}).verify == {1: 5.0}
     costs.save(tmp_path / "costs.json")
     assert Costs.load(tmp_path / "costs.json") == costs
     (tmp_path / "costs.json").write_text('{"verify": {}}')

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+from conftest import make_llama
 from torch import nn
 
 from draftsmith.decode.costs import Costs
@@ -12,6 +14,10 @@ from draftsmith.eval.forecast.expected_rounds import ExpectedRounds
 from draftsmith.eval.forecast.forecast import numbers, timing_errors
 from draftsmith.eval.forecast.hardware import ALONE as TARGET_ALONE
 from draftsmith.eval.forecast.hardware import LENGTHS, CostModel, DrafterSeconds, _means, _profile
+from draftsmith.heads import HEADS
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_model import EarlyExit
+from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
 
 TEXTS, TIMINGS, TRIALS = 40, 6, 1000
 NOISE = 0.04
@@ -93,7 +99,7 @@ def test_a_shared_processor_slows_short_and_long_passes_by_the_same_share() -> N
     """Taken away for 4 ms in every 4 ms of work: short passes are slow now and then, long ones always."""
     timed = {TARGET_ALONE: taken([1, 1, 1, 5, 1, 1, 1, 5]), **{("", n): [] for n in LENGTHS}}
     timed["", 8] = taken([8, 8], drafted=8)
-    found = _profile(_means({1: timed}, []))
+    found = _profile(_means({1: timed}, {}))
     assert found.alone[1] == 0.002, "1 ms alone; its median would say 1 ms"
     assert found.verify[1] == {1: 0.002, 9: 0.008}, "4 ms alone"
 
@@ -103,11 +109,55 @@ def test_a_pause_counts_in_the_turn_that_it_hits(monkeypatch: pytest.MonkeyPatch
     quiet = {TARGET_ALONE: taken([1, 1, 1, 1]), **{("", n): taken([1], n) for n in LENGTHS}}
     paused = quiet | {TARGET_ALONE: taken([1, 1, 1, 7])}, quiet | {("", 1): taken([7], 1)}
     monkeypatch.setattr(hardware, "_timed", lambda *_: [*paused, *[quiet] * (hardware.TURNS - 2)])
-    monkeypatch.setattr(hardware, "measure_costs", lambda *_: Costs({1: 1.0}, {1: 0.1}))
-    found = hardware.measure_hardware(nn.Identity(), {}, [], draft_length=1, sampling=Sampling(0.0))
+    monkeypatch.setattr(hardware, "measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
+    costs = hardware.pass_costs(nn.Identity(), {})
+    found = hardware.measure_hardware(nn.Identity(), {}, [], costs, draft_length=1, sampling=Sampling(0.0))
     assert np.isclose(found.alone[1], (4 * hardware.TURNS + 6) / (4 * hardware.TURNS) / 1000)
     assert np.isclose(found.verify[1][2], (hardware.TURNS + 6) / hardware.TURNS / 1000)
     assert [repeat.alone[1] for repeat in found.repeats] == [0.0025, *[0.001] * (hardware.TURNS - 1)]
+
+
+def test_a_network_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a hybrid adds to its drafter are copies, which the rounds here do not have."""
+
+    class Own(Drafter):
+        """A user's, of which nothing is known."""
+
+        type = "own"
+
+    target = make_llama(num_hidden_layers=3)
+    torch.manual_seed(0)
+    one, other = (HEADS["mtp"].from_target(target) for _ in range(2))
+    wider = HEADS["mtp"].from_target(target, train_steps=1 + one.config()["train_steps"])
+    wider.load_state_dict(one.state_dict())
+    drafters: dict[str, Drafter] = {
+        "one": one,
+        "hybrid": Hybrid(one, SuffixRetrieval()),
+        "other": other,
+        "wider": wider,
+        "shallow": EarlyExit(target, layers=1),
+        "deep": EarlyExit(target, layers=2),
+        "own": Own(),
+        "another of them": Own(),
+        "copies": SuffixRetrieval(),
+    }
+    timed: set[int] = set()
+
+    class Recording(hardware.TimedVariant):
+        def rounds(self, *_: object) -> list[Round]:
+            timed.add(id(self.drafter))
+            return taken([2 + self.draft_length], self.draft_length, drafting=1)
+
+    monkeypatch.setattr(hardware, "TimedVariant", Recording)
+    monkeypatch.setattr(hardware, "measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
+    costs = hardware.pass_costs(target, drafters)
+    found = hardware.measure_hardware(target, drafters, ["text"], costs, draft_length=2, sampling=Sampling(0.0))
+    computing = drafters.keys() - {"hybrid", "copies"}
+    assert costs.keys() == computing | {""}
+    assert {name for name, drafter in drafters.items() if id(drafter) in timed} == computing
+    assert found.drafters.keys() == drafters.keys() - {"copies"}
+    assert found.drafters["hybrid"] == found.drafters["one"]
+    assert all(repeat.drafters.keys() == found.drafters.keys() for repeat in found.repeats)
 
 
 def test_each_turn_times_all_arms_on_other_texts() -> None:
@@ -130,8 +180,9 @@ def test_every_timed_draft_length_costs_its_own_mean() -> None:
     timed = {TARGET_ALONE: taken([10, 10]), **{("", n): taken([10 + n], n) for n in LENGTHS}}
     timed |= {("d", n): taken([10 + 2 * n - 1, 10 + 2 * n + 1], n, drafting=3 * n, after=n) for n in (1, 2, 4)}
     timed["free", 2] = taken([11], 2)
-    found = _profile(_means({1: timed}, ["d", "free"]))
+    found = _profile(_means({1: timed}, {"d": "d", "same": "d", "free": "free"}))
     for length in (1, 2, 3, 4):
-        assert np.isclose(found.round_seconds("d", length, length, 1), (10 + 6 * length) / 1000)
+        for name in ("d", "same"):
+            assert np.isclose(found.round_seconds(name, length, length, 1), (10 + 6 * length) / 1000)
     assert np.isclose(found.round_seconds("d", 5, 2, 1), (15 + 10) / 1000), "a tree of two levels: wider, not deeper"
     assert found.round_seconds("free", 2, 2, 1) == 0.012, "drafting takes no time back"

@@ -287,7 +287,7 @@ def test_hardware_is_timed_with_the_cuts_of_the_forecast(
     monkeypatch.setattr("draftsmith.eval.forecast.hardware.Processors", Recording)
     monkeypatch.setattr("draftsmith.eval.forecast.hardware.LENGTHS", (1,))
     monkeypatch.setattr("draftsmith.eval.forecast.hardware.TURNS", 2)
-    monkeypatch.setattr("draftsmith.eval.forecast.hardware.measure_costs", lambda *_: Costs({1: 1.0}, {1: 0.1}))
+    monkeypatch.setattr("draftsmith.eval.forecast.hardware.measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
     settings = ForecastSettings("t", {"d": "x"}, "p", temperatures=(0.7,), top_k=5, top_p=0.9, max_new_tokens=8)
     forecast(target, {"d": EarlyExit(target, layers=2)}, PROMPTS, settings)
     assert applied
