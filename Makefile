@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 LOWEST := .venv-lowest
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# pip would compile every file of every package, one after another; Python compiles what is imported, and keeps it.
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+export PYTHONDONTWRITEBYTECODE :=
 
 # Tests run in as many processes as there are cores, four at most, each with one thread of torch.
 WORKERS := OMP_NUM_THREADS=1
@@ -64,7 +66,7 @@ $(LOWEST)/.installed: pyproject.toml
 	@echo "Installing the lower bounds of every dependency into $(LOWEST)"
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(PYTHON) tests/lower_bounds.py > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/pip --disable-pip-version-check install --quiet --constraint $(LOWEST)/constraints.txt --editable ".[dev]"
+	$(LOWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --constraint $(LOWEST)/constraints.txt --editable ".[dev]"
 	@touch $@
 
 clean:

@@ -24,12 +24,14 @@ from draftsmith.eval.run import measure, show
 from draftsmith.eval.settings import Settings
 from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal
-from draftsmith.train.run_folder import metrics_of, read_metrics
+from draftsmith.train.recipe import load_recipe
+from draftsmith.train.run_folder import is_finished, metrics_of, read_metrics
+from draftsmith.train.trainer import train
 
 TITLE = "Quickstart: two drafters for the embedded target"
 RECIPES = {"draft_model": "quickstart/draft_model", "mtp": "quickstart/mtp"}
-PROMPTS, NEW_TOKENS, REPEATS = 16, 80, 3
-FORECAST_PROMPTS, LONGEST_DRAFT, TREE = 6, 6, "tree:widths=2x1x1"
+PROMPTS, NEW_TOKENS, REPEATS = 10, 64, 2
+FORECAST_PROMPTS, LONGEST_DRAFT, TREE = 4, 6, "tree:widths=2x1x1"
 
 
 def quickstart(out: Path) -> None:
@@ -108,16 +110,20 @@ def _write_cards(evaluation: Evaluation, trained: dict[str, str]) -> None:
         write_card(Path(path), *written)
 
 
-def _launch(recipe: str, output: Path) -> None:
-    """Train in one process of accelerate's launcher, as a user would."""
+def _launch(name: str, output: Path) -> None:
+    """Train in one process of accelerate's launcher, as a user would, unless an earlier call has."""
+    recipe = load_recipe(name, [f"output={output}"])
+    if is_finished(recipe):
+        train(recipe)  # which says so; a process of its own would take ten seconds for it
+        return
     where = [] if torch.cuda.is_available() else ["--cpu"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", *where]
     # By default accelerate gives each process one thread, as for several processes on one machine.
     command += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]
-    result = subprocess.run([*command, "-m", "draftsmith.train", recipe, f"output={output}"], check=False)
+    result = subprocess.run([*command, "-m", "draftsmith.train", name, f"output={output}"], check=False)
     if result.returncode:
-        raise DraftsmithError(f"training {recipe} stopped with exit code {result.returncode}; its message is above")
+        raise DraftsmithError(f"training {name} stopped with exit code {result.returncode}; its message is above")
 
 
 @contextmanager
