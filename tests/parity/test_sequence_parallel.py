@@ -61,7 +61,7 @@ def test_three_processes_share_texts(tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(tmp_path)]
     started = [subprocess.Popen(command, env=rank, stderr=subprocess.PIPE, text=True) for rank in ranks]
     said = [process.communicate()[1] for process in started]
-    assert [process.returncode for process in started] == [0] * COUNT, said[0][-3000:]
+    assert [process.returncode for process in started] == [0] * COUNT, [words[-1500:] for words in said]
 
 
 def test_drafters_that_cannot_divide_a_text_are_refused() -> None:
@@ -105,3 +105,4 @@ if __name__ == "__main__":
     )
     require_parts(dist.get_rank())
     dist.barrier()
+    dist.destroy_process_group()  # else gloo's threads abort some processes at their end: 5 of 75
