@@ -21,11 +21,11 @@ from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.observer import Observer
 from draftsmith.decode.policies.base import FixedPolicy, Policy
-from draftsmith.decode.proposal import Proposal, read_outcomes
+from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
-from draftsmith.decode.verification import Rule, VerifyResult, takes_mixed, verify, verify_batch, verify_greedy
+from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_batch, verify_greedy
 from draftsmith.heads.base import Drafter, Level, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 
@@ -236,10 +236,9 @@ class DecodeLoop:
             results = [] if empty else self._one_by_one(self._rule, scores_BQV.softmax(-1), proposal)
         else:
             outcomes, p_BQV = [], scores_BQV.softmax(-1)
-            for group in proposal.groups(self._rngs, self._device, mixed=takes_mixed(self._rule)):
-                rows, batch, draws = group
-                p_BPV = p_BQV if len(rows) == len(self.texts) else p_BQV[rows, : len(batch) + 1]
-                outcomes.append((group, verify_batch(self._rule, p_BPV, batch, draws)))
+            for group in proposal.groups(self._rngs, self._device, self._rule):
+                _, batch, draws = group
+                outcomes.append((group, verify_batch(self._rule, p_of(group, p_BQV), batch, draws)))
             results, empty = read_outcomes(outcomes, proposal, self._rngs, empty_B1)
         if empty:
             self._processors.raise_empty(logits_BQV.flatten(0, 1), self._contexts(proposal))

@@ -12,12 +12,14 @@ from draftsmith.decode.draws import Draws, SeededDraws, draws_of
 from draftsmith.decode.fixed_drafts import contexts_of
 from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.sampling import Rng, SeededRng
-from draftsmith.decode.verification import Outcome, TargetTokens, VerifyResult
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, path_to
+from draftsmith.decode.verification import Outcome, Rule, TargetTokens, VerifyResult, takes_mixed, takes_united
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, path_to, united
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
 
 NO_DRAFT = Draft()
+CHAIN, TREES = "drawn chain", ("trees without replacement", "trees with replacement")
+"""Kinds of drawn drafts that are verified together."""
 Group = tuple[list[int], DraftBatch | MixedBatch, Draws]
 """Rows whose drafts are verified together, the drafts and the random draws of these rows."""
 
@@ -112,28 +114,37 @@ class Proposal:
         self._slots_of_text = [[self._slots[node] for node in nodes] for _, nodes in drafts]
         return self._drafts
 
-    def groups(self, rngs: Sequence[Rng], device: torch.device, *, mixed: bool) -> list[Group]:
-        """Return drafts that are verified together, with their rows: those of one shape, and drawn chains.
-
-        `mixed`: chosen drafts of different shapes are verified together, too.
-        """
+    def groups(self, rngs: Sequence[Rng], device: torch.device, rule: Rule | None) -> list[Group]:
+        """Return drafts that `rule` verifies together, with their rows: those of one shape, drawn chains, and more."""
         if self.batch is not None:
             draws = self._draws or draws_of(rngs, 2 * len(self.batch) + 2, device)
             return [(list(range(len(rngs))), self.batch, draws)]
         by_kind: dict[Hashable, list[int]] = {}
         for row, draft in enumerate(self.drafts):
-            by_kind.setdefault(_kind(draft, mixed=mixed), []).append(row)
+            by_kind.setdefault(_kind(draft, rule), []).append(row)
         groups = []
-        for kind, rows in by_kind.items():
-            drafts = [self.drafts[row] for row in rows]
-            if kind == "chain":
-                batch = DraftBatch.of_chains(drafts, device)
-            elif len({draft.parents for draft in drafts}) == 1:
-                batch = DraftBatch.of(drafts, device)
-            else:
-                batch = MixedBatch(drafts, device)
-            groups.append((rows, batch, draws_of([rngs[row] for row in rows], 2 * len(batch) + 2, device)))
+        for kind, of_kind in by_kind.items():
+            for rows in self._alike(of_kind) if kind in TREES else [of_kind]:
+                drafts = [self.drafts[row] for row in rows]
+                if kind == CHAIN:
+                    batch = DraftBatch.of_chains(drafts, device)
+                elif len({draft.parents for draft in drafts}) == 1:
+                    batch = DraftBatch.of(drafts, device)
+                else:
+                    batch = DraftBatch.of_trees(drafts, device) if kind in TREES else MixedBatch(drafts, device)
+                groups.append((rows, batch, draws_of([rngs[row] for row in rows], 2 * len(batch) + 2, device)))
         return groups
+
+    def _alike(self, rows: list[int]) -> list[list[int]]:
+        """Return rows of drawn trees in parts whose shapes together have at most twice the nodes of the largest one.
+
+        A part holds p and q [V] of all these nodes for each of its texts.
+        """
+        shapes = [self.drafts[row].parents for row in rows]
+        if len(united(shapes)[0]) <= 2 * max(map(len, shapes)):
+            return [rows]
+        rows = sorted(rows, key=lambda row: self.drafts[row].parents)
+        return self._alike(rows[: len(rows) // 2]) + self._alike(rows[len(rows) // 2 :])
 
     def read_slots(self, row: int, path: Sequence[int]) -> list[int]:
         """Return the slots of those nodes on a path of a text that the drafter has read."""
@@ -144,11 +155,34 @@ class Proposal:
         return [slot for slot in slots if slot is not None]
 
 
-def _kind(draft: Draft, *, mixed: bool) -> Hashable:
+def _kind(draft: Draft, rule: Rule | None) -> Hashable:
     """Return a value that is equal for drafts that are verified together; see `Proposal.groups`."""
     if isinstance(draft, DrawnDraft) and draft.tokens:
-        return "chain" if draft.is_chain else (draft.parents, draft.replacement)
-    return "chosen" if mixed and draft.tokens else draft.parents
+        if draft.is_chain:
+            return CHAIN
+        return TREES[draft.replacement] if takes_united(rule) else (draft.parents, draft.replacement)
+    return "chosen" if takes_mixed(rule) and draft.tokens else draft.parents
+
+
+def p_of(group: Group, p_BQV: Tensor) -> Tensor:
+    """Return the target's distributions at the places of a group's batch, from those at the places of all drafts."""
+    rows, batch, _ = group
+    if batch.own is not None:
+        places = [[0, *(node + 1 for node in nodes)] for nodes in batch.own]
+        rows_B1 = torch.tensor(rows, device=p_BQV.device)[:, None]
+        return p_BQV[rows_B1, torch.tensor(places, device=p_BQV.device)]
+    return p_BQV if len(rows) == len(p_BQV) else p_BQV[rows, : len(batch) + 1]
+
+
+def result_of(
+    outcome: Outcome, batch: DraftBatch | MixedBatch, number: int, values: Sequence[float], draft: Draft
+) -> VerifyResult:
+    """Return the result for the text of this number in a batch, from its packed values."""
+    result = outcome.result(values, draft)
+    if batch.own is None:
+        return result
+    path = tuple(batch.own[number][node] for node in result.path)
+    return VerifyResult(path, result.next_token, result.overlap)
 
 
 def read_outcomes(
@@ -172,17 +206,17 @@ def read_outcomes(
         proposal.read([row[widest - len(proposal.batch) :] for row in values])
     results: dict[int, VerifyResult] = {}
     empty, place = False, iter(values)
-    for (rows, _, draws), outcome in outcomes:
+    for (rows, batch, draws), outcome in outcomes:
         columns, seeded = outcome.columns, isinstance(draws, SeededDraws)
         counted = isinstance(draws, SeededDraws) and draws.made_B is not None
         made = draws.made if isinstance(draws, SeededDraws) else 0
         along = isinstance(outcome, TargetTokens)
-        for row in rows:
+        for number, row in enumerate(rows):
             of_row = next(place)
             empty = empty or (empty_B1 is not None and of_row[columns + counted] > 0)
             if empty:
                 continue
-            result = results[row] = outcome.result(of_row, proposal.drafts[row])
+            result = results[row] = result_of(outcome, batch, number, of_row, proposal.drafts[row])
             if seeded:
                 made = int(of_row[columns]) if counted else made
                 # Of the draws along a path, those up to the token after it count.

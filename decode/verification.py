@@ -43,6 +43,8 @@ class Rule:
     takes: str
     """The drafts that `fits` accepts, in words."""
     lossless: bool = True
+    compares: bool = False
+    """Whether it compares p with q, and so verifies drawn trees of different shapes as parts of one tree."""
     batched: VerifyBatch | None = None
     single: Verify | None = None
 
@@ -86,18 +88,21 @@ RULES: dict[str, Rule] = {
             "siblings-iid",
             lambda draft: _drawn(draft, replacement=True),
             "a tree whose siblings were drawn independently from q",
+            compares=True,
             batched=_ratio_rule(siblings_iid_rule),
         ),
         Rule(
             "siblings-without-replacement",
             lambda draft: _drawn(draft, replacement=False),
             "a tree whose siblings were drawn from q without replacement",
+            compares=True,
             batched=_ratio_rule(siblings_without_replacement_rule),
         ),
         Rule(
             "traversal",
             lambda draft: _drawn(draft, replacement=False),
             "a tree whose siblings were drawn from q without replacement",
+            compares=True,
             batched=_ratio_rule(traversal_rule),
         ),
         Rule("typical", lambda draft: True, "any draft", lossless=False, batched=typical_rule),
@@ -124,6 +129,11 @@ def best_rule(draft: Draft | DraftBatch) -> Rule:
 def takes_mixed(rule: Rule | None) -> bool:
     """Return whether chosen drafts of different shapes can be verified together."""
     return rule is None or rule.batched is point_mass_rule
+
+
+def takes_united(rule: Rule | None) -> bool:
+    """Return whether drawn trees of different shapes can be verified together, as parts of one tree."""
+    return rule is None or rule.compares
 
 
 def verify_batch(rule: Rule | None, p_BPV: Tensor, draft: DraftBatch | MixedBatch, draws: Draws) -> Outcome:
@@ -168,6 +178,7 @@ __all__ = [
     "best_rule",
     "rule_named",
     "takes_mixed",
+    "takes_united",
     "verify",
     "verify_batch",
     "verify_greedy",

@@ -7,10 +7,10 @@
     typical                                       any draft; LOSSY: texts are not distributed as the target's
     greedy                                        any draft under greedy decoding: the target's argmax
 
-A rule verifies the drafts of B texts that have one shape, on the device: it reads no value, so a round needs one
-transfer to the host, that of the packed outcome. The point-mass rule takes drafts of different shapes, too. `p_BPV` is
-always [B, N + 1, V]: place 0 holds the target's distribution after the last committed token, place i + 1 the one after
-draft node i.
+A rule verifies the drafts of B texts that have one shape, or parts of one, on the device: it reads no value, so a round
+needs one transfer to the host, that of the packed outcome. The point-mass rule takes drafts of different shapes, too.
+`p_BPV` is always [B, N + 1, V]: place 0 holds the target's distribution after the last committed token, place i + 1 the
+one after draft node i.
 """
 
 from collections.abc import Sequence

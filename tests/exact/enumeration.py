@@ -10,9 +10,9 @@ from torch import Tensor
 
 from draftsmith.decode.draws import RowDraws
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.proposal import Proposal
+from draftsmith.decode.proposal import Proposal, p_of, result_of
 from draftsmith.decode.sequence import DecodeSequence
-from draftsmith.decode.verification import Rule, VerifyResult, takes_mixed, verify_batch
+from draftsmith.decode.verification import Rule, VerifyResult, verify_batch
 from draftsmith.heads.draft_tree import Draft, DraftBatch
 
 Tokens = tuple[int, ...]
@@ -122,10 +122,11 @@ def verified_together(
         # Places that a text does not have hold p of its last one, which must not count.
         p = [cases[number][0] for number, _ in rows]
         p_BQV = torch.stack([torch.cat([p_PV, p_PV[-1:].expand(widest - len(p_PV), -1)]) for p_PV in p])
-        for own, batch, draws in Proposal(drafts).groups(rngs, cpu, mixed=takes_mixed(rule)):
-            outcome = verify_batch(rule, p_BQV[own, : len(batch) + 1], batch, draws)
-            for row, values in zip(own, outcome.packed().tolist(), strict=True):
-                yield rngs[row].weight, rows[row][0], outcome.result(values, drafts[row])
+        for group in Proposal(drafts).groups(rngs, cpu, rule):
+            own, batch, draws = group
+            outcome = verify_batch(rule, p_of(group, p_BQV), batch, draws)
+            for place, (row, values) in enumerate(zip(own, outcome.packed().tolist(), strict=True)):
+                yield rngs[row].weight, rows[row][0], result_of(outcome, batch, place, values, drafts[row])
         pending += [(number, path) for (number, _), rng in zip(rows, rngs, strict=True) for path in rng.alternatives]
 
 

@@ -130,6 +130,9 @@ MIXTURES: dict[str, tuple[str | None, dict[str, Policy]]] = {
     "point-mass": ("point-mass", CHOSEN_AND_CHAIN),
     "chosen": (None, CHOSEN_TREES),
     "chains and chosen": (None, CHOSEN_AND_CHAIN),
+    "drawn": (None, DRAWN_TREES),
+    "drawn, siblings": ("siblings-without-replacement", DRAWN_TREES),
+    "drawn independently": (None, IID_TREES),
     "drawn and chosen": (None, {"optimal": DRAWN_TREES["optimal"], **CHOSEN_TREES}),
 }
 

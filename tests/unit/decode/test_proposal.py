@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from draftsmith.decode.draws import draws_of
-from draftsmith.decode.proposal import NO_DRAFT, Proposal, read_outcomes
+from draftsmith.decode.proposal import NO_DRAFT, Proposal, p_of, read_outcomes
 from draftsmith.decode.sampling import SeededRng
-from draftsmith.decode.verification import RULES, takes_mixed, verify_batch
-from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, Drawing
+from draftsmith.decode.verification import RULES, verify_batch
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Drawing, united
 
 VOCAB = 7
 CPU = torch.device("cpu")
@@ -30,25 +30,51 @@ def drawn_chain(length: int, seed: int) -> Draft:
     return drawing.draft()
 
 
+def drawn_tree(parents: tuple[int, ...], seed: int, *, replacement: bool) -> Draft:
+    """Return a tree whose siblings are not numbered one after the other: (ROOT, 0, ROOT) among others."""
+    drawing, q = Drawing(SeededRng(seed).categorical, replacement=replacement), distributions(len(parents) + 1)
+    for parent in parents:
+        drawing.add(parent, q[parent + 1])
+    return drawing.draft()
+
+
+def drawn_trees(seed: int, *, replacement: bool) -> list[Draft]:
+    shapes = [(ROOT, ROOT, 0), (ROOT, 0, ROOT, 1), (ROOT, ROOT, ROOT, 1, 1), (ROOT, 0, 0, ROOT, 3, 3)]
+    return [drawn_tree(shape, seed + row, replacement=replacement) for row, shape in enumerate(shapes)]
+
+
+def some_drafts(kind: str, seed: int) -> list[Draft]:
+    chains = [*(drawn_chain(length, seed + length) for length in (3, 1, 4)), NO_DRAFT]
+    trees = [tree for way in kind.split("+") for tree in drawn_trees(seed, replacement=way == "iid")]
+    return chains + (CHOSEN if kind == "chosen" else trees)
+
+
 @pytest.mark.parametrize(
-    ("rule", "calls"), [(None, 3), ("point-mass", 3), ("typical", 6)], ids=["best", "point-mass", "typical"]
+    ("kind", "rule", "calls"),
+    [
+        ("chosen", None, 3),
+        ("chosen", "point-mass", 3),
+        ("chosen", "typical", 6),
+        ("drawn", None, 3),
+        ("drawn", "siblings-without-replacement", 3),
+        ("iid", None, 3),
+        ("drawn+iid", None, 4),
+        ("drawn", "point-mass", 6),
+    ],
 )
-def test_results_are_those_of_each_draft_alone(rule: str | None, calls: int) -> None:
-    """Drawn chains in one call, chosen drafts in another, and texts without a draft in a third one."""
+def test_results_are_those_of_each_draft_alone(kind: str, rule: str | None, calls: int) -> None:
+    """Drawn chains in one call, chosen drafts or drawn trees in another, and texts without a draft in a third one."""
     torch.manual_seed(0)
     chosen_rule, accepted = rule and RULES[rule], 0
     for trial in range(20):
-        drafts = [*(drawn_chain(length, 10 * trial + length) for length in (3, 1, 4)), NO_DRAFT, *CHOSEN]
+        drafts = some_drafts(kind, 10 * trial)
         widest = 1 + max(map(len, drafts))
         p_BQV = distributions(len(drafts) * widest).unflatten(0, (len(drafts), widest))
         together, alone = ([SeededRng(100 * trial + row) for row in range(len(drafts))] for _ in range(2))
         proposal = Proposal(drafts)
-        groups = proposal.groups(together, CPU, mixed=takes_mixed(chosen_rule))
+        groups = proposal.groups(together, CPU, chosen_rule)
         assert len(groups) == calls
-        outcomes = [
-            (group, verify_batch(chosen_rule, p_BQV[group[0], : len(group[1]) + 1], group[1], group[2]))
-            for group in groups
-        ]
+        outcomes = [(group, verify_batch(chosen_rule, p_of(group, p_BQV), *group[1:])) for group in groups]
         results, _ = read_outcomes(outcomes, proposal, together, None)
         for row, (draft, result) in enumerate(zip(drafts, results, strict=True)):
             batch = DraftBatch.of([draft])
@@ -60,3 +86,26 @@ def test_results_are_those_of_each_draft_alone(rule: str | None, calls: int) -> 
             assert torch.equal(together[row].block(9), alone[row].block(9)), "the same numbers were drawn"
             accepted += result.accepted
     assert accepted > 20
+
+
+def test_trees_that_have_little_in_common_are_verified_apart() -> None:
+    """Together they would need p and q of more than twice the nodes of the largest one."""
+    wide, deep = tuple([ROOT] * 6), (ROOT, 0, 1, 2, 3, 4, 4)
+    both = [wide, deep, (ROOT, 0, ROOT), deep]
+    drafts = [drawn_tree(shape, row, replacement=True) for row, shape in enumerate(both * 3)]
+    assert len(united([wide, deep])[0]) == len(wide) + len(deep) - 1 <= 2 * len(deep)
+    rngs = [SeededRng(row) for row in range(len(drafts))]
+    assert len(Proposal(drafts).groups(rngs, CPU, None)) == 1
+    other = (ROOT, ROOT, 1, 1, 1, 1, 1)
+    drafts += [drawn_tree(other, 40 + row, replacement=True) for row in range(3)]
+    rngs += [SeededRng(row) for row in range(3)]
+    groups = Proposal(drafts).groups(rngs, CPU, None)
+    assert sorted(row for rows, _, _ in groups for row in rows) == list(range(len(drafts)))
+    assert 1 < len(groups) < 4
+    assert all(len(batch) <= 2 * max(len(drafts[row]) for row in rows) for rows, batch, _ in groups)
+
+
+def test_the_smallest_shape_that_contains_others() -> None:
+    parents, own = united([(ROOT, ROOT, 0), (ROOT, 0, ROOT, 1)])
+    assert parents == (ROOT, ROOT, 0, 2)
+    assert own == [[0, 1, 2, NO_NODE], [0, 2, 1, 3]]
