@@ -83,6 +83,7 @@ def capability_of(model: PreTrainedModel) -> Capability:
     """
     if model in _KNOWN:
         return _KNOWN[model]
+    Attention.of(model)  # other implementations are refused before all ways of running the model are tried with them
     best: tuple[Capability, Passes] | None = None
     refused: ConfigError | None = None
     ways = _ways(model)

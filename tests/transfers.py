@@ -107,7 +107,7 @@ class _Tracker:
 
     def read(self, operation: str) -> None:
         if not self._paused:
-            self._reads.append(Read(operation, _place()))
+            self._reads.append(Read(operation, line_of_package()))
 
 
 class _Operators(TorchDispatchMode):
@@ -120,7 +120,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         holds = self._tracker.holds
-        if not any(map(holds, _tensors(args, *kwargs.values()))):
+        if not any(map(holds, tensors_in(args, *kwargs.values()))):
             return func(*args, **kwargs)
         with self:  # under inference_mode, `item` and others arrive here before they are taken apart
             out = func.decompose(*args, **kwargs)
@@ -130,7 +130,7 @@ class _Operators(TorchDispatchMode):
         if to_host or self._reads(func, args, kwargs):
             self._tracker.read(func.overloadpacket.__name__)
         out = func(*args, **kwargs)
-        for tensor in () if to_host else _tensors(out):
+        for tensor in () if to_host else tensors_in(out):
             self._tracker.put(tensor)
         return out
 
@@ -159,7 +159,7 @@ class _Calls(TorchFunctionMode):
         if func is Tensor.to:
             return self._move(args, kwargs)
         if func in FROM_LISTS and not isinstance(args[0], Tensor):
-            for _ in filter(tracker.holds, _tensors(args[0])):
+            for _ in filter(tracker.holds, tensors_in(args[0])):
                 tracker.read("tensor of tensors")
         out = func(*args, **kwargs)
         if _is_device(kwargs.get("device")) and isinstance(out, Tensor):
@@ -187,13 +187,13 @@ class _Calls(TorchFunctionMode):
         return out
 
 
-def _tensors(*values: object) -> Iterator[Tensor]:
+def tensors_in(*values: object) -> Iterator[Tensor]:
     """Yield the tensors among `values` and in lists and tuples inside them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(*value)
+            yield from tensors_in(*value)
 
 
 def _is_mask(index: object) -> bool:
@@ -205,7 +205,7 @@ def _is_device(device: object) -> bool:
     return isinstance(device, torch.device)
 
 
-def _place() -> str:
+def line_of_package() -> str:
     """Return file and line of the innermost frame in draftsmith, or else of the innermost one outside torch."""
     outside, frame = "", sys._getframe(1)
     while frame is not None:

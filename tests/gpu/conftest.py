@@ -1,21 +1,31 @@
-"""The device that these tests run on. `DRAFTSMITH_TEST_DEVICE=cpu` runs the same tests on the CPU."""
+"""The device that these tests run on. `DRAFTSMITH_TEST_DEVICE=cpu` runs the same tests on the CPU.
+
+`DRAFTSMITH_TEST_DEVICE=pretended` does, too, and fails where an operator would find tensors of two devices on a GPU.
+"""
 
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from gpu.families import target_model
 from transformers import LlamaForCausalLM
+from two_places import two_places
 
 
 @pytest.fixture(autouse=True)
-def device() -> torch.device:
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The GPU, with products in float32 that are not rounded to TF32; without one the test is skipped."""
-    wanted = torch.device(os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda"))
+    name = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
+    wanted = torch.device("cpu" if name == "pretended" else name)
     if wanted.type == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU here; DRAFTSMITH_TEST_DEVICE=cpu runs this test on the CPU")
+    if name == "pretended" and "compiled" in request.node.name:
+        pytest.skip("torch compiles nothing while operators are watched")
     torch.set_float32_matmul_precision("highest")
-    return wanted
+    with two_places() if name == "pretended" else nullcontext():
+        yield wanted
 
 
 @pytest.fixture

@@ -1,0 +1,96 @@
+"""Every family decodes and learns where the host and the device of the models are told apart, as on a GPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu.families import FAMILIES, PROMPTS, make_drafter, target_model
+from gpu.test_training import batch_on
+from torch import Tensor, nn
+from transformers import RepetitionPenaltyLogitsProcessor
+from two_places import OtherPlace, two_places
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.distill.objective import Objective
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.train.step import AgreementStep, Last
+
+DEVICE = torch.device("cpu")
+PENALTY = RepetitionPenaltyLogitsProcessor(1.3)
+HOST = torch.tensor([[0, 1], [1, 1]])
+
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "sum": lambda x: x + HOST,
+    "cat": lambda x: torch.cat([x, HOST.float()]),
+    "stack of a number": lambda x: torch.stack([x.sum(), torch.tensor(1.0)]),
+    "where": lambda x: torch.where(HOST > 0, x, 0.0),
+    "gather": lambda x: x.gather(1, HOST),
+    "embedding": lambda x: nn.functional.embedding(HOST, x),
+    "in place": lambda x: torch.zeros(2, 2).add_(x),
+    "a copy on the host": lambda x: x * x.cpu(),
+    "a copy by name": lambda x: x * x.to("cpu"),
+    "values by index": lambda x: x.clone().index_put_((HOST[0],), torch.ones(2, 2)),
+    "like the host": lambda x: x + torch.ones_like(HOST),
+    "of a view": lambda x: x.t()[0] + HOST.float()[0],
+}
+ACCEPTED: dict[str, Callable[[Tensor], object]] = {
+    "number": lambda x: x * torch.tensor(2.0),
+    "index": lambda x: x[HOST[0]],
+    "assignment by index": lambda x: x.clone().index_put_((HOST[0],), x),
+    "upload": lambda x: x + torch.tensor([1.0, 2.0], device=x.device),
+    "move": lambda x: x + HOST.to(x.device),
+    "move to another": lambda x: x + HOST.to(x),
+    "copy": lambda x: torch.zeros_like(x).copy_(HOST),
+    "copy to the host": lambda x: torch.zeros(2, 2).copy_(x) + HOST,
+    "new": lambda x: torch.cat([x, x.new_tensor([[1, 2]]), x.new_zeros(1, 2)]),
+    "like": lambda x: x + torch.zeros_like(x),
+    "generated": lambda x: x + torch.rand(2, 2, generator=torch.Generator()).to(x.device),
+    "host": lambda x: HOST + torch.ones(2),
+}
+
+
+def weights() -> Tensor:
+    return nn.Linear(2, 2).to(DEVICE).weight.detach()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tensors_of_two_places_are_refused(name: str) -> None:
+    with two_places(), pytest.raises(OtherPlace, match="is on the host, at "):
+        REFUSED[name](weights())
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_an_accelerator_takes_passes(name: str) -> None:
+    with two_places():
+        ACCEPTED[name](weights())
+
+
+def test_nothing_is_refused_outside() -> None:
+    move = nn.Module.to
+    with two_places():
+        weight = weights()
+    assert nn.Module.to is move
+    REFUSED["sum"](weight)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_decode(name: str) -> None:
+    with two_places():
+        target = target_model().to(DEVICE)
+        drafter = make_drafter(name, target)
+        for policy in ("chain:draft_length=3", "sampled-tree:width=3,depth=2", "dynamic-tree:size=6,depth=2,top_k=2"):
+            decoder = SpeculativeDecoder(target, drafter, policy=policy)
+            for temperature in (0.0, 1.0):
+                settings = {"max_new_tokens": 10, "eos_token_id": None, "top_p": 0.9, "logits_processor": [PENALTY]}
+                decoder.generate_batch(PROMPTS, temperature=temperature, **settings)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_learn(name: str) -> None:
+    with two_places():
+        target = target_model().to(DEVICE)
+        drafter = make_drafter(name, target, noise=0.1).train()
+        step = AgreementStep(drafter, Objective(dpace=0.5), OnlineTeacher(target, drafter.needs.layers))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = step(batch_on(DEVICE), 0.5, Last([0.4] * 8))[0]
+        loss.backward()
