@@ -203,13 +203,15 @@ def test_a_window_of_another_type_is_refused(window: object, tiny_target: LlamaF
         SpeculativeDecoder(tiny_target, DraftModel(draft)).generate([5, 6, 7], max_new_tokens=4)
 
 
-def test_other_attention_implementations_are_refused() -> None:
-    flash = make_llama()
-    flash.config._attn_implementation = "flex_attention"
+def test_other_attention_implementations_are_refused_before_they_run() -> None:
+    flex, ran = make_llama(), []
+    flex.config._attn_implementation = "flex_attention"
+    flex.register_forward_pre_hook(lambda *_: ran.append(1))
     with pytest.raises(
         ConfigError, match="attn_implementation='flex_attention'; expected sdpa, eager or flash attention"
     ):
-        SpeculativeDecoder(flash)
+        SpeculativeDecoder(flex)
+    assert not ran
 
 
 def test_eager_attention_gives_the_same_text(tiny_target: LlamaForCausalLM) -> None:
