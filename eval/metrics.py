@@ -1,9 +1,9 @@
 """The numbers of a report's row, from measured cells, with bootstrap intervals over prompts and repeats."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,6 +194,7 @@ def row_numbers(baseline: list[Measurement], speculative: list[Measurement], see
     draft = sum(cell.draft_seconds for cell in speculative) / seconds
     verify = sum(cell.verify_seconds for cell in speculative) / seconds
     texts = [text for cell in speculative for text in cell.texts]
+    tested = _summed([text.tested for text in texts], max((len(text.tested) for text in texts), default=0))
     return {
         "prompts": sum(map(len, spec.units)),
         "alpha": alpha(spec),
@@ -201,6 +202,7 @@ def row_numbers(baseline: list[Measurement], speculative: list[Measurement], see
         "speedup": float(np.median(ratios)),
         **intervals(base, spec, seed),
         "acceptance_at": acceptance_at((text.tested, text.accepted) for text in texts),
+        "tested_at": [int(count) for count in tested if count > 0],
         "baseline_tokens_per_second": float(np.median(speeds(base))),
         "tokens_per_second": float(np.median(speeds(spec))),
         "draft_share": draft,
@@ -220,11 +222,30 @@ def acceptance_at(texts: Iterable[tuple[Sequence[float] | NDArray, Sequence[floa
     `texts`: for each text the (expected) rounds that tested each position, and those that accepted it.
     """
     counts = list(texts)
-    tested_K, accepted_K = np.zeros((2, max((len(tested) for tested, _ in counts), default=0)))
-    for tested, accepted in counts:
-        tested_K[: len(tested)] += tested
-        accepted_K[: len(accepted)] += accepted
+    length = max((len(tested) for tested, _ in counts), default=0)
+    tested_K, accepted_K = (_summed(rows, length) for rows in ([t for t, _ in counts], [a for _, a in counts]))
     return [float(share) for share in ratio(accepted_K, tested_K)[tested_K > 0]]
+
+
+def _summed(rows: Sequence[Sequence[float] | NDArray], length: int) -> NDArray:
+    """Return the sum of rows of at most this length."""
+    sums_K = np.zeros(length)
+    for row in rows:
+        sums_K[: len(row)] += row
+    return sums_K
+
+
+FEW = 10
+"""Rounds; acceptance at a position that fewer have tested is left out of tables and pictures."""
+
+
+def often_tested(row: Mapping[str, Any]) -> list[float]:
+    """Return acceptance by draft position at those first positions that at least `FEW` rounds tested.
+
+    All positions, where no position was tested as often, or where an earlier version wrote the row without counts.
+    """
+    often = [count >= FEW for count in row.get("tested_at", ())]
+    return row["acceptance_at"][: often.index(False)] if any(often) and not all(often) else row["acceptance_at"]
 
 
 def expected_tau(alpha: float, draft_length: int) -> float:

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter, StrMethodFormatter
 
+from draftsmith.eval.metrics import often_tested
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import StoredRow
 from draftsmith.safe_text import printable
@@ -167,9 +168,10 @@ def plot_acceptance(rows: Rows) -> Plot:
         policies = distinct(row["policy"] for row in own)
         temperatures = distinct(row["temperature"] for row in own)
         for row in own:
+            accepted = often_tested(row)
             axis.plot(
-                range(1, len(row["acceptance_at"]) + 1),
-                row["acceptance_at"],
+                range(1, len(accepted) + 1),
+                accepted,
                 color=colour_of(row["policy"], policies),
                 linestyle=LINES[temperatures.index(row["temperature"]) % len(LINES)],
                 marker=MARKERS[policies.index(row["policy"]) % len(MARKERS)],

@@ -12,6 +12,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.evaluation import EVALUATION, Evaluation, read_evaluation
 from draftsmith.eval.journal import JOURNAL, SCHEMA, require_same, whole_lines
 from draftsmith.eval.learning_curve import outlook, time_split
+from draftsmith.eval.metrics import FEW, often_tested
 from draftsmith.eval.online import TITLES, online_cells, online_lines, plot_online
 from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.prompts import OVERALL
@@ -145,10 +146,12 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         if "greedy_identical" in row
     ]
     online = evaluation.online
-    deepest = max(len(row["acceptance_at"]) for row in overall)
+    accepted = [often_tested(row) for row in overall]
+    deepest = max(map(len, accepted))
     return {
         "headline": headline(evaluation.rows),
         "overall": overall,
+        "accepted": list(zip(overall, accepted, strict=True)),
         "by_category": [row for row in evaluation.rows if row["category"] != OVERALL],
         "chains": [row for row in overall if "expected_tau" in row],
         "diagnostics": _diagnostics(evaluation.rows),
@@ -158,7 +161,8 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "notes": evaluation.notes,
         "greedy": greedy,
         "positions": min(deepest, MOST_POSITIONS),
-        "more_positions": deepest > MOST_POSITIONS,
+        "more_positions": max(len(row["acceptance_at"]) for row in overall) > min(deepest, MOST_POSITIONS),
+        "few": FEW,
         "samples": evaluation.samples,
         "online": [] if online is None else online_lines(online),
         "online_titles": TITLES,

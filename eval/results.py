@@ -82,6 +82,8 @@ class StoredNumbers(TypedDict):
     speedup: Number
     speedup_interval: Bounds | None
     acceptance_at: list[Number]
+    tested_at: NotRequired[list[int]]
+    """Rounds that tested each of these positions; missing in files of versions before 0.2."""
     baseline_tokens_per_second: Number
     tokens_per_second: Number
     draft_share: Number

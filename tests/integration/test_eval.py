@@ -30,7 +30,7 @@ from draftsmith.hub.model_card import CardRequest, write_card
 
 ROW_KEYS = [
     *("drafter", "drafter_type", "temperature", "policy", "rule", "lossless", "category", "prompts"),
-    *("alpha", "tau", "acceptance_at"),
+    *("alpha", "tau", "acceptance_at", "tested_at"),
     *("baseline_tokens_per_second", "tokens_per_second", "speedup", "draft_share", "verify_share", "overhead_share"),
 ]
 

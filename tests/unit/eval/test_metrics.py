@@ -15,7 +15,7 @@ def test_row_numbers() -> None:
     row = row_numbers(*([cell(text, repeat=repeat) for repeat in range(2)] for text in (alone, drafted)))
     assert row["alpha"] == pytest.approx(2 / 3)
     assert row["tau"] == 2.0
-    assert row["acceptance_at"] == [0.5, 1.0]
+    assert (row["acceptance_at"], row["tested_at"]) == ([0.5, 1.0], [4, 2])
     assert (row["baseline_tokens_per_second"], row["tokens_per_second"], row["speedup"]) == (1.0, 2.0, 2.0)
     assert (row["draft_share"], row["verify_share"], row["overhead_share"]) == (0.25, 0.5, 0.25)
     assert (row["prompts"], row["prefill_seconds"]) == (1, 0.5)

@@ -133,8 +133,24 @@ def test_a_long_draft_has_its_first_positions_in_the_table(tmp_path: Path) -> No
         )
         assert header.endswith(f"| {columns} |")
         assert len({line.count("|") for line in (header + "|", short, long)}) == 1
-        assert ("The first 16 positions; eval.json has all." in text) == (deepest > 16)
+        more = "The first 16 positions, as far as 10 rounds tested them; eval.json has all."
+        assert (more in text) == (deepest > 16)
         assert len(read_evaluation(tmp_path)["rows"][1]["acceptance_at"]) == deepest
+
+
+def test_positions_that_few_rounds_tested_are_in_the_file_alone(tmp_path: Path) -> None:
+    """A hybrid's longest copies are so rare that their acceptance is 0 or 1."""
+    short = row(acceptance_at=[0.8, 0.7, 1.0, 0.0], tested_at=[90, 10, 9, 12])
+    rare = row(drafter="h", acceptance_at=[0.5, 1.0], tested_at=[9, 3])  # nothing was tested often: all is shown
+    write_report(evaluation([short, rare]), tmp_path, title="t")
+    table = (tmp_path / "report.md").read_text().split("given that all before it were accepted.")[1]
+    assert table.startswith(" The first 2 positions, as far as 10 rounds tested them; eval.json has all.")
+    first, second = [line for line in table.split("\n") if line.startswith(("| d |", "| h |"))][:2]
+    assert first.endswith("| 0.80 | 0.70 |")
+    assert second.endswith("| 0.50 | 1.00 |")
+    assert [each["tested_at"] for each in read_evaluation(tmp_path)["rows"]] == [[90, 10, 9, 12], [9, 3]]
+    (plot,) = (plot for plot in evaluation_plots([short]) if plot.name == "acceptance")
+    assert list(plot.figure.axes[0].lines[0].get_ydata()) == [0.8, 0.7]
 
 
 def test_draft_positions_are_plotted_from_one() -> None:
