@@ -1,7 +1,9 @@
 """A pretended accelerator: runs on the CPU fail where an accelerator would find tensors of different devices."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper
 from typing import Any, Literal
 
 import torch
@@ -43,6 +45,10 @@ def two_places() -> Iterator[None]:
     tensor of no dimensions may stay on the host, and so may the indices of a tensor.
     """
     places, move = _PLACES, nn.Module.to
+    for name, module in list(sys.modules.items()):
+        for value in vars(module).values() if name.startswith("draftsmith.") else ():
+            if isinstance(value, _lru_cache_wrapper):
+                value.cache_clear()  # masks and tables that were made outside, where no place was noted
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         move(module, *args, **kwargs)

@@ -11,6 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from two_places import OtherPlace, two_places
 
 from draftsmith import SpeculativeDecoder
+from draftsmith.decode.masks import tree_mask
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.step import AgreementStep, Last
@@ -71,6 +72,12 @@ def test_nothing_is_refused_outside() -> None:
         weight = weights()
     assert nn.Module.to is move
     REFUSED["sum"](weight)
+
+
+def test_masks_that_were_made_outside_are_made_again() -> None:
+    tree_mask((-1, 0, 0), DEVICE)
+    with two_places():
+        tree_mask((-1, 0, 0), DEVICE) & (weights()[:1, :1] > 0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
