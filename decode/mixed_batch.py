@@ -6,9 +6,30 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftsmith.heads.draft_tree import Draft, Parents
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, Parents, children_of
 
 # Shapes: B texts, N draft nodes, P = N + 1 places.
+
+
+def united(shapes: Sequence[Parents]) -> tuple[Parents, list[list[int]]]:
+    """Return the smallest shape that contains these, and for each of them its node, or `NO_NODE`, at every node of it.
+
+    Siblings keep their order: the first child of a node is the first child of it in every shape that has it.
+    """
+    parents: list[int] = []
+    nodes: dict[tuple[int, int], int] = {}
+    """By parent and order among its children."""
+    own: list[dict[int, int]] = []
+    for shape in shapes:
+        place, children = {ROOT: ROOT}, children_of(shape)
+        for node, parent in enumerate(shape):
+            key = place[parent], children[parent + 1].index(node)
+            if key not in nodes:
+                nodes[key] = len(parents)
+                parents.append(key[0])
+            place[node] = nodes[key]
+        own.append({united: node for node, united in place.items()})
+    return tuple(parents), [[of_text.get(node, NO_NODE) for node in range(len(parents))] for of_text in own]
 
 
 class MixedBatch:

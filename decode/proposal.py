@@ -10,10 +10,10 @@ from draftsmith.decode.contexts import CommittedTokens, StoredContexts
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import Draws, SeededDraws, draws_of
 from draftsmith.decode.fixed_drafts import contexts_of
-from draftsmith.decode.mixed_batch import MixedBatch
+from draftsmith.decode.mixed_batch import MixedBatch, united
 from draftsmith.decode.sampling import Rng, SeededRng
 from draftsmith.decode.verification import Outcome, Rule, TargetTokens, VerifyResult, takes_mixed, takes_united
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, path_to, united
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, path_to
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
 
@@ -115,7 +115,11 @@ class Proposal:
         return self._drafts
 
     def groups(self, rngs: Sequence[Rng], device: torch.device, rule: Rule | None) -> list[Group]:
-        """Return drafts that `rule` verifies together, with their rows: those of one shape, drawn chains, and more."""
+        """Return the drafts in batches that `rule` verifies in one call each, with their rows.
+
+        Drafts of one shape form a batch, and so do drawn chains of all lengths. Chosen drafts and drawn trees of
+        different shapes do where the rule takes them, see `takes_mixed` and `takes_united`.
+        """
         if self.batch is not None:
             draws = self._draws or draws_of(rngs, 2 * len(self.batch) + 2, device)
             return [(list(range(len(rngs))), self.batch, draws)]
@@ -123,28 +127,35 @@ class Proposal:
         for row, draft in enumerate(self.drafts):
             by_kind.setdefault(_kind(draft, rule), []).append(row)
         groups = []
-        for kind, of_kind in by_kind.items():
-            for rows in self._alike(of_kind) if kind in TREES else [of_kind]:
-                drafts = [self.drafts[row] for row in rows]
-                if kind == CHAIN:
-                    batch = DraftBatch.of_chains(drafts, device)
-                elif len({draft.parents for draft in drafts}) == 1:
-                    batch = DraftBatch.of(drafts, device)
-                else:
-                    batch = DraftBatch.of_trees(drafts, device) if kind in TREES else MixedBatch(drafts, device)
-                groups.append((rows, batch, draws_of([rngs[row] for row in rows], 2 * len(batch) + 2, device)))
+        for kind, rows in by_kind.items():
+            if kind in TREES:
+                batches = self._united(rows, device)
+            else:
+                batches = [(rows, self._batch(kind, [self.drafts[row] for row in rows], device))]
+            for own, batch in batches:
+                groups.append((own, batch, draws_of([rngs[row] for row in own], 2 * len(batch) + 2, device)))
         return groups
 
-    def _alike(self, rows: list[int]) -> list[list[int]]:
-        """Return rows of drawn trees in parts whose shapes together have at most twice the nodes of the largest one.
+    @staticmethod
+    def _batch(kind: Hashable, drafts: list[Draft], device: torch.device) -> DraftBatch | MixedBatch:
+        if kind == CHAIN:
+            return DraftBatch.of_chains(drafts, device)
+        same = len({draft.parents for draft in drafts}) == 1
+        return DraftBatch.of(drafts, device) if same else MixedBatch(drafts, device)
 
-        A part holds p and q [V] of all these nodes for each of its texts.
+    def _united(self, rows: list[int], device: torch.device) -> list[tuple[list[int], DraftBatch | MixedBatch]]:
+        """Return drawn trees in batches, with their rows.
+
+        A batch holds p and q [V] of every node of its shape for each of its texts. To limit this memory, rows are
+        divided until the shape of each part has at most twice the nodes of its largest tree.
         """
-        shapes = [self.drafts[row].parents for row in rows]
-        if len(united(shapes)[0]) <= 2 * max(map(len, shapes)):
-            return [rows]
-        rows = sorted(rows, key=lambda row: self.drafts[row].parents)
-        return self._alike(rows[: len(rows) // 2]) + self._alike(rows[len(rows) // 2 :])
+        drafts = [self.drafts[row] for row in rows]
+        parents, own = united([draft.parents for draft in drafts])
+        if len(parents) > 2 * max(map(len, drafts)):
+            rows, half = sorted(rows, key=lambda row: self.drafts[row].parents), len(rows) // 2
+            return self._united(rows[:half], device) + self._united(rows[half:], device)
+        same = all(draft.parents == drafts[0].parents for draft in drafts)
+        return [(rows, DraftBatch.of(drafts, device) if same else DraftBatch.of_trees(drafts, parents, own, device))]
 
     def read_slots(self, row: int, path: Sequence[int]) -> list[int]:
         """Return the slots of those nodes on a path of a text that the drafter has read."""

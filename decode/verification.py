@@ -43,8 +43,8 @@ class Rule:
     takes: str
     """The drafts that `fits` accepts, in words."""
     lossless: bool = True
-    compares: bool = False
-    """Whether it compares p with q, and so verifies drawn trees of different shapes as parts of one tree."""
+    unites: bool = False
+    """Whether it verifies drawn trees of different shapes together, as parts of one tree."""
     batched: VerifyBatch | None = None
     single: Verify | None = None
 
@@ -88,21 +88,21 @@ RULES: dict[str, Rule] = {
             "siblings-iid",
             lambda draft: _drawn(draft, replacement=True),
             "a tree whose siblings were drawn independently from q",
-            compares=True,
+            unites=True,
             batched=_ratio_rule(siblings_iid_rule),
         ),
         Rule(
             "siblings-without-replacement",
             lambda draft: _drawn(draft, replacement=False),
             "a tree whose siblings were drawn from q without replacement",
-            compares=True,
+            unites=True,
             batched=_ratio_rule(siblings_without_replacement_rule),
         ),
         Rule(
             "traversal",
             lambda draft: _drawn(draft, replacement=False),
             "a tree whose siblings were drawn from q without replacement",
-            compares=True,
+            unites=True,
             batched=_ratio_rule(traversal_rule),
         ),
         Rule("typical", lambda draft: True, "any draft", lossless=False, batched=typical_rule),
@@ -133,7 +133,7 @@ def takes_mixed(rule: Rule | None) -> bool:
 
 def takes_united(rule: Rule | None) -> bool:
     """Return whether drawn trees of different shapes can be verified together, as parts of one tree."""
-    return rule is None or rule.compares
+    return rule is None or rule.unites
 
 
 def verify_batch(rule: Rule | None, p_BPV: Tensor, draft: DraftBatch | MixedBatch, draws: Draws) -> Outcome:

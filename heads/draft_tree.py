@@ -58,27 +58,6 @@ def path_to(parents: Parents, node: int) -> list[int]:
     return path[::-1]
 
 
-def united(shapes: Sequence[Parents]) -> tuple[Parents, list[list[int]]]:
-    """Return the smallest shape that contains these, and for each of them its node, or `NO_NODE`, at every node of it.
-
-    Siblings keep their order: the first child of a node is the first child of it in every shape that has it.
-    """
-    parents: list[int] = []
-    nodes: dict[tuple[int, int], int] = {}
-    """By parent and order among its children."""
-    own: list[dict[int, int]] = []
-    for shape in shapes:
-        place, children = {ROOT: ROOT}, children_of(shape)
-        for node, parent in enumerate(shape):
-            key = place[parent], children[parent + 1].index(node)
-            if key not in nodes:
-                nodes[key] = len(parents)
-                parents.append(key[0])
-            place[node] = nodes[key]
-        own.append({united: node for node, united in place.items()})
-    return tuple(parents), [[of_text.get(node, NO_NODE) for node in range(len(parents))] for of_text in own]
-
-
 @dataclass(frozen=True)
 class Draft:
     """A tree of draft tokens, chosen in any way. A chain is a tree with one path.
@@ -307,11 +286,15 @@ class DraftBatch:
         return _drawn_batch(tokens_BN, longest.parents, valid_BN, q, longest.replacement)
 
     @staticmethod
-    def of_trees(drafts: Sequence[Draft], device: torch.device | None = None) -> "DrawnBatch":
-        """Return drawn trees of at least one token each as a batch of the smallest shape that contains theirs."""
+    def of_trees(
+        drafts: Sequence[Draft], parents: Parents, own: list[list[int]], device: torch.device | None = None
+    ) -> "DrawnBatch":
+        """Return drawn trees of at least one token each as a batch of this shape, which contains theirs.
+
+        `own`: for each tree its node, or `NO_NODE`, at every node of the shape.
+        """
         trees = [draft for draft in drafts if isinstance(draft, DrawnDraft)]
         assert len(trees) == len(drafts)
-        parents, own = united([tree.parents for tree in trees])
         # Where a text has no node, its first one stands, so that p/q is a number everywhere.
         held = [[max(node, 0) for node in nodes] for nodes in own]
         rows = [[tree.tokens[node] for node in nodes] for tree, nodes in zip(trees, held, strict=True)]

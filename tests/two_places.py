@@ -26,7 +26,6 @@ INDEXING = {
 """Operators whose indices may be on the host."""
 NO_NUMBERS = {aten.cat, aten.stack}
 """Operators that do not take a tensor of no dimensions on the host for a number."""
-TO_HOST = {Tensor.cpu, Tensor.numpy, Tensor.tolist}
 
 Place = Literal["host", "device", "either"]
 """Of a tensor that was made with or moved to a `torch.device`, here always that of the CPU, nothing more is known."""

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from draftsmith.decode.draws import draws_of
+from draftsmith.decode.mixed_batch import united
 from draftsmith.decode.proposal import NO_DRAFT, Proposal, p_of, read_outcomes
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.verification import RULES, verify_batch
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Drawing, united
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Drawing
 
 VOCAB = 7
 CPU = torch.device("cpu")

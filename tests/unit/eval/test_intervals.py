@@ -118,7 +118,7 @@ def test_a_pause_counts_in_the_turn_that_it_hits(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_network_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a hybrid adds to its drafter are copies, which the rounds here do not have."""
+    """A hybrid is timed as its drafter: these rounds copy no earlier text."""
 
     class Own(Drafter):
         """A user's, of which nothing is known."""
