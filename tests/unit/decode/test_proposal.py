@@ -103,6 +103,9 @@ def test_trees_that_have_little_in_common_are_verified_apart() -> None:
     groups = Proposal(drafts).groups(rngs, CPU, None)
     assert sorted(row for rows, _, _ in groups for row in rows) == list(range(len(drafts)))
     assert 1 < len(groups) < 4
+    mingled = [drawn_tree(shape, row, replacement=True) for row, shape in enumerate([wide, deep, other] * 4)]
+    parts = Proposal(mingled).groups([SeededRng(row) for row in range(12)], CPU, None)
+    assert len(parts) == 2, "equal shapes come together, wherever they stand"
     assert all(len(batch) <= 2 * max(len(drafts[row]) for row in rows) for rows, batch, _ in groups)
 
 
