@@ -6,7 +6,7 @@
 
 The slot of a token is a value of a tensor, so the length of a text and the number of unfinished texts change no shape.
 Prompts, and passes that are wider than `MOST_WIDTH`, are not compiled; they use the same storage. Heads without a cache
-are compiled for the same rows, see `run_step`.
+are compiled for the same rows, see `run_step`. A chain of draft tokens is one graph, see `CompiledPasses.chain`.
 
 Before a graph runs, torch compares the model with what it was when the graph was built, which takes up to 15 % of a
 pass on a CPU. This happens once in each call of the decoder: no model may change its modules while it decodes.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,11 +26,15 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention
+from draftsmith.decode.sampling import index_at, precise
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import Watched
 from draftsmith.heads.model_config import context_limit
 
 FEWEST_SLOTS, MOST_WIDTH = 128, 128
+MOST_LAYERS = 32
+"""Layers that the graph of a chain runs, counted for each token: its compilation takes as long as theirs together, and
+what it saves, a call for each token, matters less the longer a pass takes."""
 RECORDING = 3
 """Runs of a new graph on CUDA: one chooses kernels, one records, one replays."""
 OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"mode": "reduce-overhead"}}
@@ -38,7 +42,8 @@ OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"mode": "reduce-overhead"}}
 HEAD = 0
 """Key of the lm_head's input among the tensors that hooks keep; layers are counted from 1."""
 
-# Shapes: B rows, Q tokens fed to each, S slots of the cache, F size of the features of a token.
+# Shapes: B rows, Q tokens fed to each, S slots of the cache, F size of the features of a token, D draft tokens,
+# V vocabulary.
 
 
 class PassInputs(NamedTuple):
@@ -55,14 +60,31 @@ class PassInputs(NamedTuple):
     """The position of the token in each slot; None: the slot. Read by sliding windows only."""
     features_BQF: Tensor | None = None
 
-    def filled(self, rows: int) -> "PassInputs":
-        """Return the inputs with rows of texts that have ended, which attend to something, after the others."""
-        missing = rows - len(self.ids_BQ)
-        return self if missing == 0 else PassInputs._make(_filled(x, missing) for x in self)
+
+class ChainInputs(NamedTuple):
+    """The tensors that a chain of D draft tokens is made from, besides the cache."""
+
+    logits_BV: Tensor
+    """For the first token."""
+    starts_B: Tensor
+    """Slots in use before the chain."""
+    features_BF: Tensor | None = None
+    """Input of the pass over the first token; later passes read the `states` of the one before."""
+    temperature_B1: Tensor | None = None
+    uniform_BD: Tensor | None = None
+    """Uniform numbers with which the tokens are drawn; None: the likeliest ones are chosen."""
 
 
-def _filled(x: Tensor | None, rows: int) -> Tensor | None:
-    return None if x is None else torch.cat([x, x.new_ones(rows, *x.shape[1:])])
+Inputs = TypeVar("Inputs", PassInputs, ChainInputs)
+
+
+def _filled(inputs: Inputs, rows: int) -> Inputs:
+    """Return the inputs with rows of texts that have ended, which attend to something, after the others."""
+    missing = rows - len(inputs[0])
+    if missing == 0:
+        return inputs
+    more = (None if x is None else torch.cat([x, x.new_ones(missing, *x.shape[1:])]) for x in inputs)
+    return type(inputs)(*more)
 
 
 class PassOutput(NamedTuple):
@@ -133,7 +155,7 @@ class CompiledPasses:
         key = (width, tuple(x is None for x in inputs), HEAD in modules, layers)
         if key not in self._graphs:
             self._graphs[key] = Graph(CompiledPasses._pass, f"pass_of_{width}", self._device)
-        inputs = inputs.filled(self.rows)
+        inputs = _filled(inputs, self.rows)
         with self.watching(modules), self.attention.running(chain=False):
             output = self._graphs[key].run(model, self, model, inputs, HEAD in modules, layers)
         return PassOutput._make(output).part(count, width)
@@ -158,6 +180,45 @@ class CompiledPasses:
         features = torch.cat([self.seen[layer] for layer in layers], -1) if layers else None
         self.seen.clear()  # a graph's outputs must not be kept by accident
         return PassOutput(output.logits, states, features)
+
+    def chain(self, model: PreTrainedModel, inputs: ChainInputs, length: int) -> tuple[Tensor, list[Tensor]]:
+        """Return `length` draft tokens [B, D] and, where they are drawn, the distributions [B, V] of each.
+
+        One graph reads all tokens but the last, so that nothing runs on the host between them.
+
+        Raises:
+            ConfigError: if torch cannot compile the model.
+        """
+        count, key = len(inputs.logits_BV), ("chain", length, tuple(x is None for x in inputs))
+        if key not in self._graphs:
+            self._graphs[key] = Graph(CompiledPasses._chain, f"chain_of_{length}", self._device)
+        inputs = ChainInputs._make(None if x is None else in_one_layout(x) for x in inputs)
+        with self.attention.running(chain=False):
+            output = self._graphs[key].run(model, self, model, _filled(inputs, self.rows), length)
+        tokens_BD, *q = (x[:count] for x in output if x is not None)
+        return tokens_BD, q
+
+    def _chain(self, model: PreTrainedModel, inputs: ChainInputs, length: int) -> list[Tensor]:
+        """Build the chain; this is the function that is compiled."""
+        logits_BV, features_BF = inputs.logits_BV, inputs.features_BF
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        for place in range(length):
+            if place > 0:
+                features_B1F = None if features_BF is None else features_BF[:, None]
+                last = PassInputs(tokens[-1][:, None], inputs.starts_B + place - 1, features_BQF=features_B1F)
+                output = self._pass(model, last, False, ())
+                logits_BV = output.logits_BQV[:, 0]
+                features_BF = None if output.states_BQH is None else output.states_BQH[:, 0]
+            scores_BV = precise(logits_BV)
+            if inputs.uniform_BD is None:
+                tokens.append(scores_BV.argmax(-1))
+                continue
+            assert inputs.temperature_B1 is not None
+            q.append((scores_BV / inputs.temperature_B1).softmax(-1))
+            drawn_B = index_at(q[-1], inputs.uniform_BD[:, place : place + 1])[:, 0]
+            tokens.append(drawn_B.clamp(max=logits_BV.shape[1] - 1))  # of a row that is filled
+        return [torch.stack(tokens, 1), *q]
 
 
 class Graph:
@@ -203,6 +264,11 @@ class Graph:
             return output
         with _STANCE, torch.compiler.set_stance(skip_guard_eval_unsafe=True):
             return self._run(*arguments)
+
+
+def in_one_layout(x: Tensor) -> Tensor:
+    """Return a copy of `x` whose strides follow from its shape: a graph is compiled for one layout."""
+    return x.clone(memory_format=torch.contiguous_format)  # `contiguous` would keep the strides of a batch of one text
 
 
 def run_step(module: nn.Module, rows: int, *inputs: Tensor | int) -> tuple[Tensor, ...]:

@@ -71,6 +71,15 @@ class SeededDraws:
         """Number of draws [B] that each row has made; None while it is `made` for all."""
         return None if self._more_B is None else self._more_B + self.made
 
+    def block(self, count: int) -> Tensor:
+        """Return the next `count` uniform numbers [B, count] of every row; `skip` takes them from the block."""
+        assert self._more_B is None, "rows have made different numbers of draws"
+        return self._uniform_BS[:, self.made : self.made + count]
+
+    def skip(self, count: int) -> None:
+        """Count the numbers that the last `block` returned as draws of every row."""
+        self.made += count
+
     def categorical(self, weights_BV: Tensor, active_B: Tensor | None = None) -> Tensor:
         index_B1 = index_at(weights_BV, self._next(active_B))
         return index_B1[:, 0] if active_B is None else index_B1[:, 0].clamp_max_(weights_BV.shape[1] - 1)

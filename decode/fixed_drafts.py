@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.contexts import CommittedTokens, StoredContexts
-from draftsmith.decode.draws import Draws
+from draftsmith.decode.draws import Draws, SeededDraws
 from draftsmith.decode.sampling import Processors, precise
-from draftsmith.heads.base import Drafter, Level
-from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, path_to, stacked
+from draftsmith.heads.base import Chain, Drafter, Level, WantedChain
+from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, chain_parents, path_to, stacked
 
 Siblings = Literal["best", "without-replacement", "iid"]
 
@@ -86,6 +86,7 @@ class FixedDrafts:
         self._shape, self._rooms, self._processors = shape, rooms, processors
         self._least_room = min(rooms)
         self._committed, self._numbers, self._shared = committed, numbers, shared
+        self._draws = draws
         self._drawing: BatchDrawing | None = None
         own: tuple[list[Tensor], list[Tensor | None], list[int]] = ([], [], [])
         if shape.siblings != "best":
@@ -99,7 +100,10 @@ class FixedDrafts:
     def build(self, drafter: Drafter) -> DraftBatch:
         """Return the drafts; the drafter reads the nodes that have children."""
         depth = min(len(self._shape.levels), max(self._rooms))
-        logits_BnV = drafter.begin([row for row, room in enumerate(self._rooms) if room > 0])[:, None]
+        logits_BV = drafter.begin([row for row, room in enumerate(self._rooms) if room > 0])
+        if (wanted := self._whole_chain()) is not None and (chain := drafter.chain(logits_BV, wanted)) is not None:
+            return self._of_chain(chain)
+        logits_BnV = logits_BV[:, None]
         nodes = [ROOT]
         read = 0
         for level in range(depth):
@@ -113,6 +117,29 @@ class FixedDrafts:
             logits_BnV = drafter.extend(self._level(level, [added[i] for i in places], nodes))
             nodes = [added[i] for i in places]
         return self._batch()
+
+    def _whole_chain(self) -> WantedChain | None:
+        """Return what a drafter may draft at once: a chain for all texts that depends on no text; else None."""
+        length = len(self._shape.levels)
+        fits = self._shape.is_chain and 1 < length <= self._least_room
+        if not fits or self._shared is not None or not self._processors.only_temperature:
+            return None
+        if self._drawing is None:
+            return WantedChain(length)
+        if not isinstance(self._draws, SeededDraws):
+            return None
+        return WantedChain(length, self._processors.sampling.temperature, self._draws.block(length))
+
+    def _of_chain(self, chain: Chain) -> DraftBatch:
+        """Return a chain that the drafter made at once as the drafts, of which it has read all tokens but the last."""
+        length = chain.tokens_BD.shape[1]
+        self.slots = [*range(length - 1), None]
+        if self._drawing is None:
+            return DraftBatch(chain.tokens_BD, chain_parents(length))
+        assert isinstance(self._draws, SeededDraws), "the chain was drawn with its numbers"
+        self._draws.skip(length)
+        self._drawing.add_chain(chain.tokens_BD, chain.q)
+        return self._drawing.batch()
 
     def _add(self, level: int, nodes: list[int], logits_BnV: Tensor) -> list[int]:
         """Add the nodes of a level after `nodes`, which the drafter has read, and return them."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.compiled import run_step
+from draftsmith.decode.compiled import in_one_layout, run_step
 from draftsmith.decode.contexts import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import draws_of
@@ -277,8 +277,8 @@ class DecodeLoop:
             return
         ends = [path[-1] if path else ROOT for path in paths or [[]] * len(self.texts)]
         self.hidden = self._target.hidden(ends) if self._drafter.needs.hidden else None
-        if self._compile and self.hidden is not None:  # a graph is compiled for one layout
-            self.hidden = self.hidden.clone(memory_format=torch.contiguous_format)
+        if self._compile and self.hidden is not None:
+            self.hidden = in_one_layout(self.hidden)
         counts = [len(text.tokens) for text in self.texts] if paths is None else [1 + len(path) for path in paths]
         features_BnF = self._target.features(paths)
         if features_BnF is not None:

@@ -11,15 +11,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.attention import WITH_ROLLBACK, passes_of
-from draftsmith.decode.compiled import HEAD, MOST_WIDTH, CompiledPasses, PassInputs, give_back, take_passes
+from draftsmith.decode.compiled import (
+    HEAD,
+    MOST_LAYERS,
+    MOST_WIDTH,
+    ChainInputs,
+    CompiledPasses,
+    PassInputs,
+    give_back,
+    in_one_layout,
+    take_passes,
+)
 from draftsmith.decode.drafted import Depths, Drafted, Positions
 from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention, tree_mask, tree_masks
 from draftsmith.decode.recurrent_state import NO_CONTEXT, Mixers
 from draftsmith.decode.reread import Reread, cache_name
+from draftsmith.decode.sampling import precise
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Level
+from draftsmith.heads.base import Chain, Level, WantedChain
 from draftsmith.heads.draft_tree import Parents, chain_parents, depths_of
 from draftsmith.heads.hidden_states import Watched, feature_modules
 from draftsmith.heads.model_config import context_limit, text_config
@@ -180,6 +191,27 @@ class ModelRunner:
             drafted.visible = torch.cat([level.of_parents(before), own], 2)
             return self._branch(level.tokens_Bn, [level.depth] * n, drafted.visible, features_BnF)
         return self._branch(level.tokens_Bn, range(level.depth, level.depth + 1), None, features_BnF)
+
+    def chain(self, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None = None) -> Chain | None:
+        """Draft a whole chain in one compiled pass after the tokens that were read; None where `extend` is as fast.
+
+        Args:
+            logits_BV: for the first token.
+            features_BF: input of the pass over it; later passes read the `states` of the model's output.
+        """
+        passes, length = self._passes, wanted.length
+        if passes is None or not self._compiles(1) or len(self._cache.layers) * (length - 1) > MOST_LAYERS:
+            return None
+        starts_B = torch.tensor(self.lengths, device=self._device)
+        temperature_B1 = None
+        if wanted.uniform_BD is not None:
+            dtype = precise(logits_BV[:0]).dtype
+            temperature_B1 = torch.full((len(starts_B), 1), wanted.temperature, dtype=dtype, device=self._device)
+        inputs = ChainInputs(logits_BV, starts_B, features_BF, temperature_B1, wanted.uniform_BD)
+        tokens_BD, q = passes.chain(self.model, inputs, length)
+        for depth in range(1, length):
+            self._drafted.read(1, range(depth, depth + 1))
+        return Chain(tokens_BD, q)
 
     def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
@@ -379,9 +411,7 @@ class ModelRunner:
             if self._attention.window is not None:
                 positions_BS = self._drafted.positions(passes.slots, positions_BQ, starts)
         starts_B = torch.tensor(starts, device=self._device)
-        if features_BQF is not None:
-            # A graph is compiled for one layout; `contiguous` would keep the strides of a batch of one text.
-            features_BQF = features_BQF.clone(memory_format=torch.contiguous_format)
+        features_BQF = None if features_BQF is None else in_one_layout(features_BQF)
         inputs = PassInputs(ids_BQ, starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF)
         output = passes.run(self.model, inputs, self._modules, self._layers)
         self.features_BQF = output.features_BQF

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
+from draftsmith.heads.base import (
+    Chain,
+    Context,
+    DraftStates,
+    Level,
+    Needs,
+    TeacherSignals,
+    TrainableDrafter,
+    WantedChain,
+)
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import require_layers
 from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary, windows_of
@@ -193,6 +202,9 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
         logits_BnV = self._runner.extend(level, level.of_parents(self._states_BnH))
         self._states_BnH = self._runner.states
         return logits_BnV
+
+    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+        return self._runner.chain(logits_BV, wanted, self._states_BnH[:, 0])
 
     def rollback(self, slots: list[list[int]]) -> None:
         self._runner.commit([[] for _ in slots])

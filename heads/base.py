@@ -54,6 +54,25 @@ class Level:
         return values_BmX[rows_B1, self.parents_Bn]
 
 
+@dataclass(frozen=True)
+class WantedChain:
+    """A chain that is asked for after the tokens that were read."""
+
+    length: int
+    temperature: float = 1.0
+    uniform_BD: Tensor | None = None
+    """[B, length] in fp64: uniform numbers with which the tokens are drawn; None: the likeliest are chosen."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of D draft tokens of every text."""
+
+    tokens_BD: Tensor
+    q: list[Tensor]
+    """The distributions [B, V] from which the tokens were drawn; empty where they were chosen."""
+
+
 class ModelRunner(Protocol):
     """Runs a model of the drafter on the texts, one row each, with a cache of its own. Implemented by the decoder.
 
@@ -80,6 +99,15 @@ class ModelRunner(Protocol):
 
     def extend(self, level: Level, features_BnF: Tensor | None = None) -> Tensor:
         """Read the next level of draft tokens and return the logits [B, n, V] after them."""
+        ...
+
+    def chain(self, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None = None) -> Chain | None:
+        """Draft a chain in one compiled pass; None where the decoder does not compile, or `extend` is as fast.
+
+        Args:
+            logits_BV: for the first token.
+            features_BF: input of the pass over it; later passes read the `states` of the model's output.
+        """
         ...
 
     def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
@@ -244,6 +272,10 @@ class Drafter(nn.Module):
     def extend(self, level: Level) -> Tensor:
         """Return the logits [B, n, V] after the nodes of the next level, whose parents were in the one before it."""
         raise NotImplementedError(f"{self.type} drafters only retrieve")
+
+    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+        """Return a chain for all texts, whose first token has these logits; None: `extend` is called for each token."""
+        return None
 
     def confidences(self) -> Tensor | None:
         """Return [B, n]: for each node of the last level the predicted probability that the next token is accepted.

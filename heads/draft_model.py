@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals, TrainableDrafter
+from draftsmith.heads.base import Chain, Context, DraftStates, Level, TeacherSignals, TrainableDrafter, WantedChain
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, text_weights
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.lora import add_lora, check_lora, whole
@@ -127,6 +127,9 @@ class DraftModel(TrainableDrafter):
         if self.shared_vocabulary is not None:  # tokens of a larger padded target
             level = replace(level, tokens_Bn=level.tokens_Bn.masked_fill(level.tokens_Bn >= self.vocab_size, 0))
         return self._runner.extend(level)
+
+    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+        return self._runner.chain(logits_BV, wanted)
 
     def rollback(self, slots: list[list[int]]) -> None:
         self._runner.commit(slots)

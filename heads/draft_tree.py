@@ -393,6 +393,14 @@ class BatchDrawing:
             self.valid.append(valid_B)
             self._q.append(q_BV)
 
+    def add_chain(self, tokens_BD: Tensor, q: Sequence[Tensor]) -> None:
+        """Add a chain after the root for all rows, each of whose tokens was drawn from its q [B, V]."""
+        assert not self.tokens, "nothing has been drawn"
+        self.tokens += tokens_BD.unbind(1)
+        self.parents += chain_parents(len(q))
+        self.valid += [None] * len(q)
+        self._q += q
+
     def batch(self) -> DrawnBatch:
         """Return the drafts of all tokens that were drawn."""
         tokens_BN = torch.stack(self.tokens, 1)

@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Context, Drafter, Level
+from draftsmith.heads.base import Chain, Context, Drafter, Level, WantedChain
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.suffix import Datastore, SuffixAutomaton
 
@@ -207,6 +207,9 @@ class Hybrid(Drafter):
 
     def extend(self, level: Level) -> Tensor:
         return self.drafter.extend(level)
+
+    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+        return self.drafter.chain(logits_BV, wanted)
 
     def confidences(self) -> Tensor | None:
         return self.drafter.confidences()

@@ -11,13 +11,14 @@ import pytest
 import torch
 from conftest import make_llama
 from torch._dynamo.utils import counters
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, T5Config
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, MistralConfig, MistralForCausalLM, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode import compiled
-from draftsmith.decode.compiled import MOST_WIDTH, built_graphs, run_step
+from draftsmith.decode.compiled import MOST_WIDTH, CompiledPasses, built_graphs, run_step
 from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.sampling import SeededRng
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.dflash import DFlash
@@ -25,6 +26,7 @@ from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.eagle3 import Eagle3
 from draftsmith.heads.hydra import Hydra
 from draftsmith.heads.medusa import Medusa
+from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.peagle import ParallelEagle
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
@@ -64,6 +66,10 @@ def eagle(target: torch.nn.Module) -> Drafter:
     return noisy(Eagle3.from_target(target, layers=[1, FINAL], draft_vocabulary=list(range(0, 64, 2))).double())
 
 
+def mtp(target: torch.nn.Module) -> Drafter:
+    return noisy(Mtp.from_target(target).double(), 0.05)
+
+
 def peagle(target: torch.nn.Module) -> Drafter:
     return noisy(ParallelEagle.from_target(target, num_tokens=3, layers=[1, FINAL]).double())
 
@@ -94,6 +100,7 @@ CASES: dict[str, tuple[Callable[[torch.nn.Module], Drafter] | None, dict[str, ob
     "tree": (draft_model, {"policy": "tree:widths=2x1"}),
     "dynamic tree": (draft_model, {"policy": "dynamic-tree:size=7,depth=3,top_k=2"}),
     "eagle3": (eagle, {"draft_length": 3}),
+    "mtp": (mtp, {"draft_length": 3}),
     "peagle": (peagle, {"draft_length": 3}),
     "dflash": (dflash, {"draft_length": 3}),
     "dspark": (dspark, {"draft_length": 4}),
@@ -126,9 +133,10 @@ def compare(target: torch.nn.Module, case: str) -> int:
 @pytest.mark.parametrize(
     ("case", "graphs"),
     [
-        ("draft_model", 3),  # the target's pass; the drafter's over 1 and 2 tokens
+        ("draft_model", 5),  # the target's pass; the drafter's over 1 and 2 tokens, chains that are chosen and drawn
         ("tree", 4),
-        ("eagle3", 4),
+        ("eagle3", 6),
+        ("mtp", 6),
         ("peagle", 2),
         ("dflash", 3),  # features, the block
         ("dspark, tree", 5),  # and biases of 1 and of 3 nodes
@@ -216,6 +224,77 @@ def test_wide_passes_are_neither_padded_nor_compiled(
     decoder = SpeculativeDecoder(target, drafter, policy="tree:widths=3x1x1", compile=True)
     decoder.generate(PROMPTS[2], max_new_tokens=24, eos_token_id=None)
     assert widths == {(target, True): {10}, (drafter.model, True): {1, 2}, (drafter.model, False): {3}}
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The compiled passes of drafters and target that have run: "pass", or "chain" for several at once."""
+    runs: list[str] = []
+
+    def recorded(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*arguments: Any) -> Any:
+            runs.append(kind)
+            return run(*arguments)
+
+        return record
+
+    monkeypatch.setattr(CompiledPasses, "run", recorded("pass", CompiledPasses.run))
+    monkeypatch.setattr(CompiledPasses, "chain", recorded("chain", CompiledPasses.chain))
+    return runs
+
+
+@pytest.mark.parametrize("make", [draft_model, eagle])
+def test_a_chain_is_one_graph(traced: None, ran: list[str], make: Callable[[torch.nn.Module], Drafter]) -> None:
+    """A round runs three: committed tokens, the rest of the draft, the target. Drafts are shorter near the end."""
+    target = target_model()
+    drafter = make(target)
+    decoders = [SpeculativeDecoder(target, drafter, draft_length=4, compile=on) for on in (False, True)]
+    for temperature in (0.0, 0.7):
+        ran.clear()
+        settings = {"temperature": temperature, "max_new_tokens": 40, "eos_token_id": None}
+        expected, own = (decoder.generate(PROMPTS[0], **settings) for decoder in decoders)
+        assert own.tokens == expected.tokens
+        overlaps = [[value for record in out.rounds for value in record.overlap] for out in (own, expected)]
+        assert overlaps[0] == pytest.approx(overlaps[1], abs=1e-9)
+        whole = sum(record.drafted == 4 for record in own.rounds)
+        assert ran[: 3 * whole] == ["pass", "chain", "pass"] * whole
+        assert whole >= 5
+        assert "chain" not in ran[3 * whole :]
+        assert len(own.rounds) > whole
+
+
+class Tripled(LogitsProcessor):
+    """Depends on no text, which no one knows."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return 3 * scores
+
+
+@pytest.mark.parametrize("reason", ["top_p", "top_k", "processor", "cold", "layers", "siblings", "other draws"])
+def test_chains_that_are_not_one_graph(
+    traced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """Those with cuts or processors, of which there may be many, and of deep models, whose graphs would be large."""
+    target = target_model()
+    drafter = draft_model(target)
+    settings = {"temperature": 1.0, "max_new_tokens": 30, "eos_token_id": None}
+    settings |= {"top_p": {"top_p": 0.8}, "top_k": {"top_k": 5}, "cold": {"temperature": 1e-7}}.get(reason, {})
+    settings |= {"logits_processor": [Tripled()]} if reason == "processor" else {}
+    if reason == "layers":
+        monkeypatch.setattr("draftsmith.decode.model_runner.MOST_LAYERS", 2)
+    if reason == "other draws":
+        monkeypatch.setattr("draftsmith.decode.decoder.SeededRng", OwnRng)
+    plan = {"policy": "tree:widths=2x1"} if reason == "siblings" else {"draft_length": 4}
+    expected, own = (
+        SpeculativeDecoder(target, drafter, compile=on, **plan).generate(PROMPTS[0], **settings) for on in (False, True)
+    )
+    assert own.tokens == expected.tokens
+    assert "pass" in ran
+    assert "chain" not in ran
+
+
+class OwnRng(SeededRng):
+    """A source whose draws are made one by one."""
 
 
 class Halves(torch.nn.Module):
