@@ -10,8 +10,9 @@ forward passes) / (all seconds). With `--cpu-time`, seconds are those of the pro
 on other processes of the machine.
 
 The last lines compare on-policy sampling, i.e. the target alone at temperature 1 in the largest batch, with training of
-the draft model on the sampled texts: KL over the whole vocabulary, AdamW. With `--continuous`, the same prompts are
-also decoded greedily by transformers' continuous batching (`generate_batch`), interleaved with the target alone.
+the draft model on the sampled texts: KL over the whole vocabulary, AdamW. Training reads the prompts' tokens too. With
+`--continuous`, the same prompts are also decoded greedily by transformers' continuous batching (`generate_batch`),
+interleaved with the target alone.
 """
 
 import argparse
@@ -182,13 +183,14 @@ def sampling_beside_training(
     trainee = DraftModel(deepcopy(drafter.model)).train().requires_grad_(True)  # it shares no layers with the target
     step = AgreementStep(trainee, Objective(), OnlineTeacher(target))
     optimizer = torch.optim.AdamW(step.parameters(), lr=1e-4)
-    sampled, trained = [], []
+    sampled, trained, shares = [], [], []
     for number in range(options.repeats + 1):
         started = clock()
         outputs = decoder.generate_batch(
             rows, max_new_tokens=options.max_new_tokens, temperature=1.0, eos_token_id=None, seeds=1000 * number
         )
-        sampled.append(sum(len(output.tokens) for output in outputs) / (clock() - started))
+        seconds = clock() - started
+        sampled.append(sum(len(output.tokens) for output in outputs) / seconds)
         texts = [output.prompt_tokens + output.tokens for output in outputs]
         spans = [[[len(output.prompt_tokens), len(text)]] for output, text in zip(outputs, texts, strict=True)]
         batch = collate(Dataset.from_dict({"input_ids": texts, "spans": spans}), [*range(len(rows))], target.device)
@@ -197,11 +199,13 @@ def sampling_beside_training(
         optimizer.step()
         optimizer.zero_grad()
         trained.append(sum(map(len, texts)) / (clock() - started))
+        shares.append(sum(map(len, texts)) / seconds / trained[-1])
     on_policy, training = statistics.median(sampled[1:]), statistics.median(trained[1:])
     print(
         f"\nbatch {len(rows)}: on-policy sampling {on_policy:.0f} tokens/s, training {training:.0f} tokens/s,", end=" "
     )
-    print(f"sampling / training {on_policy / training:.2f}")
+    print(f"sampling / training {on_policy / training:.2f}", end=" ")
+    print(f"({statistics.median(shares[1:]):.2f} with the prompts' tokens counted on both sides)")
 
 
 def continuous_batching(options: argparse.Namespace, target: PreTrainedModel, prompts: list[list[int]]) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config
 
+from draftsmith.decode.clock import PartClock
 from draftsmith.train.batch import Batch
 from draftsmith.train.builders import compile_blocks
 from draftsmith.train.estimate.fake_run import DryStep, Operations, dry_step
 from draftsmith.train.estimate.memory import estimate_memory
 from draftsmith.train.estimate.time import MACHINES
-from draftsmith.train.progress import PARTS, StepClock
+from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
@@ -49,7 +50,7 @@ def recipes(target: PreTrainedModel, lengths: list[int], draft_model: str) -> It
         yield name, parse_recipe(values, "benchmarks/gpu_training.py")
 
 
-def batch_of(recipe: Recipe, target: PreTrainedModel, clock: StepClock) -> Batch:
+def batch_of(recipe: Recipe, target: PreTrainedModel, clock: PartClock) -> Batch:
     """Return a row of random tokens on the target's device; an eighth of it is its prompt."""
     prompt, length = recipe.data.prompt_tokens, recipe.data.prompt_tokens + recipe.data.response_tokens
     ids_BT = torch.randint(target.config.vocab_size, (1, length), device="cpu").to(target.device)
@@ -61,7 +62,7 @@ def batch_of(recipe: Recipe, target: PreTrainedModel, clock: StepClock) -> Batch
 def measure(recipe: Recipe, target: PreTrainedModel, compiled: bool, steps: int, peak_tflops: float) -> dict[str, Any]:
     """Time `steps` steps after two that are not counted."""
     gc.collect()  # the last drafter's tensors, and its hooks on the target
-    device, clock = target.device, StepClock(target.device)
+    device, clock = target.device, PartClock(target.device)
     estimate = estimate_memory(recipe, target.config, device=device.type, bf16=True, accelerated=True).training
     with device:
         torch.manual_seed(0)
@@ -86,7 +87,7 @@ def measure(recipe: Recipe, target: PreTrainedModel, compiled: bool, steps: int,
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
         parts.append(clock.seconds())
-    middle = {part: statistics.median(one[part] for one in parts[2:]) for part in PARTS}
+    middle = {part: statistics.median(one.get(part, 0.0) for one in parts[2:]) for part in PARTS}
     median, own = statistics.median(seconds[2:]), sum(middle.values()) - middle["teacher"]
     length = recipe.data.prompt_tokens + recipe.data.response_tokens
     gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else math.nan

@@ -83,8 +83,7 @@ def _filled(inputs: Inputs, rows: int) -> Inputs:
     missing = rows - len(inputs[0])
     if missing == 0:
         return inputs
-    more = (None if x is None else torch.cat([x, x.new_ones(missing, *x.shape[1:])]) for x in inputs)
-    return type(inputs)(*more)
+    return inputs._make(None if x is None else torch.cat([x, x.new_ones(missing, *x.shape[1:])]) for x in inputs)
 
 
 class PassOutput(NamedTuple):

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
 from draftsmith.decode.capability import Capability, capability_of, require_compilable
+from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.loop import DecodeLoop, example_draft, now
+from draftsmith.decode.loop import DecodeLoop, example_draft
 from draftsmith.decode.observer import Observer
 from draftsmith.decode.policies import MAY_BRANCH, Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.policies.base import usual_width

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.clock import PartClock
 from draftsmith.decode.compiled import in_one_layout, run_step
 from draftsmith.decode.contexts import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
@@ -99,6 +100,7 @@ class DecodeLoop:
         self.hidden: Tensor | None = None
         self._features = FeatureQueue()
         self._device = torch.device("cpu")
+        self._clock = PartClock(self._device)
         self._shapes: dict[int, Shape | None] = {}
         """By text, the shape of its drafts; None where it depends on q."""
         for text in self.texts:
@@ -134,6 +136,7 @@ class DecodeLoop:
         layers = () if self._drafter is None else self._drafter.needs.layers
         logits_BV = self._target.prefill(self.texts, layers)
         self._device = logits_BV.device
+        self._clock = PartClock(self._device)
         if self._processors.read_text:
             self._committed = CommittedTokens([text.padding + text.tokens for text in self.texts], self._device)
         if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):
@@ -154,14 +157,16 @@ class DecodeLoop:
 
     def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
         """Propose, verify and commit once; return every unfinished text with its new tokens and the round's record."""
-        device = self._device
         if self._observer is not None:  # here and not at the end: the caller has the tokens of the last round
             self._observer.between_rounds()
-        started = now(device)
+        started = time.perf_counter()
+        clock = self._clock
+        clock.start()
         proposal = self._propose()
-        drafted = now(device)
+        clock.end("draft")
         results = self._verified(proposal)
-        verified = now(device)
+        verified = time.perf_counter()  # the device has nothing left to do: the outcome was read
+        draft_seconds = clock.seconds()["draft"]
         drafts = proposal.drafts
         new = []
         for text, draft, result in zip(self.texts, drafts, results, strict=True):
@@ -169,9 +174,9 @@ class DecodeLoop:
         self._take_over([list(result.path) for result in results], new)
         if self._drafter is not None:
             self._drafter.rollback(self._observe(proposal, results))
-        ended = now(device)
+        ended = time.perf_counter()
         out = []
-        seconds = (drafted - started, verified - drafted, ended - started)
+        seconds = (draft_seconds, verified - started - draft_seconds, ended - started)
         same: dict[tuple, Round] = {}
         """The record of texts with equal outcomes, which share it."""
         for text, draft, result, tokens in zip(self.texts, drafts, results, new, strict=True):
@@ -329,10 +334,3 @@ def _moved_up(rows: list[int]) -> list[int]:
 def _room(text: DecodeSequence, context_limit: int | None) -> int:
     """Return the maximum draft depth that the text's length and the drafter's context allow."""
     return text.room if context_limit is None else min(text.room, context_limit - len(text.tokens))
-
-
-def now(device: torch.device | None) -> float:
-    """Return the clock in seconds; on CUDA, after all queued work has finished."""
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -195,6 +195,8 @@ class ModelRunner:
     def chain(self, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None = None) -> Chain | None:
         """Draft a whole chain in one compiled pass after the tokens that were read; None where `extend` is as fast.
 
+        No draft token is read after the chain until `commit`.
+
         Args:
             logits_BV: for the first token.
             features_BF: input of the pass over it; later passes read the `states` of the model's output.
@@ -208,10 +210,7 @@ class ModelRunner:
             dtype = precise(logits_BV[:0]).dtype
             temperature_B1 = torch.full((len(starts_B), 1), wanted.temperature, dtype=dtype, device=self._device)
         inputs = ChainInputs(logits_BV, starts_B, features_BF, temperature_B1, wanted.uniform_BD)
-        tokens_BD, q = passes.chain(self.model, inputs, length)
-        for depth in range(1, length):
-            self._drafted.read(1, range(depth, depth + 1))
-        return Chain(tokens_BD, q)
+        return Chain(*passes.chain(self.model, inputs, length))
 
     def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""

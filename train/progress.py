@@ -2,10 +2,8 @@
 
 import ctypes
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,39 +55,7 @@ class MemoryMeter:
 
 
 PARTS: tuple[str, ...] = ("fetch", "teacher", "drafter", "objective", "backward", "optimizer", "other")
-
-
-class StepClock:
-    """Measures the parts of a training step on its device: a part ends at `end`, and the next one begins there.
-
-    On CUDA it records events instead of waiting for the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._ends: list[tuple[str, Any]] = []
-
-    def start(self) -> None:
-        self._ends = [("", self._now())]
-
-    def end(self, part: str) -> None:
-        """End a part, of `PARTS`; without effect before the first `start`."""
-        if self._ends:
-            self._ends.append((part, self._now()))
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part since `start`; to be called once the device has computed all of them."""
-        totals = dict.fromkeys(PARTS, 0.0)
-        for (_, begun), (part, ended) in pairwise(self._ends):
-            totals[part] += begun.elapsed_time(ended) / 1000 if self._cuda else ended - begun
-        return totals
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+"""The parts of a training step."""
 
 
 def in_units(count: float) -> str:

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.errors import DraftsmithError
@@ -37,7 +38,7 @@ from draftsmith.train.engine import reduced
 from draftsmith.train.interrupts import leave
 from draftsmith.train.learning_rates import described, learning_rate, rate_warning, watched_steps, width_of, with_rate
 from draftsmith.train.preflight import preflight
-from draftsmith.train.progress import Console, MemoryMeter, StepClock, in_units
+from draftsmith.train.progress import PARTS, Console, MemoryMeter, in_units
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recorder import BestDrafter, Record, evaluate_drafter
 from draftsmith.train.run_folder import (
@@ -154,7 +155,7 @@ class Run:
         self.expect = getattr(self.teacher, "expect", None)  # of teachers that read ahead
         step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher)
         best.adapters = self.adapters
-        self.clock = step.clock = StepClock(accelerator.device)
+        self.clock = step.clock = PartClock(accelerator.device)
         if recipe.train.compile:
             compile_blocks(self.drafter)
         self.engine = make_engine(recipe, accelerator, step, optimizers)
@@ -247,7 +248,7 @@ class Run:
             "gradient_norm": norm,
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
-            "seconds_by_part": self.clock.seconds(),
+            "seconds_by_part": dict.fromkeys(PARTS, 0.0) | self.clock.seconds(),
             "memory_bytes": self.memory.trimmed(),
         }
 

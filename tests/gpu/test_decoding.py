@@ -1,6 +1,7 @@
 """Decoding on one GPU: the target's own greedy text, the target's distribution, half precision, and measured times."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -152,38 +153,45 @@ def test_sampled_texts_are_draws_from_the_target(name: str, policy: str, target:
 
 
 class _Slow(Medusa):
-    """A Medusa whose start queues work that takes longer than all else in a prefill; `seconds` says how long."""
-
-    seconds = 0.0
+    """A Medusa that queues work when it starts and in every draft; `delays` says how long each takes, in seconds."""
 
     def start(self, context: object) -> None:
         super().start(context)
+        self._delays: list[Callable[[], float]] = []
+        self._queue(0.1)
+
+    def begin(self, rows: list[int]) -> Tensor:
+        self._queue(0.01)
+        return super().begin(rows)
+
+    @property
+    def delays(self) -> list[float]:
+        return [delay() for delay in self._delays]
+
+    def _queue(self, seconds: float) -> None:
         device = next(self.parameters()).device
         if device.type != "cuda":
-            time.sleep(0.05)
-            self.seconds = 0.05
+            time.sleep(seconds)
+            self._delays.append(lambda: seconds)
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(int(2e9 * seconds))
         end.record()
-        self.events = (begin, end)
+        self._delays.append(lambda: begin.elapsed_time(end) / 1000)
 
 
 def test_times_hold_the_queued_work(target: LlamaForCausalLM, device: torch.device) -> None:
-    """A GPU runs later than the host: the pass that the drafter's start has queued counts as prefill all the same."""
+    """A GPU runs later than the host: what the drafter has queued counts as prefill and as drafting all the same."""
     drafter = _Slow.from_target(target, num_heads=2).eval().to(device)
     decoder = SpeculativeDecoder(target, drafter)
     decoder.generate(PROMPTS[0], max_new_tokens=4)  # kernels are loaded
     output = decoder.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS, eos_token_id=None)
-    seconds = drafter.seconds
-    if device.type == "cuda":
-        begin, end = drafter.events
-        end.synchronize()
-        seconds = begin.elapsed_time(end) / 1000
-    assert output.prefill_seconds >= seconds > 0
-    for record in output.rounds:
-        assert record.draft_seconds > 0
+    started, *drafted = drafter.delays
+    assert output.prefill_seconds >= started > 0
+    assert len(drafted) > 2
+    for record, seconds in zip(output.rounds, drafted, strict=False):  # the last round may have no draft
+        assert record.draft_seconds >= seconds > 0
         assert record.verify_seconds > 0
         assert record.draft_seconds + record.verify_seconds <= record.seconds
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.loop import now
+from draftsmith.decode.clock import now
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.distill.objective import Objective

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.loop import now
+from draftsmith.decode.clock import now
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.embedded.training import bf16_is_fast
 from draftsmith.distill.objective import Objective

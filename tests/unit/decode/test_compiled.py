@@ -270,19 +270,23 @@ class Tripled(LogitsProcessor):
         return 3 * scores
 
 
-@pytest.mark.parametrize("reason", ["top_p", "top_k", "processor", "cold", "layers", "siblings", "other draws"])
+@pytest.mark.parametrize("reason", ["top_p", "top_k", "processor", "cold", "layers", "siblings", "draws", "vocabulary"])
 def test_chains_that_are_not_one_graph(
     traced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     """Those with cuts or processors, of which there may be many, and of deep models, whose graphs would be large."""
     target = target_model()
     drafter = draft_model(target)
+    if reason == "vocabulary":
+        drafter.model.resize_token_embeddings(72)
+        drafter = DraftModel(drafter.model)
+        drafter.shared_vocabulary = 64
     settings = {"temperature": 1.0, "max_new_tokens": 30, "eos_token_id": None}
     settings |= {"top_p": {"top_p": 0.8}, "top_k": {"top_k": 5}, "cold": {"temperature": 1e-7}}.get(reason, {})
     settings |= {"logits_processor": [Tripled()]} if reason == "processor" else {}
     if reason == "layers":
         monkeypatch.setattr("draftsmith.decode.model_runner.MOST_LAYERS", 2)
-    if reason == "other draws":
+    if reason == "draws":
         monkeypatch.setattr("draftsmith.decode.decoder.SeededRng", OwnRng)
     plan = {"policy": "tree:widths=2x1"} if reason == "siblings" else {"draft_length": 4}
     expected, own = (

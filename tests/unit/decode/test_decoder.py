@@ -1,5 +1,7 @@
 """EOS, lengths, seeds, streaming and invalid input of the decoder."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from conftest import make_llama
@@ -8,10 +10,13 @@ from transformers import (
 )
 
 from draftsmith import as_custom_generate
+from draftsmith.decode.clock import PartClock, now
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.loop import now
+from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst
+from draftsmith.decode.proposal import Proposal
 from draftsmith.decode.sequence import DecodeOutput, Round
+from draftsmith.decode.verification import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import of_rounds
 from draftsmith.eval.journal import TextRecord
@@ -185,6 +190,55 @@ def test_prefill_seconds_wait_for_the_drafters_pass(
     for device in (None, torch.device("cpu"), torch.device("cuda", 0)):
         now(device)
     assert waited == [torch.device("cuda", 0)]
+
+
+class _Event:
+    """An event on a device that computes what is queued when the outcome of a round is read; each takes a second."""
+
+    queued: ClassVar[list["_Event"]] = []
+    time: ClassVar[float] = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at: float | None = None
+
+    def record(self, stream: object) -> None:
+        assert stream == "its stream"
+        _Event.queued.append(self)
+
+    def elapsed_time(self, end: "_Event") -> float:
+        assert self.at is not None, "not computed yet"
+        assert end.at is not None, "not computed yet"
+        return 1000 * (end.at - self.at)
+
+    @staticmethod
+    def read() -> None:
+        for event in _Event.queued:
+            _Event.time += 1.0
+            event.at = _Event.time
+        _Event.queued.clear()
+
+
+def test_times_of_a_round_do_not_wait(tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the drafting is timed by events, which are read after the outcome: the host never waits in between."""
+    verified = DecodeLoop._verified
+
+    def read(self: DecodeLoop, proposal: Proposal) -> list[VerifyResult]:
+        results = verified(self, proposal)
+        _Event.read()
+        return results
+
+    def refuse(device: torch.device) -> None:
+        raise AssertionError("the host waits for the device in a round")
+
+    monkeypatch.setattr(DecodeLoop, "_verified", read)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(torch.cuda, "current_stream", {torch.device("cuda", 1): "its stream"}.get)
+    monkeypatch.setattr("draftsmith.decode.loop.PartClock", lambda _: PartClock(torch.device("cuda", 1)))
+    rounds = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1))).generate(PROMPT, max_new_tokens=9).rounds
+    assert [record.draft_seconds for record in rounds] == [1.0] * len(rounds)
+    assert all(record.verify_seconds == pytest.approx(record.seconds - 1, abs=0.5) for record in rounds)
 
 
 def test_draft_lengths_out_of_range_are_refused(tiny_target: LlamaForCausalLM) -> None:
