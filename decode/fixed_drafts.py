@@ -44,6 +44,11 @@ class Shape:
         return all(len(level) == 1 for level in self.levels)
 
     @cached_property
+    def is_plain_chain(self) -> bool:
+        """Whether it is a chain of drawn or of the likeliest tokens, not of others."""
+        return all(level == ((0, 0),) for level in self.levels)
+
+    @cached_property
     def extended(self) -> list[list[int]]:
         """For each level its nodes that have children."""
         return [sorted({parent for parent, _ in level}) for level in (*self.levels[1:], ())]
@@ -121,7 +126,7 @@ class FixedDrafts:
     def _whole_chain(self) -> WantedChain | None:
         """Return what a drafter may draft at once: a chain for all texts that depends on no text; else None."""
         length = len(self._shape.levels)
-        fits = self._shape.is_chain and 1 < length <= self._least_room
+        fits = self._shape.is_plain_chain and 1 < length <= self._least_room
         if not fits or self._shared is not None or not self._processors.only_temperature:
             return None
         if self._drawing is None:

@@ -411,7 +411,7 @@ class ModelRunner:
                 positions_BS = self._drafted.positions(passes.slots, positions_BQ, starts)
         starts_B = torch.tensor(starts, device=self._device)
         features_BQF = None if features_BQF is None else in_one_layout(features_BQF)
-        inputs = PassInputs(ids_BQ, starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF)
+        inputs = PassInputs(in_one_layout(ids_BQ), starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF)
         output = passes.run(self.model, inputs, self._modules, self._layers)
         self.features_BQF = output.features_BQF
         return output.logits_BQV, output.states_BQH

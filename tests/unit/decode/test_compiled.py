@@ -18,6 +18,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.decode import compiled
 from draftsmith.decode.compiled import MOST_WIDTH, CompiledPasses, built_graphs, run_step
 from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.policies import StaticTree
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, Drafter
@@ -270,7 +271,9 @@ class Tripled(LogitsProcessor):
         return 3 * scores
 
 
-@pytest.mark.parametrize("reason", ["top_p", "top_k", "processor", "cold", "layers", "siblings", "draws", "vocabulary"])
+@pytest.mark.parametrize(
+    "reason", ["top_p", "top_k", "processor", "cold", "layers", "siblings", "ranks", "draws", "vocabulary"]
+)
 def test_chains_that_are_not_one_graph(
     traced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
@@ -288,7 +291,8 @@ def test_chains_that_are_not_one_graph(
         monkeypatch.setattr("draftsmith.decode.model_runner.MOST_LAYERS", 2)
     if reason == "draws":
         monkeypatch.setattr("draftsmith.decode.decoder.SeededRng", OwnRng)
-    plan = {"policy": "tree:widths=2x1"} if reason == "siblings" else {"draft_length": 4}
+    plans = {"siblings": {"policy": "tree:widths=2x1"}, "ranks": {"policy": StaticTree(((1,), (1, 0)))}}
+    plan = plans.get(reason, {"draft_length": 4})
     expected, own = (
         SpeculativeDecoder(target, drafter, compile=on, **plan).generate(PROMPTS[0], **settings) for on in (False, True)
     )
