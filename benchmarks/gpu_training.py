@@ -62,7 +62,7 @@ def batch_of(recipe: Recipe, target: PreTrainedModel, clock: PartClock) -> Batch
 def measure(recipe: Recipe, target: PreTrainedModel, compiled: bool, steps: int, peak_tflops: float) -> dict[str, Any]:
     """Time `steps` steps after two that are not counted."""
     gc.collect()  # the last drafter's tensors, and its hooks on the target
-    device, clock = target.device, PartClock(target.device)
+    device, clock = target.device, PartClock(target.device, PARTS)
     estimate = estimate_memory(recipe, target.config, device=device.type, bf16=True, accelerated=True).training
     with device:
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ def measure(recipe: Recipe, target: PreTrainedModel, compiled: bool, steps: int,
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
         parts.append(clock.seconds())
-    middle = {part: statistics.median(one.get(part, 0.0) for one in parts[2:]) for part in PARTS}
+    middle = {part: statistics.median(one[part] for one in parts[2:]) for part in PARTS}
     median, own = statistics.median(seconds[2:]), sum(middle.values()) - middle["teacher"]
     length = recipe.data.prompt_tokens + recipe.data.response_tokens
     gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else math.nan

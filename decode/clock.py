@@ -1,6 +1,7 @@
 """Clocks for work that a device computes later than the host asks for it."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,8 @@ class PartClock:
     On CUDA it records events instead of waiting for the device, so that the host can go on to the next part.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, parts: Sequence[str]) -> None:
+        self._parts = parts
         self._cuda = device.type == "cuda"
         self._now = partial(_event, device) if self._cuda else time.perf_counter
         self._ends: list[tuple[str, Any]] = []
@@ -30,16 +32,15 @@ class PartClock:
         self._ends = [("", self._now())]
 
     def end(self, part: str) -> None:
-        """End a part; without effect before the first `start`."""
+        """End a part, of `parts`; without effect before the first `start`."""
         if self._ends:
             self._ends.append((part, self._now()))
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part since `start`; to be called once the device has computed all of them."""
-        totals: dict[str, float] = {}
+        totals = dict.fromkeys(self._parts, 0.0)
         for (_, begun), (part, ended) in pairwise(self._ends):
-            elapsed = begun.elapsed_time(ended) / 1000 if self._cuda else ended - begun
-            totals[part] = totals.get(part, 0.0) + elapsed
+            totals[part] += begun.elapsed_time(ended) / 1000 if self._cuda else ended - begun
         return totals
 
 

@@ -100,7 +100,7 @@ class DecodeLoop:
         self.hidden: Tensor | None = None
         self._features = FeatureQueue()
         self._device = torch.device("cpu")
-        self._clock = PartClock(self._device)
+        self._clock = PartClock(self._device, ("draft",))
         self._shapes: dict[int, Shape | None] = {}
         """By text, the shape of its drafts; None where it depends on q."""
         for text in self.texts:
@@ -136,7 +136,7 @@ class DecodeLoop:
         layers = () if self._drafter is None else self._drafter.needs.layers
         logits_BV = self._target.prefill(self.texts, layers)
         self._device = logits_BV.device
-        self._clock = PartClock(self._device)
+        self._clock = PartClock(self._device, ("draft",))
         if self._processors.read_text:
             self._committed = CommittedTokens([text.padding + text.tokens for text in self.texts], self._device)
         if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):

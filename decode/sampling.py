@@ -202,8 +202,7 @@ class Processors:
         """Whether processors may forbid every token of a row; temperature, top-k and top-p never do."""
         self.none = not self._all
         """Whether there is no processor, so scores equal the logits."""
-        cuts = sampling.top_k is not None or (sampling.top_p or 1) < 1
-        self.only_temperature = not (extra or cuts) and (self.greedy or sampling.temperature >= COLDEST)
+        self.only_temperature = not extra and all(type(one) is TemperatureLogitsWarper for one in self._all)
         """Whether the scores are the logits divided by the temperature; the logits where decoding is greedy."""
         self.read_text = any(type(processor).__name__ not in _CONTEXT_FREE for processor in self._all)
         """Whether any processor reads the tokens before a node."""

@@ -34,7 +34,6 @@ from draftsmith.train.accelerator import autocast, precision
 from draftsmith.train.context import RunContext
 from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data
 from draftsmith.train.engine import Engine, Optimizers, TorchEngine
-from draftsmith.train.quantized_target import quantization_effect
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Teacher
 
@@ -83,7 +82,7 @@ class DataAndDrafter(NamedTuple):
     data: TrainingData
     drafter: TrainableDrafter
     quantization: dict[str, float] | None
-    """Memory and alpha of the quantized target, see `quantization_effect`; None where it is not quantized."""
+    """Memory and alpha of the quantized target, see `quantized_target.py`; None where it is not quantized."""
 
 
 def data_and_drafter(context: RunContext, target: LoadedTarget) -> DataAndDrafter:
@@ -108,7 +107,11 @@ def data_and_drafter(context: RunContext, target: LoadedTarget) -> DataAndDrafte
     context.placement.place(target)
     drafter.to(context.accelerator.device)
     data = prepare_data(context, target, drafter)
-    quantization = quantization_effect(context, target, data.rows, partial(_load, context))
+    quantization = None
+    if recipe.target.quantization is not None:
+        from draftsmith.train.quantized_target import quantization_effect
+
+        quantization = quantization_effect(context, target, data.rows, partial(_load, context))
     if size is not None and recipe.start_from is None:
         torch.manual_seed(recipe.train.seed)
         tokens = frequent_tokens(data.rows.select(range(data.trained)), size, target, context.console)

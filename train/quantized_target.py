@@ -59,12 +59,11 @@ def quantization_effect(
 ) -> dict[str, float] | None:
     """Print and return the bytes that quantizing `target` saves, and its agreement with the target itself.
 
-    The main process loads the latter with `load`, and copies its layers to the device one by one. Other processes wait.
-    Returns None there, and for a target that is not quantized.
+    The main process loads the latter with `load`, and copies its layers to the device one by one. Other processes wait,
+    and return None.
     """
     kind, accelerator, model = context.recipe.target.quantization, context.accelerator, target.model
-    if kind is None:
-        return None
+    assert kind is not None, "the target is quantized"
     start = start_token(model) if model.config.is_encoder_decoder else None
     with accelerator.main_process_first():
         if not accelerator.is_main_process:

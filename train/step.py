@@ -14,6 +14,7 @@ from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.lora import without_lora
 from draftsmith.train.batch import Batch
+from draftsmith.train.progress import PARTS
 
 # Shapes: B sequences, T positions, K draft positions, H hidden size, N trained positions.
 
@@ -72,7 +73,7 @@ class AgreementStep(nn.Module):
         self._objective = objective
         # In a tuple, so that the frozen target is not registered as a submodule to train, wrap or save.
         self._teacher = (teacher,)
-        self.clock = PartClock(torch.device("cpu"))
+        self.clock = PartClock(torch.device("cpu"), PARTS)
         """Measures the parts of the forward pass; the training loop sets its own."""
 
     def forward(self, batch: Batch, done: float, last: Last) -> StepSums:

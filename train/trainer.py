@@ -155,7 +155,7 @@ class Run:
         self.expect = getattr(self.teacher, "expect", None)  # of teachers that read ahead
         step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher)
         best.adapters = self.adapters
-        self.clock = step.clock = PartClock(accelerator.device)
+        self.clock = step.clock = PartClock(accelerator.device, PARTS)
         if recipe.train.compile:
             compile_blocks(self.drafter)
         self.engine = make_engine(recipe, accelerator, step, optimizers)
@@ -248,7 +248,7 @@ class Run:
             "gradient_norm": norm,
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
-            "seconds_by_part": dict.fromkeys(PARTS, 0.0) | self.clock.seconds(),
+            "seconds_by_part": self.clock.seconds(),
             "memory_bytes": self.memory.trimmed(),
         }
 

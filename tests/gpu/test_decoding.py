@@ -192,6 +192,8 @@ def test_times_hold_the_queued_work(target: LlamaForCausalLM, device: torch.devi
     assert len(drafted) > 2
     for record, seconds in zip(output.rounds, drafted, strict=False):  # the last round may have no draft
         assert record.draft_seconds >= seconds > 0
+    for record in output.rounds:
+        assert record.draft_seconds > 0
         assert record.verify_seconds > 0
         assert record.draft_seconds + record.verify_seconds <= record.seconds
 

@@ -265,7 +265,7 @@ def test_a_chain_is_one_graph(traced: None, ran: list[str], make: Callable[[torc
 
 
 class Tripled(LogitsProcessor):
-    """Depends on no text, which no one knows."""
+    """Reads the scores alone, which the decoder cannot know."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return 3 * scores
@@ -277,7 +277,8 @@ class Tripled(LogitsProcessor):
 def test_chains_that_are_not_one_graph(
     traced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    """Those with cuts or processors, of which there may be many, and of deep models, whose graphs would be large."""
+    """Where the logits are cut or processed, the model is deep, or the draft is not a chain of all texts' likeliest or
+    drawn tokens."""
     target = target_model()
     drafter = draft_model(target)
     if reason == "vocabulary":

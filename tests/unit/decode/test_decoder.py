@@ -235,7 +235,7 @@ def test_times_of_a_round_do_not_wait(tiny_target: LlamaForCausalLM, monkeypatch
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
     monkeypatch.setattr(torch.cuda, "current_stream", {torch.device("cuda", 1): "its stream"}.get)
-    monkeypatch.setattr("draftsmith.decode.loop.PartClock", lambda _: PartClock(torch.device("cuda", 1)))
+    monkeypatch.setattr("draftsmith.decode.loop.PartClock", lambda _, parts: PartClock(torch.device("cuda", 1), parts))
     rounds = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1))).generate(PROMPT, max_new_tokens=9).rounds
     assert [record.draft_seconds for record in rounds] == [1.0] * len(rounds)
     assert all(record.verify_seconds == pytest.approx(record.seconds - 1, abs=0.5) for record in rounds)
