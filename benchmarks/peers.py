@@ -47,7 +47,7 @@ from draftsmith.train.run_folder import claim_output
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = ("speculators==0.9.0", "hs-connectors==0.9.0")
-LIGHT = ("openai", "loguru", "pydantic-settings")
+LIGHT = ("openai", "httpx", "loguru", "pydantic-settings")
 """Its imports that are missing here; of its other dependencies this environment has newer versions."""
 TEXTS, TTT_STEPS, DECAY, RATE = 16, 4, 0.8, 3e-3
 SIDES = ("ours", "peer", "peer, by text")

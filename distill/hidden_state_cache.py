@@ -17,12 +17,11 @@ from typing import Protocol
 
 import torch
 from datasets import Dataset
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from draftsmith.distill.stored_rows import StoredRows
 from draftsmith.distill.teacher import OnlineTeacher, stored_layers
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, TeacherSignals
@@ -63,7 +62,7 @@ class SignalCache:
         made = [VERSION, fingerprint_of_numbers(model), *data, list(stored_layers(layers)), dtype, shard_rows]
         self.key = fingerprint(made)
         self.folder = cache_dir() / "signals" / self.key
-        self._open: dict[int, safe_open] = {}
+        self._opened: dict[tuple[str, int], StoredRows] = {}
 
     @property
     def shards(self) -> int:
@@ -105,17 +104,30 @@ class SignalCache:
         """Return the size of all shards on disk, in bytes per token."""
         return sum(self._file(shard).stat().st_size for shard in range(self.shards)) / sum(self.lengths)
 
-    def read(self, row: int) -> Tensor:
-        """Return the states [T, W] of one row in their stored dtype, a part of the mapped file; float8 as float32."""
-        shard = row // self.shard_rows
-        if shard not in self._open:
-            self._open[shard] = safe_open(self._file(shard), framework="pt")
-        start = sum(self.lengths[shard * self.shard_rows : row])
-        part = slice(start, start + self.lengths[row])
-        states_TW = self._open[shard].get_slice("states")[part]
+    def read(self, rows: Sequence[int]) -> Tensor:
+        """Return the states [B, T, W] of rows in their stored dtype, with zeros after each; float8 as float32.
+
+        Raises:
+            DraftsmithError: for a shard that is gone, damaged or shorter than it was.
+        """
+        states_BTW = self._read("states", rows, DTYPES[self.dtype])
         if self.dtype != "float8":
-            return states_TW
-        return states_TW.float() * self._open[shard].get_slice("scales")[part][:, None]
+            return states_BTW
+        return states_BTW.float() * self._read("scales", rows, torch.float32)[..., None]
+
+    def _read(self, name: str, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
+        lengths = [self.lengths[row] for row in rows]
+        stored = [self._stored(name, row // self.shard_rows) for row in rows]
+        read = torch.zeros(len(rows), max(lengths), *stored[0].shape[1:], dtype=dtype)
+        for row, length, shard, out in zip(rows, lengths, stored, read, strict=True):
+            first = sum(self.lengths[row - row % self.shard_rows : row])
+            shard.read(first, out[:length])
+        return read
+
+    def _stored(self, name: str, shard: int) -> StoredRows:
+        if (name, shard) not in self._opened:
+            self._opened[name, shard] = StoredRows(self._file(shard), name)
+        return self._opened[name, shard]
 
     def _shard(self, shard: int) -> range:
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, len(self.lengths)))
@@ -182,8 +194,8 @@ def stored_states(signals: TeacherSignals, layers: tuple[int, ...]) -> Tensor:
 class StoredStates(Protocol):
     """States on disk: a `SignalCache`, or the files of an engine (distill/state_files.py)."""
 
-    def read(self, row: int) -> Tensor:
-        """Return the states [T, W] of one row: the final states, then `stored_layers`."""
+    def read(self, rows: Sequence[int]) -> Tensor:
+        """Return the states [B, T, W] of rows, with zeros after each: the final states, then `stored_layers`."""
         ...
 
 
@@ -231,16 +243,12 @@ class CachedTeacher:
 
     def _states(self, rows: tuple[int, ...]) -> Tensor:
         """Return the states of `rows`, and begin to read those that are expected after them."""
-        reading = self._ahead.pop(rows, None) or self._reader.submit(self._read, rows)
+        reading = self._ahead.pop(rows, None) or self._reader.submit(self._cache.read, rows)
         if self._order and rows == self._order[0]:
             self._order.popleft()
             if self._order:
-                self._ahead = {self._order[0]: self._reader.submit(self._read, self._order[0])}
+                self._ahead = {self._order[0]: self._reader.submit(self._cache.read, self._order[0])}
         return reading.result()
-
-    def _read(self, rows: tuple[int, ...]) -> Tensor:
-        """Return the stored states [B, T, W] of `rows`, with zeros after each text."""
-        return pad_sequence([self._cache.read(row) for row in rows], batch_first=True)
 
 
 def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list[int]] | None = None) -> list[Tensor]:

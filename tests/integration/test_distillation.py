@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.distill.dataset import pack
-from draftsmith.distill.hidden_state_cache import CachedTeacher
+from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.load_target import load_target
 from draftsmith.distill.regeneration import Sampler
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -325,9 +325,9 @@ def test_a_recipes_data_is_prepared_ahead(
 def test_cached_states_are_read_one_pass_ahead_and_once(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[tuple[int, ...]] = []
     read: list[tuple[int, ...]] = []
-    states, of_rows = CachedTeacher._states, CachedTeacher._read
+    states, of_rows = CachedTeacher._states, SignalCache.read
     monkeypatch.setattr(CachedTeacher, "_states", lambda self, rows: (needed.append(rows), states(self, rows))[1])
-    monkeypatch.setattr(CachedTeacher, "_read", lambda self, rows: (read.append(rows), of_rows(self, rows))[1])
+    monkeypatch.setattr(SignalCache, "read", lambda self, rows: (read.append(rows), of_rows(self, rows))[1])
     short = ["train.steps=3", "train.evaluate_every=3", "evaluation.count=1"]
     loop.train(load_recipe(str(recipe_file), ["teacher.kind=cached", "train.gradient_accumulation=2", *short]))
     assert len(needed) == 6, "two passes a step"

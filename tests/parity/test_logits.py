@@ -160,8 +160,12 @@ def test_diagnose_and_forecast_read_the_models_own_p(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp", "dflash"])
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Cohere2ForCausalLM", "GraniteForCausalLM"])
-def test_heads_with_the_targets_lm_head_draft_with_its_operations(name: str, kind: str) -> None:
+def test_heads_with_the_targets_lm_head_draft_with_its_operations(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """q in decoding and in training is that of the target's lm_head and the operations after it."""
+    # Gemma 2's norms compute in float32, where some CPUs add in an order that depends on the number of tokens.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     target = target_of(name)
     drafter = HEADS[kind].from_target(target, **({"block_size": 4} if kind == "dflash" else {})).double().eval()
     prompt, after = [5, 9, 33, 2, 11], [23, 60]

@@ -58,8 +58,6 @@ class MemoryEstimate:
     """Other memory while it reads their prompts, in later rounds including the optimizer's state."""
     caching: int = 0
     """Other memory while the target's states are cached; 0 without a cached teacher."""
-    files: int = 0
-    """Files of the cached states, which training maps into host memory; the system can take it back."""
     on_host: bool = False
     """Whether all of it is in host memory, where libraries and the allocator need memory too."""
 
@@ -87,8 +85,6 @@ class MemoryEstimate:
         if self.caching:
             phases["while caching"] = {**models, "states": self.caching}
         if self.on_host:
-            if self.files:
-                phases["in training"]["files of states"] = self.files
             for parts in phases.values():
                 gaps = sum(share * parts.get(use, 0) for use, share in GAPS.items())
                 parts["libraries and allocator"] = LIBRARIES + round(gaps)
@@ -160,7 +156,7 @@ def estimate_memory(
                 reading += moments  # later rounds are sampled during training
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bf16):
-            caching, files = _caching_bytes(recipe, target, step.drafter, live, not beside_host)
+            caching = _caching_bytes(recipe, target, step.drafter, live, not beside_host)
         return MemoryEstimate(
             target=weights - _elsewhere(recipe, target, beside_host, processes),
             drafter=drafted,
@@ -170,7 +166,6 @@ def estimate_memory(
             cache=cache,
             reading=reading,
             caching=caching,
-            files=files,
             on_host=not beside_host,
         )
 
@@ -246,16 +241,15 @@ def _reading_bytes(recipe: Recipe, target: PreTrainedModel, live: LiveBytes) -> 
 
 def _caching_bytes(
     recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter, live: LiveBytes, on_host: bool
-) -> tuple[int, int]:
-    """Return the bytes of the target's passes over a shard's rows, and of all files; 0 where no states are cached.
+) -> int:
+    """Return the bytes of the target's passes over a shard's rows; 0 where no states are cached.
 
     With `on_host`, the states of the shard's rows count with the passes.
     """
     if recipe.teacher.kind != "cached":
-        return 0, 0
+        return 0
     teacher, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
-    total = recipe.data.count * recipe.data.responses
-    rows = min(settings.shard_rows, total)
+    rows = min(settings.shard_rows, recipe.data.count * recipe.data.responses)
     before = live.peak = live.now
     ids_BT = torch.zeros(min(TOGETHER, rows), sequence_length(recipe), dtype=torch.long)
     signals = teacher.signals(ids_BT, torch.ones_like(ids_BT), ids_BT == 0)
@@ -265,7 +259,7 @@ def _caching_bytes(
     kept, stored = (rows * of_row * dtype.itemsize for dtype in (states_BTW.dtype, SHARD_DTYPES[settings.dtype]))
     copied = 0 if states_BTW.dtype == SHARD_DTYPES[settings.dtype] else stored
     # On a CPU the rows' states, and then one tensor of them all.
-    return (kept + max(one_pass, kept + copied) if on_host else one_pass), stored // rows * total
+    return kept + max(one_pass, kept + copied) if on_host else one_pass
 
 
 def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:

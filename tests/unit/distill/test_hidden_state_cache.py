@@ -1,7 +1,7 @@
 """The hidden-state cache: states are read as they were written, and damage invalidates one shard."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -164,7 +164,7 @@ def test_packed_rows_are_cached_as_the_target_sees_them_online() -> None:
         torch.testing.assert_close(seen(b, cached), seen(a, online), rtol=1e-5, atol=1e-5)
     for row, documents in enumerate(DOCUMENTS):
         parts = zip(
-            torch.tensor(rows[row]["input_ids"]).split(documents), cache.read(row).split(documents), strict=True
+            torch.tensor(rows[row]["input_ids"]).split(documents), cache.read([row])[0].split(documents), strict=True
         )
         for ids_T, states_TW in parts:
             alone_TH = final_states(teacher.model, ids_T[None], torch.ones_like(ids_T[None]))[0]
@@ -199,8 +199,8 @@ def test_expected_rows_are_read_ahead_once_and_give_the_same_states(monkeypatch:
     rows = rows_of()
     cache, teacher = built("float32", rows)
     read: list[int] = []
-    of_row = cache.read
-    monkeypatch.setattr(cache, "read", lambda row: (read.append(row), of_row(row))[1])
+    of_rows = cache.read
+    monkeypatch.setattr(cache, "read", lambda some: (read.extend(some), of_rows(some))[1])
     order = [[7, 0], [3, 1], [9, 2], [5, 5]]
     plain, ahead = CachedTeacher(teacher, cache), CachedTeacher(teacher, cache)
 
@@ -223,8 +223,38 @@ def test_expected_rows_are_read_ahead_once_and_give_the_same_states(monkeypatch:
     assert torch.equal(states(ahead, [7, 0]), expected[0]), "rows that were not expected are read"
 
 
-def test_rows_are_parts_of_the_mapped_file() -> None:
+def mapped() -> set[str]:
+    """The files that are mapped into the memory of this process."""
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_no_shard_stays_open_or_in_memory() -> None:
     cache, _ = built("bfloat16", rows_of())
-    states_TW = cache.read(1)
-    assert states_TW.untyped_storage().nbytes() > states_TW.nbytes, "not a copy"
-    assert cache.read(2).untyped_storage().data_ptr() == states_TW.untyped_storage().data_ptr(), "opened once"
+    opened = set(os.listdir("/proc/self/fd"))
+    states_BTW = cache.read([1, 5, 9])
+    assert states_BTW.untyped_storage().nbytes() == states_BTW.nbytes, "these rows alone"
+    assert not [name for name in mapped() if "shard-" in name]
+    assert set(os.listdir("/proc/self/fd")) == opened
+
+
+@pytest.mark.parametrize("when", ["before the first row", "between two rows"])
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda file: file.unlink(), "No such file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "it has become shorter"),
+        (lambda file: file.write_bytes(b""), ""),
+    ],
+)
+def test_a_shard_that_was_damaged_since_the_start_is_named(
+    harm: Callable[[Path], None], reason: str, when: str
+) -> None:
+    cache, _ = built("float8", rows_of())
+    file = cache.folder / "shard-00001.safetensors"
+    if when == "between two rows":
+        cache.read([4, 7])
+    harm(file)
+    with pytest.raises(DraftsmithError, match=rf"shard-00001.* cannot be read \(.*{reason}.*\); the same command"):
+        cache.read([0, 7])
+    cache.read([0, 9])

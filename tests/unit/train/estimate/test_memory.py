@@ -211,13 +211,8 @@ def test_the_pass_that_builds_a_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     assert estimate.caching == pytest.approx(live.peak, rel=0.15)
     assert estimate.peak >= estimate.target + estimate.drafter + estimate.caching
     assert "while caching" in str(estimate)
-    written = sum(file.stat().st_size for file in cache.folder.glob("*.safetensors"))
-    shards = recipe.data.count / 40
-    assert estimate.files == pytest.approx(shards * written, rel=0.01)
-    assert estimate.phases["in training"]["files of states"] == estimate.files
     on_device = memory.estimate_memory(recipe, target.config, accelerated=True)
     assert 0 < on_device.caching < 0.7 * estimate.caching, "the shard is in host memory"
-    assert "files of states" not in str(on_device)
     assert "while caching" not in str(memory.estimate_memory(recipe_of({"type": "medusa"}), target.config))
 
 
