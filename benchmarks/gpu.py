@@ -16,7 +16,8 @@ the first of them with a draft vocabulary, DSpark, Medusa with five heads, and a
 row a step, of which an eighth is its prompt, AdamW, bf16 autocast. MFU is of the whole step, and of its own part
 (without the target's pass). The machine's peak is that of train/estimate/time.py.
 
-A cell is a temperature, a batch size and a context; small ones come first, and none begins after `--minutes`. Its sides
+A cell is a temperature, a batch size and a context; small ones come first, and none begins after `--minutes`, nor does
+training after half of them. What fails is left out, and `--json` has each figure as soon as it is known. A cell's sides
 decode the same random prompts, interleaved; the first run is a warm-up. Times begin after the prefill. `outside` is the
 share of time outside the models' forward passes, from one more run in which the device is synchronized after every
 pass; not measured for compiled passes. `alone` at T=1 is what sampling training data costs.
@@ -25,18 +26,17 @@ pass; not measured for compiled passes. `alone` at T=1 is what sampling training
 import argparse
 import gc
 import itertools
-import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
 from decoder import timed_forwards
-from gpu_training import table, train_rows
+from gpu_training import failure, table, train_rows
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
@@ -44,6 +44,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.decode.clock import now
 from draftsmith.heads import DraftModel
 from draftsmith.provenance import environment
+from draftsmith.storage import write_json
 
 RESIDUAL = 1e-4
 """Scale of the target's residual branches: below the rounding of bf16 next to embeddings of variance 1."""
@@ -82,7 +83,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="counted training steps of each drafter")
     parser.add_argument("--json", type=Path, help="also write the figures into this file")
     parser.add_argument("--repeats", type=int, default=3, help="counted runs of every side in a cell")
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which no further cell is measured")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="after which no cell is begun, and half of it no training"
+    )
     options = parser.parse_args()
     if options.shape != "tiny" and not torch.cuda.is_available():
         raise SystemExit(f"--shape {options.shape} needs a GPU, and torch finds none; --shape tiny runs on a CPU")
@@ -332,12 +335,12 @@ def report(cell: Cell, figures: dict[str, Figures], acceptance: float) -> dict[s
     return {**asdict(cell), "acceptance": acceptance, "expected_tau": expected, "sides": sides}
 
 
-def decode(options: argparse.Namespace, device: torch.device, until: float) -> list[dict[str, object]]:
-    """Measure all cells that begin before the time `until`."""
+def decode(options: argparse.Namespace, device: torch.device, until: float) -> Iterator[dict[str, object]]:
+    """Measure all cells that begin before the time `until`; one that fails yields its error."""
     target = make_target(options.shape, device)
     drafter = make_drafter(options.shape, target)
     blend = Blend(target, drafter)
-    sides, cells = make_sides(options, target, drafter), []
+    sides = make_sides(options, target, drafter)
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (target, drafter)]
     print(f"{options.shape}: {sizes[0]:,} parameters, drafter {sizes[1]:,} with the target's embeddings and lm_head")
     settings = itertools.product(options.batches, options.contexts, options.temperatures)
@@ -352,28 +355,40 @@ def decode(options: argparse.Namespace, device: torch.device, until: float) -> l
         usable = {name: side for name, side in sides.items() if batch == 1 or name != "assisted"}
         try:
             figures = measure(cell, usable, [target, drafter.model], options.repeats)
-            cells.append(report(cell, figures, acceptance))
-        except torch.OutOfMemoryError as error:
-            print(f"\n{what}: {error}".splitlines()[1])
-    return cells
+        except Exception as error:  # of any kind: the time on a large GPU is scarce, and other cells may work
+            reason = failure(error)
+            print(f"\n{what}: {reason}", flush=True)
+            yield {**asdict(cell), "error": reason}
+        else:
+            yield report(cell, figures, acceptance)
 
 
 def main() -> None:
     options = arguments()
-    until = time.perf_counter() + 60 * options.minutes
+    started = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = environment()
     print(f"{where['accelerator'] or where['cpu']}, torch {torch.__version__}, transformers {transformers.__version__}")
-    rows = []
+    found: dict[str, list[dict[str, object]]] = {"training": [], "decoding": []}
+
+    def keep(what: str, row: dict[str, object]) -> None:
+        """Write each figure when it is known: the run may be ended before its last one."""
+        found[what].append(row)
+        if options.json is not None:
+            write_json(options.json, {"environment": where, **found})
+
     if options.lengths:
         target = random_model(options.shape, device)
-        rows = list(train_rows(target, options.lengths, compiled=options.compile, steps=options.steps))
-        print(f"\n{table(rows)}\n", flush=True)
+        half = started + 30 * options.minutes
+        for row in train_rows(target, options.lengths, compiled=options.compile, steps=options.steps, until=half):
+            keep("training", row)
+        print(f"\n{table(found['training'])}\n", flush=True)
         del target
         gc.collect()
-    cells = decode(options, device, until)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"environment": where, "training": rows, "decoding": cells}) + "\n")
+    for cell in decode(options, device, started + 60 * options.minutes):
+        keep("decoding", cell)
+    if any("error" in row for rows in found.values() for row in rows):
+        raise SystemExit("some figures are missing: see the errors above")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config
 
 from draftsmith.decode.clock import PartClock
+from draftsmith.errors import reason_of
 from draftsmith.train.batch import Batch
 from draftsmith.train.builders import compile_blocks
 from draftsmith.train.estimate.fake_run import DryStep, Operations, dry_step
@@ -105,8 +107,13 @@ def operations(step: DryStep) -> tuple[int, int]:
     return whole.total, teacher.total
 
 
-def train_rows(target: PreTrainedModel, lengths: list[int], *, compiled: bool, steps: int) -> Iterator[dict[str, Any]]:
-    """Measure all drafters, eager and where asked compiled; one that does not fit yields a row with its error."""
+def train_rows(
+    target: PreTrainedModel, lengths: list[int], *, compiled: bool, steps: int, until: float
+) -> Iterator[dict[str, Any]]:
+    """Measure all drafters, eager and where asked compiled; one that fails yields a row with its error.
+
+    None is begun after the time `until`.
+    """
     name = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     name = name.lower().replace(" ", "")
     peak = next((tflops for machine, (tflops, _) in MACHINES.items() if machine in name), math.nan)
@@ -115,17 +122,32 @@ def train_rows(target: PreTrainedModel, lengths: list[int], *, compiled: bool, s
         Qwen3Config(**shape, vocab_size=target.config.vocab_size).save_pretrained(folder)
         for drafter, recipe in recipes(target, lengths, folder):
             for how in (False, True) if compiled else (False,):
+                started = time.perf_counter()
+                if started > until:
+                    print(f"{drafter}: not measured, half of the minutes have passed", flush=True)
+                    continue
                 try:
-                    yield {"trained": drafter, **measure(recipe, target, how, steps, peak)}
-                except torch.OutOfMemoryError as error:
-                    yield {"trained": drafter, "compiled": how, "error": str(error).splitlines()[0]}
+                    row = measure(recipe, target, how, steps, peak)
+                except Exception as error:  # of any kind: the others may work
+                    row = {"compiled": how, "error": failure(error)}
+                took = f"{'compiled' if how else 'eager'}, measured in {time.perf_counter() - started:.0f} s"
+                print(f"{drafter}: {row.get('error', took)}", flush=True)
+                yield {"trained": drafter, **row}
+
+
+def failure(error: Exception) -> str:
+    """Return an error's first line; print where it came from, unless the memory was not enough."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        traceback.print_exception(error)
+    return f"{type(error).__name__}: {reason_of(error)}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table; parts are in milliseconds."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for row in rows:
-        cells = [_cell(name, row[name]) if name in row else row.get("error", "") for name in COLUMNS]
+        shown = {"ms": row.get("error", ""), **row}
+        cells = [_cell(name, shown.get(name, "")) for name in COLUMNS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

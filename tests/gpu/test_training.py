@@ -1,6 +1,7 @@
 """A training step of every family on one GPU: the CPU's loss in float32, and in bf16 a loss that falls."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from datasets import Dataset
 from gpu.families import FAMILIES, make_drafter, target_model
 from transformers import LlamaForCausalLM
 
+from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.quantization import quantize
 from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.heads.base import FINAL
 from draftsmith.train.batch import Batch, collate
 from draftsmith.train.progress import MemoryMeter
 from draftsmith.train.quantized_target import agreement
@@ -104,6 +107,26 @@ def test_the_meter_reads_the_allocators_peak(device: torch.device) -> None:
         del taken
         assert meter.peak() >= size
         assert MemoryMeter(device).peak() < size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8"])
+def test_cached_states_arrive_while_the_next_are_read(
+    dtype: str, target: LlamaForCausalLM, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to the device are not waited for, and the reader does not write to memory that is still copied."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(2, 64, (60,), generator=generator).tolist() for _ in range(40)]
+    rows = Dataset.from_list([{"input_ids": text, "spans": [[4, len(text)]]} for text in texts])
+    teacher = OnlineTeacher(target, (1, FINAL))
+    cache = SignalCache(target, rows, teacher.layers, dtype, shard_rows=16)
+    cache.build(cache.missing()[0], teacher, lambda: None)
+    cached, order = CachedTeacher(teacher, cache), [[row, 39 - row, row // 2] for row in range(40)]
+    cached.expect(order)
+    found = [cached.signals(**vars(collate(rows, some, device))).hidden_BTH for some in order]
+    for some, hidden_BTH in zip(order, found, strict=True):
+        expected_BTH = cache.read(some)[..., : hidden_BTH.shape[-1]].to(device, hidden_BTH.dtype)
+        assert torch.equal(hidden_BTH[:, : expected_BTH.shape[1]], expected_BTH)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])

@@ -17,8 +17,10 @@ from transformers import T5ForConditionalGeneration as T5
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode import compiled
 from draftsmith.decode.compiled import MOST_WIDTH, CompiledPasses, built_graphs, run_step
+from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies import StaticTree
+from draftsmith.decode.profiling import LONG, SHORT, measure_costs
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, Drafter
@@ -304,6 +306,25 @@ def test_chains_that_are_not_one_graph(
 
 class OwnRng(SeededRng):
     """A source whose draws are made one by one."""
+
+
+@pytest.mark.parametrize("make", [draft_model, eagle])
+def test_policies_that_plan_know_the_seconds_of_single_steps(
+    traced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.nn.Module], Drafter]
+) -> None:
+    """Their drafts are built step by step, so a chain that is one graph is not what they pay for."""
+    target, drafted, of_round = target_model(), set(), DecodeLoop.round
+
+    def recorded(loop: DecodeLoop) -> list:
+        out = of_round(loop)
+        drafted.update(record.drafted for _, _, record in out)
+        return out
+
+    monkeypatch.setattr(DecodeLoop, "round", recorded)
+    measure_costs(target, make(target), widest=2, compile=True)
+    assert drafted == {SHORT, LONG}
+    assert "pass" in ran
+    assert "chain" not in ran
 
 
 class Halves(torch.nn.Module):
