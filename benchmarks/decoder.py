@@ -4,6 +4,7 @@
     python benchmarks/decoder.py --pair 134m                          # random weights in the shapes of SmolLM2-135M
     python benchmarks/decoder.py --pair tiny                          # random weights, 0.94 million parameters
     python benchmarks/decoder.py --drafter DRAFT_MODEL --compile       # compiled passes of both sides, too
+    python benchmarks/decoder.py --drafter DRAFT_MODEL --heads MTP     # a drafter that transformers does not run, too
     python benchmarks/decoder.py --pair 134m --contexts 128 512 2048  # milliseconds a token by context length
 
 All variants decode the same prompts, interleaved in one process; medians over prompts are printed with their ratios.
@@ -32,6 +33,7 @@ from draftsmith.decode.profiling import measure_costs
 from draftsmith.distill.load_target import load_target
 from draftsmith.eval.prompts import load_prompts
 from draftsmith.heads import DraftModel
+from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import first_layers
 from draftsmith.heads.ngram import Hybrid, PromptLookup
 from draftsmith.provenance import environment
@@ -90,6 +92,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target", default="embedded", help="'embedded', a local folder or a Hub id")
     parser.add_argument("--drafter", help="a draft model: a local folder or a Hub id")
+    parser.add_argument("--heads", help="also a drafter of another type for the same target, with draftsmith alone")
     parser.add_argument("--prompt-set", default="embedded", help="'embedded' or a JSONL file")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -113,13 +116,24 @@ def clock_of(options: argparse.Namespace) -> Callable[[], float]:
     return time.process_time if options.cpu_time else time.perf_counter
 
 
-def load(options: argparse.Namespace) -> tuple[nn.Module, DraftModel, list[list[int]], list[list[int]]]:
-    """Return the target, the draft model, prompts to measure, and prompts to calibrate policies with."""
+@dataclass
+class Loaded:
+    """What is measured."""
+
+    target: nn.Module
+    drafter: DraftModel
+    heads: Drafter | None
+    prompts: list[list[int]]
+    learn: list[list[int]]
+    """Prompts to calibrate policies with."""
+
+
+def load(options: argparse.Namespace) -> Loaded:
     if options.pair in PAIRS:
         target, drafter = PAIRS[options.pair].models()
         most = min(4000, target.config.vocab_size)
         ids = torch.randint(most // 40, most, (options.prompts + 3, 64)).tolist()
-        return target, drafter, ids[2:], ids[:2]
+        return Loaded(target, drafter, None, ids[2:], ids[:2])
     if options.drafter is None:
         raise SystemExit(
             "--drafter is missing; expected a draft model's folder or Hub id (or --pair 134m, --pair tiny)"
@@ -130,23 +144,22 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, DraftModel, list[list[
         raise SystemExit(f"--drafter {options.drafter} is of type {drafter.type}; expected a draft model")
     rows = load_prompts(options.prompt_set, loaded.tokenizer, count=options.prompts + 5)
     ids = [row.input_ids for row in rows]
-    return loaded.model, drafter, ids[: options.prompts + 1], ids[options.prompts + 1 :]
+    heads = None if options.heads is None else load_drafter(options.heads, loaded.model, loaded.tokenizer)
+    return Loaded(loaded.model, drafter, heads, ids[: options.prompts + 1], ids[options.prompts + 1 :])
 
 
-def make_variants(
-    options: argparse.Namespace, target: nn.Module, drafter: DraftModel, learn: list[list[int]]
-) -> dict[str, Variant]:
-    sampling = {"temperature": options.temperature}
+def make_variants(options: argparse.Namespace, loaded: Loaded) -> dict[str, Variant]:
+    sampling, target, drafter = {"temperature": options.temperature}, loaded.target, loaded.drafter
     count = options.max_new_tokens
-    costs = {False: measure_costs(target, drafter)}
-    if options.compile:
-        costs[True] = measure_costs(target, drafter, compile=True)
+    hows = (False, True) if options.compile else (False,)
+    drafters = {"": drafter} if loaded.heads is None else {"": drafter, f"{loaded.heads.type}, ": loaded.heads}
+    costs = {(name, how): measure_costs(target, one, compile=how) for name, one in drafters.items() for how in hows}
 
-    def ours(drafter: object = None, compile: bool = False, **plan: object) -> Variant:
-        paid = None if drafter is None else costs[compile]
+    def ours(drafter: object = None, compile: bool = False, name: str = "", **plan: object) -> Variant:
+        paid = None if drafter is None else costs[name, compile]
         decoder = SpeculativeDecoder(target, drafter, costs=paid, compile=compile, **plan)
         if plan.get("policy"):
-            decoder.calibrate(learn, max_new_tokens=count, **sampling)
+            decoder.calibrate(loaded.learn, max_new_tokens=count, **sampling)
         return Variant(
             lambda ids: len(decoder.generate(ids, max_new_tokens=count, eos_token_id=None, **sampling).tokens)
         )
@@ -169,7 +182,7 @@ def make_variants(
 
     gammas = sorted({options.gamma, *options.gammas})
     variants = {}
-    for compile in costs:
+    for compile in hows:
         end = f", {COMPILED}" if compile else ""
         model, assistant = (compiled(m) if compile else m for m in (target, drafter.model))
         static = {"cache_implementation": "static", "compile_config": compile_config()} if compile else {}
@@ -178,11 +191,13 @@ def make_variants(
             variants[f"transformers: assisted, gamma {gamma}{end}"] = theirs(gamma, model, assistant_model=assistant)
         variants[f"transformers: prompt lookup{end}"] = theirs(model=model, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         variants[f"draftsmith: target alone{end}"] = ours(compile=compile)
-        for gamma in gammas:
-            variants[f"draftsmith: gamma {gamma}{end}"] = ours(drafter, compile, draft_length=gamma)
-        for policy in ("adaptive", "optimal-tree"):
-            variants[f"draftsmith: {policy}{end}"] = ours(drafter, compile, policy=policy)
-        variants[f"draftsmith: hybrid, adaptive{end}"] = ours(Hybrid(drafter), compile, policy="adaptive")
+        for name, one in drafters.items():
+            for gamma in gammas:
+                variants[f"draftsmith: {name}gamma {gamma}{end}"] = ours(one, compile, name, draft_length=gamma)
+            for policy in ("adaptive", "optimal-tree"):
+                variants[f"draftsmith: {name}{policy}{end}"] = ours(one, compile, name, policy=policy)
+            hybrid = ours(Hybrid(one), compile, name, policy="adaptive")
+            variants[f"draftsmith: {name}hybrid, adaptive{end}"] = hybrid
         variants[f"draftsmith: prompt lookup{end}"] = ours(PromptLookup(draft_length=LOOKUP_TOKENS), compile)
     return variants
 
@@ -234,15 +249,17 @@ def timed_forwards(*models: nn.Module, clock: Callable[[], float] = time.perf_co
 
 
 def compare(options: argparse.Namespace) -> None:
-    target, drafter, prompts, learn = load(options)
-    variants = make_variants(options, target, drafter, learn)
+    loaded = load(options)
+    variants, prompts = make_variants(options, loaded), loaded.prompts
     names, clock = list(variants), clock_of(options)
     for name in names:
         if name.endswith(COMPILED):
             for prompt in prompts:  # graphs are built for each size of the cache
                 variants[name].run(prompt)
     # A graph of a timed pass would hold the clock.
-    timing = nullcontext([]) if options.compile else timed_forwards(target, drafter.model, clock=clock)
+    body = getattr(loaded.heads, "body", None)  # the model of MTP modules and EAGLE heads; others count as overhead
+    models = [loaded.target, loaded.drafter.model, *([] if body is None else [body])]
+    timing = nullcontext([]) if options.compile else timed_forwards(*models, clock=clock)
     with timing as forwards:
         for number, prompt in enumerate(prompts):
             first = number % len(names)
@@ -293,7 +310,7 @@ def report(variants: dict[str, Variant], gamma: int) -> None:
 
 def contexts(options: argparse.Namespace) -> None:
     """Print milliseconds a token of the target alone after contexts of several lengths, and of attention by itself."""
-    target = load(options)[0]
+    target = load(options).target
     decoder, config = SpeculativeDecoder(target), target.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     print("context  draftsmith ms/token  generate ms/token  attention alone ms  draftsmith without attention")

@@ -62,7 +62,7 @@ class SignalCache:
         made = [VERSION, fingerprint_of_numbers(model), *data, list(stored_layers(layers)), dtype, shard_rows]
         self.key = fingerprint(made)
         self.folder = cache_dir() / "signals" / self.key
-        self._opened: dict[tuple[str, int], StoredRows] = {}
+        self._located: dict[tuple[str, int], StoredRows] = {}
 
     @property
     def shards(self) -> int:
@@ -125,9 +125,9 @@ class SignalCache:
         return read
 
     def _stored(self, name: str, shard: int) -> StoredRows:
-        if (name, shard) not in self._opened:
-            self._opened[name, shard] = StoredRows(self._file(shard), name)
-        return self._opened[name, shard]
+        if (name, shard) not in self._located:
+            self._located[name, shard] = StoredRows(self._file(shard), name)
+        return self._located[name, shard]
 
     def _shard(self, shard: int) -> range:
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, len(self.lengths)))

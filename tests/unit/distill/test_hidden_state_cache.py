@@ -238,6 +238,20 @@ def test_no_shard_stays_open_or_in_memory() -> None:
     assert set(os.listdir("/proc/self/fd")) == opened
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8"])
+def test_rows_of_several_shards_come_with_zeros_after_them(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, _ = built(dtype, rows_of())
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(shape, 7.0, **kwargs))
+    rows = [6, 0, 9, 3]
+    read_BTW = cache.read(rows)
+    assert read_BTW.shape[:2] == (4, max(cache.lengths[row] for row in rows))
+    for row, states_TW in zip(rows, read_BTW.float(), strict=True):
+        length = cache.lengths[row]
+        assert torch.equal(states_TW[:length], cache.read([row])[0].float())
+        assert states_TW[:length].abs().amax(-1).min() > 0
+        assert not states_TW[length:].any()
+
+
 @pytest.mark.parametrize("when", ["before the first row", "between two rows"])
 @pytest.mark.parametrize(
     ("harm", "reason"),
