@@ -116,8 +116,7 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
         raise ConfigError(f"{refusal}: {reason}; expected data.pack=false") from error
     finally:
         model.train(training)
-    room = _room(packed_BTH.dtype) * alone_NH.abs().max()
-    if not (packed_BTH.flatten(0, 1) - alone_NH).abs().max() <= room:
+    if not _agree(packed_BTH.flatten(0, 1), alone_NH, list(map(len, texts))):
         raise ConfigError(f"{refusal}: it does not separate the documents of one row; expected data.pack=false")
 
 
@@ -138,7 +137,7 @@ def measure_flat_rows(model: PreTrainedModel) -> None:
             rows_NH = final_states(model, ids_BT, seen_BT)[seen_BT.bool()]
         # As documents, since a GPU reads no other rows flat.
         flat_NH = final_states(model, ids_BT, seen_BT, documents_BT=torch.zeros_like(ids_BT))[seen_BT.bool()]
-        fits = bool((flat_NH - rows_NH).abs().max() <= _room(rows_NH.dtype) * rows_NH.abs().max())
+        fits = _agree(flat_NH, rows_NH, seen_BT.sum(1).tolist())
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError):
         fits = False
     finally:
@@ -146,9 +145,21 @@ def measure_flat_rows(model: PreTrainedModel) -> None:
     read_flat(model, fits)
 
 
-def _room(dtype: torch.dtype) -> float:
-    """Return the tolerance between two computations of the same numbers, relative to the largest (bf16 has 8 bits)."""
-    return 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
+def _agree(read_NH: Tensor, expected_NH: Tensor, lengths: list[int]) -> bool:
+    """Return whether the states of texts of these lengths differ by rounding alone from those that are expected.
+
+    In 16 bits, deep models round the states of a token by 1 to 5 % of their norm, and by more where other experts are
+    chosen; where a text sees another one, most of its tokens differ by more than 10 %.
+    """
+    for read_nH, expected_nH in zip(read_NH.split(lengths), expected_NH.split(lengths), strict=True):
+        off_nH = (read_nH - expected_nH).float()
+        if expected_nH.dtype.itemsize > 2:
+            agree = off_nH.abs().max() <= 1e-4 * expected_nH.abs().max()
+        else:
+            agree = (off_nH.norm(dim=-1) / expected_nH.float().norm(dim=-1)).median() <= 0.1
+        if not agree:
+            return False
+    return True
 
 
 def stored_layers(layers: tuple[int, ...]) -> tuple[int, ...]:

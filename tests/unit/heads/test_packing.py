@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Co
 from unit.heads.test_families import FAMILIES, make, target_model
 
 from draftsmith.distill.objective import AgreementSums, Objective
-from draftsmith.distill.teacher import OnlineTeacher, require_packable
+from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require_packable
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
+from draftsmith.heads.flat_rows import flat_rows
 from draftsmith.heads.hidden_states import document_numbers, document_positions, final_states
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.train.batch import collate
@@ -200,6 +201,29 @@ def test_targets_that_keep_documents_apart(kind: str) -> None:
         for text_T, states_TH in documents:
             alone_1TH = final_states(model, text_T[None], torch.ones_like(text_T[None]))
             torch.testing.assert_close(states_TH, alone_1TH[0], rtol=1e-4, atol=1e-5)  # fp32, other kernels
+
+
+DEEP: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_hidden_layers": 36, "head_dim": 8},
+    "qwen3_moe": {
+        "num_hidden_layers": 24,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind", DEEP)
+def test_rounding_in_16_bits_is_not_taken_for_another_text(kind: str, dtype: torch.dtype) -> None:
+    """The states of deep models differ by several percent between two kernels."""
+    model = small(kind, DEEP[kind]).to(dtype)
+    require_packable(model)
+    measure_flat_rows(model)
+    row_1T = torch.ones(1, 3, dtype=torch.long)
+    assert flat_rows(model, row_1T, 0 * row_1T) is not None
 
 
 class Attention(TorchFunctionMode):
