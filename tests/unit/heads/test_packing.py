@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Co
 from unit.heads.test_families import FAMILIES, make, target_model
 
 from draftsmith.distill.objective import AgreementSums, Objective
-from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require_packable
+from draftsmith.distill.teacher import OnlineTeacher, _agree, measure_flat_rows, require_packable
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.flat_rows import flat_rows
@@ -224,6 +224,16 @@ def test_rounding_in_16_bits_is_not_taken_for_another_text(kind: str, dtype: tor
     measure_flat_rows(model)
     row_1T = torch.ones(1, 3, dtype=torch.long)
     assert flat_rows(model, row_1T, 0 * row_1T) is not None
+
+
+def test_float32_leaves_less_room_than_16_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states_NH, lengths = torch.randn(7, 8, generator=generator), [4, 3]
+    one_differs_NH = states_NH * torch.tensor([1.0] * 4 + [1.01] * 3)[:, None]
+    assert _agree(states_NH * (1 + 1e-6), states_NH, lengths)
+    assert not _agree(one_differs_NH, states_NH, lengths)
+    assert _agree(one_differs_NH.bfloat16(), states_NH.bfloat16(), lengths)
+    assert not _agree((states_NH * torch.tensor([1.0] * 4 + [1.3] * 3)[:, None]).half(), states_NH.half(), lengths)
 
 
 class Attention(TorchFunctionMode):
