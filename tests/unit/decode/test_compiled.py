@@ -308,9 +308,8 @@ class OwnRng(SeededRng):
     """A source whose draws are made one by one."""
 
 
-@pytest.mark.parametrize("make", [draft_model, eagle])
 def test_policies_that_plan_know_the_seconds_of_single_steps(
-    traced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.nn.Module], Drafter]
+    traced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their drafts are built step by step, so a chain that is one graph is not what they pay for."""
     target, drafted, of_round = target_model(), set(), DecodeLoop.round
@@ -321,7 +320,7 @@ def test_policies_that_plan_know_the_seconds_of_single_steps(
         return out
 
     monkeypatch.setattr(DecodeLoop, "round", recorded)
-    measure_costs(target, make(target), widest=2, compile=True)
+    measure_costs(target, draft_model(target), widest=2, compile=True)
     assert drafted == {SHORT, LONG}
     assert "pass" in ran
     assert "chain" not in ran
