@@ -235,7 +235,8 @@ def continuous_batching(options: argparse.Namespace, target: PreTrainedModel, pr
 def main() -> None:
     options = arguments()
     options.prompts = max(options.batches)
-    target, drafter, prompts, _ = load(options)
+    loaded = load(options)
+    target, drafter, prompts = loaded.target, loaded.drafter, loaded.prompts
     where = environment()
     load_before = os.getloadavg()[0]
     compare(options, target, drafter, prompts)
