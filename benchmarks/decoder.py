@@ -118,17 +118,19 @@ def clock_of(options: argparse.Namespace) -> Callable[[], float]:
 
 @dataclass
 class Loaded:
-    """What is measured."""
+    """The models and prompts of a comparison."""
 
     target: nn.Module
     drafter: DraftModel
     heads: Drafter | None
+    """A drafter that only draftsmith runs."""
     prompts: list[list[int]]
     learn: list[list[int]]
     """Prompts to calibrate policies with."""
 
 
 def load(options: argparse.Namespace) -> Loaded:
+    """Build or load the models and prompts that the options name."""
     if options.pair in PAIRS:
         target, drafter = PAIRS[options.pair].models()
         most = min(4000, target.config.vocab_size)
@@ -151,9 +153,9 @@ def load(options: argparse.Namespace) -> Loaded:
 def make_variants(options: argparse.Namespace, loaded: Loaded) -> dict[str, Variant]:
     sampling, target, drafter = {"temperature": options.temperature}, loaded.target, loaded.drafter
     count = options.max_new_tokens
-    hows = (False, True) if options.compile else (False,)
+    modes = (False, True) if options.compile else (False,)
     drafters = {"": drafter} if loaded.heads is None else {"": drafter, f"{loaded.heads.type}, ": loaded.heads}
-    costs = {(name, how): measure_costs(target, one, compile=how) for name, one in drafters.items() for how in hows}
+    costs = {(name, mode): measure_costs(target, one, compile=mode) for name, one in drafters.items() for mode in modes}
 
     def ours(drafter: object = None, compile: bool = False, name: str = "", **plan: object) -> Variant:
         paid = None if drafter is None else costs[name, compile]
@@ -182,7 +184,7 @@ def make_variants(options: argparse.Namespace, loaded: Loaded) -> dict[str, Vari
 
     gammas = sorted({options.gamma, *options.gammas})
     variants = {}
-    for compile in hows:
+    for compile in modes:
         end = f", {COMPILED}" if compile else ""
         model, assistant = (compiled(m) if compile else m for m in (target, drafter.model))
         static = {"cache_implementation": "static", "compile_config": compile_config()} if compile else {}

@@ -227,7 +227,7 @@ class CachedTeacher:
     ) -> TeacherSignals:
         """Return the batch with the cached states; `rows`: indices of its rows in the data."""
         parameter = self.lm_head.weight
-        # Moved in the stored dtype, which has fewer bytes, while the host goes on.
+        # Copied in the stored dtype, which has fewer bytes; the host does not wait for the copy.
         states_BTW = self._states(tuple(rows)).to(parameter.device, non_blocking=True).to(parameter.dtype)
         states_BTW = nn.functional.pad(states_BTW, (0, 0, 0, input_ids_BT.shape[1] - states_BTW.shape[1]))
         hidden_BTH, others_BTW = states_BTW.split([self._hidden_size, states_BTW.shape[-1] - self._hidden_size], -1)
@@ -252,6 +252,7 @@ class CachedTeacher:
         return reading.result()
 
     def _read(self, rows: tuple[int, ...]) -> Tensor:
+        """Return the stored states; for a GPU in pinned memory, without which the host waits for the copy."""
         states_BTW = self._cache.read(rows)
         return states_BTW.pin_memory() if self.lm_head.weight.is_cuda else states_BTW
 

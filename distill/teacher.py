@@ -15,6 +15,10 @@ from draftsmith.heads.hidden_states import Features, document_numbers, final_sta
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.processor_inputs import ProcessorInputs
 
+NEAR = 0.1
+"""Limit of the difference of states between two kernels in 16 bits, relative to their norm, as a median over tokens: at
+most 0.045 for 36 random layers, and 0.15 to 1 where documents are not separated."""
+
 # Shapes: B batch, T positions, H hidden size.
 
 
@@ -94,7 +98,9 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
     """Check that `model` reads documents packed into one row as it reads them alone (`data.pack`); else ConfigError.
 
     transformers separates documents by positions that restart. Recurrent layers, ALiBi and some attention kernels do
-    not, and no config says so; therefore two rows of two documents are compared with the documents alone.
+    not, and no config says so; therefore two rows of two documents are compared with the documents alone. In 16 bits
+    the kernels of the two round deep models differently. There it is enough that other tokens in the first documents
+    leave the states of the second ones as they are, and that most of these are near those of the documents alone.
     """
     refusal = f"data.pack=True with a {role} of model_type={model.config.model_type!r}"
     if model.config.is_encoder_decoder:
@@ -104,11 +110,15 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
     device, training = next(model.parameters()).device, model.training
     texts = [[1, 2, 3, 4, 5], [6, 7, 8, 9], [9, 8, 7], [6, 5, 4, 3, 2, 1]]  # two rows: some kernels only support one
     ids_BT = torch.tensor([texts[0] + texts[1], texts[2] + texts[3]], device=device)
+    changed_BT = torch.tensor([[9, 9, 8, 8, 7, *texts[1]], [1, 2, 1, *texts[3]]], device=device)
     documents_BT = document_numbers([[5, 4], [3, 6]], 9).to(device)
     model.eval()
     try:
         with reading_rows(model):
-            packed_BTH = final_states(model, ids_BT, torch.ones_like(ids_BT), documents_BT=documents_BT)
+            packed_BTH, other_BTH = (
+                final_states(model, row_BT, torch.ones_like(ids_BT), documents_BT=documents_BT)
+                for row_BT in (ids_BT, changed_BT)
+            )
         texts_1T = [torch.tensor([text], device=device) for text in texts]
         alone_NH = torch.cat([final_states(model, text_1T, torch.ones_like(text_1T))[0] for text_1T in texts_1T])
     except (TypeError, ValueError) as error:
@@ -116,7 +126,13 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
         raise ConfigError(f"{refusal}: {reason}; expected data.pack=false") from error
     finally:
         model.train(training)
-    if not _agree(packed_BTH.flatten(0, 1), alone_NH, list(map(len, texts))):
+    packed_NH, second_BT = packed_BTH.flatten(0, 1), documents_BT > 0
+    fits = _equal(packed_NH, alone_NH)
+    if not fits and packed_NH.dtype.itemsize == 2:
+        off_N = (packed_NH - alone_NH).float().norm(dim=-1) / alone_NH.float().norm(dim=-1)
+        near = bool(off_N[second_BT.flatten()].median() <= NEAR)
+        fits = near and _equal(other_BTH[second_BT], packed_BTH[second_BT])
+    if not fits:
         raise ConfigError(f"{refusal}: it does not separate the documents of one row; expected data.pack=false")
 
 
@@ -137,7 +153,7 @@ def measure_flat_rows(model: PreTrainedModel) -> None:
             rows_NH = final_states(model, ids_BT, seen_BT)[seen_BT.bool()]
         # As documents, since a GPU reads no other rows flat.
         flat_NH = final_states(model, ids_BT, seen_BT, documents_BT=torch.zeros_like(ids_BT))[seen_BT.bool()]
-        fits = _agree(flat_NH, rows_NH, seen_BT.sum(1).tolist())
+        fits = _equal(flat_NH, rows_NH)
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError):
         fits = False
     finally:
@@ -145,21 +161,10 @@ def measure_flat_rows(model: PreTrainedModel) -> None:
     read_flat(model, fits)
 
 
-def _agree(read_NH: Tensor, expected_NH: Tensor, lengths: list[int]) -> bool:
-    """Return whether the states of texts of these lengths differ by rounding alone from those that are expected.
-
-    In 16 bits, deep models round the states of a token by 1 to 5 % of their norm, and by more where other experts are
-    chosen; where a text sees another one, most of its tokens differ by more than 10 %.
-    """
-    for read_nH, expected_nH in zip(read_NH.split(lengths), expected_NH.split(lengths), strict=True):
-        off_nH = (read_nH - expected_nH).float()
-        if expected_nH.dtype.itemsize > 2:
-            agree = off_nH.abs().max() <= 1e-4 * expected_nH.abs().max()
-        else:
-            agree = (off_nH.norm(dim=-1) / expected_nH.float().norm(dim=-1)).median() <= 0.1
-        if not agree:
-            return False
-    return True
+def _equal(states_NH: Tensor, expected_NH: Tensor) -> bool:
+    """Return whether two computations gave the same states, up to 1 % of the largest number in 16 bits (bf16 has 8)."""
+    room = 1e-2 if expected_NH.dtype.itemsize == 2 else 1e-4
+    return bool((states_NH - expected_NH).abs().max() <= room * expected_NH.abs().max())
 
 
 def stored_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
