@@ -9,14 +9,13 @@
 
 All variants decode the same prompts, interleaved in one process; medians over prompts are printed with their ratios.
 The first prompt is a warm-up and is not counted. `overhead` is 1 - (seconds inside the models' forward passes) / (all
-seconds). With `--cpu-time`, seconds are those of the processor, which on one thread depend less on other processes of
-the machine.
+seconds); it is not measured with `--compile`. With `--cpu-time`, seconds are those of the processor, which on one
+thread depend less on other processes of the machine.
 """
 
 import argparse
 import copy
 import inspect
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -273,7 +272,8 @@ def compare(options: argparse.Namespace) -> None:
                 seconds = clock() - started
                 if number > 0:
                     variants[name].speeds.append(tokens / seconds)
-                    variants[name].overheads.append(math.nan if options.compile else 1 - sum(forwards) / seconds)
+                    if not options.compile:
+                        variants[name].overheads.append(1 - sum(forwards) / seconds)
     report(variants, options.gamma)
 
 
@@ -281,9 +281,8 @@ def report(variants: dict[str, Variant], gamma: int) -> None:
     base = variants["transformers: generate"].speed
     print(f"{'':34s} tokens/s  x generate  overhead   (prefill included)")
     for name, variant in variants.items():
-        print(
-            f"{name:34s} {variant.speed:8.1f} {variant.speed / base:10.2f} {statistics.median(variant.overheads):9.1%}"
-        )
+        overhead = f"{statistics.median(variant.overheads):.1%}" if variant.overheads else "-"
+        print(f"{name:34s} {variant.speed:8.1f} {variant.speed / base:10.2f} {overhead:>9s}")
 
     def ratio(ours: str, theirs: str) -> float:
         """Return the median over prompts of the ratio of speeds on the same prompt."""
