@@ -43,13 +43,18 @@ class Processes:
         environment: dict[str, str],
         traps: dict[str, dict[str, Any]] | None = None,
         program: str = "train",
+        estimate: bool = False,
     ) -> list[int]:
-        """Process ids, by rank. `traps`: what is to go wrong, see traps.py; `program`: 'train', or 'draftsmith'."""
+        """Process ids, by rank. `traps`: what is to go wrong, see traps.py; `program`: 'train', or 'draftsmith'.
+
+        Without `estimate`, runs do not estimate their memory, which takes longer than training on a tiny target.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes), **environment}
         asked = {"arguments": arguments, "log": str(log), "traps": traps or {}, "program": program}
+        asked["estimate"] = estimate
         started = []
         for rank in range(processes):
             ranks = {} if processes == 1 and not environment else {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -77,6 +82,7 @@ def serve() -> None:
     from draftsmith.eval import run as measure  # noqa: F401
     from draftsmith.train import trainer as loop  # noqa: F401
     from draftsmith.train.__main__ import main
+    from draftsmith.train.estimate import memory
 
     programs = {"train": main, "draftsmith": cli.main}
 
@@ -92,6 +98,8 @@ def serve() -> None:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.environ.update(asked["environment"])
+            if not asked["estimate"]:
+                memory.announce_memory = lambda context: None
             for name, options in asked["traps"].items():
                 getattr(Traps, name)(**options)
             faulthandler.enable()

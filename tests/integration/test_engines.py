@@ -45,9 +45,10 @@ class Runs:
     processes: Processes
 
     def start(self, name: str, engine: str, *overrides: str) -> list[int]:
+        """Of the runs with a recipe as it stands, which are called as their engine, memory is estimated first."""
         count, environment = ENGINES[engine]
         arguments = [str(self.place / "recipe.yaml"), f"output={self.place / name}", *overrides]
-        return self.processes.start(arguments, self.log(name), count, environment)
+        return self.processes.start(arguments, self.log(name), count, environment, estimate=name == engine)
 
     def run(self, name: str, engine: str, *overrides: str, code: int = 0) -> None:
         assert self.processes.wait(self.start(name, engine, *overrides)) == [code] * ENGINES[engine][0], self.said(name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_llama
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.heads import Drafter, DraftModel, Medusa
@@ -36,18 +36,29 @@ def _drafter(kind: str, target: nn.Module) -> Drafter | None:
     return _perturbed(DraftModel.from_target(target, num_hidden_layers=2, init="target_layers"))
 
 
+def _generated(target: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    text = target.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
+    return text[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def generated() -> list[list[int]]:
+    """Return what `generate` writes to each prompt."""
+    target = make_llama()
+    return [_generated(target, prompt) for prompt in _prompts()]
+
+
 @pytest.mark.parametrize("kind", ["none", "draft_model", "medusa"])
-def test_identical_tokens_on_two_hundred_prompts(kind: str) -> None:
+def test_identical_tokens_on_two_hundred_prompts(kind: str, generated: list[list[int]]) -> None:
     target = make_llama()
     decoder = SpeculativeDecoder(target, _drafter(kind, target))
     stops, accepted = set(), 0
-    for prompt in _prompts():
+    for prompt, theirs in zip(_prompts(), generated, strict=True):
         ours = decoder.generate(prompt, max_new_tokens=NEW_TOKENS)
-        ids = torch.tensor([prompt])
-        theirs = target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-        )
-        assert ours.tokens == theirs[0, len(prompt) :].tolist()
+        assert ours.tokens == theirs
         stops.add(ours.stopped_by)
         accepted += sum(record.accepted for record in ours.rounds)
     assert stops == {"eos", "length"}, "both ways to stop have to be covered"
@@ -63,8 +74,4 @@ def test_identical_tokens_for_gpt2() -> None:
     target = GPT2LMHeadModel(config).eval()
     decoder = SpeculativeDecoder(target, DraftModel.from_target(target, num_hidden_layers=2, init="target_layers"))
     for prompt in _prompts()[:30]:
-        ids = torch.tensor([prompt])
-        theirs = target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-        )
-        assert decoder.generate(prompt, max_new_tokens=NEW_TOKENS).tokens == theirs[0, len(prompt) :].tolist()
+        assert decoder.generate(prompt, max_new_tokens=NEW_TOKENS).tokens == _generated(target, prompt)

@@ -200,7 +200,7 @@ def test_sampling_takes_what_is_foretold(prompt: int, response: int) -> None:
 def test_the_pass_that_builds_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     teacher_section = {"kind": "cached", "shard_rows": 40}
-    recipe = recipe_of({"type": "eagle3", "layers": [1, 2]}, teacher=teacher_section)
+    recipe = recipe_of({"type": "eagle3", "layers": [1, 2], "train_steps": 2}, teacher=teacher_section)
     target = wide_target()
     estimate = memory.estimate_memory(recipe, target.config)
     rows = Dataset.from_list([{"input_ids": [5] * (PROMPT + RESPONSE)}] * 40)
@@ -219,7 +219,9 @@ def test_the_pass_that_builds_a_cache(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_packed_rows_are_estimated_as_one_document_each() -> None:
     config = make_llama(**WIDE).config
     plain, packed = (
-        memory.estimate_memory(recipe_of({"type": "eagle3", "layers": [1, 2]}, data={"pack": pack}), config)
+        memory.estimate_memory(
+            recipe_of({"type": "eagle3", "layers": [1, 2], "train_steps": 2}, data={"pack": pack}), config
+        )
         for pack in (False, True)
     )
     assert packed == plain
@@ -255,7 +257,8 @@ def test_later_rounds_hold_the_drafters_cache_and_the_optimizers_state() -> None
 
 @pytest.mark.parametrize("kind", ["hydra", "medusa", "mlp_speculator", "eagle3", "dflash"])
 def test_activations_of_every_kind_of_block_are_computed_again(kind: str) -> None:
-    drafter = {"type": kind, "layers": [1, 2]} if kind in ("eagle3", "dflash") else {"type": kind}
+    more = {"eagle3": {"layers": [1, 2], "train_steps": 3}, "dflash": {"layers": [1, 2]}}
+    drafter = {"type": kind, **more.get(kind, {})}
     config, few = make_llama(**WIDE).config, {"chunk_tokens": 8}
 
     def activations(again: bool) -> int:
