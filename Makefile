@@ -21,7 +21,8 @@ demo: $(VENV)/.installed
 	test -d runs/quickstart/mtp/drafter || $(BIN)/draftsmith quickstart
 	$(BIN)/draftsmith demo --target embedded --drafter hybrid:drafter=runs/quickstart/mtp/drafter
 
-test: $(VENV)/.installed-dev lint docs
+test: $(VENV)/.installed-dev
+	$(MAKE) --jobs=2 lint docs
 	$(WORKERS) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed-dev

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -211,32 +210,71 @@ def whole_runs(make: Callable[[], DecodeLoop]) -> dict[tuple[Tokens, ...], float
     return distribution
 
 
+@dataclass
+class Waiting:
+    """A text after some rounds: the probability of all histories that lead to it, and the likeliest of them."""
+
+    mass: float
+    path: tuple[int, ...]
+    weight: float
+    rounds: int
+    memory: Any
+
+
 def merged_runs(
-    make: Callable[[], DecodeLoop], same_state: Callable[[DecodeLoop, DecodeLoop], bool]
-) -> dict[tuple[Tokens, ...], float]:
-    """Return the same as `whole_runs`, one round at a time, with histories of equal tokens merged.
+    make: Callable[[int], DecodeLoop],
+    memory_of: Callable[[DecodeLoop, int], Any],
+    agree: Callable[[Any, Any], bool],
+    at_once: int = 1,
+) -> dict[tuple[Tokens], float]:
+    """Return what `whole_runs` does for one text, one round at a time, with histories of equal tokens merged.
 
-    `same_state` checks that the rest of the decoder's state (caches, lengths) is equal; then the first history is
-    replayed for both.
+    `agree` checks that what the decoder holds of a text (caches, lengths; `memory_of` a row) is equal; then the
+    likeliest history is replayed for all. `make` returns a decoder of that many such texts: histories of as many
+    rounds are replayed `at_once` as the rows of one batch, in which each draws for itself.
     """
-    waiting: dict[tuple[Tokens, ...], tuple[float, State]] = {}
-    finished: dict[tuple[Tokens, ...], float] = {}
+    waiting: dict[Tokens, Waiting] = {}
+    finished: dict[tuple[Tokens], float] = {}
 
-    def arrive(weight: float, state: State) -> None:
-        tokens = state.tokens
-        if not state.decoding.texts:
-            add(finished, tokens, weight)
-            return
-        mass, first = waiting.get(tokens, (0.0, state))
-        assert same_state(first.decoding, state.decoding), f"the state depends on more than the tokens {tokens}"
-        waiting[tokens] = (mass + weight, first)
+    def arrive(mass: float, new: Waiting, tokens: Tokens) -> None:
+        known = waiting.setdefault(tokens, new)
+        assert agree(known.memory, new.memory), f"the state depends on more than the tokens {tokens}"
+        if new.weight > known.weight:
+            waiting[tokens] = new
+            new.mass = known.mass
+        waiting[tokens].mass += mass
 
-    for weight, state in outcomes(lambda rng: played(make, rng, 0)):
-        arrive(weight, state)
+    def play(starts: list[tuple[float, tuple[int, ...]]], rounds: int) -> None:
+        """Replay these histories, whose probabilities count so many times, and all that they lead to."""
+        pending = starts
+        while pending:
+            rows, pending = pending[:at_once], pending[at_once:]
+            decoding, rngs = make(len(rows)), [BranchingRng(path) for _, path in rows]
+            texts = tuple(decoding.texts)
+            for text, rng in zip(texts, rngs, strict=True):
+                text.rng = rng
+            decoding.prefill()
+            for _ in range(rounds if decoding.texts else 0):
+                decoding.round()
+            places = {id(text): row for row, text in enumerate(decoding.texts)}
+            for (share, _), text, rng in zip(rows, texts, rngs, strict=True):
+                if rng.weight == 0:  # its probability was an error of rounding, which this batch does not make
+                    continue
+                pending += [(share, path) for path in rng.alternatives]
+                mass, tokens = share * rng.weight, tuple(text.tokens)
+                if id(text) in places:
+                    memory = memory_of(decoding, places[id(text)])
+                    arrive(mass, Waiting(0.0, rng.taken, rng.weight, rounds, memory), tokens)
+                else:
+                    add(finished, (tokens,), mass)
+
+    play([(1.0, ())], 0)
     while waiting:
-        shortest = min(waiting, key=lambda tokens: sum(map(len, tokens)))
-        mass, before = waiting.pop(shortest)
-        after = partial(played, make, rounds=before.rounds + 1)
-        for weight, state in outcomes(after, start=before.rng.taken):
-            arrive(mass * weight / before.rng.weight, state)
+        shortest = min(map(len, waiting))  # no history of other texts leads to these
+        groups: dict[int, list[Waiting]] = {}
+        for tokens in [tokens for tokens in waiting if len(tokens) == shortest]:
+            text = waiting.pop(tokens)
+            groups.setdefault(text.rounds, []).append(text)
+        for rounds, group in groups.items():
+            play([(text.mass / text.weight, text.path) for text in group], rounds + 1)
     return finished

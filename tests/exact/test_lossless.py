@@ -1,6 +1,8 @@
 """The texts of the whole decoder, over several rounds, have the target's distribution: every outcome is enumerated."""
 
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -43,6 +45,8 @@ from draftsmith.heads.base import Drafter
 
 PROMPT, OTHER_PROMPT = (0, 3), (1, 4, 2)
 PAIRS = 5
+TOGETHER = 1024
+"""Most texts in one batch, each with other outcomes of its draws."""
 GREEDY, TOP_2, TOP_3 = Sampling(0.0), Sampling(1.0, top_k=2), Sampling(1.3, top_k=3)
 NO_EOS: frozenset[int] = frozenset()
 NEVER_DRAWN = SeededRng(0)
@@ -79,15 +83,18 @@ def toy_gap(
     eos: frozenset[int] = NO_EOS,
     extra: tuple[LogitsProcessor, ...] = (),
 ) -> float:
-    """Return the total variation between the texts of the decoder and those of the target alone."""
+    """Return the total variation between the texts of the decoder and those of the target alone.
+
+    Texts of the first pair are decoded alone, those of the others together.
+    """
     p, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
     processors = Processors(sampling, extra)
 
-    def make() -> DecodeLoop:
-        texts = [text_of(PROMPT, count, eos)]
+    def make(rows: int) -> DecodeLoop:
+        texts = [text_of(PROMPT, count, eos) for _ in range(rows)]
         return DecodeLoop(ToyTarget(p), drafter, policy, texts, processors, rule and RULES[rule])
 
-    actual = merged_runs(make, lambda a, b: a._target.read == b._target.read)
+    actual = merged_runs(make, lambda loop, row: loop._target.read[row], operator.eq, 1 if seed == 0 else TOGETHER)
     assert sum(actual.values()) == pytest.approx(1, abs=EXACT)
     return total_variation(actual, target_alone(p.logits, PROMPT, count, processors, eos))
 
@@ -189,30 +196,49 @@ EXACT_ENOUGH = 1e-10
 """Looser than the toys': the cached and the uncached forward pass differ in the last bits of fp64."""
 
 
-def _runners_agree(one: ModelRunner, other: ModelRunner) -> bool:
-    """Return whether the tokens that both have read have equal cache entries; later slots hold discarded drafts."""
-    (length,) = map(min, zip(one.lengths, other.lengths, strict=True))
-    return all(
-        torch.allclose(x[:, :, :length], y[:, :, :length], rtol=0, atol=ROUNDING)
-        for mine, theirs in zip(one._cache.layers, other._cache.layers, strict=True)
-        for x, y in ((mine.keys, theirs.keys), (mine.values, theirs.values))
-    )
+@dataclass
+class Memory:
+    """What a decoder holds of a text of `length` tokens: cache entries of the target and of the drafter, features."""
+
+    length: int
+    target: list[Tensor]
+    drafter: list[list[Tensor]]
+    features_nF: Tensor | None
 
 
-def _caches_agree(a: DecodeLoop, b: DecodeLoop) -> bool:
-    (text,) = a.texts
-    if not a._target._runner.lengths == b._target._runner.lengths == [len(text.tokens) - 1]:
+def _memory_of(loop: DecodeLoop, row: int) -> Memory:
+    """Return copies: the decoders of two histories may share a drafter, which holds what it last read."""
+    features = loop._features
+    held = None if features.values_BSF is None else features.values_BSF[row, : features.counts[row]].clone()
+    drafter = [_entries(runner, row) for runner in _runners(loop._drafter)]
+    return Memory(len(loop.texts[row].tokens), _entries(loop._target._runner, row), drafter, held)
+
+
+def _entries(runner: ModelRunner, row: int) -> list[Tensor]:
+    """Return keys and values [H, length, D] of the committed tokens; later slots hold discarded drafts."""
+    layers, length = runner._cache.layers, runner.lengths[row]
+    return [x[row, :, :length].clone() for layer in layers for x in (layer.keys, layer.values)]
+
+
+def _memories_agree(a: Memory, b: Memory) -> bool:
+    """Return whether the texts have equal entries of the tokens that both have read."""
+    if any(x_HLD.shape[1] != memory.length - 1 for memory in (a, b) for x_HLD in memory.target):
         return False
-    for runners in zip(_runners(a._drafter), _runners(b._drafter), strict=True):
-        # A drafter may or may not have read the tokens that it drafted in the last round and that were accepted.
-        if any(runner.lengths[0] >= len(text.tokens) for runner in runners) or not _runners_agree(*runners):
+    pairs = [(a.target, b.target), *zip(a.drafter, b.drafter, strict=True)]
+    # A drafter may or may not have read the tokens that it drafted in the last round and that were accepted.
+    if any(x_HLD.shape[1] >= a.length for own in (*a.drafter, *b.drafter) for x_HLD in own):
+        return False
+    if a.features_nF is not None and b.features_nF is not None:  # nor taken their features
+        common = min(len(a.features_nF), len(b.features_nF))
+        ends = [memory.features_nF[len(memory.features_nF) - common :] for memory in (a, b)]
+        if not torch.allclose(*ends, rtol=0, atol=ROUNDING):
             return False
-    common = min(sum(a._features.counts), sum(b._features.counts))  # nor taken their features
-    if common:
-        one, other = (loop._features.values_BSF[0, -common:] for loop in (a, b))
-        if not torch.allclose(one, other, rtol=0, atol=ROUNDING):
-            return False
-    return _runners_agree(a._target._runner, b._target._runner)
+    return all(
+        torch.allclose(x_HLD[:, :common], y_HLD[:, :common], rtol=0, atol=ROUNDING)
+        for one, other in pairs
+        for x_HLD, y_HLD in zip(one, other, strict=True)
+        for common in [min(x_HLD.shape[1], y_HLD.shape[1])]
+    )
 
 
 def _runners(drafter: Drafter) -> list[ModelRunner]:
@@ -252,30 +278,39 @@ def _drafter(kind: str, target: nn.Module) -> Drafter:
     return drafter
 
 
-def _llama_gap(kind: str, policy: Policy) -> float:
+def _llama_gap(kind: str, policy: Policy, at_once: int) -> float:
     deep = 4 if kind.split()[0] in ("eagle3", "peagle", "dflash") else 1
     target = make_llama(3, **TINY, num_hidden_layers=deep).double()
-    return _gap(target, _drafter(kind, target), policy)
+    return _gap(target, _drafter(kind, target), policy, at_once)
 
 
 @torch.inference_mode()
-def _gap(target: nn.Module, drafter: Drafter, policy: Policy) -> float:
+def _gap(target: nn.Module, drafter: Drafter, policy: Policy, at_once: int = 1) -> float:
     processors = Processors(Sampling(0.8, top_k=3))
 
-    def make() -> DecodeLoop:
-        return DecodeLoop(TransformersTarget(target), drafter, policy, [text_of(PROMPT, 4)], processors)
+    def make(rows: int) -> DecodeLoop:
+        texts = [text_of(PROMPT, 4) for _ in range(rows)]
+        return DecodeLoop(TransformersTarget(target), drafter, policy, texts, processors)
 
     def logits(text: Tokens) -> Tensor:
         return target(input_ids=torch.tensor([text])).logits[0, -1]
 
-    actual = merged_runs(make, _caches_agree)
+    actual = merged_runs(make, _memory_of, _memories_agree, at_once)
     return total_variation(actual, target_alone(logits, PROMPT, 4, processors))
 
 
 @pytest.mark.parametrize("policy", [Chain(2), ConfidenceChain(0.4, 2), *DRAWN_TREES, CHOSEN_TREES[1]], ids=str)
 @pytest.mark.parametrize("kind", ["draft_model", *HEADS_OF_TARGETS])
 def test_transformers_models_are_lossless(kind: str, policy: Policy) -> None:
-    assert _llama_gap(kind, policy) < EXACT_ENOUGH
+    """Up to hundreds of texts are decoded together, whose drafts and accepted paths differ."""
+    assert _llama_gap(kind, policy, at_once=TOGETHER) < EXACT_ENOUGH
+
+
+@pytest.mark.parametrize("policy", [Chain(2), CHOSEN_TREES[1]], ids=str)
+@pytest.mark.parametrize("kind", ["draft_model", *HEADS_OF_TARGETS])
+def test_a_text_alone_is_lossless(kind: str, policy: Policy) -> None:
+    """One text has no padding, and a chain of it no mask."""
+    assert _llama_gap(kind, policy, at_once=1) < EXACT_ENOUGH
 
 
 @pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0]], ids=str)
@@ -291,9 +326,12 @@ def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy) ->
     assert _gap(target, drafter, policy) < EXACT_ENOUGH
 
 
+@pytest.mark.parametrize("at_once", [1, TOGETHER])
 @pytest.mark.parametrize("kind", ["draft_model", "medusa"])
-def test_a_cache_that_loses_the_accepted_path_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_loses_the_accepted_path_is_noticed(
+    kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a control of the merging above: accepted nodes of a tree stay in the slots where they were read."""
     monkeypatch.setattr(RollbackLayer, "move", lambda self, rows_n1, to_nk, from_nk: None)
     with pytest.raises(AssertionError, match="depends on more than the tokens"):
-        _llama_gap(kind, DRAWN_TREES[0])
+        _llama_gap(kind, DRAWN_TREES[0], at_once)
