@@ -1,6 +1,6 @@
 """Exact output distributions: every outcome of every random draw is enumerated."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,8 +217,6 @@ class Waiting:
     mass: float
     path: tuple[int, ...]
     weight: float
-    rounds: int
-    memory: Any
 
 
 def merged_runs(
@@ -229,24 +227,17 @@ def merged_runs(
 ) -> dict[tuple[Tokens], float]:
     """Return what `whole_runs` does for one text, one round at a time, with histories of equal tokens merged.
 
-    `agree` checks that what the decoder holds of a text (caches, lengths; `memory_of` a row) is equal; then the
-    likeliest history is replayed for all. `make` returns a decoder of that many such texts: histories of as many
-    rounds are replayed `at_once` as the rows of one batch, in which each draws for itself.
+    `agree` checks that what the decoder holds of a text (caches, lengths; `memory_of` a row) is equal, after however
+    many rounds; then the likeliest history of a number of rounds is replayed for all. `make` returns a decoder of that
+    many such texts: histories are replayed `at_once` as the rows of one batch, in which each draws for itself.
     """
-    waiting: dict[Tokens, Waiting] = {}
+    memories: dict[Tokens, Any] = {}
     finished: dict[tuple[Tokens], float] = {}
 
-    def arrive(mass: float, new: Waiting, tokens: Tokens) -> None:
-        known = waiting.setdefault(tokens, new)
-        assert agree(known.memory, new.memory), f"the state depends on more than the tokens {tokens}"
-        if new.weight > known.weight:
-            waiting[tokens] = new
-            new.mass = known.mass
-        waiting[tokens].mass += mass
-
-    def play(starts: list[tuple[float, tuple[int, ...]]], rounds: int) -> None:
-        """Replay these histories, whose probabilities count so many times, and all that they lead to."""
-        pending = starts
+    def play(starts: Iterable[Waiting], rounds: int) -> dict[Tokens, Waiting]:
+        """Replay these histories, and all that they lead to; return the texts that have not ended."""
+        waiting: dict[Tokens, Waiting] = {}
+        pending = [(start.mass / start.weight, start.path) for start in starts]
         while pending:
             rows, pending = pending[:at_once], pending[at_once:]
             decoding, rngs = make(len(rows)), [BranchingRng(path) for _, path in rows]
@@ -254,27 +245,28 @@ def merged_runs(
             for text, rng in zip(texts, rngs, strict=True):
                 text.rng = rng
             decoding.prefill()
-            for _ in range(rounds if decoding.texts else 0):
+            for _ in range(rounds):
                 decoding.round()
             places = {id(text): row for row, text in enumerate(decoding.texts)}
             for (share, _), text, rng in zip(rows, texts, rngs, strict=True):
                 if rng.weight == 0:  # its probability was an error of rounding, which this batch does not make
                     continue
                 pending += [(share, path) for path in rng.alternatives]
-                mass, tokens = share * rng.weight, tuple(text.tokens)
-                if id(text) in places:
-                    memory = memory_of(decoding, places[id(text)])
-                    arrive(mass, Waiting(0.0, rng.taken, rng.weight, rounds, memory), tokens)
-                else:
-                    add(finished, (tokens,), mass)
+                tokens = tuple(text.tokens)
+                if id(text) not in places:
+                    add(finished, (tokens,), share * rng.weight)
+                    continue
+                memory = memory_of(decoding, places[id(text)])
+                same = agree(memories.setdefault(tokens, memory), memory)
+                assert same, f"the state depends on more than the tokens {tokens}"
+                known = waiting.setdefault(tokens, Waiting(0.0, rng.taken, rng.weight))
+                known.mass += share * rng.weight
+                if rng.weight > known.weight:
+                    known.path, known.weight = rng.taken, rng.weight
+        return waiting
 
-    play([(1.0, ())], 0)
+    rounds, waiting = 0, play([Waiting(1.0, (), 1.0)], 0)
     while waiting:
-        shortest = min(map(len, waiting))  # no history of other texts leads to these
-        groups: dict[int, list[Waiting]] = {}
-        for tokens in [tokens for tokens in waiting if len(tokens) == shortest]:
-            text = waiting.pop(tokens)
-            groups.setdefault(text.rounds, []).append(text)
-        for rounds, group in groups.items():
-            play([(text.mass / text.weight, text.path) for text in group], rounds + 1)
+        rounds += 1
+        waiting = play(waiting.values(), rounds)
     return finished
