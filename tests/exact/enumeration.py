@@ -212,11 +212,27 @@ def whole_runs(make: Callable[[], DecodeLoop]) -> dict[tuple[Tokens, ...], float
 
 @dataclass
 class Waiting:
-    """A text after some rounds: the probability of all histories that lead to it, and the likeliest of them."""
+    """The probability of all histories that lead to an unfinished text, and the most probable one with its own."""
 
     mass: float
     path: tuple[int, ...]
     weight: float
+
+
+def replayed(
+    make: Callable[[int], DecodeLoop], paths: Sequence[tuple[int, ...]], rounds: int
+) -> Iterator[tuple[BranchingRng, Tokens, DecodeLoop, int | None]]:
+    """Decode one batch with a text for each path; yield its outcomes, tokens, decoder, and row unless it has ended."""
+    decoding, rngs = make(len(paths)), [BranchingRng(path) for path in paths]
+    texts = tuple(decoding.texts)
+    for text, rng in zip(texts, rngs, strict=True):
+        text.rng = rng
+    decoding.prefill()
+    for _ in range(rounds):
+        decoding.round()
+    rows = {id(text): row for row, text in enumerate(decoding.texts)}
+    for text, rng in zip(texts, rngs, strict=True):
+        yield rng, tuple(text.tokens), decoding, rows.get(id(text))
 
 
 def merged_runs(
@@ -225,38 +241,33 @@ def merged_runs(
     agree: Callable[[Any, Any], bool],
     at_once: int = 1,
 ) -> dict[tuple[Tokens], float]:
-    """Return what `whole_runs` does for one text, one round at a time, with histories of equal tokens merged.
+    """Return the result of `whole_runs` for one text, one round at a time, with histories of equal tokens merged.
 
-    `agree` checks that what the decoder holds of a text (caches, lengths; `memory_of` a row) is equal, after however
-    many rounds; then the likeliest history of a number of rounds is replayed for all. `make` returns a decoder of that
-    many such texts: histories are replayed `at_once` as the rows of one batch, in which each draws for itself.
+    Args:
+        make: returns a decoder of this number of equal texts, the rows of one batch; each draws for itself.
+        memory_of: returns a copy of the decoder's state of a row (cache entries, lengths).
+        agree: returns whether two histories of equal tokens, after any numbers of rounds, left equal states. Then the
+            most probable history of a number of rounds is replayed for all.
+        at_once: the largest batch.
     """
     memories: dict[Tokens, Any] = {}
     finished: dict[tuple[Tokens], float] = {}
 
     def play(starts: Iterable[Waiting], rounds: int) -> dict[Tokens, Waiting]:
-        """Replay these histories, and all that they lead to; return the texts that have not ended."""
+        """Replay these histories and enumerate the last of `rounds`; return the texts that have not ended."""
         waiting: dict[Tokens, Waiting] = {}
         pending = [(start.mass / start.weight, start.path) for start in starts]
         while pending:
-            rows, pending = pending[:at_once], pending[at_once:]
-            decoding, rngs = make(len(rows)), [BranchingRng(path) for _, path in rows]
-            texts = tuple(decoding.texts)
-            for text, rng in zip(texts, rngs, strict=True):
-                text.rng = rng
-            decoding.prefill()
-            for _ in range(rounds):
-                decoding.round()
-            places = {id(text): row for row, text in enumerate(decoding.texts)}
-            for (share, _), text, rng in zip(rows, texts, rngs, strict=True):
-                if rng.weight == 0:  # its probability was an error of rounding, which this batch does not make
+            played, pending = pending[:at_once], pending[at_once:]
+            ends = replayed(make, [path for _, path in played], rounds)
+            for (share, _), (rng, tokens, decoding, row) in zip(played, ends, strict=True):
+                if rng.weight == 0:  # positive only through rounding, which differs with the size of the batch
                     continue
                 pending += [(share, path) for path in rng.alternatives]
-                tokens = tuple(text.tokens)
-                if id(text) not in places:
+                if row is None:
                     add(finished, (tokens,), share * rng.weight)
                     continue
-                memory = memory_of(decoding, places[id(text)])
+                memory = memory_of(decoding, row)
                 same = agree(memories.setdefault(tokens, memory), memory)
                 assert same, f"the state depends on more than the tokens {tokens}"
                 known = waiting.setdefault(tokens, Waiting(0.0, rng.taken, rng.weight))

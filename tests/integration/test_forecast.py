@@ -64,7 +64,6 @@ def test_a_whole_forecast(
     for place, value in {"hardware.TURNS": 3, "hardware.ROUNDS": 1, "run.REPEATS": 1}.items():
         monkeypatch.setattr(f"draftsmith.eval.forecast.{place}", value)
     monkeypatch.setattr("draftsmith.decode.profiling.WIDTHS", (1, 4))
-    monkeypatch.setattr("draftsmith.decode.profiling.TURNS", 1)
     out, saved = tmp_path / "out", tmp_path / "profile.json"
     call = ["forecast", "--target", tiny_target_folder, "--drafter", medusa_folder, "--drafter", "prompt-lookup"]
     call += ["--drafter", f"self={tiny_target_folder}", "--prompts", prompts, "--max-new-tokens", 16, "--out", out]
