@@ -87,6 +87,13 @@ class DryStep:
         self.part()
         self.update()
 
+    def first_update(self) -> None:
+        """Step the optimizers with gradients of zero, which creates their state as the first step does."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self.update()
+
     def part(self) -> None:
         """Run forward and backward pass over a process's share of one accumulation step."""
         with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.bf16):

@@ -120,7 +120,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of a step with sequences as long as the recipe allows, without loading anything.
 
-    Two steps are run, since the first one creates the optimizer's state; the second one's peak counts.
+    The peak is that of a step with the optimizer's state, as all but the first one have.
 
     Args:
         config: the target's.
@@ -141,9 +141,9 @@ def estimate_memory(
         step.keeps_gradients = processes > 1 and not sharded
         drafted = live.now - weights
         trained = sum(p.numel() * p.element_size() for p in step.module.parameters() if p.requires_grad)
-        for _ in range(2):
-            live.peak = live.now
-            step.run()
+        step.first_update()
+        live.peak = live.now
+        step.run()
         moments, averages = _moments(step.optimizers), 0 if recipe.train.average is None else trained
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
