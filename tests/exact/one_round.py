@@ -77,7 +77,8 @@ class Round:
         self.p = cache(lambda new: self.p_V(new).tolist())
         self._known: dict[str, Drafts] = {}
         self.cut = cache(self._cut)
-        self.expected = dict(string_distribution(self.p, self.count, setting.eos))
+        self.continued = cache(lambda new: list(string_distribution(self.p, self.count, setting.eos, new)))
+        self.expected = dict(self.continued(()))
 
     def _p_V(self, new: Tokens) -> Tensor:
         """Return the target's distribution after PROMPT + `new`, with all processors applied."""
@@ -106,12 +107,16 @@ class Round:
         return self._known[settings]
 
     def _drafts(self, policy: Policy) -> Drafts:
-        def grow(rng: Rng) -> Draft:
-            text = self._text(rng)
-            self.drafter.start(SimpleNamespace(texts=[text]))
-            return propose(self.drafter, [policy], [DraftBuilder(text, text.room, self.processors)], [None])[0]
-
-        return list(outcomes(grow))
+        drafts: Drafts = []
+        pending: list[tuple[int, ...]] = [()]
+        while pending:  # all outcomes that are known so far are texts of one batch
+            texts = [self._text(BranchingRng(path)) for path in pending]
+            self.drafter.start(SimpleNamespace(texts=texts))
+            builders = [DraftBuilder(text, text.room, self.processors) for text in texts]
+            grown = propose(self.drafter, [policy] * len(texts), builders, [None] * len(texts))
+            drafts += [(text.rng.weight, draft) for text, draft in zip(texts, grown, strict=True)]
+            pending = [path for text in texts for path in text.rng.alternatives]
+        return drafts
 
     def _cut(self, new: Tokens) -> Tokens:
         """Return the tokens of `new` that a `DecodeSequence` commits: none after an EOS."""
@@ -149,7 +154,7 @@ class Round:
         """Return the total variation between the round, continued by the target, and the target alone."""
         actual: dict[Tokens, float] = {}
         for new, weight in self.committed(rule, drafts, together=together).items():
-            for string, rest in string_distribution(self.p, self.count, self.setting.eos, new):
+            for string, rest in self.continued(new):
                 add(actual, string, weight * rest)
         mass = sum(actual.values())
         assert abs(mass - 1) < EXACT, f"the probabilities of all outcomes add up to {mass}"
