@@ -1,17 +1,20 @@
 """Runs of one or several processes, forked from one that has imported everything: a start costs no imports.
 
-`python forked.py` serves; `Processes` asks it.
+`python forked.py` serves; `Server` asks it, and `Processes` are the runs of a test file.
 """
 
 import faulthandler
+import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +22,32 @@ HANGS = 120.0
 """Seconds after which a run is made to print its stack and is ended."""
 
 
-class Processes:
-    """Starts `draftsmith.train` as a launcher would, with its environment."""
+class Server:
+    """The process that has everything imported. It forks a run, or waits for one, for each line that it is sent."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self) -> None:
         tests = Path(__file__).parent
         path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
         always = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
+        own = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._server = subprocess.Popen(
-            [sys.executable, __file__], env={**os.environ, **always, **environment}, **pipes
-        )
+        self._process = subprocess.Popen([sys.executable, __file__], env={**own, **always}, **pipes)
 
     def close(self) -> None:
-        self._server.stdin.close()
-        self._server.wait()
+        self._process.stdin.close()
+        self._process.wait()
+
+    def ask(self, value: dict[str, Any]) -> int:
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+
+class Processes:
+    """Starts `draftsmith.train` as a launcher would, with its environment and with `environment`."""
+
+    def __init__(self, server: Server, environment: dict[str, str]) -> None:
+        self._server, self._environment = server, environment
 
     def start(
         self,
@@ -58,17 +72,12 @@ class Processes:
         started = []
         for rank in range(processes):
             ranks = {} if processes == 1 and not environment else {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(self._ask({**asked, "environment": ranks}))
+            started.append(self._server.ask({**asked, "environment": {**self._environment, **ranks}}))
         return started
 
     def wait(self, started: list[int]) -> list[int]:
         """Exit codes, by rank."""
-        return [self._ask({"wait": pid}) for pid in started]
-
-    def _ask(self, value: dict[str, Any]) -> int:
-        self._server.stdin.write(json.dumps(value) + "\n")
-        self._server.stdin.flush()
-        return int(self._server.stdout.readline())
+        return [self._server.ask({"wait": pid}) for pid in started]
 
 
 def serve() -> None:
@@ -87,6 +96,9 @@ def serve() -> None:
     programs = {"train": main, "draftsmith": cli.main}
 
     torch.set_num_threads(1)
+    _load_a_model()  # transformers compiles its patterns of weights' names when a process loads its first one
+    gc.collect()
+    gc.freeze()  # runs collect garbage of their own alone: DeepSpeed does so several times at a start
     for line in sys.stdin:
         asked = json.loads(line)
         if "wait" in asked:
@@ -115,12 +127,56 @@ def serve() -> None:
         print(pid, flush=True)
 
 
+def _load_a_model() -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).save_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def run_group(work: Callable[[int], None], count: int, folder: Path) -> None:
+    """Run `work(rank)` in `count` processes of one gloo group, forked from this one; fail with what they printed."""
+    logs = [folder / f"rank-{rank}.log" for rank in range(count)]
+    started = []
+    for rank in range(count):
+        pid = os.fork()
+        if not pid:
+            _work_in_group(work, rank, count, folder / "store", logs[rank])
+        started.append(pid)
+    codes = [_exit_code(pid) for pid in started]
+    assert codes == [0] * count, [log.read_text()[-1500:] for log in logs]
+
+
+def _work_in_group(work: Callable[[int], None], rank: int, count: int, store: Path, log: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+        work(rank)
+        dist.barrier()
+        dist.destroy_process_group()  # else gloo's threads abort some processes at their end: 5 of 75
+        code = 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
 def _exit_code(pid: int) -> int:
     deadline = time.monotonic() + HANGS
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGABRT)
-        time.sleep(0.005)
+        time.sleep(0.02)
     return os.waitstatus_to_exitcode(ended[1])
 
 

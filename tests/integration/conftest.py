@@ -1,6 +1,9 @@
 """Fixtures of commands on tiny models. No test depends on the seconds that they measure."""
 
+from collections.abc import Iterator
+
 import pytest
+from forked import Server
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +15,11 @@ def _few_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         for name, value in counts.items():
             monkeypatch.setattr(f"draftsmith.{module}.{name}", value)
+
+
+@pytest.fixture(scope="session")
+def run_server() -> Iterator[Server]:
+    """Return the process that runs of all test files are forked from."""
+    served = Server()
+    yield served
+    served.close()

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import LETTERS, make_llama
-from forked import Processes
+from forked import Processes, Server
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
@@ -102,10 +101,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def processes(place: Path) -> Iterator[Processes]:
-    served = Processes({"DRAFTSMITH_CACHE": str(place / "cache")})
-    yield served
-    served.close()
+def processes(run_server: Server, place: Path) -> Processes:
+    return Processes(run_server, {"DRAFTSMITH_CACHE": str(place / "cache")})
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import LETTERS
-from forked import Processes
+from forked import Processes, Server
 from safetensors.torch import load_file
 
 from draftsmith import storage
@@ -97,10 +96,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(place: Path) -> Iterator[Processes]:
-    served = Processes({"DRAFTSMITH_CACHE": str(place / "cache")})
-    yield served
-    served.close()
+def server(run_server: Server, place: Path) -> Processes:
+    return Processes(run_server, {"DRAFTSMITH_CACHE": str(place / "cache")})
 
 
 @pytest.fixture

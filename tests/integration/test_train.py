@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import LETTERS, make_llama
-from forked import Processes
+from forked import Processes, Server
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -64,13 +63,9 @@ def _command(recipe: Path, *overrides: str, processes: int = 0) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+def forked(run_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Processes:
     """Starts runs that import nothing anew, with one cache of samples for all of them."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.delenv("WANDB_API_KEY", raising=False)
-        served = Processes({"DRAFTSMITH_CACHE": str(tmp_path_factory.mktemp("cache"))})
-    yield served
-    served.close()
+    return Processes(run_server, {"DRAFTSMITH_CACHE": str(tmp_path_factory.mktemp("cache"))})
 
 
 def _losses(folder: Path) -> list[float]:

@@ -8,12 +8,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Processes
+from forked import Processes, Server
 
 from draftsmith.train.run_folder import read_metrics
 
@@ -26,10 +25,8 @@ PARTS = 10
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    served = Processes({"DRAFTSMITH_CACHE": str(tmp_path_factory.mktemp("cache"))})
-    yield served
-    served.close()
+def server(run_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Processes:
+    return Processes(run_server, {"DRAFTSMITH_CACHE": str(tmp_path_factory.mktemp("cache"))})
 
 
 class Started:

@@ -1,14 +1,12 @@
 """Processes that share a text compute the states, the loss and the gradients of one process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import make_llama
+from forked import run_group
 from torch import nn
 
 from draftsmith.distill.objective import Objective
@@ -56,12 +54,7 @@ def require_parts(rank: int) -> None:
 
 
 def test_three_processes_share_texts(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    ranks = [{**environment, "RANK": str(rank)} for rank in range(COUNT)]
-    command = [sys.executable, __file__, str(tmp_path)]
-    started = [subprocess.Popen(command, env=rank, stderr=subprocess.PIPE, text=True) for rank in ranks]
-    said = [process.communicate()[1] for process in started]
-    assert [process.returncode for process in started] == [0] * COUNT, [words[-1500:] for words in said]
+    run_group(require_parts, COUNT, tmp_path)
 
 
 def test_drafters_that_cannot_divide_a_text_are_refused() -> None:
@@ -96,13 +89,3 @@ def test_queries_at_the_end_of_a_text(queries: int, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(found[0], out.detach(), **CLOSE)
         for gradient, leaf in zip(gradients, leaves, strict=True):
             torch.testing.assert_close(gradient, leaf.grad, **CLOSE)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(os.environ["RANK"]), world_size=COUNT
-    )
-    require_parts(dist.get_rank())
-    dist.barrier()
-    dist.destroy_process_group()  # else gloo's threads abort some processes at their end: 5 of 75

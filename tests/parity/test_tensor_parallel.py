@@ -1,14 +1,12 @@
 """A target divided among processes computes what the whole target computes: two groups of two gloo processes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import make_llama
+from forked import run_group
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config
 from transformers import Qwen3MoeConfig as Config
@@ -75,12 +73,12 @@ def test_groups_compute_what_one_process_computes(tiny_tokenizer: PreTrainedToke
     for name, model in {"llama": llama, "experts": experts}.items():
         model.save_pretrained(tmp_path / name)
         tiny_tokenizer.save_pretrained(tmp_path / name)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(4)]
-    command = [sys.executable, __file__, str(tmp_path)]
-    started = [subprocess.Popen(command, env=rank, stderr=subprocess.PIPE, text=True) for rank in ranks]
-    said = [process.communicate()[1] for process in started]
-    assert [process.returncode for process in started] == [0] * 4, [words[-1500:] for words in said]
+
+    def compare(rank: int) -> None:
+        for name in ("llama", "experts"):
+            require_parts(rank, tmp_path / name)
+
+    run_group(compare, 4, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +106,3 @@ def test_an_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"target\.tensor_parallel=2 with target=.*, an adapter; expected 1"):
         load_target(str(tmp_path), tensor_parallel=2)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(os.environ["RANK"]), world_size=4)
-    for name in ("llama", "experts"):
-        require_parts(dist.get_rank(), folder / name)
-    dist.barrier()
-    dist.destroy_process_group()

@@ -49,6 +49,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compiled.OPTIONS, "cpu", {"backend": "eager"})
 
 
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the code of compiled passes as it is, where their graphs are not what is tested."""
+    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+
+
 def target_model() -> torch.nn.Module:
     """In fp64, in which the order of additions decides no token; two query heads for each key/value head."""
     return make_llama(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).double()
@@ -208,7 +214,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[torch.nn.Module, bool]
     return seen
 
 
-def test_widths_of_passes(traced: None, widths: dict) -> None:
+def test_widths_of_passes(untraced: None, widths: dict) -> None:
     """Those of the target are as wide as its drafts, to the end of the text; the drafter's are a power of two."""
     target = target_model()
     drafter = DraftModel(target_model())  # of which everything is accepted
@@ -218,7 +224,7 @@ def test_widths_of_passes(traced: None, widths: dict) -> None:
 
 
 def test_wide_passes_are_neither_padded_nor_compiled(
-    traced: None, widths: dict, monkeypatch: pytest.MonkeyPatch
+    untraced: None, widths: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for those of the usual width."""
     monkeypatch.setattr("draftsmith.decode.model_runner.MOST_WIDTH", 2)
@@ -277,7 +283,7 @@ class Tripled(LogitsProcessor):
     "reason", ["top_p", "top_k", "processor", "cold", "layers", "siblings", "ranks", "draws", "vocabulary"]
 )
 def test_chains_that_are_not_one_graph(
-    traced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch, reason: str
+    untraced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     """Where the logits are cut or processed, the model is deep, or the draft is not a chain of all texts' likeliest or
     drawn tokens."""
@@ -309,7 +315,7 @@ class OwnRng(SeededRng):
 
 
 def test_policies_that_plan_know_the_seconds_of_single_steps(
-    traced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch
+    untraced: None, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their drafts are built step by step, so a chain that is one graph is not what they pay for."""
     target, drafted, of_round = target_model(), set(), DecodeLoop.round
@@ -333,7 +339,7 @@ class Halves(torch.nn.Module):
         return (x_BnH / 2,)
 
 
-def test_widths_of_steps(traced: None) -> None:
+def test_widths_of_steps(untraced: None) -> None:
     step = Halves()
     for nodes in (1, 2, 3, 5, 8, MOST_WIDTH, MOST_WIDTH + 1):
         x_BnH = torch.randn(2, nodes, 4)
@@ -346,7 +352,7 @@ def hooks_of(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_hooks_are_removed(traced: None, compile: bool) -> None:
+def test_hooks_are_removed(untraced: None, compile: bool) -> None:
     """Compiled passes have hooks while they run; others until the call ends, as it does by an error."""
     target = target_model()
     drafter = eagle(target)
@@ -365,7 +371,7 @@ def test_hooks_are_removed(traced: None, compile: bool) -> None:
 
 
 @pytest.mark.slow
-def test_wide_passes_run_uncompiled_on_the_same_storage(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_passes_run_uncompiled_on_the_same_storage(untraced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.decode.model_runner.MOST_WIDTH", 2)
     target = target_model()
     plan = {"policy": "dynamic-tree:size=7,depth=3,top_k=2"}
@@ -376,7 +382,7 @@ def test_wide_passes_run_uncompiled_on_the_same_storage(traced: None, monkeypatc
     assert [out.tokens for out in own] == [out.tokens for out in expected]
 
 
-def test_a_call_inside_another_has_storage_of_its_own(traced: None) -> None:
+def test_a_call_inside_another_has_storage_of_its_own(untraced: None) -> None:
     target = target_model()
     outer, inner = (SpeculativeDecoder(target, compile=True) for _ in range(2))
     expected = SpeculativeDecoder(target).generate(PROMPTS[0], **SETTINGS).tokens
@@ -392,7 +398,7 @@ def test_a_call_inside_another_has_storage_of_its_own(traced: None) -> None:
         assert texts == [expected, expected]
 
 
-def test_nothing_of_an_earlier_text_is_read(traced: None) -> None:
+def test_nothing_of_an_earlier_text_is_read(untraced: None) -> None:
     """NaN in a slot that no token sees would reach every token through attention: 0 * NaN is NaN."""
     target = target_model()
     decoder = SpeculativeDecoder(target, compile=True)

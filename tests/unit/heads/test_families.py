@@ -172,10 +172,10 @@ def test_the_text_is_the_targets_own(name: str) -> None:
     drafter = make(name, target, noise=0.02)
     alone = SpeculativeDecoder(target)
     expected = [alone.generate(prompt, max_new_tokens=30, eos_token_id=None).tokens for prompt in PROMPTS]
-    for policy in ("chain:draft_length=3", "dynamic-tree:size=8,depth=3,top_k=3", "confidence:threshold=0.2"):
+    policies = ("dynamic-tree:size=8,depth=3,top_k=3", "chain:draft_length=3", "confidence:threshold=0.2")
+    for policy, prompt, tokens in zip(policies, PROMPTS, expected, strict=True):
         decoder = SpeculativeDecoder(target, drafter, policy=policy)
-        for prompt, tokens in zip(PROMPTS, expected, strict=True):
-            assert decoder.generate(prompt, max_new_tokens=30, eos_token_id=None).tokens == tokens, policy
+        assert decoder.generate(prompt, max_new_tokens=30, eos_token_id=None).tokens == tokens, policy
         batch = decoder.generate_batch(PROMPTS, max_new_tokens=30, eos_token_id=None)
         assert [out.tokens for out in batch] == expected, policy
 
@@ -210,8 +210,10 @@ def test_round_trip_is_bit_exact(name: str, tmp_path: Path, tiny_tokenizer: PreT
     again = load_drafter(save(drafter, tmp_path / "d", target, tiny_tokenizer), target, tiny_tokenizer)
     assert type(again) is type(drafter)
     assert again.needs == drafter.needs
-    policy = "chain:draft_length=2"
-    ours, theirs = (SpeculativeDecoder(target, one, policy=policy).generate([4, 8, 9]) for one in (drafter, again))
+    settings = {"max_new_tokens": 30, "eos_token_id": None}
+    ours, theirs = (
+        SpeculativeDecoder(target, one, draft_length=2).generate([4, 8, 9], **settings) for one in (drafter, again)
+    )
     assert [r.accepted for r in ours.rounds] == [r.accepted for r in theirs.rounds]
     if "lora" in name:  # merged on the way out
         ids = torch.arange(3, 20)[None]

@@ -51,10 +51,10 @@ def make(kind: str, target: LlamaForCausalLM) -> TrainableDrafter:
 
 
 def texts_of(decoder: SpeculativeDecoder, count: int, temperature: float = 0.0, tokens: int = 20) -> list[list[int]]:
-    """Decode `count` prompts, four at a time."""
+    """Decode `count` prompts, eight at a time."""
     outputs = []
-    for start in range(0, count, 4):
-        rows = PROMPTS[start : start + 4]
+    for start in range(0, count, 8):
+        rows = PROMPTS[start : min(start + 8, count)]
         settings = {"max_new_tokens": tokens, "temperature": temperature, "eos_token_id": None, "seeds": start}
         outputs += decoder.generate_batch(rows, **settings)
     return [output.tokens for output in outputs]
