@@ -163,7 +163,7 @@ def _wait(pid: int) -> tuple[int, bool]:
         if time.monotonic() > deadline and not killed:
             os.kill(pid, signal.SIGKILL)
             killed = True
-        time.sleep(0.002)
+        time.sleep(0.01)
     return os.waitstatus_to_exitcode(ended[1]), killed
 
 
