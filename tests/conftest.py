@@ -110,7 +110,7 @@ def recipe_file(
             "checkpoint_every": 4,
             "draft_length": 3,
         },
-        "evaluation": {"count": 4, "max_new_tokens": 16},
+        "evaluation": {"count": 4, "max_new_tokens": 8},
     }
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe))

@@ -102,7 +102,7 @@ AVERAGED += ("train.steps=24", "train.batch_size=2")
 
 def test_averaged_weights_are_kept_where_their_tau_is_higher(recipe_file: Path, tmp_path: Path) -> None:
     """The average follows its formula, and what is saved is the drafter of the highest tau, averaged or not."""
-    drafter = _train(recipe_file, tmp_path / "run", *AVERAGED)
+    drafter = _train(recipe_file, tmp_path / "run", *AVERAGED, "evaluation.max_new_tokens=16")
     means: dict[str, torch.Tensor] = {}
     for step in range(24):
         state = _state(tmp_path / "run", step + 1)

@@ -41,25 +41,17 @@ from draftsmith.train.target_placement import Placement
 from draftsmith.train.trackers import LEGEND, Sample, acceptance_chart
 
 
-def _run(recipe: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess:
-    return subprocess.run(_command(recipe, *overrides, processes=processes), env=_env(), capture_output=True, text=True)
-
-
-def _env() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def _command(recipe: Path, *overrides: str, processes: int = 0) -> list[str]:
-    launch = []
-    if processes:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        # accelerate's --cpu would start one process, whatever number it is given; --multi_gpu is torchrun.
-        launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
-        launch += ["--num_machines", "1"]
-        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    return [sys.executable, *launch, "-m", "draftsmith.train", str(recipe), *overrides]
+def _launched(recipe: Path, *overrides: str, processes: int) -> subprocess.CompletedProcess:
+    """Run a recipe through accelerate's launcher."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    # accelerate's --cpu would start one process, whatever number it is given; --multi_gpu is torchrun.
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+    launch += ["--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
+    command = [sys.executable, *launch, "-m", "draftsmith.train", str(recipe), *overrides]
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +92,10 @@ LEARNERS = {
 
 @pytest.mark.parametrize("drafter", LEARNERS)
 def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
-    overrides = [f"drafter.type={drafter.split()[0]}", "train.steps=60", "train.learning_rate=1e-2"]
-    folder = loop.train(load_recipe(str(recipe_file), [*overrides, "train.evaluate_every=30", *LEARNERS[drafter]]))
+    overrides = [f"drafter.type={drafter.split()[0]}", "train.steps=30", "train.learning_rate=1e-2"]
+    folder = loop.train(load_recipe(str(recipe_file), [*overrides, "train.evaluate_every=15", *LEARNERS[drafter]]))
     losses = _losses(tmp_path / "run")
-    assert len(losses) == 60
+    assert len(losses) == 30
     # With 20 of 64 tokens much of the target's mass is out of reach, and pruned layers begin near their goal.
     assert sum(losses[-5:]) < (0.97 if "tokens" in drafter or "lora" in drafter else 0.9) * sum(losses[:5])
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target")
@@ -301,7 +293,7 @@ def test_two_processes_and_accumulation_give_the_same_losses(
     for name, (processes, overrides) in runs.items():
         arguments = (f"output={tmp_path / name}", *overrides)
         if name == "two":  # one of them through the launcher
-            result = _run(recipe_file, *arguments, processes=processes)
+            result = _launched(recipe_file, *arguments, processes=processes)
             assert result.returncode == 0, result.stderr[-2000:]
         elif processes:
             log, environment = tmp_path / f"{name}.log", {"ACCELERATE_USE_CPU": "true"}
@@ -407,10 +399,11 @@ def test_a_drafter_that_was_deleted_is_written_again(
         loop.train(recipe)
 
 
-def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path) -> None:
-    result = _run(recipe_file, "train.batch_size=7", "train.gradient_accumulation=2")
-    assert result.returncode == 2
-    line = result.stderr.strip().splitlines()[-1]
+def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path, forked: Processes) -> None:
+    log = tmp_path / "log"
+    started = forked.start([str(recipe_file), "train.batch_size=7", "train.gradient_accumulation=2"], log, 1, {})
+    assert forked.wait(started) == [2]
+    line = log.read_text().strip().splitlines()[-1]
     assert line.startswith("ConfigError: train.batch_size=7; expected a multiple of 2")
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="expected more than evaluation"):
