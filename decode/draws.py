@@ -145,10 +145,11 @@ class RowDraws:
         """The last token of each row as its `Rng` returned it, which may stand for several outcomes."""
 
     def categorical(self, weights_BV: Tensor, active_B: Tensor | None = None) -> Tensor:
+        active = [True] * len(self._rngs) if active_B is None else active_B.tolist()
         tokens = []
-        for row, rng in enumerate(self._rngs):
-            if active_B is None or bool(active_B[row]):
-                self.last[row] = rng.categorical(weights_BV[row])
+        for row, (rng, weights_V) in enumerate(zip(self._rngs, weights_BV.unbind(), strict=True)):
+            if active[row]:
+                self.last[row] = rng.categorical(weights_V)
             tokens.append(self.last[row] if isinstance(self.last[row], int) else 0)
         return torch.tensor(tokens, device=weights_BV.device)
 
@@ -164,20 +165,23 @@ class RowDraws:
         return torch.tensor(indices, device=probability_BN.device)
 
     def along(self, weights_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
-        tokens_BP = torch.full(weights_BPV.shape[:2], NOT_DRAWN)
-        for row, rng in enumerate(self._rngs):
+        B, places = weights_BPV.shape[:2]
+        tokens = [[NOT_DRAWN] * places for _ in range(B)]
+        nodes = draft.tokens_BN.tolist()
+        valid = None if draft.valid_BN is None else draft.valid_BN.tolist()
+        for row, (rng, weights_PV) in enumerate(zip(self._rngs, weights_BPV.unbind(), strict=True)):
             place: int | None = 0
             children = children_of(draft.parents_of(row))
             while place is not None:
-                self.last[row] = rng.categorical(weights_BPV[row, place])
+                self.last[row] = rng.categorical(weights_PV[place])
                 here, place = place, None
                 for child in children[here]:
-                    valid = draft.valid_BN is None or bool(draft.valid_BN[row, child])
-                    if valid and place is None and self.last[row] == int(draft.tokens_BN[row, child]):
+                    exists = valid is None or valid[row][child]
+                    if exists and place is None and self.last[row] == nodes[row][child]:
                         place = child + 1
                 if isinstance(self.last[row], int):
-                    tokens_BP[row, here] = self.last[row]
-        return tokens_BP.to(weights_BPV.device)
+                    tokens[row][here] = self.last[row]
+        return torch.tensor(tokens, device=weights_BPV.device)
 
 
 def _first(rng: Rng, probabilities: list[float], valid: list[bool], outcome: bool) -> int:

@@ -58,7 +58,7 @@ class BranchingRng:
         if len(self.taken) < len(self.path):
             outcome = self.path[len(self.taken)]
         else:
-            outcome, *others = (index for index, weight in enumerate(weights) if weight > 0)
+            outcome, *others = [index for index, weight in enumerate(weights) if weight > 0]
             self.alternatives += [(*self.taken, other) for other in others]
         self.taken += (outcome,)
         self.weight *= weights[outcome] / sum(weights)
