@@ -7,6 +7,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.heads import Drafter, DraftModel, Medusa
 
 PROMPTS = 200
@@ -51,16 +52,17 @@ def generated() -> list[list[int]]:
     return [_generated(target, prompt) for prompt in _prompts()]
 
 
-@pytest.mark.parametrize("kind", ["none", "draft_model", "medusa"])
-def test_identical_tokens_on_two_hundred_prompts(kind: str, generated: list[list[int]]) -> None:
+@pytest.mark.parametrize(("kind", "together"), [("none", 1), ("draft_model", 1), ("medusa", 8)])
+def test_identical_tokens_on_two_hundred_prompts(kind: str, together: int, generated: list[list[int]]) -> None:
+    """One text at a time, and in ragged batches."""
     target = make_llama()
     decoder = SpeculativeDecoder(target, _drafter(kind, target))
-    stops, accepted = set(), 0
-    for prompt, theirs in zip(_prompts(), generated, strict=True):
-        ours = decoder.generate(prompt, max_new_tokens=NEW_TOKENS)
-        assert ours.tokens == theirs
-        stops.add(ours.stopped_by)
-        accepted += sum(record.accepted for record in ours.rounds)
+    prompts, outputs = _prompts(), list[DecodeOutput]()
+    for first in range(0, PROMPTS, together):
+        outputs += decoder.generate_batch(prompts[first : first + together], max_new_tokens=NEW_TOKENS)
+    assert [ours.tokens for ours in outputs] == generated
+    stops = {ours.stopped_by for ours in outputs}
+    accepted = sum(record.accepted for ours in outputs for record in ours.rounds)
     assert stops == {"eos", "length"}, "both ways to stop have to be covered"
     assert (accepted > 0) == (kind != "none")
 
