@@ -88,7 +88,7 @@ def test_families_decode(name: str) -> None:
         for policy in ("chain:draft_length=3", "sampled-tree:width=3,depth=2", "dynamic-tree:size=6,depth=2,top_k=2"):
             decoder = SpeculativeDecoder(target, drafter, policy=policy)
             for temperature in (0.0, 1.0):
-                settings = {"max_new_tokens": 7, "eos_token_id": None, "top_p": 0.9, "logits_processor": [PENALTY]}
+                settings = {"max_new_tokens": 5, "eos_token_id": None, "top_p": 0.9, "logits_processor": [PENALTY]}
                 decoder.generate_batch(PROMPTS, temperature=temperature, **settings)
 
 

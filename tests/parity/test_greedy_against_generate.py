@@ -11,7 +11,7 @@ from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.heads import Drafter, DraftModel, Medusa
 
 PROMPTS = 200
-NEW_TOKENS = 40
+NEW_TOKENS = 32
 
 
 def _prompts() -> list[list[int]]:

@@ -166,7 +166,7 @@ def reads_per_round(
 
     with counted_reads(*models) as reads:
         outputs = decoder.generate_batch(
-            prompts, max_new_tokens=16, eos_token_id=None, seeds=3, on_tokens=note, **settings
+            prompts, max_new_tokens=12, eos_token_id=None, seeds=3, on_tokens=note, **settings
         )
     rounds = max(len(output.rounds) for output in outputs)
     assert rounds > 2
