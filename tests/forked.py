@@ -1,6 +1,7 @@
 """Runs of one or several processes, forked from one that has imported everything: a start costs no imports.
 
-`python forked.py` serves; `Server` asks it, and `Processes` are the runs of a test file.
+`python forked.py` serves; `Server` asks it, and `Processes` are the runs of a test file. `run_group` runs a function of a
+test in forked processes of one gloo group.
 """
 
 import faulthandler
@@ -29,6 +30,7 @@ class Server:
         tests = Path(__file__).parent
         path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
         always = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
+        # Trackers are tested without a network; wandb would use the key of whoever runs the tests.
         own = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen([sys.executable, __file__], env={**own, **always}, **pipes)
@@ -106,9 +108,7 @@ def serve() -> None:
             continue
         pid = os.fork()
         if not pid:
-            output = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
+            _print_to(Path(asked["log"]))
             os.environ.update(asked["environment"])
             if not asked["estimate"]:
                 memory.announce_memory = lambda context: None
@@ -153,9 +153,7 @@ def _work_in_group(work: Callable[[int], None], rank: int, count: int, store: Pa
     import torch
     import torch.distributed as dist
 
-    output = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    _print_to(log)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
     code = 1
     try:
@@ -166,9 +164,16 @@ def _work_in_group(work: Callable[[int], None], rank: int, count: int, store: Pa
         dist.destroy_process_group()  # else gloo's threads abort some processes at their end: 5 of 75
         code = 0
     except BaseException:
-        os.write(2, traceback.format_exc().encode())
+        os.write(2, traceback.format_exc().encode())  # pytest has replaced sys.stderr
     finally:
         os._exit(code)
+
+
+def _print_to(log: Path) -> None:
+    """Append what this process prints from now on to `log`."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
 
 
 def _exit_code(pid: int) -> int:
