@@ -1,7 +1,7 @@
 """Runs of one or several processes, forked from one that has imported everything: a start costs no imports.
 
-`python forked.py` serves; `Server` asks it, and `Processes` are the runs of a test file. `run_group` runs a function of a
-test in forked processes of one gloo group.
+`python forked.py` serves; `Server` asks it, and `Processes` are the runs of a test file. `run_group` runs a function in
+forked processes of one gloo group.
 """
 
 import faulthandler
