@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ import yaml
 from accelerate.state import AcceleratorState
 from hub_server import hub  # noqa: F401 - a fixture for all
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from draftsmith.decode import capability
+from draftsmith.decode.attention import passes_of
 
 VOCAB = 64
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -47,6 +52,35 @@ def _fresh_accelerate() -> Iterator[None]:
     """accelerate keeps one state a process, with the precision of the first run; each test begins anew."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _equal_models_are_measured_once() -> Iterator[None]:
+    """Tests make the same model hundreds of times: what one of them can verify holds for its equals.
+
+    Models are equal if their class, configuration, dtype and weights are. A refusal is found anew each time, and so is
+    everything where operators are watched.
+    """
+    measure, known = capability._measured, {}
+
+    def measured(model: PreTrainedModel) -> capability.Capability:
+        if _get_current_dispatch_mode() is not None:
+            return measure(model)
+        key = _identity(model)
+        if key not in known:
+            known[key] = measure(model)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capability, "_measured", measured)
+        yield
+
+
+def _identity(model: PreTrainedModel) -> tuple[Any, ...]:
+    """NaN weights are equal to none."""
+    weights = torch.stack([weight.detach().double().sum() for weight in model.state_dict().values()]).tolist()
+    config = model.config.to_json_string(use_diff=False)
+    return type(model), passes_of(model), model.config._attn_implementation, model.dtype, config, *weights
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Exact output distributions: every outcome of every random draw is enumerated."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.proposal import Proposal, p_of, result_of
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.verification import Rule, VerifyResult, verify_batch
-from draftsmith.heads.draft_tree import Draft, DraftBatch
+from draftsmith.heads.draft_tree import Draft, DraftBatch, depths_of
 
 Tokens = tuple[int, ...]
 
@@ -41,15 +41,15 @@ class Open:
 class BranchingRng:
     """Follows the outcomes `path`, then takes the first possible outcome of every further draw and records the others.
 
-    With `leave_open`, a token that is drawn after `path` is `Open`.
+    With `leave_open`, a token that is drawn after `path` is `Open`, except the first `closed` tokens of all.
     """
 
-    def __init__(self, path: tuple[int, ...] = (), *, leave_open: bool = False) -> None:
+    def __init__(self, path: tuple[int, ...] = (), *, leave_open: bool = False, closed: int = 0) -> None:
         self.path, self.weight = path, 1.0
         self.alternatives: list[tuple[int, ...]] = []
         self.taken: tuple[int, ...] = ()
         self.open: Open | None = None
-        self._leave_open = leave_open
+        self._leave_open, self._closed = leave_open, closed
 
     def _branch(self, weights: list[float]) -> int:
         assert min(weights) >= 0, f"not a distribution: {weights}"
@@ -72,17 +72,18 @@ class BranchingRng:
     def categorical(self, weights_V: Tensor) -> Any:
         weights = weights_V.tolist()
         assert sum(weights) > 0, "nothing to draw from"
-        if self._leave_open and self.open is None and len(self.taken) == len(self.path):
+        if self._leave_open and self.open is None and self._closed <= 0 and len(self.taken) >= len(self.path):
             self.open = Open(weights)
             return self.open
+        self._closed -= 1
         return self._branch(weights)
 
 
 class BranchingDraws:
     """`Draws` in which every row follows outcomes of its own, as a `BranchingRng` does."""
 
-    def __init__(self, paths: Sequence[tuple[int, ...]]) -> None:
-        self.rngs = [BranchingRng(path) for path in paths]
+    def __init__(self, paths: Sequence[tuple[int, ...]], *, leave_open: bool, closed: int) -> None:
+        self.rngs = [BranchingRng(path, leave_open=leave_open, closed=closed) for path in paths]
         self._draws = RowDraws(self.rngs)
         self.categorical, self.bernoulli = self._draws.categorical, self._draws.bernoulli
         self.first, self.along = self._draws.first, self._draws.along
@@ -92,21 +93,30 @@ AT_ONCE = 2048
 """Rows that a rule verifies in one call."""
 
 
-def verified(rule: Rule, cases: Sequence[tuple[Tensor, Draft]]) -> Iterator[tuple[float, int, VerifyResult]]:
-    """Yield (probability, index of the case, result) for every outcome of a batched rule on (p, draft)."""
+def verified(
+    rule: Rule, cases: Sequence[tuple[Tensor, Draft]], *, leave_open: bool = False
+) -> Iterator[tuple[float, int, VerifyResult]]:
+    """Yield (probability, index of the case, result) for every outcome of a batched rule on (p, draft).
+
+    With `leave_open`, the token after the path is `Open`, and one row covers all of its outcomes. A rule that reads it
+    from the tensor that the draw returned goes unnoticed: verify some cases without.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, (_, draft) in enumerate(cases):
         groups.setdefault(draft.parents, []).append(number)
-    for numbers in groups.values():
+    for parents, numbers in groups.items():
+        # The point-mass rule draws a token after every node, and reads all but those after leaves.
+        closed = max(depths_of(parents), default=0) if rule.name == "point-mass" else 0
         pending: list[tuple[int, tuple[int, ...]]] = [(number, ()) for number in numbers]
         while pending:
             rows, pending = pending[:AT_ONCE], pending[AT_ONCE:]
-            draws = BranchingDraws([path for _, path in rows])
+            draws = BranchingDraws([path for _, path in rows], leave_open=leave_open, closed=closed)
             batch = DraftBatch.of([cases[number][1] for number, _ in rows])
             outcome = verify_batch(rule, torch.stack([cases[number][0] for number, _ in rows]), batch, draws)
             for (number, _), rng, values in zip(rows, draws.rngs, outcome.packed().tolist(), strict=True):
                 pending += [(number, path) for path in rng.alternatives]
-                yield rng.weight, number, outcome.result(values, cases[number][1])
+                result = outcome.result(values, cases[number][1])
+                yield rng.weight, number, result if rng.open is None else replace(result, next_token=rng.open)
 
 
 def verified_together(
@@ -210,6 +220,18 @@ def whole_runs(make: Callable[[], DecodeLoop]) -> dict[tuple[Tokens, ...], float
     return distribution
 
 
+def whole_runs_together(make: Callable[[int], DecodeLoop], at_once: int) -> dict[tuple[Tokens], float]:
+    """Return the result of `whole_runs` for one text, whose histories are rows of batches of at most `at_once`."""
+    distribution: dict[tuple[Tokens], float] = {}
+    pending: list[tuple[int, ...]] = [()]
+    while pending:
+        paths, pending = pending[:at_once], pending[at_once:]
+        for rng, tokens, _, _ in replayed(make, paths, None):
+            add(distribution, (tokens,), rng.weight)
+            pending += rng.alternatives
+    return distribution
+
+
 @dataclass
 class Waiting:
     """The probability of all histories that lead to an unfinished text, and the most probable one with its own."""
@@ -220,16 +242,21 @@ class Waiting:
 
 
 def replayed(
-    make: Callable[[int], DecodeLoop], paths: Sequence[tuple[int, ...]], rounds: int
+    make: Callable[[int], DecodeLoop], paths: Sequence[tuple[int, ...]], rounds: int | None
 ) -> Iterator[tuple[BranchingRng, Tokens, DecodeLoop, int | None]]:
-    """Decode one batch with a text for each path; yield its outcomes, tokens, decoder, and row unless it has ended."""
+    """Decode one batch with a text for each path; yield its outcomes, tokens, decoder, and row unless it has ended.
+
+    `rounds`: None decodes to the end.
+    """
     decoding, rngs = make(len(paths)), [BranchingRng(path) for path in paths]
     texts = tuple(decoding.texts)
     for text, rng in zip(texts, rngs, strict=True):
         text.rng = rng
     decoding.prefill()
-    for _ in range(rounds):
+    done = 0
+    while decoding.texts and done != rounds:
         decoding.round()
+        done += 1
     rows = {id(text): row for row, text in enumerate(decoding.texts)}
     for text, rng in zip(texts, rngs, strict=True):
         yield rng, tuple(text.tokens), decoding, rows.get(id(text))

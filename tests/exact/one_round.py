@@ -5,7 +5,7 @@ strings. Any number of exact rounds is then exact by induction: replace the last
 before it. Testing one round after one text is therefore sufficient for a rule; models and settings vary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -152,8 +152,11 @@ class Round:
 
     def gap(self, rule: Verify | Rule | None, drafts: Drafts, *, together: bool = False) -> float:
         """Return the total variation between the round, continued by the target, and the target alone."""
+        return self._gap(self.committed(rule, drafts, together=together))
+
+    def _gap(self, committed: dict[Tokens, float]) -> float:
         actual: dict[Tokens, float] = {}
-        for new, weight in self.committed(rule, drafts, together=together).items():
+        for new, weight in committed.items():
             for string, rest in self.continued(new):
                 add(actual, string, weight * rest)
         mass = sum(actual.values())
@@ -163,6 +166,19 @@ class Round:
     def expected_accepted(self, rule: Verify | Rule, drafts: Drafts) -> float:
         """Return the expected number of accepted draft tokens."""
         return sum(weight * result.accepted for weight, _, result in self.verified(rule, drafts))
+
+
+def gaps(pairs: Sequence[Round], rule: Rule, policy: Policy, *, leave_open: bool) -> list[float]:
+    """Return the `gap` of each pair; the rule verifies the drafts of all together. `leave_open`: see `verified`."""
+    owners = [(number, weight, draft) for number, pair in enumerate(pairs) for weight, draft in pair.drafts(policy)]
+    committed: list[dict[Tokens, float]] = [{} for _ in pairs]
+    cases = [(pairs[number].p_PV(draft), draft) for number, _, draft in owners]
+    for decided, case, result in verified(rule, cases, leave_open=leave_open):
+        number, drawn, draft = owners[case]
+        kept = tuple(draft.tokens[node] for node in result.path)
+        for token, share in spread(result.next_token):
+            add(committed[number], pairs[number].cut((*kept, token)), drawn * decided * share)
+    return [pair._gap(tokens) for pair, tokens in zip(pairs, committed, strict=True)]
 
 
 def the_rule(name: str) -> Verify | Rule:

@@ -9,7 +9,14 @@ from itertools import product
 import pytest
 import torch
 from conftest import make_llama
-from exact.enumeration import Tokens, merged_runs, string_distribution, total_variation, whole_runs
+from exact.enumeration import (
+    Tokens,
+    merged_runs,
+    string_distribution,
+    total_variation,
+    whole_runs,
+    whole_runs_together,
+)
 from exact.one_round import DRAFTER_SEEDS, EXACT, PLAIN
 from exact.toys import VOCAB, ToyDrafter, ToyModel, ToyTarget
 from torch import Tensor, nn
@@ -163,15 +170,15 @@ STEEP, SHALLOW = Costs({1: 1.0, 8: 4.5}, {1: 0.1}), Costs({1: 1.0, 8: 1.35}, {1:
 )
 @pytest.mark.parametrize("eos", [NO_EOS, frozenset({2})], ids=["no EOS", "EOS"])
 def test_policies_that_learn_are_lossless(policy: Policy, eos: frozenset[int]) -> None:
-    """Their drafts depend on every earlier round, so no histories are merged."""
+    """Their drafts depend on every earlier round, so no histories are merged; those of the first pair are alone."""
     processors = Processors(TOP_2)
     for seed in range(PAIRS):
         p, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
-        actual = whole_runs(
-            lambda p=p, drafter=drafter: DecodeLoop(
-                ToyTarget(p), drafter, policy, [text_of(PROMPT, 5, eos)], processors
-            )
-        )
+
+        def make(rows: int, p: ToyModel = p, drafter: ToyDrafter = drafter) -> DecodeLoop:
+            return DecodeLoop(ToyTarget(p), drafter, policy, [text_of(PROMPT, 5, eos) for _ in range(rows)], processors)
+
+        actual = whole_runs_together(make, 1 if seed == 0 else TOGETHER)
         assert total_variation(actual, target_alone(p.logits, PROMPT, 5, processors, eos)) < EXACT, f"pair {seed}"
 
 

@@ -1,6 +1,7 @@
 """Properties of every drafter: training matches decoding, saving is exact, chains and trees are drafted."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ PROMPTS = [[5, 9, 33, 2, 5, 9], [7], [40, 3]]
 
 def target_model() -> LlamaForCausalLM:
     return make_llama(num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2).requires_grad_(False)
+
+
+@cache
+def alone(prompt: tuple[int, ...], count: int, dtype: torch.dtype = torch.float32) -> list[int]:
+    """Return the tokens of the target alone after a prompt."""
+    target = target_model().to(dtype)
+    return SpeculativeDecoder(target).generate(list(prompt), max_new_tokens=count, eos_token_id=None).tokens
 
 
 def make(name: str, target: LlamaForCausalLM, noise: float = 0.1) -> TrainableDrafter:
@@ -153,8 +161,7 @@ def test_training_sees_what_later_rounds_see(name: str) -> None:
     depth = min(3, drafter.max_draft_length or 3)
     plans = [[min(right, depth) for right in plan] for plan in ROUNDS]
     prompts = [PROMPTS[0], PROMPTS[2]]
-    alone = SpeculativeDecoder(target)
-    wholes = [[*prompt, *alone.generate(prompt, max_new_tokens=30, eos_token_id=None).tokens] for prompt in prompts]
+    wholes = [[*prompt, *alone(tuple(prompt), 30, torch.float64)] for prompt in prompts]
     for count, siblings in ((1, False), (2, True)):
         policy = Planned(wholes, plans, depth, siblings=siblings)
         said = planned_rounds(drafter, target, prompts[:count], policy)
@@ -170,8 +177,7 @@ def test_the_text_is_the_targets_own(name: str) -> None:
     """Greedy decoding with chains and trees, for a single text and in a ragged batch."""
     target = target_model()
     drafter = make(name, target, noise=0.02)
-    alone = SpeculativeDecoder(target)
-    expected = [alone.generate(prompt, max_new_tokens=24, eos_token_id=None).tokens for prompt in PROMPTS]
+    expected = [alone(tuple(prompt), 24) for prompt in PROMPTS]
     policies = ("dynamic-tree:size=8,depth=3,top_k=3", "chain:draft_length=3", "confidence:threshold=0.2")
     for policy, prompt, tokens in zip(policies, PROMPTS, expected, strict=True):
         decoder = SpeculativeDecoder(target, drafter, policy=policy)
@@ -186,8 +192,7 @@ def test_beside_retrieval(name: str) -> None:
     target = target_model()
     drafter = Hybrid(make(name, target, noise=0.02), SuffixRetrieval(min_match=1), min_match=2)
     prompts = [[5, 9, 33, 2, 5, 9, 33, 2, 5, 9], [7, 7, 8], [40]]
-    alone = SpeculativeDecoder(target)
-    expected = [alone.generate(prompt, max_new_tokens=60, eos_token_id=None).tokens for prompt in prompts]
+    expected = [alone(tuple(prompt), 60) for prompt in prompts]
     decoder = SpeculativeDecoder(target, drafter, policy="confidence:threshold=0,draft_length=9")
     outputs = [decoder.generate(prompt, max_new_tokens=60, eos_token_id=None) for prompt in prompts]
     assert [out.tokens for out in outputs] == expected
@@ -323,8 +328,8 @@ def test_heads_of_an_encoder_decoder_target(kind: str) -> None:
     drafter = HEADS[kind].from_target(target).eval()
     for prompt in PROMPTS:
         out = SpeculativeDecoder(target, drafter, draft_length=3).generate(prompt, max_new_tokens=20, eos_token_id=None)
-        alone = SpeculativeDecoder(target).generate(prompt, max_new_tokens=20, eos_token_id=None)
-        assert out.tokens == alone.tokens
+        own = SpeculativeDecoder(target).generate(prompt, max_new_tokens=20, eos_token_id=None)
+        assert out.tokens == own.tokens
     with pytest.raises(ConfigError, match="expected a decoder-only target"):
         OnlineTeacher(target, HEADS["eagle3"].from_target(target).needs.layers)
 
