@@ -249,7 +249,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
         result = self._without_data(operation, arguments, options or {})
-        for tensor in tree_leaves(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._note(tensor.untyped_storage())
         return result
@@ -258,6 +258,8 @@ class LiveBytes(TorchDispatchMode):
         first = arguments[0] if arguments else None
         if not isinstance(first, FakeTensor):
             return operation(*arguments, **options)
+        if operation is torch.ops.prim.device.default:  # more than half of all operations
+            return first.fake_device
         if operation is ATEN.nonzero.default:
             count = self._marked(first) if first.dim() > 1 else first.numel()
             return first.new_empty((count, first.dim()), dtype=torch.long)
