@@ -1,6 +1,7 @@
 """Fixtures: a real but tiny target, its tokenizer, and both in a folder."""
 
 import gc
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from hub_server import hub  # noqa: F401 - a fixture for all
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -59,12 +61,12 @@ def _equal_models_are_measured_once() -> Iterator[None]:
     """Tests make the same model hundreds of times: what one of them can verify holds for its equals.
 
     Models are equal if their class, configuration, dtype and weights are. A refusal is found anew each time, and so is
-    everything where operators are watched.
+    everything where operators are watched or weights are offloaded.
     """
     measure, known = capability._measured, {}
 
     def measured(model: PreTrainedModel) -> capability.Capability:
-        if _get_current_dispatch_mode() is not None:
+        if _get_current_dispatch_mode() is not None or any(weight.is_meta for weight in model.parameters()):
             return measure(model)
         key = _identity(model)
         if key not in known:
@@ -118,6 +120,14 @@ def without_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     The estimate has tests of its own, and runs of shipped recipes make it.
     """
     monkeypatch.setattr("draftsmith.train.estimate.memory.announce_memory", lambda context: None)
+
+
+@pytest.fixture
+def pictures_of_a_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are made and not drawn, in this process: to draw them takes longer than all else that `push` does."""
+    pixel = io.BytesIO()
+    Image.new("L", (1, 1)).save(pixel, "png")
+    monkeypatch.setattr("draftsmith.eval.plots.Plot.png", pixel.getvalue())
 
 
 @pytest.fixture

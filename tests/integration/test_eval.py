@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_llama
+from forked import Processes, Server
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -150,6 +149,7 @@ def test_a_whole_evaluation(
     assert "without measurements (a model card's)" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("pictures_of_a_pixel")
 def test_drafts_longer_than_gamma_have_no_expected_tau(tmp_path: Path, tiny_target_folder: Path, prompts: Path) -> None:
     """A hybrid copies up to 32 tokens of repetitive text, whatever the draft length of its drafter."""
     out = tmp_path / "out"
@@ -170,6 +170,7 @@ def test_drafts_longer_than_gamma_have_no_expected_tau(tmp_path: Path, tiny_targ
     assert "expected_tau" not in overall["h"]
 
 
+@pytest.mark.usefixtures("pictures_of_a_pixel")
 def test_compiled_variants(
     tmp_path: Path, tiny_target_folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,23 +210,23 @@ def _texts(file: Path) -> dict[tuple, list[list[int]]]:
     return found
 
 
+@pytest.mark.usefixtures("pictures_of_a_pixel")
 def test_a_killed_run_continues_and_ends_as_if_nothing_had_been(
-    tmp_path: Path, tiny_target_folder: Path, prompts: Path
+    tmp_path: Path, tiny_target_folder: Path, prompts: Path, run_server: Server
 ) -> None:
     """SIGKILL while cells are being written, and a torn line on top of it."""
     call = ["eval", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--prompts", prompts]
     call += ["--max-new-tokens", 12, "--repeats", 2, "--batch-size", 2, "--gamma", 2]
     out, whole = tmp_path / "killed", tmp_path / "whole"
     journal = out / "cells.jsonl"
-    command = [sys.executable, "-m", "draftsmith", *map(str, call), "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 300
-        while not (journal.exists() and journal.read_bytes().count(b'{"cell"') >= 3):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+    processes, log = Processes(run_server, {}), tmp_path / "killed.log"
+    (pid,) = processes.start([*map(str, call), "--out", str(out)], log, 1, {}, program="draftsmith")
+    deadline = time.monotonic() + 100
+    while not (journal.exists() and journal.read_bytes().count(b'{"cell"') >= 3):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    assert processes.wait([pid]) == [-signal.SIGKILL], log.read_text()
     assert not (out / "eval.json").exists()
     data = journal.read_bytes()
     kept = data[: data.rfind(b"\n") + 1]
@@ -311,6 +312,7 @@ def test_generate_prints_the_targets_text(
 ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
 
 
+@pytest.mark.usefixtures("pictures_of_a_pixel")
 @pytest.mark.skipif(not (ASSETS / "models").is_dir(), reason="no pretrained models: set DRAFTSMITH_ASSETS")
 def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path) -> None:
     """Two TinyStories models that agree on about 0.7 of the tokens."""
@@ -327,6 +329,7 @@ def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path) -> None:
     assert greedy["greedy_identical"] == [4, 4]
 
 
+@pytest.mark.usefixtures("pictures_of_a_pixel")
 def test_an_encoder_decoder_pair_is_measured(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
     for name, layers in {"target": 2, "draft": 1}.items():

@@ -291,7 +291,7 @@ def test_two_processes_and_accumulation_give_the_same_losses(
     }
     curves: dict[str, torch.Tensor] = {}
     for name, (processes, overrides) in runs.items():
-        arguments = (f"output={tmp_path / name}", *overrides)
+        arguments = (f"output={tmp_path / name}", "train.evaluate_every=12", "evaluation.count=1", *overrides)
         if name == "two":  # one of them through the launcher
             result = _launched(recipe_file, *arguments, processes=processes)
             assert result.returncode == 0, result.stderr[-2000:]

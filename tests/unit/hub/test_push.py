@@ -25,6 +25,8 @@ from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import model_fingerprint
 from draftsmith.train.recipe import parse_recipe
 
+pytestmark = pytest.mark.usefixtures("pictures_of_a_pixel")
+
 REPO = "user/tiny-drafter"
 WRONG = "hf_" + "NotTheRightOne" * 2
 
