@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, make_tokenizer
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,12 +31,19 @@ from draftsmith.train.step import AgreementStep, Last
 Tensors = dict[str, Tensor]
 
 
-def fitted(
-    kind: str, options: dict[str, Any], target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> TrainableDrafter:
-    """Return a drafter that was trained on a few texts of the target, such as those of the self-test."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 4},
+    "eagle3": {"layers": [1], "train_steps": 2},
+    "medusa": {"num_heads": 1, "draft_vocabulary": list(range(0, 64, 2))},
+}
+
+
+@cache
+def fitted(kind: str) -> tuple[LlamaForCausalLM, TrainableDrafter]:
+    """Return a target and a drafter that was trained on a few of its texts, such as those of the self-test."""
+    target, tokenizer = make_llama(num_hidden_layers=3).requires_grad_(False), make_tokenizer()
     torch.manual_seed(0)
-    drafter = HEADS[kind].from_target(target, **options)
+    drafter = HEADS[kind].from_target(target, **OPTIONS[kind])
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     texts = sample_texts(target, prompts, Sampling(1.0), max_new_tokens=48)
     spans = [[[text.prompt_length, len(text.tokens)]] for text in texts]
@@ -47,32 +55,27 @@ def fitted(
         optimizer.zero_grad()
         step(batch, 0.0, Last()).loss.backward()
         optimizer.step()
-    return drafter.eval()
+    return target, drafter.eval()
 
 
-MEDUSA = {"num_heads": 1, "draft_vocabulary": list(range(0, 64, 2))}
-CASES: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any], Tensors], Any], str]] = {
+CASES: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], Any], str]] = {
     "first position": (
         "dflash",
-        {"block_size": 4},
         lambda config, _: config.update(sample_from_anchor=True),
         "sample_from_anchor=False",
     ),
     "layers": (
         "eagle3",
-        {"layers": [1], "train_steps": 2},
         lambda config, _: config.update(eagle_aux_hidden_state_layer_ids=[2]),
         "layer ids one lower",
     ),
     "residual": (
         "eagle3",
-        {"layers": [1], "train_steps": 2},
         lambda config, _: config.update(norm_before_residual=True),
         "norm_before_residual=False",
     ),
     "token map": (
         "medusa",
-        MEDUSA,
         lambda _, tensors: tensors["token_map"].sub_(torch.arange(len(tensors["token_map"]))),
         "token_map as offsets",
     ),
@@ -82,9 +85,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any], Tensors], 
 @pytest.mark.parametrize("name", CASES)
 def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """Of a drafter in vLLM's layout, read as it was written and after a change that no reader can see."""
-    kind, options, change, convention = CASES[name]
-    target = make_llama(num_hidden_layers=3).requires_grad_(False)
-    fit = fitted(kind, options, target, tiny_tokenizer)
+    kind, change, convention = CASES[name]
+    target, fit = fitted(kind)
     folder = export_drafter(fit, target, "vllm", tmp_path / "theirs", target_name="tiny").folder
     drafter = load_drafter(folder, target)
     right, *others = readings_of(target, drafter, tiny_tokenizer)
@@ -107,11 +109,10 @@ def test_import_warns_of_a_better_convention(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one line each that names the convention and its alpha; a drafter that is read as it was trained has none."""
-    target = make_llama(num_hidden_layers=3).requires_grad_(False)
+    kind, change, convention = CASES["residual"]
+    target, fit = fitted(kind)
     target.save_pretrained(tmp_path / "target")
     tiny_tokenizer.save_pretrained(tmp_path / "target")
-    kind, options, change, convention = CASES["residual"]
-    fit = fitted(kind, options, target, tiny_tokenizer)
     folder = export_drafter(fit, target, "vllm", tmp_path / "theirs", target_name="tiny").folder
 
     def warnings(out: str) -> list[str]:
