@@ -15,7 +15,7 @@ from hub_server import hub  # noqa: F401 - a fixture for all
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.decode import capability
 from draftsmith.decode.attention import passes_of
@@ -79,10 +79,11 @@ def _equal_models_are_measured_once() -> Iterator[None]:
 
 
 def _identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """NaN weights are equal to none."""
+    """Return what `measured` depends on, attention functions that a test replaces among it; NaN is equal to nothing."""
     weights = torch.stack([weight.detach().double().sum() for weight in model.state_dict().values()]).tolist()
     config = model.config.to_json_string(use_diff=False)
-    return type(model), passes_of(model), model.config._attn_implementation, model.dtype, config, *weights
+    attention = (model.config._attn_implementation, *AttentionInterface._global_mapping.items())
+    return type(model), passes_of(model), attention, model.dtype, config, *weights
 
 
 @pytest.fixture
