@@ -60,7 +60,7 @@ def _fresh_accelerate() -> Iterator[None]:
 def _equal_models_are_measured_once() -> Iterator[None]:
     """Tests make the same model hundreds of times: what one of them can verify holds for its equals.
 
-    Models are equal if their class, configuration, dtype and weights are. A refusal is found anew each time, and so is
+    Models are equal if their class, configuration, weights and device are. A refusal is found anew each time, and so is
     everything where operators are watched or weights are offloaded.
     """
     measure, known = capability._measured, {}
@@ -83,7 +83,7 @@ def _identity(model: PreTrainedModel) -> tuple[Any, ...]:
     weights = torch.stack([weight.detach().double().sum() for weight in model.state_dict().values()]).tolist()
     config = model.config.to_json_string(use_diff=False)
     attention = (model.config._attn_implementation, *AttentionInterface._global_mapping.items())
-    return type(model), passes_of(model), attention, model.dtype, config, *weights
+    return type(model), passes_of(model), attention, model.device, model.dtype, config, *weights
 
 
 @pytest.fixture
