@@ -12,6 +12,7 @@ from recording import decoded_logits
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.sampling import Processors, Sampling
@@ -164,8 +165,14 @@ def test_heads_with_the_targets_lm_head_draft_with_its_operations(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """q in decoding and in training is that of the target's lm_head and the operations after it."""
-    # Gemma 2's norms compute in float32, where some CPUs add in an order that depends on the number of tokens.
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    in_float32 = Gemma2RMSNorm.forward  # where some CPUs add in an order that depends on the number of tokens
+
+    def in_float64(norm: Gemma2RMSNorm, x: Tensor) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            return in_float32(norm, x)
+
+    monkeypatch.setattr(Gemma2RMSNorm, "forward", in_float64)
     target = target_of(name)
     drafter = HEADS[kind].from_target(target, **({"block_size": 4} if kind == "dflash" else {})).double().eval()
     prompt, after = [5, 9, 33, 2, 11], [23, 60]
