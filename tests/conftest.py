@@ -3,7 +3,7 @@
 import gc
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,13 @@ def make_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
     }
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+
+
+def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
+    """Return cases as parameters, all of them slow but `fast`, which stand for the others in `make test`."""
+    cases = list(cases)
+    assert set(fast) <= set(cases), f"{set(fast) - set(cases)}: no such case"
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from exact.enumeration import (
     Tokens,
     merged_runs,
@@ -328,7 +328,11 @@ def _decoded(target: nn.Module, drafter: Drafter, policy: Policy, at_once: int =
 
 
 OF_MODELS = [Chain(2), CHOSEN_TREES[1], ConfidenceChain(0.4, 2), *DRAWN_TREES]
-ALONE = [*OF_MODELS[:2], *(pytest.param(policy, marks=pytest.mark.slow) for policy in OF_MODELS[2:])]
+ALONE = (
+    *("draft_model", "medusa", "hydra with a prefix layer", "mlp_speculator", "eagle3 of 3 tokens", "mtp", "peagle"),
+    "dflash with a recurrent Markov bias",
+)
+"""A drafter of each family whose texts are decoded alone in `make test`; rows of a batch are those of all drafters."""
 
 
 @pytest.mark.parametrize("policy", OF_MODELS, ids=str)
@@ -338,10 +342,10 @@ def test_transformers_models_are_lossless(kind: str, policy: Policy) -> None:
     assert _llama_gap(kind, policy, at_once=TOGETHER) < EXACT_ENOUGH
 
 
-@pytest.mark.parametrize("policy", ALONE, ids=str)
-@pytest.mark.parametrize("kind", ["draft_model", *HEADS_OF_TARGETS])
+@pytest.mark.parametrize("policy", mostly_slow(OF_MODELS, *OF_MODELS[:2]), ids=str)
+@pytest.mark.parametrize("kind", mostly_slow(["draft_model", *HEADS_OF_TARGETS], *ALONE))
 def test_a_text_alone_is_lossless(kind: str, policy: Policy) -> None:
-    """A single text has no padding, and a chain needs no mask. Policies that take longest are slow tests."""
+    """A single text has no padding, and a chain needs no mask."""
     assert _llama_gap(kind, policy, at_once=1) < EXACT_ENOUGH
 
 

@@ -27,8 +27,8 @@ from fuzz.result_files import result_cases
 from fuzz.running import Case, Unclean, run
 from fuzz.templates import template_cases
 
-CASES = int(os.environ.get("DRAFTSMITH_FUZZ_CASES", "210"))
-MORE = 20
+CASES = int(os.environ.get("DRAFTSMITH_FUZZ_CASES", "100"))
+MORE = 40
 """Times as many under `make test-slow`."""
 SEED = int(os.environ.get("DRAFTSMITH_FUZZ_SEED", "0"))
 KINDS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
@@ -108,7 +108,7 @@ def test_what_was_learned_is_saved_before_an_error(
     assert saved(tmp_path / "out")["tokens"] > 0
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("stop", mostly_slow([signal.SIGTERM, signal.SIGINT], signal.SIGINT))
 def test_a_signal_ends_it_with_a_summary(pair: tuple[Path, Path], tmp_path: Path, stop: signal.Signals) -> None:
     program = "import sys; from draftsmith.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", program, "adapt", pair[1], "-", "--live", "--out", tmp_path / "out"]

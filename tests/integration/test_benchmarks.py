@@ -76,6 +76,7 @@ def test_gpu_ends_in_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "ms/round" not in printed
 
 
+@pytest.mark.slow
 def test_gpu_keeps_what_it_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_gpu_refuses(
         output_of("gpu", arguments, monkeypatch, capsys)
 
 
+@pytest.mark.slow
 def test_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A step of a run is measured beside a plain loop, in this process and for memory in others."""
     sizes = "--drafters medusa --hidden 64 --layers 2 --vocab 512 --length 32 --batch 2 --chunk 64 --steps 1"

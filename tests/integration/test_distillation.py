@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import LETTERS
+from conftest import LETTERS, mostly_slow
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
@@ -35,7 +35,10 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("extra", [(), ("data.drafter_share=0.5", "data.responses=2"), ("data.speculate=false",)])
+SHARED = ("data.drafter_share=0.5", "data.responses=2")
+
+
+@pytest.mark.parametrize("extra", mostly_slow([(), SHARED, ("data.speculate=false",)], SHARED))
 def test_rounds_ask_anew_and_resume_bit_by_bit(
     extra: tuple[str, ...], recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +198,7 @@ def main_code(arguments: list[str], code: int = 0) -> None:
     assert (stopped.value.code or 0) == code
 
 
-@pytest.mark.parametrize("drafter", ["draft_model", "medusa", "eagle3", "dflash"])
+@pytest.mark.parametrize("drafter", mostly_slow(["draft_model", "medusa", "eagle3", "dflash"], "draft_model", "dflash"))
 def test_packed_rows_give_a_drafter_that_learns(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
     extra = {"eagle3": ["drafter.layers=[1,2]"], "dflash": ["drafter.layers=[1,2]", "drafter.block_size=4"]}
     kind = [f"drafter.type={drafter}", *extra.get(drafter, [])]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import LETTERS, make_llama
+from conftest import LETTERS, make_llama, mostly_slow
 from forked import Processes, Server
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
@@ -152,7 +152,12 @@ def test_an_engine_continues_bit_by_bit(engine: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [("fsdp2", "one"), ("zero3", "fsdp2"), ("one", "zero3"), ("ddp", "zero2")],
+    [
+        pytest.param("fsdp2", "one", marks=pytest.mark.slow),
+        ("zero3", "fsdp2"),
+        ("one", "zero3"),
+        pytest.param("ddp", "zero2", marks=pytest.mark.slow),
+    ],
 )
 def test_another_engine_and_world_size_may_continue(first: str, then: str, runs: Runs) -> None:
     changed = runs.copied(first, f"{first}-{then}")
@@ -177,14 +182,14 @@ def test_a_sharded_target_answers_and_fills_caches(runs: Runs) -> None:
 
 
 @DIVIDES
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("engine", mostly_slow(["ddp", "fsdp2", "zero3"], "fsdp2"))
 def test_a_tensor_parallel_target_gives_the_same_numbers(engine: str, runs: Runs) -> None:
     runs.run(f"{engine}-parallel", engine, "target.tensor_parallel=2")
     assert "divided among 2 processes" in runs.said(f"{engine}-parallel")
     runs.require_same(f"{engine}-parallel", "one")
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("engine", mostly_slow(["ddp", "fsdp2", "zero3"], "ddp"))
 def test_processes_that_share_texts_give_the_same_numbers(engine: str, runs: Runs) -> None:
     divided = ("target.tensor_parallel=2",) if engine == "ddp" and is_supported() else ()
     runs.run(f"{engine}-texts", engine, "train.sequence_parallel=2", *divided)
@@ -208,7 +213,7 @@ def test_a_tensor_parallel_target_samples_caches_and_evaluates_as_a_group(runs: 
     assert fingerprints[0] == fingerprints[1]
 
 
-@pytest.mark.parametrize("engine", SEVERAL)
+@pytest.mark.parametrize("engine", mostly_slow(SEVERAL, "fsdp2", "zero3"))
 def test_a_process_may_have_a_row_that_is_shorter_than_the_draft(engine: str, runs: Runs) -> None:
     """Rows of two tokens, each of them alone in its part of a batch where there are two processes."""
     texts = ["ab", "cd", *(LETTERS[start : start + 12] for start in range(8))]
@@ -228,7 +233,7 @@ def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
     runs.require_same("muon-fsdp2", "muon")
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", mostly_slow(["fsdp2", "zero2", "zero3"], "fsdp2"))
 def test_averaged_weights_are_whole_under_all_engines(engine: str, runs: Runs) -> None:
     averaged = ("train.average=0.5",)
     if not (runs.place / "averaged").exists():
@@ -262,7 +267,7 @@ def test_a_signal_to_one_process_stops_all_after_one_step(engine: str, runs: Run
     assert (runs.place / name / "checkpoints" / f"step-{last:06d}").is_dir()
 
 
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+@pytest.mark.parametrize("engine", mostly_slow(["zero2", "zero3"], "zero3"))
 def test_a_loss_that_is_no_number_changes_no_weight(engine: str, runs: Runs) -> None:
     """Steps of 1e30 blow the weights up, and the next loss is none; what is kept is the state before that step."""
     name = f"{engine}-none"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_llama, make_tokenizer
+from conftest import make_llama, make_tokenizer, mostly_slow
 from parity.published_files import Tensors, six_layers, written
 from parity.test_native_mtp import make_target
 from parity.test_round_trips import DEEP, LAYOUTS
@@ -77,7 +77,7 @@ def assert_continues(found: list[float], own: list[float], before: list[float]) 
     assert found[0] < (before[0] + min(before)) / 2
 
 
-@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("name", mostly_slow(CONTINUED, "medusa", "eagle3", "mtp", "dspark"))
 def test_a_run_continues_a_published_drafter(name: str, recipe_file: Path, tmp_path: Path) -> None:
     section, formats = CONTINUED[name]
     if "eagle3" in name:  # three or five layers to read
@@ -167,7 +167,7 @@ def assert_commands_accept(
         assert code("check", *given, "--temperature", 1, "--tokens", 500) == 0
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", mostly_slow(FOLDERS, *CHECKED))
 def test_commands_accept_a_published_folder(
     name: str, targets: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import LETTERS, make_llama
+from conftest import LETTERS, make_llama, mostly_slow
 from forked import Processes, Server
 from transformers import (
     AutoModelForCausalLM,
@@ -90,7 +90,7 @@ LEARNERS = {
 }
 
 
-@pytest.mark.parametrize("drafter", LEARNERS)
+@pytest.mark.parametrize("drafter", mostly_slow(LEARNERS, "draft_model", "medusa", "eagle3", "mtp", "dflash"))
 def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
     overrides = [f"drafter.type={drafter.split()[0]}", "train.steps=30", "train.learning_rate=1e-2"]
     folder = loop.train(load_recipe(str(recipe_file), [*overrides, "train.evaluate_every=15", *LEARNERS[drafter]]))
@@ -112,7 +112,11 @@ def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["drafter.init=target_layers", "drafter.keep=first"]], ids=["random", "pruned"]
+    "options",
+    [
+        pytest.param([], id="random", marks=pytest.mark.slow),
+        pytest.param(["drafter.init=target_layers", "drafter.keep=first"], id="pruned"),
+    ],
 )
 def test_an_encoder_decoder_draft_model_learns(
     options: list[str], recipe_file: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
@@ -136,7 +140,7 @@ def test_an_encoder_decoder_draft_model_learns(
     assert out.tokens == SpeculativeDecoder(target).generate([5, 6, 7, 8], max_new_tokens=20).tokens
 
 
-@pytest.mark.parametrize("drafter", ["draft_model", "medusa"])
+@pytest.mark.parametrize("drafter", mostly_slow(["draft_model", "medusa"], "draft_model"))
 def test_a_soft_capped_target_has_drafters(
     drafter: str, recipe_file: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -162,7 +166,9 @@ def test_a_soft_capped_target_has_drafters(
         assert out.tokens == expected[0, 4:].tolist(), policy
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "eagle3 of 20 tokens", "dflash with all of it"])
+@pytest.mark.parametrize(
+    "drafter", mostly_slow(["eagle", "eagle3 of 20 tokens", "dflash with all of it"], "dflash with all of it")
+)
 def test_a_killed_run_of_any_drafter_resumes_exactly(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
     """Feature noise, random anchors, Muon's momentum and the last alpha are functions of the step or saved with it."""
     overrides = [f"drafter.type={drafter.split()[0]}", *LEARNERS[drafter], "objective.kind=lk_lambda"]
@@ -176,7 +182,7 @@ def test_a_killed_run_of_any_drafter_resumes_exactly(drafter: str, recipe_file: 
     assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("drafter", ["medusa", "eagle3"])
+@pytest.mark.parametrize("drafter", mostly_slow(["medusa", "eagle3"], "medusa"))
 def test_drafter_and_target_are_trained_together(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
     """Medusa-2 and its like: the adapters stay within their bound, and the adapted target is loaded by its folder."""
     overrides = [f"drafter.type={drafter}", "train.steps=60", "train.learning_rate=1e-2", "cotrain.lora_rank=4"]
@@ -273,24 +279,31 @@ def test_a_drafter_learns_from_cached_states(recipe_file: Path, tmp_path: Path) 
         loop.train(load_recipe(str(recipe_file), both))
 
 
+TOGETHER = ("drafter={type: medusa}", "cotrain.warmup_fraction=0.1", "cotrain.lora_rank=4")
+SAME_LOSSES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (0, ()),
+    "accumulated": (0, ("train.gradient_accumulation=2",)),
+    "two": (2, ()),
+    "two_accumulated": (2, ("train.gradient_accumulation=2",)),
+    "sampled_by_two": (2, ("data.batch_size=8",)),
+    "cached": (0, ("teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=8")),
+    "cached_two": (2, ("teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=4")),
+    "lambda": (0, ("objective.kind=lk_lambda",)),
+    "lambda_two": (2, ("objective.kind=lk_lambda",)),
+    "together": (0, TOGETHER),
+    "together_two": (2, TOGETHER),
+}
+"""Processes, none for this one, and overrides of runs whose losses are those of the first of their name."""
+FEW = ("one", "two", "two_accumulated", "cached_two", "together", "together_two")
+
+
+@pytest.mark.parametrize("names", mostly_slow([FEW, tuple(SAME_LOSSES)], FEW), ids=["few", "all"])
 def test_two_processes_and_accumulation_give_the_same_losses(
-    recipe_file: Path, tmp_path: Path, forked: Processes
+    names: tuple[str, ...], recipe_file: Path, tmp_path: Path, forked: Processes
 ) -> None:
-    runs = {
-        "one": (0, ()),
-        "accumulated": (0, ("train.gradient_accumulation=2",)),
-        "two": (2, ()),
-        "two_accumulated": (2, ("train.gradient_accumulation=2",)),
-        "sampled_by_two": (2, ("data.batch_size=8",)),
-        "cached": (0, ("teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=8")),
-        "cached_two": (2, ("teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=4")),
-        "lambda": (0, ("objective.kind=lk_lambda",)),
-        "lambda_two": (2, ("objective.kind=lk_lambda",)),
-        "together": (0, ("drafter={type: medusa}", "cotrain.warmup_fraction=0.1", "cotrain.lora_rank=4")),
-        "together_two": (2, ("drafter={type: medusa}", "cotrain.warmup_fraction=0.1", "cotrain.lora_rank=4")),
-    }
     curves: dict[str, torch.Tensor] = {}
-    for name, (processes, overrides) in runs.items():
+    for name in names:
+        processes, overrides = SAME_LOSSES[name]
         arguments = (f"output={tmp_path / name}", "train.evaluate_every=12", "evaluation.count=1", *overrides)
         if name == "two":  # one of them through the launcher
             result = _launched(recipe_file, *arguments, processes=processes)
@@ -303,7 +316,7 @@ def test_two_processes_and_accumulation_give_the_same_losses(
             loop.train(load_recipe(str(recipe_file), list(arguments)))
         curves[name] = torch.tensor(_losses(tmp_path / name))
     assert len(curves["one"]) == 12
-    for name in runs:
+    for name in names:
         kind = name.partition("_")[0]
         reference = kind if kind in ("lambda", "together") else "one"
         torch.testing.assert_close(curves[name], curves[reference], atol=1e-5, rtol=0)

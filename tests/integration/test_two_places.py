@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import mostly_slow
 from gpu.families import FAMILIES, PROMPTS, make_drafter, target_model
 from gpu.test_training import batch_on
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def test_masks_that_were_made_outside_are_made_again() -> None:
         tree_mask((-1, 0, 0), DEVICE) & (weights()[:1, :1] > 0)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "draft_model", "hydra", "eagle3", "dspark"))
 def test_families_decode(name: str) -> None:
     with two_places():
         target = target_model().to(DEVICE)

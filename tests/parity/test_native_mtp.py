@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from parity.published_files import DRAFTED, HEADS, HIDDEN, INNER, KV_HEADS, PROMPT, VOCAB, random_tensors
 from recording import decoded_logits
 from safetensors import safe_open
@@ -503,7 +503,7 @@ def test_ernie_comes_back_bit_for_bit_and_keeps_the_targets_norm(tmp_path: Path)
         export_drafter(again, target, "vllm", tmp_path / "4", target_name="org/target")
 
 
-@pytest.mark.parametrize("name", [*OWN_LAYERS, "Ernie 4.5"])
+@pytest.mark.parametrize("name", mostly_slow([*OWN_LAYERS, "Ernie 4.5"], "Qwen3-Next"))
 def test_memory_counts_the_layer_that_the_files_have(name: str, tmp_path: Path) -> None:
     """The estimate reads no files; a published module has experts where its target has, and Ernie's has none."""
     target = make_ernie(tmp_path)[0] if name == "Ernie 4.5" else make_mixed(name, tmp_path)[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import mostly_slow
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
@@ -34,6 +35,11 @@ SMALL |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "global_head_dim
 SMALL |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
 SMALL |= {"depth": 2, "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 SMALL |= {"mrope_section": [1, 1, 2]}
+SECOND = {
+    *("llama3.1-8b/eagle3", "llama3.1-8b/eagle3_128k", "llama3.1-8b/eagle3_32k", "llama3.2-1b/dspark"),
+    *("qwen3-4b/qwen3-0.6b", "qwen3-8b/eagle3", "vicuna-7b/hydra", "vicuna-7b/medusa"),
+}
+"""Recipes whose kind of target another recipe has, and whose drafter a third."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -57,7 +63,7 @@ def small_model(shapes: dict[str, Any], folder: Path, tokenizer: PreTrainedToken
 
 
 @pytest.mark.usefixtures("without_estimate")
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", mostly_slow(REAL, *set(REAL) - SECOND))
 def test_a_recipe_trains_on_a_small_model_of_the_kind(
     name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,14 +101,8 @@ def test_a_header_tells_hardware_time_and_what_to_approach(name: str) -> None:
         assert header.count(f"\n{line}") == 1, line
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "smollm2-1.7b/smollm2-135m",
-        pytest.param("llama3.1-8b/eagle3", marks=pytest.mark.slow),
-        pytest.param("llama3.1-8b/eagle3_128k", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2-1.7b/smollm2-135m", "llama3.1-8b/eagle3", "llama3.1-8b/eagle3_128k"])
 def test_a_header_is_what_is_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     from recipe_costs import costs  # the script that writes the headers

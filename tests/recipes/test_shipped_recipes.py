@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
@@ -23,7 +23,14 @@ def deep_target_folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) 
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_recipes() if load_recipe(name).target.model == "embedded"])
+EMBEDDED = [name for name in shipped_recipes() if load_recipe(name).target.model == "embedded"]
+SECOND = {name for name in EMBEDDED if name.endswith("/any_prompts")} - {"draft_model/any_prompts"}
+"""Recipes with the drafter of another one."""
+ESTIMATED = ("quickstart/mtp", "dspark/embedded", "medusa2/embedded")
+"""Recipes whose runs estimate their memory, as others would."""
+
+
+@pytest.mark.parametrize("name", mostly_slow(EMBEDDED, *set(EMBEDDED) - SECOND))
 def test_a_recipe_trains_and_its_drafter_decodes(
     name: str,
     deep_target_folder: Path,
@@ -31,7 +38,7 @@ def test_a_recipe_trains_and_its_drafter_decodes(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    if name.endswith("/any_prompts"):  # the recipe `embedded` of the same drafter makes an estimate
+    if name not in ESTIMATED:
         request.getfixturevalue("without_estimate")
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.jsonl"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from torch._dynamo.utils import counters
+from torch._inductor import cpu_vec_isa
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, MistralConfig, MistralForCausalLM, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
@@ -143,12 +144,12 @@ def compare(target: torch.nn.Module, case: str) -> int:
     ("case", "graphs"),
     [
         ("draft_model", 5),  # the target's pass; the drafter's over 1 and 2 tokens, chains that are chosen and drawn
-        ("tree", 4),
+        pytest.param("tree", 4, marks=pytest.mark.slow),
         ("eagle3", 6),
-        ("mtp", 6),
-        ("peagle", 2),
+        pytest.param("mtp", 6, marks=pytest.mark.slow),
+        pytest.param("peagle", 2, marks=pytest.mark.slow),
         ("dflash", 3),  # features, the block
-        ("dspark, tree", 5),  # and biases of 1 and of 3 nodes
+        pytest.param("dspark, tree", 5, marks=pytest.mark.slow),  # and biases of 1 and of 3 nodes
         ("medusa", 4),  # three heads
         pytest.param("hydra", 7, marks=pytest.mark.slow),
         pytest.param("dspark", 4, marks=pytest.mark.slow),
@@ -158,7 +159,9 @@ def test_texts_equal_those_of_uncompiled_passes(traced: None, case: str, graphs:
     assert compare(target_model(), case) == graphs
 
 
-def test_inductor_on_a_cpu() -> None:
+def test_inductor_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vector instructions: torch compiles three programs to find out which ones this machine has."""
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
     assert compare(target_model(), "target alone") == 1
 
 
@@ -252,7 +255,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return runs
 
 
-@pytest.mark.parametrize("make", [draft_model, eagle])
+@pytest.mark.parametrize("make", mostly_slow([draft_model, eagle], eagle))
 def test_a_chain_is_one_graph(traced: None, ran: list[str], make: Callable[[torch.nn.Module], Drafter]) -> None:
     """A round runs three: committed tokens, the rest of the draft, the target. Drafts are shorter near the end."""
     target = target_model()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama, make_tokenizer
+from conftest import make_llama, make_tokenizer, mostly_slow
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -82,7 +82,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "residual", "token map"))
 def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """Of a drafter in vLLM's layout, read as it was written and after a change that no reader can see."""
     kind, change, convention = CASES[name]

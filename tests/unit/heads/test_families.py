@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from recording import Planned, decoded_logits, planned_rounds
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -69,6 +69,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+ONE_OF_EACH = (
+    *("draft_model pruned", "draft_model of another kind", "medusa, 32 tokens", "hydra++", "mlp_speculator", "eagle"),
+    *("eagle3, 32 tokens", "eagle3.1", "eagle3 in windows", "mtp", "peagle", "dflash in a window, not causal"),
+    *("dflash from the anchor", "dspark, recurrent"),
+)
+"""They stand for all families where whole texts are decoded, in `make test`."""
 PROMPTS = [[5, 9, 33, 2, 5, 9], [7], [40, 3]]
 
 
@@ -150,7 +156,7 @@ ROUNDS = [[1, 0, 3, 0, 2], [0, 2, 1, 3, 3]]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, *ONE_OF_EACH))
 def test_training_sees_what_later_rounds_see(name: str) -> None:
     """After partial, full and no acceptance: a single chain, and trees in a ragged batch, compared with training.
 
@@ -172,7 +178,7 @@ def test_training_sees_what_later_rounds_see(name: str) -> None:
             torch.testing.assert_close(logits_V, training[len(path)], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, *ONE_OF_EACH))
 def test_the_text_is_the_targets_own(name: str) -> None:
     """Greedy decoding with chains and trees, for a single text and in a ragged batch."""
     target = target_model()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
@@ -180,7 +180,10 @@ def test_packed_rows_are_as_full_of_answers_as_the_samples_in_them() -> None:
         assert marked_share(recipe, make_llama(**WIDE).config) == RESPONSE / (PROMPT + RESPONSE)
 
 
-@pytest.mark.parametrize(("prompt", "response"), [(40, 56), (100, 300)])  # the second one's storage has to grow
+@pytest.mark.parametrize(
+    ("prompt", "response"),
+    [pytest.param(40, 56, marks=pytest.mark.slow), (100, 300)],  # the second one's storage has to grow
+)
 def test_sampling_takes_what_is_foretold(prompt: int, response: int) -> None:
     lengths = {"prompt_tokens": prompt, "response_tokens": response, "batch_size": 5}
     longer = {**WIDE, "max_position_embeddings": 512, "eos_token_id": None}
@@ -255,7 +258,9 @@ def test_later_rounds_hold_the_drafters_cache_and_the_optimizers_state() -> None
     assert rounds.reading == once.reading + once.optimizer
 
 
-@pytest.mark.parametrize("kind", ["hydra", "medusa", "mlp_speculator", "eagle3", "dflash"])
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["hydra", "medusa", "mlp_speculator", "eagle3", "dflash"], "medusa", "eagle3")
+)
 def test_activations_of_every_kind_of_block_are_computed_again(kind: str) -> None:
     more = {"eagle3": {"layers": [1, 2], "train_steps": 3}, "dflash": {"layers": [1, 2]}}
     drafter = {"type": kind, **more.get(kind, {})}

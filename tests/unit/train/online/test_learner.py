@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from torch import Tensor
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -89,7 +89,7 @@ def greedy_texts() -> list[list[int]]:
     return texts_of(SpeculativeDecoder(target_model()), 44)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "draft_model", "medusa", "eagle3", "mtp", "dflash"))
 def test_every_family_learns_and_stays_lossless(name: str) -> None:
     target = target_model()
     drafter = make(name, target)
@@ -169,7 +169,7 @@ def test_a_better_candidate_is_adopted_and_accepts_more() -> None:
     assert taus[1] > 1.1 * taus[0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 1.0))
 def test_the_same_requests_give_the_same_updates_and_texts(temperature: float) -> None:
     target, runs = make_llama().requires_grad_(False), []
     for _ in range(2):
