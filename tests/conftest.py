@@ -44,7 +44,7 @@ def make_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
 
 
 def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
-    """Return cases as parameters, all of them slow but `fast`, which stand for the others in `make test`."""
+    """Return `cases` as parameters. All are marked slow but `fast`, which stand for the others in `make test`."""
     cases = list(cases)
     assert set(fast) <= set(cases), f"{set(fast) - set(cases)}: no such case"
     return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
@@ -125,7 +125,7 @@ def tiny_target_folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_token
 def without_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process do not estimate their memory, which takes longer than training on a tiny target.
 
-    The estimate has tests of its own, and runs of shipped recipes make it.
+    The estimate has tests of its own, and some runs of shipped recipes make it.
     """
     monkeypatch.setattr("draftsmith.train.estimate.memory.announce_memory", lambda context: None)
 

@@ -24,8 +24,11 @@ class Traps:
     """Each is named by what a test asks of `Processes.start`."""
 
     @staticmethod
-    def kill_at_call(number: int) -> None:
-        """SIGKILL at the n-th call of anything that makes a write visible or lasting; files are half written then."""
+    def kill_at_call(number: int, lasting: bool) -> None:
+        """SIGKILL at the n-th call of anything that makes a write visible; files are half written then.
+
+        `lasting`: an fsync counts, too. It changes nothing that a process killed later leaves behind.
+        """
         calls = 0
 
         def trapped(original: Any, torn: bool = False) -> Any:
@@ -41,7 +44,7 @@ class Traps:
 
             return call
 
-        for name in ("fsync", "rename", "replace"):
+        for name in ("rename", "replace", *(("fsync",) if lasting else ())):
             setattr(os, name, trapped(getattr(os, name)))
         shutil.rmtree = trapped(shutil.rmtree)
         storage._exchange = trapped(storage._exchange)

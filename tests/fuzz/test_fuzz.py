@@ -28,7 +28,7 @@ from fuzz.running import Case, Unclean, run
 from fuzz.templates import template_cases
 
 CASES = int(os.environ.get("DRAFTSMITH_FUZZ_CASES", "100"))
-MORE = 40
+MORE = 42
 """Times as many under `make test-slow`."""
 SEED = int(os.environ.get("DRAFTSMITH_FUZZ_SEED", "0"))
 KINDS = {

@@ -169,6 +169,10 @@ def test_kills_at_random_moments_change_nothing(wanted: int, runs: Runs) -> None
     assert len(lost) >= 0.3 * wanted, f"kills came at different steps: {lost}"
 
 
+FEWEST = {False: 10, True: 20}
+"""Calls that make a write visible, and those with every fsync."""
+
+
 def _assert_whole(folder: Path) -> None:
     """Every file under its own name can be read."""
     for kept in (folder / "drafter", *(folder / "checkpoints").glob("[!.]*")):
@@ -177,33 +181,33 @@ def _assert_whole(folder: Path) -> None:
         assert all(json.loads(file.read_text()) for file in kept.glob("*.json"))
 
 
-@pytest.mark.parametrize("every", mostly_slow([1, 3], 3))
-def test_a_kill_at_any_write_leaves_whole_folders(every: int, runs: Runs) -> None:
-    """At the n-th fsync, rename, exchange, deletion or half-written file: n rises until a run gets through."""
-    number, name = 1, f"trapped-{every}"
-    while (code := runs.run(name, *SHORT, kill_at_call={"number": number})) != [0]:
+@pytest.mark.parametrize("lasting", mostly_slow([False, True], False))
+def test_a_kill_at_any_write_leaves_whole_folders(lasting: bool, runs: Runs) -> None:
+    """At the n-th rename, exchange, deletion, half-written file or fsync: n rises until a run gets through."""
+    kills, name = 0, f"trapped-{lasting}"
+    while (code := runs.run(name, *SHORT, kill_at_call={"number": kills + 1, "lasting": lasting})) != [0]:
         assert code == [KILLED], runs.log(name).read_text()
-        number += every
+        kills += 1
         _assert_whole(runs.folder(name))
-    assert number > 20, "there is more than that to a checkpoint and a drafter"
+    assert kills > FEWEST[lasting], "there is more than that to a checkpoint and a drafter"
     assert runs.result(name) == runs.result("short")
     assert runs.leftovers(name) == []
     assert runs.checkpoints(name) == ["step-000004"]
 
 
-@pytest.mark.parametrize("every", mostly_slow([1, 3], 3))
-def test_a_kill_at_any_write_keeps_what_is_replaced(every: int, runs: Runs, tmp_path: Path) -> None:
-    """The calls between a checkpoint and the end, in which a better drafter comes and the checkpoint before goes."""
+@pytest.mark.parametrize("lasting", mostly_slow([False, True], False))
+def test_a_kill_at_any_write_keeps_what_is_replaced(lasting: bool, runs: Runs, tmp_path: Path) -> None:
+    """Each call between a checkpoint and the end, in which a better drafter comes and the checkpoint before goes."""
     swaps = [tmp_path / "one", tmp_path / "other"]
     for folder in swaps:
         folder.mkdir()
     exchanged = storage._exchange(*swaps)  # else two renames: a kill in between is mended by the next start
-    before, number, name = f"before-{every}", 1, f"killed-every-{every}"
+    before, number, name = f"before-{lasting}", 1, f"replaced-{lasting}"
     assert runs.run(before, *SHORT, kill_at_step={"step": 3}) == [KILLED]
     while True:
         shutil.rmtree(runs.folder(name), ignore_errors=True)
         shutil.copytree(runs.folder(before), runs.folder(name))
-        if runs.run(name, *SHORT, kill_at_call={"number": number}) == [0]:
+        if runs.run(name, *SHORT, kill_at_call={"number": number, "lasting": lasting}) == [0]:
             break
         _assert_whole(runs.folder(name))
         assert (runs.folder(name) / "drafter").exists() or not exchanged, "the old one went before the new one came"
@@ -212,8 +216,8 @@ def test_a_kill_at_any_write_keeps_what_is_replaced(every: int, runs: Runs, tmp_
             assert runs.run(name, *SHORT) == [0]
             assert runs.result(name) == runs.result("short")
             assert runs.checkpoints(name) == ["step-000004"]
-        number += every
-    assert number > 20
+        number += 1
+    assert number > FEWEST[lasting]
     assert runs.result(name) == runs.result("short")
 
 
@@ -299,8 +303,8 @@ def test_a_full_disk_stops_the_run_and_keeps_what_it_has(
 
 
 def test_processes_wait_as_long_as_the_recipe_says(runs: Runs) -> None:
-    """One comes five seconds late: too late for a limit of three, which may change when the run is resumed."""
-    late = {"rank": 1, "seconds": 5.0}
+    """One comes six seconds late: too late for a limit of three, which may change when the run is resumed."""
+    late = {"rank": 1, "seconds": 6.0}
     hasty = runs.run("late", *SHORT, "train.timeout_minutes=0.05", processes=2, sleep_before_sampling=late)
     assert 0 not in hasty, runs.log("late").read_text()
     assert "Timed out waiting 3000ms" in runs.said("late")

@@ -293,7 +293,7 @@ SAME_LOSSES: dict[str, tuple[int, tuple[str, ...]]] = {
     "together": (0, TOGETHER),
     "together_two": (2, TOGETHER),
 }
-"""Processes, none for this one, and overrides of runs whose losses are those of the first of their name."""
+"""Processes (0: this one alone) and overrides. Losses are those of `one`; those of `lambda` and `together` differ."""
 FEW = ("one", "two", "two_accumulated", "cached_two", "together", "together_two")
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import make_llama, mostly_slow
+from conftest import make_llama
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
@@ -27,18 +27,23 @@ EMBEDDED = [name for name in shipped_recipes() if load_recipe(name).target.model
 SECOND = {name for name in EMBEDDED if name.endswith("/any_prompts")} - {"draft_model/any_prompts"}
 """Recipes with the drafter of another one."""
 ESTIMATED = ("quickstart/mtp", "dspark/embedded", "medusa2/embedded")
-"""Recipes whose runs estimate their memory, as others would."""
+"""Recipes whose runs estimate their memory in `make test`."""
+RUNS = [
+    *((name, name in ESTIMATED) for name in EMBEDDED if name not in SECOND),
+    *(pytest.param(name, name not in SECOND, marks=pytest.mark.slow) for name in EMBEDDED if name not in ESTIMATED),
+]
 
 
-@pytest.mark.parametrize("name", mostly_slow(EMBEDDED, *set(EMBEDDED) - SECOND))
+@pytest.mark.parametrize(("name", "estimated"), RUNS)
 def test_a_recipe_trains_and_its_drafter_decodes(
     name: str,
+    estimated: bool,
     deep_target_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    if name not in ESTIMATED:
+    if not estimated:
         request.getfixturevalue("without_estimate")
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.jsonl"

@@ -159,9 +159,11 @@ def test_texts_equal_those_of_uncompiled_passes(traced: None, case: str, graphs:
     assert compare(target_model(), case) == graphs
 
 
-def test_inductor_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vector instructions: torch compiles three programs to find out which ones this machine has."""
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+@pytest.mark.parametrize("vectors", mostly_slow([False, True], False))
+def test_inductor_on_a_cpu(vectors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vector instructions, torch first compiles three programs to find out which ones this machine has."""
+    if not vectors:
+        monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
     assert compare(target_model(), "target alone") == 1
 
 

@@ -50,7 +50,6 @@ def tokenizer(built):
     return AutoTokenizer.from_pretrained(built)
 
 
-@pytest.mark.slow  # every module of the standard library is parsed
 def test_no_module_is_in_both_splits():
     train, heldout = read_modules("train"), read_modules("heldout")
     assert not {module.path for module in train} & {module.path for module in heldout}
@@ -59,7 +58,6 @@ def test_no_module_is_in_both_splits():
     assert len({module.kind for module in heldout}) >= 4
 
 
-@pytest.mark.slow
 def test_no_tests_and_no_other_peoples_packages_in_the_corpus():
     paths = [module.path for split in ("train", "heldout") for module in read_modules(split)]
     assert len(paths) == len(set(paths))
