@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpu.families import FAMILIES, PROMPTS, make_drafter, target_model
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
@@ -56,8 +57,11 @@ def test_greedy_texts_are_those_of_generate(name: str, target: LlamaForCausalLM)
 
 
 @pytest.mark.parametrize("name", [None, *FAMILIES])
-def test_compiled_passes_return_the_texts_of_eager_ones(name: str | None, target: LlamaForCausalLM) -> None:
+def test_compiled_passes_return_the_texts_of_eager_ones(
+    name: str | None, target: LlamaForCausalLM, device: torch.device
+) -> None:
     """In float64, where no two logits are as close as rounding; on a GPU the passes are CUDA graphs."""
+    counters.clear()
     target.double()
     drafter = None if name is None else make_drafter(name, target).double()
     for policy in POLICIES if name in ("draft_model", "eagle3") else POLICIES[:1]:
@@ -69,6 +73,8 @@ def test_compiled_passes_return_the_texts_of_eager_ones(name: str | None, target
             expected = [output.tokens for output in eager.generate_batch(PROMPTS, **settings)]
             for _ in range(2):  # the second time with graphs and storage that were used before
                 assert [output.tokens for output in compiled.generate_batch(PROMPTS, **settings)] == expected, policy
+    if device.type == "cuda":
+        assert counters["inductor"]["cudagraph_skips"] == 0, "torch's log says why a pass is not recorded"
 
 
 def test_texts_are_those_of_the_cpu(target: LlamaForCausalLM, device: torch.device) -> None:
