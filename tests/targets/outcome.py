@@ -4,12 +4,14 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode import compiled
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
@@ -86,6 +88,8 @@ class Outcome:
     """One training step of a draft model of the target's architecture; empty where the target is refused."""
     medusa: str = ""
     eagle3: str = ""
+    compiled: str = ""
+    """Trees of a batch in compiled passes, compared with other passes; empty where the target is refused."""
     images: str = ""
     """Chains after prompts with an image, alone and in a batch; empty for text models, or without known tensors."""
 
@@ -119,7 +123,25 @@ def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
         draft_model=_tried(lambda: trains(model, "draft_model")),
         medusa=_tried(lambda: trains(model, "medusa")),
         eagle3=_tried(lambda: trains(model, "eagle3", layers=[1])),
+        compiled=_tried(lambda: _compiles(model, trees)),
     )
+
+
+def _compiles(model: PreTrainedModel, drafter: Drafter) -> bool:
+    """Return whether compiled passes write the texts of others, with the experts' function that is the default.
+
+    torch traces each pass once and runs the graph as it is, which takes seconds instead of minutes.
+    """
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
+            part.set_experts_implementation("grouped_mm")
+    eager = {"cpu": {"backend": "eager"}}
+    try:
+        with patch.dict(compiled.OPTIONS, eager), torch._dynamo.config.patch(error_on_recompile=True):
+            plain, fast = (_together(SpeculativeDecoder(model, drafter, compile=on)) for on in (False, True))
+    finally:
+        torch._dynamo.reset()
+    return plain == fast
 
 
 def _images(model: PreTrainedModel) -> str:

@@ -8,7 +8,8 @@ from .outcome import EXACT, Outcome
 
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 ENCODER_DECODER = "model_type={!r}; expected a decoder-only target for these features"
-"""EAGLE-3 with every encoder-decoder class, which is said once above the table."""
+"""EAGLE-3 with every encoder-decoder class, which is said once above the table, as are compiled passes."""
+NOT_COMPILED = "compile=True with an encoder-decoder target; expected compile=False, or a decoder-only one"
 NO_CLASS = "Unrecognized configuration class"
 """In the error of transformers for a text config whose model cannot be built by itself."""
 VERSION = f"transformers {transformers.__version__}"
@@ -51,15 +52,16 @@ image and without, alone and in a batch, with random pixels in the layout of the
 text, and where the test knows no such layout. `trains` means that one training step of a new drafter in float32 has
 finite gradients. The draft model of that step has the target's architecture; `drafter.config` and `drafter.model`
 choose another, as targets need whose language model has no class of its own (Qwen3-VL: any Qwen3). EAGLE-3 reads
-decoder-only targets.
+decoder-only targets. `compiled`: trees of the batch with `compile=True` in float32, with transformers' default function
+for experts, traced by torch and compared with other passes; decoder-only targets that read trees.
 
 A model is measured again before it is used, so other sizes and options than those of the table may be accepted or
 refused. Attention that an indexer limits to the tokens with the best scores (DeepSeek-V3.2) has no unique outcome where
 scores are equal; released models have enough heads that this does not occur.
 """
 TABLE = """
-| family | class | chains | trees | batch | images | draft model | Medusa | EAGLE-3 | reason |
-|---|---|---|---|---|---|---|---|---|---|
+| family | class | chains | trees | batch | compiled | images | draft model | Medusa | EAGLE-3 | reason |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -67,7 +69,7 @@ def row(outcome: Outcome) -> str:
     """Return the table row of one class."""
     cells = [outcome.chains, outcome.trees, outcome.batch]
     shown = [cell if cell == EXACT else "refused" for cell in cells]
-    shown.append(outcome.images if outcome.images in ("", EXACT) else "refused")
+    shown += [cell if cell in ("", EXACT) else "refused" for cell in (outcome.compiled, outcome.images)]
     shown += ["trains" if cell == EXACT else "refused" if cell else "" for cell in _trained(outcome).values()]
     return " | ".join([f"| `{outcome.family}`", f"`{outcome.name}`", *shown, f"{_reasons(outcome)} |"])
 
@@ -80,10 +82,12 @@ def _reasons(outcome: Outcome) -> str:
     """Return why the class is refused, or only for trees or single drafters, in a cell of the table."""
     text = next((cell for cell in (outcome.chains, outcome.trees) if cell != EXACT), "")
     reasons = [text.split("reads chains only: ")[-1]] if text else []
-    for name, cell in {"images": outcome.images if outcome.chains == EXACT else "", **_trained(outcome)}.items():
+    compiled = outcome.compiled.removeprefix("compile=True: ")
+    images = outcome.images if outcome.chains == EXACT else ""
+    for name, cell in {"compiled": compiled, "images": images, **_trained(outcome)}.items():
         if NO_CLASS in cell:
             cell = "its language model has no class of its own"
-        if cell not in ("", EXACT, ENCODER_DECODER.format(outcome.family)):
+        if cell not in ("", EXACT, outcome.trees, NOT_COMPILED, ENCODER_DECODER.format(outcome.family)):
             reasons.append(f"{name}: {cell}")
     plain = [text.replace(f"model_type='{outcome.family}' ", "").split("; expected")[0] for text in reasons]
     return "; ".join(plain).replace("|", "/").replace("[", "").replace("]", "")

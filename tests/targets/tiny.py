@@ -88,6 +88,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": HEADS,
     "kimi_linear": MLA,
     "bailing_hybrid": MLA,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "jamba": {"layer_types": None, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
