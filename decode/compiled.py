@@ -14,6 +14,7 @@ pass on a CPU. This happens once in each call of the decoder: no model may chang
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from threading import RLock
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.decode.masks import Attention
+from draftsmith.decode.reread import cache_name
 from draftsmith.decode.sampling import index_at, precise
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import Watched
@@ -110,6 +112,7 @@ class CompiledPasses:
         self.rows, self.slots, self._device, self._dtype = rows, slots, parameter.device, parameter.dtype
         self.cache = RollbackCache(model.config, rows, slots, fixed=True)
         self.attention = Attention.of(model)
+        self._cache_name = cache_name(signature(model.forward).parameters)
         self._last_position = min(slots, context_limit(model.config) or slots) - 1
         self.seen: dict[int, Tensor] = {}
         self._hooks: dict[int, Callable] = {}
@@ -169,7 +172,7 @@ class CompiledPasses:
         positions_BS = slot_S[None] if inputs.positions_BS is None else inputs.positions_BS
         place = self.cache.place
         place.start, place.end, place.slots_BQ = None, self.slots, slots_BQ
-        arguments = {"input_ids": ids_BQ, "position_ids": positions_BQ, "past_key_values": self.cache}
+        arguments = {"input_ids": ids_BQ, "position_ids": positions_BQ, self._cache_name: self.cache}
         if inputs.features_BQF is not None:
             arguments["features"] = inputs.features_BQF
         mask = self.attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)

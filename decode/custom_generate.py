@@ -20,12 +20,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from draftsmith.decode.decoder import OnBatchTokens, SpeculativeDecoder
 from draftsmith.decode.policies import Policy
+from draftsmith.decode.reread import CACHES, cache_name
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 
 # Arguments that transformers prepares for its own decoding loops and that this decoder ignores.
-_IGNORED = {"attention_mask", "encoder_outputs", "past_key_values", "use_cache", "position_ids", "logits_to_keep"}
+_IGNORED = {"attention_mask", "encoder_outputs", *CACHES, "use_cache", "position_ids", "logits_to_keep"}
 _IGNORED |= {"decoder_attention_mask", "cache_position", "inputs_tensor", "synced_gpus"}
 
 
@@ -121,9 +122,10 @@ def _refuse_others(config: GenerationConfig, model_kwargs: dict[str, Any], *, en
         )
     if not encodes and not _follow(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")):
         raise ConfigError("generate(position_ids=...) differs from the mask; expected positions that follow from it")
-    cache = model_kwargs.get("past_key_values")
+    name = cache_name(model_kwargs)
+    cache = model_kwargs.get(name)
     if cache is not None and cache.get_seq_length() > 0:
-        raise ConfigError("generate(past_key_values=...) contains tokens; expected the whole text in input_ids")
+        raise ConfigError(f"generate({name}=...) contains tokens; expected the whole text in input_ids")
 
 
 def _follow(positions: Tensor | None, mask: Tensor | None) -> bool:

@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from draftsmith.decode.kv_cache import RollbackCache
+from draftsmith.decode.reread import cache_name
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Encoded:
         self, model: PreTrainedModel, sources: Sequence[list[int]], states: Sequence[Tensor] | None = None
     ) -> None:
         self._caches: EncoderDecoderCache | None = None
+        self._cache_name = cache_name(inspect.signature(model.forward).parameters)
         if states is not None:
             self._states_BTH = nn.utils.rnn.pad_sequence(list(states), batch_first=True)
             self._mask_BT = nn.utils.rnn.pad_sequence([state_TH.new_ones(len(state_TH)) for state_TH in states], True)
@@ -109,7 +111,7 @@ class Encoded:
             "decoder_attention_mask": mask,
             "encoder_outputs": MoeModelOutputWithPast(last_hidden_state=self._states_BTH),  # some read router_logits
             "attention_mask": self._mask_BT,
-            "past_key_values": self._caches,
+            self._cache_name: self._caches,
         }
 
     def drop(self, rows: list[int]) -> None:

@@ -17,14 +17,15 @@ from transformers import PreTrainedModel
 from draftsmith.decode.attention import Passes
 from draftsmith.decode.recurrent_state import MOST_AGAIN
 
-_CACHES = ("past_key_values", "cache_params", "state")
+CACHES = ("cache", "past_key_values", "cache_params", "state")
+"""Arguments by which models take their cache; transformers 5.24 renamed most of them to the first."""
 
 # Shapes: Q new tokens, S tokens of the text so far.
 
 
 def cache_name(names: Iterable[str]) -> str:
     """Return which of a model's arguments, and outputs, holds its cache; empty if none does."""
-    return next((name for name in _CACHES if name in names), "")
+    return next((name for name in CACHES if name in names), "")
 
 
 class Reread:

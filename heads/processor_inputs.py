@@ -19,7 +19,7 @@ from draftsmith.provenance import fingerprint
 ProcessorInputs = Mapping[str, Tensor]
 """Arguments of the model's forward pass for one prompt, a batch of one."""
 _OF_TEXT = ("input_ids", "attention_mask")
-_OF_RUNS = ("inputs_embeds", "position_ids", "past_key_values", "labels", "logits_to_keep", "use_cache")
+_OF_RUNS = ("inputs_embeds", "position_ids", "cache", "past_key_values", "labels", "logits_to_keep", "use_cache")
 
 
 def inputs_for(model: PreTrainedModel, given: ProcessorInputs) -> dict[str, Tensor]:

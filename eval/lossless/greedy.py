@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.reread import cache_name
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.model_config import start_token
 from draftsmith.heads.processor_inputs import inputs_for, prompt_positions
@@ -48,7 +49,8 @@ def read(model: PreTrainedModel, prompt: Prompt, texts_BT: Tensor, *, width: int
         prompt_BP = torch.full((B, 1), start_token(model), device=device)
     ids = torch.cat([prompt_BP, texts_BT[:, :-1]], 1)
     first = prompt_BP.shape[1]
-    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    accepted = inspect.signature(model.forward).parameters
+    keeps, held = "logits_to_keep" in accepted, cache_name(accepted)
     if width is None:
         keep = {"logits_to_keep": T} if keeps else {}
         return model(**{name: ids}, **fixed, **keep, use_cache=False).logits[:, -T:]
@@ -56,8 +58,8 @@ def read(model: PreTrainedModel, prompt: Prompt, texts_BT: Tensor, *, width: int
     ends = [*range(first, ids.shape[1], width), ids.shape[1]]
     for start, end in zip([0, *ends], ends, strict=False):
         keep = {"logits_to_keep": 1} if keeps and start == 0 else {}
-        output = model(**{name: ids[:, start:end]}, **fixed, **keep, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(**{name: ids[:, start:end]}, **fixed, **keep, **{held: cache}, use_cache=True)
+        cache = output[held]
         logits.append(output.logits[:, -1:] if start == 0 else output.logits)
     return torch.cat(logits, 1)
 
@@ -71,6 +73,7 @@ def _read_one_by_one(model: PreTrainedModel, prompt: Prompt, text_1T: Tensor, wi
     inputs = inputs_for(model, prompt.inputs or {})
     prompt_1P = torch.tensor([prompt.input_ids], device=device)
     accepted = inspect.signature(model.forward).parameters
+    held = cache_name(accepted)
     _, shift = prompt_positions(model, prompt_1P, inputs)
     keep = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
     output = model(input_ids=prompt_1P, **inputs, **keep, use_cache=True)
@@ -81,7 +84,7 @@ def _read_one_by_one(model: PreTrainedModel, prompt: Prompt, text_1T: Tensor, wi
         # Without them, models with M-RoPE take the shift from the prompt that they have read last.
         positions_1W = torch.arange(part_1W.shape[1], device=device)[None] + first + start + shift
         where = {"position_ids": positions_1W} if "position_ids" in accepted else {}
-        output = model(input_ids=part_1W, **where, past_key_values=output.past_key_values, use_cache=True)
+        output = model(input_ids=part_1W, **where, **{held: output[held]}, use_cache=True)
         logits.append(output.logits)
     return torch.cat(logits, 1)
 

@@ -48,6 +48,12 @@ GEMMA_4 = {
     "per_layer_config": {1: {"head_dim": 16}, 3: {"head_dim": 16}},
     "head_dim": 8,
 }
+INKLING_2 = {
+    "unpadded_vocab_size": VOCAB,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+}
 ZAMBA = ["linear_attention", "hybrid", "linear_attention"]
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": MLA,
@@ -90,6 +96,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": MLA,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "inkling2_text": INKLING_2,
+    "inkling2_loop_text": {**INKLING_2, "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1,
+                           "loop_layer_index_end": 2, "loop_num_passes": 2},
     "jamba": {"layer_types": None, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},
@@ -123,7 +132,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 """By model type, what the config needs besides; a value of None leaves the default."""
-FLOAT32 = ("fsmt", "inkling2_text", "xglm", "xlnet")
+FLOAT32 = ("fsmt", "inkling2_loop_text", "inkling2_text", "xglm", "xlnet")
 """Families whose code fails in float64."""
 
 
