@@ -115,6 +115,7 @@ def serve() -> None:
             for name, options in asked["traps"].items():
                 getattr(Traps, name)(**options)
             faulthandler.enable()
+            torch.set_num_threads(1)  # makes a pool of its own, for which autograd's threads would race
             try:
                 code = programs[asked["program"]](asked["arguments"])
             except SystemExit as stopped:
