@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 BIN := $(VENV)/bin
 # pip would compile every file of every package, one after another; Python compiles what is imported, and keeps it.
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
@@ -10,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests run in as many processes as there are cores, four at most, each with one thread of torch.
 WORKERS := OMP_NUM_THREADS=1
 
-.PHONY: quickstart demo test test-slow test-gpu test-lowest lint format docs clean
+.PHONY: quickstart demo test test-slow test-gpu test-lowest test-newest lint format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftsmith quickstart
@@ -33,6 +34,13 @@ test-gpu: $(VENV)/.installed-dev
 
 test-lowest: $(LOWEST)/.installed
 	$(WORKERS) $(LOWEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+
+# Without constraints.txt: what `pip install draftsmith` gets today. It is installed anew each time.
+test-newest: pyproject.toml
+	@echo "Installing the newest releases of every dependency into $(NEWEST)"
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --editable ".[dev]"
+	$(WORKERS) $(NEWEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -71,4 +79,4 @@ $(LOWEST)/.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) runs build dist site *.egg-info
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) runs build dist site *.egg-info
