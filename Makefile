@@ -10,6 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Tests run in as many processes as there are cores, four at most, each with one thread of torch.
 WORKERS := OMP_NUM_THREADS=1
+FAST := -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 .PHONY: quickstart demo test test-slow test-gpu test-lowest test-newest lint format docs clean
 
@@ -24,7 +25,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(MAKE) --jobs=2 lint docs
-	$(WORKERS) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+	$(WORKERS) $(BIN)/pytest $(FAST)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -m slow
@@ -33,14 +34,14 @@ test-gpu: $(VENV)/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu
 
 test-lowest: $(LOWEST)/.installed
-	$(WORKERS) $(LOWEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+	$(WORKERS) $(LOWEST)/bin/python -m pytest $(FAST)
 
 # Without constraints.txt: what `pip install draftsmith` gets today. It is installed anew each time.
-test-newest: pyproject.toml
+test-newest:
 	@echo "Installing the newest releases of every dependency into $(NEWEST)"
 	$(PYTHON) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --editable ".[dev]"
-	$(WORKERS) $(NEWEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+	$(WORKERS) $(NEWEST)/bin/python -m pytest $(FAST)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

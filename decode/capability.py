@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.attention import WITH_ROLLBACK, Passes, passes_of, run_with
 from draftsmith.decode.encoder_decoder import biased_layers
-from draftsmith.decode.kv_cache import refuse_other_layers
+from draftsmith.decode.kv_cache import cache_name, refuse_other_layers
 from draftsmith.decode.masks import Attention
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.recurrent_state import is_recurrent
-from draftsmith.decode.reread import cache_name
 from draftsmith.decode.rollback_check import check_rollback
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft
@@ -131,7 +130,7 @@ def _measured(model: PreTrainedModel) -> Capability:
         raise ConfigError(f"model_type={kind!r} cannot verify drafts: {UNVERIFIED[kind]}; expected another target")
     passes = passes_of(model)
     if passes != "whole" and not cache_name(inspect.signature(model.forward).parameters):
-        raise ConfigError(f"model_type={kind!r} takes no past_key_values; expected a model that reads with a cache")
+        raise ConfigError(f"model_type={kind!r} takes no cache; expected a model that reads with a cache")
     if passes in _AGAIN:
         return _read_again(model, kind, passes)
     refuse_other_layers(text_config(model))

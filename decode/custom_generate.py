@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import (
+    Cache,
     EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
@@ -19,14 +20,15 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from draftsmith.decode.decoder import OnBatchTokens, SpeculativeDecoder
+from draftsmith.decode.kv_cache import cache_name
 from draftsmith.decode.policies import Policy
-from draftsmith.decode.reread import CACHES, cache_name
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 
 # Arguments that transformers prepares for its own decoding loops and that this decoder ignores.
-_IGNORED = {"attention_mask", "encoder_outputs", *CACHES, "use_cache", "position_ids", "logits_to_keep"}
+_IGNORED = {"attention_mask", "encoder_outputs", "position_ids", "logits_to_keep"}
+_IGNORED |= {"use_cache", "cache", "past_key_values", "cache_params"}
 _IGNORED |= {"decoder_attention_mask", "cache_position", "inputs_tensor", "synced_gpus"}
 
 
@@ -124,8 +126,15 @@ def _refuse_others(config: GenerationConfig, model_kwargs: dict[str, Any], *, en
         raise ConfigError("generate(position_ids=...) differs from the mask; expected positions that follow from it")
     name = cache_name(model_kwargs)
     cache = model_kwargs.get(name)
-    if cache is not None and cache.get_seq_length() > 0:
+    if cache is not None and _has_tokens(cache):
         raise ConfigError(f"generate({name}=...) contains tokens; expected the whole text in input_ids")
+
+
+def _has_tokens(cache: Cache) -> bool:
+    try:
+        return cache.get_seq_length() > 0
+    except ValueError:  # it has recurrent layers only, which do not count tokens
+        return cache.has_previous_state()
 
 
 def _follow(positions: Tensor | None, mask: Tensor | None) -> bool:

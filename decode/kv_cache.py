@@ -7,6 +7,7 @@
 Rows have no padding between their tokens, so the layout of a row does not depend on the others.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from draftsmith.errors import ConfigError
 FIRST_SLOTS = 256
 """Slots that are allocated in addition to the first text; storage doubles when they are full."""
 
+CACHES = ("cache", "past_key_values", "cache_params", "state")
+"""Arguments by which models take their cache; transformers 5.24 renamed most of them to the first."""
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 OWN_STATES = {
     "minimax": "accepts no cache but its own class",
@@ -30,6 +33,11 @@ OWN_STATES = {
 """Recurrent models outside transformers' common cache of states, with the reason why they are refused."""
 
 # Shapes: B rows, Q tokens fed, S slots.
+
+
+def cache_name(names: Iterable[str]) -> str:
+    """Return which of a model's arguments, and outputs, holds its cache; empty if none does."""
+    return next((name for name in CACHES if name in names), "")
 
 
 class WritePosition:

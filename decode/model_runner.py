@@ -24,10 +24,10 @@ from draftsmith.decode.compiled import (
 )
 from draftsmith.decode.drafted import Depths, Drafted, Positions
 from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
-from draftsmith.decode.kv_cache import RollbackCache
+from draftsmith.decode.kv_cache import RollbackCache, cache_name
 from draftsmith.decode.masks import Attention, tree_mask, tree_masks
 from draftsmith.decode.recurrent_state import NO_CONTEXT, Mixers
-from draftsmith.decode.reread import Reread, cache_name
+from draftsmith.decode.reread import Reread
 from draftsmith.decode.sampling import precise
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Chain, Level, WantedChain

@@ -6,7 +6,6 @@ Each pass continues a copy of the model's own cache, which is moved on after `MO
 cache, or one that continues its cache by one token at a time only, reads the whole text in each pass instead.
 """
 
-from collections.abc import Iterable
 from copy import deepcopy
 from inspect import signature
 from typing import Any
@@ -15,17 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.attention import Passes
+from draftsmith.decode.kv_cache import cache_name
 from draftsmith.decode.recurrent_state import MOST_AGAIN
 
-CACHES = ("cache", "past_key_values", "cache_params", "state")
-"""Arguments by which models take their cache; transformers 5.24 renamed most of them to the first."""
-
 # Shapes: Q new tokens, S tokens of the text so far.
-
-
-def cache_name(names: Iterable[str]) -> str:
-    """Return which of a model's arguments, and outputs, holds its cache; empty if none does."""
-    return next((name for name in CACHES if name in names), "")
 
 
 class Reread:

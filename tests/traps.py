@@ -27,7 +27,7 @@ class Traps:
     def kill_at_call(number: int, lasting: bool) -> None:
         """SIGKILL at the n-th call of anything that makes a write visible; files are half written then.
 
-        `lasting`: an fsync counts, too. It changes nothing that a process killed later leaves behind.
+        `lasting`: an fsync counts, too. A process that is killed after it leaves the same files.
         """
         calls = 0
 

@@ -1,15 +1,24 @@
 """Options of `generate` for encoder-decoder models, and several texts per prompt, compared with transformers."""
 
 from collections.abc import Callable
+from inspect import signature
 
 import pytest
 import torch
 from conftest import VOCAB, make_llama
 from torch import nn
-from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from draftsmith import as_custom_generate
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.kv_cache import cache_name
 from draftsmith.errors import ConfigError
 from draftsmith.heads import Drafter, DraftModel
 from draftsmith.heads.ngram import SuffixRetrieval
@@ -118,6 +127,22 @@ def test_other_positions_are_refused(tiny_target: LlamaForCausalLM) -> None:
         tiny_target.generate(ids, position_ids=torch.arange(5).expand(3, 5) + 1, **options)
     with pytest.raises(ConfigError, match=r"generate\(inputs_embeds=...\) is not supported here; expected input_ids"):
         tiny_target.generate(inputs_embeds=tiny_target.get_input_embeddings()(ids), **options)
+
+
+@pytest.mark.parametrize("name", ["attention", "recurrent"])
+def test_a_cache_with_tokens_is_refused(name: str) -> None:
+    """An empty one, as `generate` makes it, is ignored, also where no layer counts its tokens."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4}
+    model = make_llama() if name == "attention" else MambaForCausalLM(MambaConfig(**sizes)).eval()
+    ids = torch.tensor([[5, 9, 33]])
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None, **OPTIONS}
+    held, cache = cache_name(signature(model.forward).parameters), DynamicCache(config=model.config)
+    for given in ({}, {held: cache}):
+        own = model.generate(ids, custom_generate=as_custom_generate(None), **options, **given)
+        assert own.tolist() == model.generate(ids, **options).tolist()
+    model(ids, **{held: cache}, use_cache=True)
+    with pytest.raises(ConfigError, match=rf"generate\({held}=...\) contains tokens"):
+        model.generate(ids, custom_generate=as_custom_generate(None), **options, **{held: cache})
 
 
 def test_the_decoder_itself_takes_a_prefix(target: T5ForConditionalGeneration, tiny_target: LlamaForCausalLM) -> None:

@@ -128,7 +128,7 @@ def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
 
 
 def _compiles(model: PreTrainedModel, drafter: Drafter) -> bool:
-    """Return whether compiled passes write the texts of others, with the experts' function that is the default.
+    """Return whether texts are the same with and without compiled passes, with the default function for experts.
 
     torch traces each pass once and runs the graph as it is, which takes seconds instead of minutes.
     """

@@ -52,8 +52,9 @@ image and without, alone and in a batch, with random pixels in the layout of the
 text, and where the test knows no such layout. `trains` means that one training step of a new drafter in float32 has
 finite gradients. The draft model of that step has the target's architecture; `drafter.config` and `drafter.model`
 choose another, as targets need whose language model has no class of its own (Qwen3-VL: any Qwen3). EAGLE-3 reads
-decoder-only targets. `compiled`: trees of the batch with `compile=True` in float32, with transformers' default function
-for experts, traced by torch and compared with other passes; decoder-only targets that read trees.
+decoder-only targets. `compiled`: with `compile=True`, whose passes torch traces and runs as they are, the texts are the
+same as without: trees of the batch, in float32, with transformers' default function for experts. Only decoder-only
+targets that read trees are compiled.
 
 A model is measured again before it is used, so other sizes and options than those of the table may be accepted or
 refused. Attention that an indexer limits to the tokens with the best scores (DeepSeek-V3.2) has no unique outcome where
