@@ -1,11 +1,13 @@
 """Measure what a round costs on targets with recurrent layers, beside a target with attention only.
 
-    python benchmarks/recurrent.py                 # random targets of one width and depth, one thread
+    python benchmarks/recurrent.py                           # random targets of one width and depth, one thread
+    python benchmarks/recurrent.py --compile --widths 5      # and with compiled passes, which takes minutes
 
 A round verifies a draft: one pass over its tokens and the last committed one. Recurrent layers read up to 16 tokens
 again in it, 8 on average, which is what is timed. The table gives the processor time of such a pass relative to a pass
 of the same target over one token after fully accepted rounds, where nothing is read again: the cost of decoding
-without drafts. Targets and widths take turns.
+without drafts. Targets and widths take turns. Compiled passes read 15 tokens again, whatever is needed, and 16 more
+after every 16 committed tokens, which is not timed.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from draftsmith.decode.capability import capability_of
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.recurrent_state import MOST_AGAIN, is_recurrent
 
@@ -42,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 3, 5, 8], help="tokens of a pass")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--compile", action="store_true", help="compiled passes, too")
     return parser.parse_args()
 
 
@@ -50,46 +54,62 @@ def built(values: dict[str, Any]) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SIZES, **values})).eval()
 
 
-def prepared(model: PreTrainedModel, again: int) -> ModelRunner:
-    """Return a runner after a context, whose recurrent layers read `again` tokens again in each pass."""
-    runner = ModelRunner(model, 1, longest=CONTEXT + 2 * MOST_AGAIN)
-    runner.append([[1] * CONTEXT])
-    if again:
-        runner.line(torch.ones(1, again + 1, dtype=torch.int64))
-        runner.commit([[*range(again)]])
-    return runner
+class Passes:
+    """Passes of one width over a context, timed.
 
+    Args:
+        again: tokens that recurrent layers read again in each pass; 0 for a target that decodes without drafts.
+    """
 
-def seconds(runner: ModelRunner, width: int) -> float:
-    """Return the processor time of a pass whose tokens are then discarded."""
-    started = time.thread_time()
-    runner.line(torch.ones(1, width, dtype=torch.int64))
-    elapsed = time.thread_time() - started
-    runner.commit([[]])
-    return elapsed
+    def __init__(self, model: PreTrainedModel, width: int, again: int, *, compile: bool = False) -> None:
+        self.runner = ModelRunner(model, 1, longest=CONTEXT + 8 * MOST_AGAIN, compile=compile, width=width)
+        self.runner.append([[1] * CONTEXT])
+        self.ids = torch.ones(1, width, dtype=torch.int64)
+        self.drafts = again > 0 or width > 1
+        if again:
+            self.runner.line(torch.ones(1, again + 1, dtype=torch.int64))
+            self.runner.commit([[*range(again)]])
+        self.times: list[float] = []
+
+    def run(self) -> None:
+        """Read a draft that is then discarded, or one more token."""
+        started = time.thread_time()
+        if self.drafts:
+            self.runner.line(self.ids)
+        else:
+            self.runner.tree(self.ids, [()])
+        self.times.append(time.thread_time() - started)
+        self.runner.commit([[]] if self.drafts else [[0]])
+
+    @property
+    def seconds(self) -> float:
+        """The median, without the first pass, which allocates or compiles."""
+        return median(self.times[1:])
 
 
 @torch.inference_mode()
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
-    passes: dict[tuple[str, int], tuple[ModelRunner, int]] = {}
+    passes: dict[tuple[str, bool], list[Passes]] = {}
     for name, values in TARGETS.items():
         model = built(values)
-        passes[name, 0] = (prepared(model, 0), 1)  # without drafts
-        runner = prepared(model, MOST_AGAIN // 2 if is_recurrent(model) else 0)
-        passes |= {(name, width): (runner, width) for width in options.widths}
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in passes}
-    for repeat in range(options.repeats + 1):
-        for key, (runner, width) in passes.items():
-            elapsed = seconds(runner, width)
-            if repeat:  # the first allocates
-                times[key].append(elapsed)
+        again = MOST_AGAIN // 2 if is_recurrent(model) else 0
+        for compile in (False, True) if options.compile else (False,):
+            if compile and (reason := capability_of(model).not_compiled):
+                print(f"{name}: not compiled, {reason}")
+                continue
+            alone = Passes(model, 1, 0, compile=compile)
+            drafts = [Passes(model, width, again, compile=compile) for width in options.widths]
+            passes[name, compile] = [alone, *drafts]
+    for _ in range(options.repeats + 1):
+        for row in passes.values():
+            for timed in row:
+                timed.run()
     table = Table("target", "one token", *(f"{width} tokens" for width in options.widths), title="Cost of a round")
-    for name in TARGETS:
-        alone = median(times[name, 0])
-        ratios = [f"{median(times[name, width]) / alone:.2f}" for width in options.widths]
-        table.add_row(name, f"{1000 * alone:.1f} ms", *ratios)
+    for (name, compile), (alone, *drafts) in passes.items():
+        ratios = [f"{timed.seconds / alone.seconds:.2f}" for timed in drafts]
+        table.add_row(name + ", compiled" * compile, f"{1000 * alone.seconds:.1f} ms", *ratios)
     Console(width=120).print(table)
 
 

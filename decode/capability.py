@@ -21,7 +21,7 @@ from draftsmith.decode.encoder_decoder import biased_layers
 from draftsmith.decode.kv_cache import cache_name, refuse_other_layers
 from draftsmith.decode.masks import Attention
 from draftsmith.decode.model_runner import ModelRunner
-from draftsmith.decode.recurrent_state import is_recurrent
+from draftsmith.decode.recurrent_state import is_recurrent, reads_one_by_one
 from draftsmith.decode.rollback_check import check_rollback
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft
@@ -48,6 +48,13 @@ class Capability:
     """Reason why it verifies chains only; empty if it verifies trees."""
     no_ragged: str = ""
     """Reason why texts of different lengths are decoded one after another; empty if they share a pass."""
+    one_by_one: str = ""
+    """Reason why passes read drafts in several steps; empty if they read them at once."""
+
+    @property
+    def not_compiled(self) -> str:
+        """Reason why its passes are not compiled; empty if they are."""
+        return self.no_ragged or self.one_by_one or ("" if self.no_trees == RECURRENT else self.no_trees)
 
     def refusal(self, draft: str) -> str:
         """Return the error for a draft with branches."""
@@ -63,6 +70,7 @@ UNVERIFIED = {
     "reformer": "its attention over long texts draws hash buckets at random",
 }
 """Model types whose texts in `generate` differ from those of forward passes, beyond what the comparison reads."""
+RECURRENT = "its recurrent layers read one token after the other"
 _AGAIN: dict[Passes, str] = {
     "copied": "each round copies its own cache and reads up to 16 committed tokens again",
     "whole": "each round reads the whole text again",
@@ -137,11 +145,13 @@ def _measured(model: PreTrainedModel) -> Capability:
     if is_recurrent(model):
         tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
         check_rollback(model, tolerance, 1)
+        singly = "its recurrent layers continue with single tokens only" if reads_one_by_one(model) else ""
+        found = Capability(kind, no_trees=_structural(model), one_by_one=singly)
         try:
             check_rollback(model, tolerance, 2)
         except ConfigError as error:
-            return Capability(kind, no_trees=_structural(model), no_ragged=str(error))
-        return Capability(kind, no_trees=_structural(model))
+            return replace(found, no_ragged=str(error))
+        return found
     reason = _reason(lambda: _chain_gap(model), model)
     reason = reason or _reason(lambda: _positions_gap(model), model, "in its `generate`, ")
     if reason:
@@ -171,7 +181,7 @@ def _structural(model: PreTrainedModel) -> str:
     config = text_config(model)
     accepted = inspect.signature(model.forward).parameters
     if is_recurrent(model):
-        return "its recurrent layers read one token after the other"
+        return RECURRENT
     if getattr(config, "alibi", False):
         return "its ALiBi biases follow indices in the cache"
     if model.config.is_encoder_decoder:
@@ -320,7 +330,7 @@ def require_compilable(model: PreTrainedModel, capabilities: Sequence[Capability
     if model.config.is_encoder_decoder:
         raise ConfigError("compile=True with an encoder-decoder target; expected compile=False, or a decoder-only one")
     for capability in capabilities:
-        if reason := capability.no_trees or capability.no_ragged:
+        if reason := capability.not_compiled:
             raise ConfigError(f"compile=True with model_type={capability.kind!r}: {reason}; expected compile=False")
     if Attention.of(model).is_flash:
         raise ConfigError("compile=True with flash attention, which takes no mask; expected attn_implementation=sdpa")

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
+from draftsmith.decode.fixed_states import MOST_KEPT, FixedStates
 from draftsmith.decode.kv_cache import RollbackCache, cache_name
 from draftsmith.decode.masks import Attention
 from draftsmith.decode.sampling import index_at, precise
@@ -60,6 +61,8 @@ class PassInputs(NamedTuple):
     positions_BS: Tensor | None = None
     """The position of the token in each slot; None: the slot. Read by sliding windows only."""
     features_BQF: Tensor | None = None
+    again_B: Tensor | None = None
+    """Columns before those of the pass in recurrent layers, see `FixedStates.aim`."""
 
 
 class ChainInputs(NamedTuple):
@@ -74,6 +77,8 @@ class ChainInputs(NamedTuple):
     temperature_B1: Tensor | None = None
     uniform_BD: Tensor | None = None
     """Uniform numbers with which the tokens are drawn; None: the likeliest ones are chosen."""
+    again_B: Tensor | None = None
+    """Of the first pass."""
 
 
 Inputs = TypeVar("Inputs", PassInputs, ChainInputs)
@@ -110,8 +115,10 @@ class CompiledPasses:
         parameter = next(model.parameters())
         self.rows, self.slots, self._device, self._dtype = rows, slots, parameter.device, parameter.dtype
         self.cache = RollbackCache(model.config, rows, slots, fixed=True)
+        self.states = FixedStates(model, self.cache, rows, MOST_WIDTH)
         self.attention = Attention.of(model)
-        self._cache_name = cache_name(signature(model.forward).parameters)
+        accepted = signature(model.forward).parameters
+        self._cache_name, self._takes_positions = cache_name(accepted), "position_ids" in accepted
         self._last_position = min(slots, context_limit(model.config) or slots) - 1
         self.seen: dict[int, Tensor] = {}
         self._hooks: dict[int, Callable] = {}
@@ -141,27 +148,35 @@ class CompiledPasses:
                 handle.remove()
 
     def run(
-        self, model: PreTrainedModel, inputs: PassInputs, modules: dict[int, Watched], layers: tuple[int, ...]
+        self,
+        model: PreTrainedModel,
+        inputs: PassInputs,
+        modules: dict[int, Watched],
+        layers: tuple[int, ...],
+        most_again: int = 0,
     ) -> PassOutput:
         """Read tokens after those in the cache and return the output, which later passes do not overwrite.
 
         Args:
             modules: see `watching`; without the lm_head, states are the `states` of the model's output.
             layers: whose outputs are the features, in this order.
+            most_again: see `FixedStates.aim`.
 
         Raises:
             ConfigError: if torch cannot compile the model.
         """
         count, width = inputs.ids_BQ.shape
-        key = (width, tuple(x is None for x in inputs), HEAD in modules, layers)
+        key = (width, tuple(x is None for x in inputs), HEAD in modules, layers, most_again)
         if key not in self._graphs:
             self._graphs[key] = Graph(CompiledPasses._pass, f"pass_of_{width}", self._device)
         inputs = _filled(inputs, self.rows)
         with self.watching(modules), self.attention.running(chain=False):
-            output = self._graphs[key].run(model, self, model, inputs, HEAD in modules, layers)
+            output = self._graphs[key].run(model, self, model, inputs, HEAD in modules, layers, most_again)
         return PassOutput._make(output).part(count, width)
 
-    def _pass(self, model: PreTrainedModel, inputs: PassInputs, remember: bool, layers: tuple[int, ...]) -> PassOutput:
+    def _pass(
+        self, model: PreTrainedModel, inputs: PassInputs, remember: bool, layers: tuple[int, ...], most_again: int
+    ) -> PassOutput:
         """Run the model; this is the function that is compiled."""
         ids_BQ, device = inputs.ids_BQ, inputs.ids_BQ.device
         steps_Q, slot_S = (torch.arange(count, device=device) for count in (ids_BQ.shape[1], self.slots))
@@ -171,12 +186,16 @@ class CompiledPasses:
         positions_BS = slot_S[None] if inputs.positions_BS is None else inputs.positions_BS
         place = self.cache.place
         place.start, place.end, place.slots_BQ = None, self.slots, slots_BQ
-        arguments = {"input_ids": ids_BQ, "position_ids": positions_BQ, self._cache_name: self.cache}
+        self.states.aim(inputs.again_B, most_again, ids_BQ.shape[1])
+        arguments: dict[str, Any] = {"input_ids": ids_BQ, self._cache_name: self.cache}
+        if self._takes_positions:
+            arguments["position_ids"] = positions_BQ
         if inputs.features_BQF is not None:
             arguments["features"] = inputs.features_BQF
         mask = self.attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)
         output = model(**arguments, attention_mask=mask, use_cache=True)
         place.slots_BQ = None
+        self.states.aim(None, 0, 0)
         states = self.seen[HEAD] if remember else getattr(output, "states", None)
         features = torch.cat([self.seen[layer] for layer in layers], -1) if layers else None
         self.seen.clear()  # a graph's outputs must not be kept by accident
@@ -207,8 +226,10 @@ class CompiledPasses:
         for place in range(length):
             if place > 0:
                 features_B1F = None if features_BF is None else features_BF[:, None]
-                last = PassInputs(tokens[-1][:, None], inputs.starts_B + place - 1, features_BQF=features_B1F)
-                output = self._pass(model, last, False, ())
+                again_B = None if inputs.again_B is None else inputs.again_B + place - 1
+                starts_B = inputs.starts_B + place - 1
+                last = PassInputs(tokens[-1][:, None], starts_B, features_BQF=features_B1F, again_B=again_B)
+                output = self._pass(model, last, False, (), MOST_KEPT + place - 1)
                 logits_BV = output.logits_BQV[:, 0]
                 features_BF = None if output.states_BQH is None else output.states_BQH[:, 0]
             scores_BV = precise(logits_BV)
@@ -220,6 +241,17 @@ class CompiledPasses:
             drawn_B = index_at(q[-1], inputs.uniform_BD[:, place : place + 1])[:, 0]
             tokens.append(drawn_B.clamp(max=logits_BV.shape[1] - 1))  # of a row that is filled
         return [torch.stack(tokens, 1), *q]
+
+    def advance(self, model: PreTrainedModel, full: list[bool]) -> None:
+        """Move inputs of recurrent layers into their saved states, see `FixedStates.advance`.
+
+        Raises:
+            ConfigError: if torch cannot compile the layers.
+        """
+        if ("advance",) not in self._graphs:
+            self._graphs["advance",] = Graph(FixedStates.advance, "advance", self._device)
+        full_B = torch.tensor(full + [False] * (self.rows - len(full)), device=self._device)
+        self._graphs["advance",].run(model, self.states, full_B)
 
 
 class Graph:

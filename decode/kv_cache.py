@@ -136,9 +136,7 @@ class RollbackLayer(CacheLayerMixin):
         """Keep only these rows, in this order; rows that stay in their place are not copied."""
         if self.is_initialized and self._fixed:
             for storage in self._storage:
-                kept = kept_rows(storage, rows)
-                if kept.data_ptr() != storage.data_ptr():
-                    storage[: len(rows)] = kept
+                keep_rows_in_place(storage, rows)
         elif self.is_initialized:
             keys, values = self._storage
             self.keys, self.values = kept_rows(keys, rows), kept_rows(values, rows)
@@ -169,6 +167,13 @@ def kept_rows(storage: Tensor, rows: list[int]) -> Tensor:
     for to, row in moved:
         storage[to] = storage[row]
     return storage[: len(rows)]
+
+
+def keep_rows_in_place(storage: Tensor, rows: list[int]) -> None:
+    """Move these rows of `storage` to its front."""
+    kept = kept_rows(storage, rows)
+    if kept.data_ptr() != storage.data_ptr():
+        storage[: len(rows)] = kept
 
 
 def _padded(x: Tensor, slots: int) -> Tensor:

@@ -4,11 +4,12 @@ import inspect
 import sys
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.attention import WITH_ROLLBACK, passes_of
 from draftsmith.decode.compiled import (
@@ -24,6 +25,7 @@ from draftsmith.decode.compiled import (
 )
 from draftsmith.decode.drafted import Depths, Drafted, Positions
 from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
+from draftsmith.decode.fixed_states import CompiledMixers
 from draftsmith.decode.kv_cache import RollbackCache, cache_name
 from draftsmith.decode.masks import Attention, tree_mask, tree_masks
 from draftsmith.decode.recurrent_state import NO_CONTEXT, Mixers
@@ -81,7 +83,7 @@ class ModelRunner:
         self._again = None if passes in WITH_ROLLBACK else Reread(model, passes, rows)
         self._cache = RollbackCache(model.config, rows, longest) if self._passes is None else self._passes.cache
         self._usual = width
-        self._mixers = Mixers(nn.Module() if self._again else model, text_config(model), self._cache, rows)
+        self._mixers = self._mixers_of(text_config(model), rows)
         self._drafted = Drafted()
         self._attention = Attention.of(model)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
@@ -137,7 +139,7 @@ class ModelRunner:
             self._ids(tokens, width),
             None if compiled else self._positions.of_text(starts, counts, width),
         )
-        with self._mixers.reading(width, counts):
+        with self._mixers.reading(width, counts, compiled=compiled):
             logits, states = self._forward(ids, positions_BQ, visible, starts, columns, features_BQF)
         for row, count in enumerate(counts):
             self._cache.lengths[row] += count
@@ -210,7 +212,9 @@ class ModelRunner:
             dtype = precise(logits_BV[:0]).dtype
             temperature_B1 = torch.full((len(starts_B), 1), wanted.temperature, dtype=dtype, device=self._device)
         inputs = ChainInputs(logits_BV, starts_B, features_BF, temperature_B1, wanted.uniform_BD)
-        return Chain(*passes.chain(self.model, inputs, length))
+        with self._mixers.reading(1, None, compiled=True):
+            inputs = inputs._replace(again_B=self._again_before())
+            return Chain(*passes.chain(self.model, inputs, length))
 
     def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
@@ -223,7 +227,7 @@ class ModelRunner:
         """
         Q = tokens_BQ.shape[1]
         if all(shape == chain_parents(len(shape)) for shape in shapes):
-            return self._branch(tokens_BQ, range(1, Q + 1), None, None)
+            return self._branch(tokens_BQ, range(1, Q + 1), None, None, root=Q == 1)
         assert not self._mixers, "`Capability` refuses branches of recurrent models"
         depths = [[1, *(depth + 1 for depth in depths_of(shape))] for shape in shapes]
         if len(shapes) == 1:
@@ -237,11 +241,14 @@ class ModelRunner:
         depths: Depths,
         visible_BQR: Tensor | None,
         features_BQF: Tensor | None,
+        *,
+        root: bool = False,
     ) -> Tensor:
         """Read draft tokens and return the logits [B, Q, V] after them.
 
         Args:
             visible_BQR: the draft slots that each token sees, R - Q earlier ones and its own Q; None: all up to itself.
+            root: the only token is the last one of its text.
         """
         Q, lengths, drafted = tokens_BQ.shape[1], self._cache.lengths, self._drafted
         starts = [length + drafted.slots for length in lengths]
@@ -256,7 +263,7 @@ class ModelRunner:
         is_plain = compiled and visible_BQR is None  # the pass counts its positions itself
         mask = None if is_plain else self._draft_mask(visible_BQR, starts, width)
         positions_BQ = None if is_plain else self._positions.of_draft(lengths, starts, depths, width)
-        with self._mixers.reading(width, None):
+        with self._mixers.reading(width, None, drafted.slots, compiled=compiled, root=root):
             logits, states = self._forward(tokens_BQ, positions_BQ, mask, starts, None, features_BQF)
         drafted.read(Q, depths)
         if states is not None:
@@ -297,8 +304,11 @@ class ModelRunner:
 
     def _compiles(self, width: int) -> bool:
         """Return whether a pass of this width is compiled: after the prompt, whose pass allocates the cache."""
-        started = self._passes is not None and self._cache.is_allocated and max(self.lengths) > 0
-        return started and (width <= MOST_WIDTH or width == self._usual)
+        if self._passes is None or not (self._cache.is_allocated or self._mixers) or max(self.lengths) == 0:
+            return False
+        if self._mixers:
+            return self._drafted.slots + width <= MOST_WIDTH
+        return width <= MOST_WIDTH or width == self._usual
 
     def _ids(self, rows: list[list[int]], width: int) -> Tensor:
         """Return rows of at most `width` numbers as [B, width], padded with 0."""
@@ -411,10 +421,24 @@ class ModelRunner:
                 positions_BS = self._drafted.positions(passes.slots, positions_BQ, starts)
         starts_B = torch.tensor(starts, device=self._device)
         features_BQF = None if features_BQF is None else in_one_layout(features_BQF)
-        inputs = PassInputs(in_one_layout(ids_BQ), starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF)
-        output = passes.run(self.model, inputs, self._modules, self._layers)
+        again_B = self._again_before()
+        inputs = PassInputs(
+            in_one_layout(ids_BQ), starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF, again_B
+        )
+        output = passes.run(self.model, inputs, self._modules, self._layers, self._mixers.most_again)
         self.features_BQF = output.features_BQF
         return output.logits_BQV, output.states_BQH
+
+    def _again_before(self) -> Tensor | None:
+        """Return `again_B` of the compiled pass that follows."""
+        again = self._mixers.again
+        return None if again is None else torch.tensor(again, device=self._device)
+
+    def _mixers_of(self, config: PreTrainedConfig, rows: int) -> Mixers:
+        model, passes = self.model, self._passes
+        if passes is not None:
+            return CompiledMixers(model, config, self._cache, passes.states, partial(passes.advance, model))
+        return Mixers(nn.Module() if self._again else model, config, self._cache, rows)
 
 
 def _columns(logits_BQV: Tensor, states_BQH: Tensor | None, keep: list[int] | None) -> tuple[Tensor, Tensor | None]:

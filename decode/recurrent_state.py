@@ -13,7 +13,6 @@ committed tokens never change, so the states equal those of a text without draft
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from functools import lru_cache
 from inspect import getmembers, isfunction, signature, unwrap
 from typing import Any
@@ -28,7 +27,7 @@ MOST_AGAIN = 16
 RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 """Layer types of transformers whose layers hold such states."""
 _UPDATES = ("update_conv_state", "update_recurrent_state")
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 NO_CONTEXT = nullcontext()
 
 # Shapes: B rows, P inputs that are kept of each row, Q tokens fed.
@@ -59,27 +58,23 @@ class Mixer:
         self._one_by_one = False
         self._steps: list[LinearAttentionLayer] = []
         """The states after each draft token, of a mixer that reads them one by one."""
+        self.example: tuple[dict[str, Any], Inputs] = {}, {}
+        """The arguments of its first call that have no value for each token, and empty tensors for those that have."""
 
-    @contextmanager
-    def reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
+    def reading(self, width: int, counts: Sequence[int] | None) -> AbstractContextManager[None]:
         """Let the module read `width` tokens of each row, of which `counts` are committed; None: draft tokens."""
-        forward, own = self._module.forward, "forward" in vars(self._module)
+        forward = self._module.forward
 
         def read(*args: Any, **kwargs: Any) -> Any:
             arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-            return self._read(_Call(self._module, forward, arguments, self._cache), width, counts)
+            return self._read(Call(self._module, forward, arguments, self._cache), width, counts)
 
-        self._module.forward = read
-        try:
-            yield
-        finally:
-            if own:
-                self._module.forward = forward
-            else:
-                del self._module.forward
+        return replaced(self._module, read)
 
-    def _read(self, call: "_Call", width: int, counts: Sequence[int] | None) -> Any:
+    def _read(self, call: "Call", width: int, counts: Sequence[int] | None) -> Any:
         inputs = call.inputs(len(self._committed), width)
+        if not self.example[1]:
+            self.example = call.without(inputs), {name: value[:0, :0].clone() for name, value in inputs.items()}
         self._one_by_one = self._one_by_one or _reads_one_by_one(type(self._module), call, self._saved, inputs)
         if counts is not None:
             return self._read_committed(call, inputs, width, counts)
@@ -95,28 +90,28 @@ class Mixer:
         before = [count + self._drafted for count in self._committed]
         self._inputs = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
         self._drafted += width
-        last = _copied(self._saved)
+        last = copied(self._saved)
         outputs = call(last, self._inputs)
         self._last = last if min(before) == max(before) else None
-        return _each(outputs, lambda output: _taken(output, before, width))
+        return each(outputs, lambda output: _taken(output, before, width))
 
-    def _read_committed(self, call: "_Call", inputs: Inputs, width: int, counts: Sequence[int]) -> Any:
+    def _read_committed(self, call: "Call", inputs: Inputs, width: int, counts: Sequence[int]) -> Any:
         """Read `counts` tokens of each row, after those that are read again, and save the states after them."""
         before, self._committed = self._committed, [0] * len(counts)
         joined = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
         self._inputs = {}
         outputs = self._advance(call, joined, [start + count for start, count in zip(before, counts, strict=True)])
-        return _each(outputs, lambda output: _taken(output, before, width))
+        return each(outputs, lambda output: _taken(output, before, width))
 
-    def _read_singly(self, call: "_Call", inputs: Inputs, width: int) -> Any:
+    def _read_singly(self, call: "Call", inputs: Inputs, width: int) -> Any:
         """Read draft tokens one by one and keep the states after each."""
         outputs = []
         for place in range(width):
-            self._steps.append(_copied(self._steps[-1] if self._steps else self._saved))
+            self._steps.append(copied(self._steps[-1] if self._steps else self._saved))
             outputs.append(call(self._steps[-1], _columns(inputs, place, place + 1)))
         return _together(outputs)
 
-    def _advance(self, call: "_Call", inputs: Inputs, lengths: list[int]) -> Any:
+    def _advance(self, call: "Call", inputs: Inputs, lengths: list[int]) -> Any:
         """Read `lengths` inputs of each row, save the states after them and return the outputs [B, P, ...]."""
         width = max(value.shape[1] for value in inputs.values())
         if min(lengths) == width:
@@ -124,13 +119,13 @@ class Mixer:
         whole: Any = None
         for length in sorted(set(lengths) - {0}):
             rows = [row for row, own in enumerate(lengths) if own == length]
-            states, part = _copied(self._saved, rows), {name: value[rows] for name, value in inputs.items()}
+            states, part = copied(self._saved, rows), {name: value[rows] for name, value in inputs.items()}
             outputs = self._continue(call, states, _columns(part, 0, length), length)
             _put(self._saved, states, rows, len(lengths))
             whole = _written(whole, outputs, rows, (len(lengths), width))
         return whole
 
-    def _continue(self, call: "_Call", states: LinearAttentionLayer, inputs: Inputs, width: int) -> Any:
+    def _continue(self, call: "Call", states: LinearAttentionLayer, inputs: Inputs, width: int) -> Any:
         """Read all inputs from `states`, which are updated."""
         if not self._one_by_one or not any(states.has_previous_state.values()):
             return call(states, inputs)
@@ -142,7 +137,7 @@ class Mixer:
             for count, states in enumerate(self._steps, start=1):
                 rows = [row for row, own in enumerate(counts) if own == count]
                 if rows:
-                    _put(self._saved, _copied(states, rows), rows, len(counts))
+                    _put(self._saved, copied(states, rows), rows, len(counts))
             self._steps = []
             return
         self._committed = [old + new for old, new in zip(self._committed, counts, strict=True)]
@@ -154,14 +149,44 @@ class Mixer:
             self._inputs = _columns(self._inputs, 0, kept) if kept else {}
         self._last = None
 
+    def settled(self) -> LinearAttentionLayer:
+        """Return the states after all committed tokens; without a draft."""
+        assert not self._steps
+        assert not self._drafted
+        if max(self._committed) > 0:
+            self._advance(
+                Call(self._module, self._module.forward, self.example[0], self._cache), self._inputs, self._committed
+            )
+            self._committed, self._inputs = [0] * len(self._committed), {}
+        return self._saved
+
+    def receive(self, states: LinearAttentionLayer, inputs: Inputs, committed: list[int], drafted: int) -> None:
+        """Continue from other states and inputs, of which each row has committed some and drafted as many more."""
+        self._saved, self._inputs, self._committed, self._drafted = states, inputs, committed, drafted
+        self._last = None
+
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows."""
-        self._saved, self._last = _copied(self._saved, rows), None
+        self._saved, self._last = copied(self._saved, rows), None
         self._inputs = {name: value[rows] for name, value in self._inputs.items()}
         self._committed = [self._committed[row] for row in rows]
 
 
-class _Call:
+@contextmanager
+def replaced(module: nn.Module, read: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run `read` instead of its forward method, inside the context."""
+    forward, own = module.forward, "forward" in vars(module)
+    module.forward = read
+    try:
+        yield
+    finally:
+        if own:
+            module.forward = forward
+        else:
+            del module.forward
+
+
+class Call:
     """A call of a mixer's forward method, whose inputs and states are replaced."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any], cache: Cache) -> None:
@@ -174,6 +199,10 @@ class _Call:
             for name, value in self._arguments.items()
             if isinstance(value, Tensor) and value.shape[:2] == (rows, width) and name != "attention_mask"
         }
+
+    def without(self, inputs: Inputs) -> dict[str, Any]:
+        """Return the other arguments."""
+        return {name: value for name, value in self._arguments.items() if name not in inputs}
 
     def __call__(self, states: LinearAttentionLayer, inputs: Inputs) -> Any:
         """Return the output for these inputs, continued from `states`, which are updated."""
@@ -208,19 +237,30 @@ class Mixers:
 
     def __init__(self, model: nn.Module, config: PreTrainedConfig, cache: Cache, rows: int) -> None:
         states = getattr(config, "number_of_conv_states", 1)
-        self._mixers = [Mixer(module, cache, rows, states) for module in _mixers_of(model)]
+        self._mixers = [Mixer(module, cache, rows, states) for module in mixers_of(model)]
+        self.again: list[int] | None = None
+        self.most_again = 0
+        """For the compiled pass inside `reading`, see `FixedStates.aim`."""
 
     def __bool__(self) -> bool:
         return bool(self._mixers)
 
-    def reading(self, width: int, counts: Sequence[int] | None) -> AbstractContextManager[None]:
-        """Let the mixers of the model continue from their states, inside the context; see `Mixer.reading`."""
+    def reading(
+        self, width: int, counts: Sequence[int] | None, drafted: int = 0, *, compiled: bool = False, root: bool = False
+    ) -> AbstractContextManager[None]:
+        """Let the mixers of the model continue from their states, inside the context; see `Mixer.reading`.
+
+        Args:
+            drafted: draft tokens of each row that were read before.
+            compiled: the pass is compiled.
+            root: it reads only the last token of each text, which `keep` commits.
+        """
         return self._reading(width, counts) if self._mixers else NO_CONTEXT
 
     @contextmanager
     def _reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(_LOCK)
+            stack.enter_context(LOCK)
             for mixer in self._mixers:
                 stack.enter_context(mixer.reading(width, counts))
             yield
@@ -238,14 +278,19 @@ class Mixers:
 
 def is_recurrent(model: nn.Module) -> bool:
     """Return whether a model has mixers; it reads chains only."""
-    return bool(_mixers_of(model))
+    return bool(mixers_of(model))
 
 
-def _mixers_of(module: nn.Module) -> list[nn.Module]:
+def reads_one_by_one(model: nn.Module) -> bool:
+    """Return whether mixers of the model continue from a state only with a single token, once it has continued."""
+    return any(_ONE_BY_ONE.get(type(module), False) for module in mixers_of(model))
+
+
+def mixers_of(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules whose methods update a recurrent or convolution state of a cache."""
     if _updates_states(type(module)):
         return [module]
-    return [mixer for child in module.children() for mixer in _mixers_of(child)]
+    return [mixer for child in module.children() for mixer in mixers_of(child)]
 
 
 @lru_cache(maxsize=1024)
@@ -289,7 +334,7 @@ def _columns(inputs: Inputs, start: int, end: int) -> Inputs:
 # Outputs: a tensor [B, P, ...] or several.
 
 
-def _each(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def each(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return `function` of a mixer's output, or of each of its outputs."""
     return tuple(function(output) for output in outputs) if isinstance(outputs, tuple) else function(outputs)
 
@@ -304,7 +349,7 @@ def _together(outputs: list[Any]) -> Any:
 def _written(whole: Any, outputs: Any, rows: list[int], size: tuple[int, int]) -> Any:
     """Return `whole` with the outputs of these rows in its first columns; None: zeros of `size` [B, P]."""
     if whole is None:
-        whole = _each(outputs, lambda output: output.new_zeros(*size, *output.shape[2:]))
+        whole = each(outputs, lambda output: output.new_zeros(*size, *output.shape[2:]))
     pairs = zip(whole, outputs, strict=True) if isinstance(outputs, tuple) else [(whole, outputs)]
     for target, output in pairs:
         target[rows, : output.shape[1]] = output
@@ -314,21 +359,18 @@ def _written(whole: Any, outputs: Any, rows: list[int], size: tuple[int, int]) -
 # States.
 
 
-def _copied(states: LinearAttentionLayer, rows: list[int] | None = None) -> LinearAttentionLayer:
+def copied(states: LinearAttentionLayer, rows: list[int] | None = None) -> LinearAttentionLayer:
     """Return a copy of `states`, or of these rows of them."""
     return _changed(states, lambda value: value.clone() if rows is None else value[rows])
 
 
 def _changed(states: LinearAttentionLayer, change: Callable[[Tensor], Tensor]) -> LinearAttentionLayer:
     """Return `states` with every tensor changed by a function."""
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: changed(item) for key, item in value.items()}
-        return change(value) if isinstance(value, Tensor) else value
-
-    new = copy(states)
-    vars(new).update({name: changed(value) for name, value in vars(states).items()})
+    new = LinearAttentionLayer(number_of_states=states.number_of_states)
+    for name in ("conv_states", "recurrent_states"):
+        values = getattr(states, name).items()
+        setattr(new, name, {place: None if value is None else change(value) for place, value in values})
+    _describe(new, states)
     return new
 
 
@@ -340,26 +382,31 @@ def _put(states: LinearAttentionLayer, new: LinearAttentionLayer, rows: list[int
                 tensor = old[place]
                 old[place] = tensor = value.new_zeros(count, *value.shape[1:]) if tensor is None else tensor
                 tensor[rows] = value
+    _describe(states, new)
+
+
+def _describe(states: LinearAttentionLayer, like: LinearAttentionLayer) -> None:
+    """Give `states` what another layer knows of its tensors; in a form that torch 2.11 traces."""
     for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
-        setattr(states, name, dict(getattr(new, name)))
-    states.conv_kernel_size, states.dtype, states.device = dict(new.conv_kernel_size), new.dtype, new.device
+        setattr(states, name, dict(getattr(like, name)))
+    states.conv_kernel_size, states.dtype, states.device = dict(like.conv_kernel_size), like.dtype, like.device
 
 
 _ONE_BY_ONE: dict[type, bool] = {}
 
 
-def _reads_one_by_one(kind: type, call: _Call, states: LinearAttentionLayer, inputs: Inputs) -> bool:
+def _reads_one_by_one(kind: type, call: Call, states: LinearAttentionLayer, inputs: Inputs) -> bool:
     """Return whether mixers of this class continue from a state only with a single token. Checked once a class.
 
     Those of Mamba 1 begin several tokens with an empty recurrent state: then the output does not depend on it.
     """
     if kind not in _ONE_BY_ONE and any(states.has_previous_state.values()):
         two = {name: torch.cat([value[:, :1], value[:, :1]], 1) for name, value in inputs.items()}
-        other = _copied(states)
+        other = copied(states)
         other.recurrent_states = {
             key: None if value is None else 100 * value + 1 for key, value in other.recurrent_states.items()
         }
-        plain, changed = (_each(call(start, two), torch.clone) for start in (_copied(states), other))
+        plain, changed = (each(call(start, two), torch.clone) for start in (copied(states), other))
         pairs = zip(plain, changed, strict=True) if isinstance(plain, tuple) else [(plain, changed)]
         has_recurrent = any(value is not None for value in states.recurrent_states.values())
         _ONE_BY_ONE[kind] = has_recurrent and all(torch.equal(a, b) for a, b in pairs)

@@ -1,10 +1,14 @@
-"""Small targets and drafters whose compiled passes are tested: one case for each kind of pass."""
+"""Small targets and drafters whose compiled passes are tested: one case for each kind of pass.
+
+In fp64, in which the order of additions decides no token.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from conftest import make_llama
+from recurrent_models import FULL, STATES, build
 
 from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.dflash import DFlash
@@ -20,8 +24,13 @@ SETTINGS = {"max_new_tokens": 24, "eos_token_id": [1, 6, 19, 20]}
 
 
 def target_model() -> torch.nn.Module:
-    """In fp64, in which the order of additions decides no token; two query heads for each key/value head."""
+    """A model with two query heads for each key/value head."""
     return make_llama(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).double()
+
+
+def recurrent_model() -> torch.nn.Module:
+    """A model with a layer of the gated delta rule and one of attention."""
+    return build("qwen3_5_text", num_hidden_layers=2, layer_types=[STATES, FULL])
 
 
 def noisy(drafter: Drafter, scale: float = 0.02) -> Drafter:
@@ -35,8 +44,12 @@ def draft_model(target: torch.nn.Module) -> Drafter:
     return noisy(DraftModel(target_model()))
 
 
+def recurrent_draft_model(target: torch.nn.Module) -> Drafter:
+    return noisy(DraftModel(recurrent_model()), 0.05)
+
+
 def eagle(target: torch.nn.Module) -> Drafter:
-    return noisy(Eagle3.from_target(target, layers=[1, FINAL], draft_vocabulary=list(range(0, 64, 2))).double())
+    return noisy(Eagle3.from_target(target, layers=[1, FINAL], draft_vocabulary=list(range(0, 60, 2))).double())
 
 
 def mtp(target: torch.nn.Module) -> Drafter:
@@ -80,4 +93,12 @@ CASES: dict[str, tuple[Callable[[torch.nn.Module], Drafter] | None, dict[str, ob
     "dspark, tree": (dspark, {"policy": "tree:widths=3x1x1"}),
     "medusa": (medusa, {"draft_length": 3}),
     "hydra": (hydra, {"policy": "tree:widths=3x1x1"}),
+    "recurrent target alone": (None, {}),
+    "recurrent draft_model": (recurrent_draft_model, {"draft_length": 3}),
+    "recurrent target, eagle3": (eagle, {"draft_length": 3}),
 }
+
+
+def target_of(case: str) -> torch.nn.Module:
+    """Return the target of a case, always with the same weights."""
+    return recurrent_model() if "recurrent" in case else target_model()

@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from gpu.families import FAMILIES, PROMPTS, make_drafter, target_model
+from recurrent_models import FULL, STATES, noisy
+from recurrent_models import build as recurrent_model
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.attention import attend, chain_marker
@@ -29,10 +32,10 @@ ROUNDING = 1e-4
 """Nobody draws with other probabilities than these: float32 logits of this target differ by less between kernels."""
 
 
-def generated(target: LlamaForCausalLM, prompt: list[int]) -> list[int]:
+def generated(target: PreTrainedModel, prompt: list[int], count: int = NEW_TOKENS) -> list[int]:
     """Return the text of transformers' own greedy `generate`, past every EOS."""
     ids = torch.tensor([prompt], device=target.device)
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     target.generation_config.eos_token_id = None
     return target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
@@ -73,6 +76,26 @@ def test_compiled_passes_return_the_texts_of_eager_ones(
             expected = [output.tokens for output in eager.generate_batch(PROMPTS, **settings)]
             for _ in range(2):  # the second time with graphs and storage that were used before
                 assert [output.tokens for output in compiled.generate_batch(PROMPTS, **settings)] == expected, policy
+    if device.type == "cuda":
+        assert counters["inductor"]["cudagraph_skips"] == 0, "torch's log says why a pass is not recorded"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm2", "compiled qwen3_5_text"])
+def test_recurrent_layers(family: str, device: torch.device) -> None:
+    """Greedy texts are those of `generate`, and sampled ones those of uncompiled passes, on a target and a drafter."""
+    counters.clear()
+    compile = family.startswith("compiled ")
+    small = {"num_hidden_layers": 2, "layer_types": [STATES, FULL]} if compile else {}
+    target = recurrent_model(family.removeprefix("compiled "), **small)
+    drafter = noisy(target).to(device)
+    target = target.to(device)
+    settings: dict[str, Any] = {"max_new_tokens": 2 * NEW_TOKENS, "eos_token_id": None}
+    expected = [generated(target, prompt, 2 * NEW_TOKENS) for prompt in PROMPTS]
+    for plan in ({}, {"drafter": drafter, "draft_length": 4}):
+        plain, decoder = (SpeculativeDecoder(target, **plan, compile=on) for on in (False, compile))
+        assert [output.tokens for output in decoder.generate_batch(PROMPTS, **settings)] == expected
+        sampled = [output.tokens for output in plain.generate_batch(PROMPTS, **settings, temperature=1.0)]
+        assert [output.tokens for output in decoder.generate_batch(PROMPTS, **settings, temperature=1.0)] == sampled
     if device.type == "cuda":
         assert counters["inductor"]["cudagraph_skips"] == 0, "torch's log says why a pass is not recorded"
 

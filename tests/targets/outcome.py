@@ -11,7 +11,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode import compiled
+from draftsmith.decode import compiled, fixed_states
+from draftsmith.decode.capability import RECURRENT
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
@@ -89,7 +90,7 @@ class Outcome:
     medusa: str = ""
     eagle3: str = ""
     compiled: str = ""
-    """Trees of a batch in compiled passes, compared with other passes; empty where the target is refused."""
+    """A batch in compiled passes, compared with other passes; empty where the target is refused."""
     images: str = ""
     """Chains after prompts with an image, alone and in a batch; empty for text models, or without known tensors."""
 
@@ -123,21 +124,23 @@ def outcome_of(kind: type[PreTrainedModel]) -> Outcome:
         draft_model=_tried(lambda: trains(model, "draft_model")),
         medusa=_tried(lambda: trains(model, "medusa")),
         eagle3=_tried(lambda: trains(model, "eagle3", layers=[1])),
-        compiled=_tried(lambda: _compiles(model, trees)),
+        compiled=_tried(lambda: _compiles(model, chains if RECURRENT in outcome.trees else trees)),
     )
 
 
 def _compiles(model: PreTrainedModel, drafter: Drafter) -> bool:
     """Return whether texts are the same with and without compiled passes, with the default function for experts.
 
-    torch traces each pass once and runs the graph as it is, which takes seconds instead of minutes.
+    torch traces each pass once and runs the graph as it is, which takes seconds instead of minutes. Recurrent layers
+    move committed tokens into their states every 4 instead of 16, or these texts would end before.
     """
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
             part.set_experts_implementation("grouped_mm")
     eager = {"cpu": {"backend": "eager"}}
     try:
-        with patch.dict(compiled.OPTIONS, eager), torch._dynamo.config.patch(error_on_recompile=True):
+        often = patch.multiple(fixed_states, MOST_AGAIN=4, MOST_KEPT=3)
+        with often, patch.dict(compiled.OPTIONS, eager), torch._dynamo.config.patch(error_on_recompile=True):
             plain, fast = (_together(SpeculativeDecoder(model, drafter, compile=on)) for on in (False, True))
     finally:
         torch._dynamo.reset()

@@ -1,5 +1,6 @@
 """`docs/targets.md`: what the decoder does with every class of the installed transformers, one row each."""
 
+import re
 from pathlib import Path
 
 import transformers
@@ -38,10 +39,12 @@ warning that names it, since a round may then cost more than the tokens that it 
 
 A round of a model with recurrent layers costs more than one of a model with attention only, since these layers read up
 to 16 committed tokens again ([how](decoding.md#targets)). Processor time of a pass over a draft of 4 tokens, relative
-to a pass of the same target over one token without drafts: attention only 1.64, short convolutions (LFM2) 1.56, gated
-delta rule (Qwen3.5) 2.12, Mamba-2 1.81, Mamba-1 3.71 (`python benchmarks/recurrent.py --repeats 9`: random models of 8
-layers of width 512, transformers' paths in PyTorch, one core of a virtual AMD EPYC, other processes beside it). `eval`
-and `forecast` time such passes on your machine, with 8 tokens that are read again.
+to a pass of the same target over one token without drafts, and the same where both are compiled: attention only 1.64
+and 1.58, short convolutions (LFM2) 1.62 and 1.71, gated delta rule (Qwen3.5) 1.93 and 1.89, Mamba-2 1.79 and 1.59,
+Mamba-1 4.27 (not compiled). Compiling makes these passes 1.20, 1.22, 1.37 and 1.34 times as fast (`python
+benchmarks/recurrent.py --compile --widths 5 --repeats 21`: random models of 8 layers of width 512, transformers' paths
+in PyTorch, one core of a virtual AMD EPYC, other processes beside it). `eval` and `forecast` time such passes on your
+machine, with 8 tokens that are read again.
 
 A model whose logits after a token depend on later tokens cannot verify several draft tokens in one pass; it is refused.
 
@@ -53,8 +56,8 @@ text, and where the test knows no such layout. `trains` means that one training 
 finite gradients. The draft model of that step has the target's architecture; `drafter.config` and `drafter.model`
 choose another, as targets need whose language model has no class of its own (Qwen3-VL: any Qwen3). EAGLE-3 reads
 decoder-only targets. `compiled`: with `compile=True`, whose passes torch traces and runs as they are, the texts are the
-same as without: trees of the batch, in float32, with transformers' default function for experts. Only decoder-only
-targets that read trees are compiled.
+same as without: trees of the batch, chains where recurrent layers read no trees, in float32, with transformers' default
+function for experts. Targets that read chains for another reason, and encoder-decoders, are not compiled.
 
 A model is measured again before it is used, so other sizes and options than those of the table may be accepted or
 refused. Attention that an indexer limits to the tokens with the best scores (DeepSeek-V3.2) has no unique outcome where
@@ -83,7 +86,7 @@ def _reasons(outcome: Outcome) -> str:
     """Return why the class is refused, or only for trees or single drafters, in a cell of the table."""
     text = next((cell for cell in (outcome.chains, outcome.trees) if cell != EXACT), "")
     reasons = [text.split("reads chains only: ")[-1]] if text else []
-    compiled = outcome.compiled.removeprefix("compile=True: ")
+    compiled = re.sub(r"^compile=True( with model_type='\w+')?: ", "", outcome.compiled)
     images = outcome.images if outcome.chains == EXACT else ""
     for name, cell in {"compiled": compiled, "images": images, **_trained(outcome)}.items():
         if NO_CLASS in cell:

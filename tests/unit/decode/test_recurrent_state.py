@@ -63,7 +63,7 @@ def inputs_of_other_rows(old: Tensor | None, new: Tensor, before: list[int]) -> 
     return JOINED(None if old is None else old.flip(0), new, before)
 
 
-KEEP, COPIED, JOINED = Mixer.keep, recurrent_state._copied, recurrent_state._joined
+KEEP, COPIED, JOINED = Mixer.keep, recurrent_state.copied, recurrent_state._joined
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ KEEP, COPIED, JOINED = Mixer.keep, recurrent_state._copied, recurrent_state._joi
     [
         (Mixer, "keep", keeps_the_draft, 1),
         (Mixer, "keep", one_token_less, 1),
-        (recurrent_state, "_copied", without_convolutions, 1),
-        (recurrent_state, "_copied", of_other_rows, 2),
+        (recurrent_state, "copied", without_convolutions, 1),
+        (recurrent_state, "copied", of_other_rows, 2),
         (recurrent_state, "_joined", inputs_of_other_rows, 2),
     ],
 )
