@@ -12,7 +12,7 @@ from recurrent_models import INDEXED_TREES, OTHERS, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode import reread
+from draftsmith.decode import compiled, fixed_states, reread
 from draftsmith.decode.attention import run_with
 from draftsmith.decode.capability import capability_of
 from draftsmith.decode.loop import DecodeLoop
@@ -52,7 +52,7 @@ def drafter_of(kind: str, target: PreTrainedModel, family: str) -> Drafter:
 
 
 @torch.inference_mode()
-def gap(family: str, kind: str, policy: Policy = CHAIN) -> float:
+def gap(family: str, kind: str, policy: Policy = CHAIN, *, compile: bool = False) -> float:
     """Return the total variation between the texts of the decoder and those of the target alone."""
     target, processors = small(family, 0), Processors(Sampling(0.8, top_k=2))
     drafter = drafter_of(kind, target, family)
@@ -61,7 +61,9 @@ def gap(family: str, kind: str, policy: Policy = CHAIN) -> float:
         return target(input_ids=torch.tensor([text])).logits[0, -1]
 
     def make() -> DecodeLoop:
-        return DecodeLoop(TransformersTarget(target), drafter, policy, [text_of(PROMPT, COUNT)], processors)
+        reader = TransformersTarget(target)
+        reader.compile = compile
+        return DecodeLoop(reader, drafter, policy, [text_of(PROMPT, COUNT)], processors, compile=compile)
 
     return total_variation(whole_runs(make), target_alone(logits, PROMPT, COUNT, processors))
 
@@ -72,6 +74,13 @@ def gap(family: str, kind: str, policy: Policy = CHAIN) -> float:
 )
 def test_recurrent_targets_are_lossless(family: str, kind: str) -> None:
     assert gap(family, kind) < ROUNDING.get(family, 1e-5)
+
+
+def test_compiled_passes_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as they are, not compiled: committed tokens are moved into the states in almost every round."""
+    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    monkeypatch.setattr(fixed_states, "MOST_AGAIN", 2)
+    assert gap("lfm2", "draft_model", compile=True) < ROUNDING["lfm2"]
 
 
 @pytest.mark.parametrize(
