@@ -63,6 +63,8 @@ class PassInputs(NamedTuple):
     features_BQF: Tensor | None = None
     again_B: Tensor | None = None
     """Columns before those of the pass in recurrent layers, see `FixedStates.aim`."""
+    shift_B1: Tensor | None = None
+    """What is added to positions after a prompt with images."""
 
 
 class ChainInputs(NamedTuple):
@@ -185,11 +187,12 @@ class CompiledPasses:
         visible_BQS = slot_S <= slots_BQ[:, :, None] if inputs.visible_BQS is None else inputs.visible_BQS
         positions_BS = slot_S[None] if inputs.positions_BS is None else inputs.positions_BS
         place = self.cache.place
-        place.start, place.end, place.slots_BQ = None, self.slots, slots_BQ
+        place.row, place.start, place.end, place.slots_BQ = None, None, self.slots, slots_BQ
         self.states.aim(inputs.again_B, most_again, ids_BQ.shape[1])
         arguments: dict[str, Any] = {"input_ids": ids_BQ, self._cache_name: self.cache}
         if self._takes_positions:
-            arguments["position_ids"] = positions_BQ
+            shift_B1 = inputs.shift_B1
+            arguments["position_ids"] = positions_BQ if shift_B1 is None else positions_BQ + shift_B1
         if inputs.features_BQF is not None:
             arguments["features"] = inputs.features_BQF
         mask = self.attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)

@@ -222,7 +222,7 @@ class SpeculativeDecoder:
         if inputs is not None and len(inputs) != len(sequences):
             raise ConfigError.of("inputs", len(inputs), f"one entry for each of the {len(sequences)} prompts")
         for sequence, given in zip(sequences, inputs or (), strict=False):
-            sequence.inputs = usable_inputs(self._model, sequence.tokens, given, compile=self._target.compile)
+            sequence.inputs = usable_inputs(self._model, sequence.tokens, given)
 
     def _decode(
         self, sequences: list[DecodeSequence], processors: Processors, on_tokens: OnBatchTokens | None

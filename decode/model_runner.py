@@ -4,6 +4,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,7 @@ class ModelRunner:
         self._widths = widths if widths and rows == 1 and not self._attention.is_flash else {}
         self._layers, self._modules = layers, feature_modules(model, layers)
         """Layers, and the lm_head, whose states are kept."""
-        self._seen: dict[int, Tensor] = {}
+        self._seen: dict[int, Tensor] = {} if self._passes is None else self._passes.seen
         if remember:
             head = model.get_output_embeddings()
             assert head is not None, "`TransformersTarget` refuses models without an lm_head"
@@ -168,7 +169,7 @@ class ModelRunner:
             if self._takes_keep:
                 arguments["logits_to_keep"] = 1
             self._cache.aim_at(row, len(ids))
-            with self._mixers.reading(len(ids), [len(ids)]):
+            with self._mixers.reading(len(ids), [len(ids)]), self._watching():
                 output = self.model(**arguments, use_cache=True)
             self._cache.lengths[row] = len(ids)
             logits.append(output.logits[:, -1])
@@ -387,9 +388,8 @@ class ModelRunner:
             inputs |= {"input_ids": ids_BQ, "attention_mask": mask, self._cache_name: self._cache}
         if features_BQF is not None:
             inputs["features"] = features_BQF
-        seen = self._seen if self._passes is None else self._passes.seen
-        watching = NO_CONTEXT if self._passes is None else self._passes.watching(self._modules)
-        with relative, attention.running(chain=is_chain), watching:
+        seen = self._seen
+        with relative, attention.running(chain=is_chain), self._watching():
             if self._again is None:
                 output = self.model(**inputs)
             else:  # whose last columns are the new tokens'
@@ -421,13 +421,17 @@ class ModelRunner:
                 positions_BS = self._drafted.positions(passes.slots, positions_BQ, starts)
         starts_B = torch.tensor(starts, device=self._device)
         features_BQF = None if features_BQF is None else in_one_layout(features_BQF)
-        again_B = self._again_before()
+        ids_BQ, again_B = in_one_layout(ids_BQ), self._again_before()
         inputs = PassInputs(
-            in_one_layout(ids_BQ), starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF, again_B
+            ids_BQ, starts_B, positions_BQ, visible_BQS, positions_BS, features_BQF, again_B, self._shift_B1
         )
         output = passes.run(self.model, inputs, self._modules, self._layers, self._mixers.most_again)
         self.features_BQF = output.features_BQF
         return output.logits_BQV, output.states_BQH
+
+    def _watching(self) -> AbstractContextManager[None]:
+        """Return a context in which `_seen` is filled where no hooks of this runner do that."""
+        return NO_CONTEXT if self._passes is None else self._passes.watching(self._modules)
 
     def _again_before(self) -> Tensor | None:
         """Return `again_B` of the compiled pass that follows."""

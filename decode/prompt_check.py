@@ -16,9 +16,7 @@ CHAIN = 3
 _CHECKED: "WeakKeyDictionary[PreTrainedModel, set[frozenset[str]]]" = WeakKeyDictionary()
 
 
-def usable_inputs(
-    model: PreTrainedModel, ids: list[int], given: ProcessorInputs | None, *, compile: bool
-) -> ProcessorInputs | None:
+def usable_inputs(model: PreTrainedModel, ids: list[int], given: ProcessorInputs | None) -> ProcessorInputs | None:
     """Return the processor's tensors of a prompt, placed for the model; None without any.
 
     Raises:
@@ -26,9 +24,8 @@ def usable_inputs(
     """
     if not given:
         return None
-    if model.config.is_encoder_decoder or compile:
-        what = "compile=True" if compile else "an encoder-decoder target"
-        raise ConfigError(f"inputs with {what}; expected prompts without images")
+    if model.config.is_encoder_decoder:
+        raise ConfigError("inputs with an encoder-decoder target; expected prompts without images")
     if passes_of(model) not in WITH_ROLLBACK:
         raise ConfigError("inputs with a target that reads tokens again in each round; expected prompts of text")
     inputs = inputs_for(model, given)

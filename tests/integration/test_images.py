@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from vision_models import NEEDS_TORCHVISION, save_image, save_target
 
 from draftsmith.cli import main
+from draftsmith.decode import compiled
 
 MOST = 12
 PICTURES = (0, 4)
@@ -72,14 +73,18 @@ def generated(target: Path, image: Path, text: str) -> list[int]:
 
 
 @EACH_PROCESSOR
-def test_generate_with_an_image(target: Path, prompts: Path, capsys: pytest.CaptureFixture) -> None:
+def test_generate_with_an_image(
+    target: Path, prompts: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code of compiled passes runs as it is, which takes no minutes."""
+    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
     pictures = [prompts.parent / "pictures" / f"{seed}.png" for seed in PICTURES]
     texts = [generated(target, picture, "ab") for picture in pictures]
     expected = [AutoTokenizer.from_pretrained(target).decode(text, skip_special_tokens=True) for text in texts]
     assert expected[0] != expected[1]
-    for picture, text in zip(pictures, expected, strict=True):
+    for picture, text, more in zip(pictures, expected, ([], ["--compile"]), strict=True):
         options = ("--target", target, "--image", picture, "--max-new-tokens", MOST, "--drafter", "suffix")
-        run("generate", "ab", *options)
+        run("generate", "ab", *options, *more)
         assert capsys.readouterr().out.split("\n")[:2] == ["ab", text]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import mostly_slow
 from targets.outcome import NoisyReference
 from torch import Tensor
 from transformers import (
@@ -13,6 +14,7 @@ from transformers import (
 from vision_models import FAMILIES, IMAGE, TEXT, ImagePrompt, build, prompt, two_images
 
 from draftsmith import SpeculativeDecoder
+from draftsmith.decode import compiled
 from draftsmith.decode.policies import StaticTree, widths_shape
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.sequence import DecodeSequence
@@ -83,6 +85,23 @@ def test_drafters_on_prompts_with_images(family: str, kind: str) -> None:
     texts = [generated(model, one) for one in asked]
     assert alone(decoder, asked) == texts
     assert together(decoder, asked) == texts
+
+
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "qwen3_vl"))
+def test_compiled_passes_after_images(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced by torch, and run as they are: passes over drafts, and of a drafter that reads the prompt's states."""
+    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"backend": "eager"})
+    model, asked = build(family, SEED.get(family, 0)), prompts(family)
+    texts = [generated(model, one) for one in asked]
+    known = {tuple(one.ids): text for one, text in zip(asked, texts, strict=True)}
+    torch.manual_seed(1)
+    eagle = HEADS["eagle3"].from_target(model, layers=(1, 1, 2)).double().eval()
+    for drafter in (NoisyReference(known, branches=family != "qwen3_5"), eagle):
+        decoder = SpeculativeDecoder(model, drafter, compile=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert together(decoder, asked) == texts
+            assert alone(decoder, asked[::3]) == texts[::3]
+            assert alone(decoder, asked[::-3]) == texts[::-3], "in storage that another prompt has left"
 
 
 @torch.inference_mode()
