@@ -350,7 +350,8 @@ def take_passes(model: PreTrainedModel, rows: int, longest: int) -> CompiledPass
     global _TAKEN
     _TAKEN += 1
     slots = max(FEWEST_SLOTS, 1 << longest.bit_length())  # a power of two above `longest`
-    free = _FREE.setdefault(model, [])
+    # Layers that were replaced have left their states for good.
+    free = _FREE[model] = [passes for passes in _FREE.get(model, ()) if passes.states.fits(model)]
     passes = next((passes for passes in free if passes.fits(model, rows, slots)), None)
     if passes is None:
         return CompiledPasses(model, rows, slots)

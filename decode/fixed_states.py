@@ -58,7 +58,7 @@ class FixedMixer:
 
     def __init__(self, module: nn.Module, columns: ReadColumns, cache: Cache, rows: int) -> None:
         self.module, self._columns, self._cache, self._rows = module, columns, cache, rows
-        self._forward, self._names = module.forward, [*signature(module.forward).parameters]
+        self.forward, self._names = module.forward, [*signature(module.forward).parameters]
         self._saved = LinearAttentionLayer()
         self._kept: Inputs = {}
         self._others: dict[str, Any] = {}
@@ -102,7 +102,7 @@ class FixedMixer:
 
     def _read(self, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        call, states = Call(self.module, self._forward, arguments, self._cache), copied(self._saved)
+        call, states = Call(self.module, self.forward, arguments, self._cache), copied(self._saved)
         inputs = {name: arguments[name] for name in self._kept}
         places_BQ = self._columns.places_BQ
         if places_BQ is None:
@@ -118,7 +118,7 @@ class FixedMixer:
     def advance(self, full_B: Tensor) -> None:
         """Move the first `MOST_AGAIN` inputs of these rows into their saved states."""
         states = copied(self._saved)
-        call = Call(self.module, self._forward, self._others, self._cache)
+        call = Call(self.module, self.forward, self._others, self._cache)
         call(states, {name: value[:, :MOST_AGAIN] for name, value in self._kept.items()})
         self._save(states, full_B)
         for value in self._kept.values():
@@ -140,6 +140,14 @@ class FixedStates:
         self.rows, self._columns = rows, ReadColumns()
         self._columns.most = MOST_KEPT + most_width
         self.mixers = [FixedMixer(module, self._columns, cache, rows) for module in mixers_of(model)]
+
+    def fits(self, model: nn.Module) -> bool:
+        """Return whether these are the states of the modules that the model has now, with their forward methods."""
+        modules = mixers_of(model)
+        return len(modules) == len(self.mixers) and all(
+            mixer.module is module and mixer.forward == module.forward
+            for mixer, module in zip(self.mixers, modules, strict=True)
+        )
 
     def most_before(self, drafted: int, width: int) -> int:
         """Return the columns that a graph reads before `width` tokens: few numbers, each of which is a graph."""

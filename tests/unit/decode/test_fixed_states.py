@@ -185,6 +185,24 @@ def test_states_that_another_call_has_left_are_not_read() -> None:
     assert decoder.generate([5, 9, 33, 2], **settings).tokens == expected
 
 
+@pytest.mark.parametrize("part", ["module", "method"])
+def test_layers_that_are_replaced_between_calls(part: str) -> None:
+    """The states of a layer belong to its module, whose forward method the passes replace."""
+    model, other = build("lfm2"), build("lfm2", 1)
+    plain, decoder = (SpeculativeDecoder(model, noisy(model), draft_length=3, compile=on) for on in (False, True))
+    texts = []
+    for replaced in (False, True):
+        layer, new = model.model.layers[0], other.model.layers[0].conv
+        if replaced and part == "module":
+            layer.conv = new
+        elif replaced:  # as hooks of accelerate do
+            layer.conv.forward = new.forward
+        expected = plain.generate([5, 9, 33, 2], max_new_tokens=30, eos_token_id=None).tokens
+        assert decoder.generate([5, 9, 33, 2], max_new_tokens=30, eos_token_id=None).tokens == expected
+        texts.append(expected)
+    assert texts[0] != texts[1]
+
+
 def later_columns(self: FixedStates, again_B: Tensor | None, most: int, width: int) -> None:
     AIM(self, None if again_B is None else again_B.clamp(min=1), most, width)
 
