@@ -10,7 +10,7 @@ with nothing before it continues from the saved states and replaces them, which 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -21,7 +21,6 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from draftsmith.decode.kv_cache import keep_rows_in_place
 from draftsmith.decode.recurrent_state import (
-    LOCK,
     MOST_AGAIN,
     NO_CONTEXT,
     Call,
@@ -169,14 +168,9 @@ class FixedStates:
             mixer.advance(full_B)
         return []
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Let all mixers continue from these states."""
-        with ExitStack() as stack:
-            stack.enter_context(LOCK)
-            for mixer in self.mixers:
-                stack.enter_context(replaced(mixer.module, mixer.read))
-            yield
+    def reading(self) -> AbstractContextManager[None]:
+        """Let all mixers continue from these states, inside the context."""
+        return replaced([(mixer.module, mixer.read) for mixer in self.mixers])
 
 
 class CompiledMixers(Mixers):

@@ -12,7 +12,7 @@ committed tokens never change, so the states equal those of a text without draft
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from inspect import getmembers, isfunction, signature, unwrap
 from typing import Any
@@ -27,11 +27,13 @@ MOST_AGAIN = 16
 RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 """Layer types of transformers whose layers hold such states."""
 _UPDATES = ("update_conv_state", "update_recurrent_state")
-LOCK = threading.RLock()
+_LOCK = threading.RLock()
 NO_CONTEXT = nullcontext()
 
 # Shapes: B rows, P inputs that are kept of each row, Q tokens fed.
 
+Method = tuple[nn.Module, Callable[..., Any]]
+"""A module, and the function that replaces its forward method."""
 Inputs = dict[str, Tensor]
 """The arguments of a mixer that have a value for each token, [B, P, ...]."""
 
@@ -61,15 +63,15 @@ class Mixer:
         self.example: tuple[dict[str, Any], Inputs] = {}, {}
         """The arguments of its first call that have no value for each token, and empty tensors for those that have."""
 
-    def reading(self, width: int, counts: Sequence[int] | None) -> AbstractContextManager[None]:
-        """Let the module read `width` tokens of each row, of which `counts` are committed; None: draft tokens."""
+    def method(self, width: int, counts: Sequence[int] | None) -> Method:
+        """Return what reads `width` tokens of each row, of which `counts` are committed; None: draft tokens."""
         forward = self._module.forward
 
         def read(*args: Any, **kwargs: Any) -> Any:
             arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
             return self._read(Call(self._module, forward, arguments, self._cache), width, counts)
 
-        return replaced(self._module, read)
+        return self._module, read
 
     def _read(self, call: "Call", width: int, counts: Sequence[int] | None) -> Any:
         inputs = call.inputs(len(self._committed), width)
@@ -173,17 +175,20 @@ class Mixer:
 
 
 @contextmanager
-def replaced(module: nn.Module, read: Callable[..., Any]) -> Iterator[None]:
-    """Let a module run `read` instead of its forward method, inside the context."""
-    forward, own = module.forward, "forward" in vars(module)
-    module.forward = read
-    try:
-        yield
-    finally:
-        if own:
-            module.forward = forward
-        else:
-            del module.forward
+def replaced(methods: Sequence[Method]) -> Iterator[None]:
+    """Let modules run these functions instead of their forward methods, inside the context."""
+    with _LOCK:
+        own = [vars(module).get("forward") for module, _ in methods]
+        for module, read in methods:
+            vars(module)["forward"] = read  # assignment to an attribute of a module takes ten times as long
+        try:
+            yield
+        finally:
+            for (module, _), forward in zip(methods, own, strict=True):
+                if forward is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = forward
 
 
 class Call:
@@ -248,22 +253,14 @@ class Mixers:
     def reading(
         self, width: int, counts: Sequence[int] | None, drafted: int = 0, *, compiled: bool = False, root: bool = False
     ) -> AbstractContextManager[None]:
-        """Let the mixers of the model continue from their states, inside the context; see `Mixer.reading`.
+        """Let the mixers of the model continue from their states, inside the context; see `Mixer.method`.
 
         Args:
             drafted: draft tokens of each row that were read before.
             compiled: the pass is compiled.
             root: it reads only the last token of each text, which `keep` commits.
         """
-        return self._reading(width, counts) if self._mixers else NO_CONTEXT
-
-    @contextmanager
-    def _reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(LOCK)
-            for mixer in self._mixers:
-                stack.enter_context(mixer.reading(width, counts))
-            yield
+        return replaced([mixer.method(width, counts) for mixer in self._mixers]) if self._mixers else NO_CONTEXT
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:
         """Commit the draft tokens of each row in these slots, which are the first ones, and discard the others."""
