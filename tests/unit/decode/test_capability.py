@@ -1,5 +1,6 @@
 """The capability of a model, measured before it is used: trees and chains, chains only, or nothing."""
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from draftsmith.decode.attention import passes_of
 from draftsmith.decode.capability import capability_of
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.kv_cache import cache_name
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
@@ -75,19 +77,24 @@ def test_a_llama_reads_trees_and_ragged_batches() -> None:
     assert (capability.kind, capability.no_trees, capability.no_ragged) == ("llama", "", "")
 
 
+CACHE = cache_name(signature(LlamaForCausalLM.forward).parameters)
+
+
 class IndexedLlama(LlamaForCausalLM):
     """Counts positions in the cache, whatever positions it is given."""
 
-    def forward(self, input_ids, position_ids=None, past_key_values=None, **inputs):
-        return super().forward(input_ids, past_key_values=past_key_values, **inputs)
+    def forward(self, input_ids, position_ids=None, cache=None, **inputs):
+        inputs.setdefault(CACHE, cache)
+        return super().forward(input_ids, **inputs)
 
 
 class RestartedLlama(LlamaForCausalLM):
     """Counts positions from 0 in every pass."""
 
-    def forward(self, input_ids, position_ids=None, past_key_values=None, **inputs):
+    def forward(self, input_ids, position_ids=None, cache=None, **inputs):
         inputs |= {"position_ids": torch.arange(input_ids.shape[1])[None].expand(input_ids.shape)}
-        return super().forward(input_ids, past_key_values=past_key_values, **inputs)
+        inputs.setdefault(CACHE, cache)
+        return super().forward(input_ids, **inputs)
 
 
 def test_wrong_positions_show_in_the_logits() -> None:

@@ -1,10 +1,13 @@
 """The model runner and its cache: logits equal those with transformers' cache, without the rejected tokens."""
 
+from inspect import signature
+
 import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from draftsmith.decode.drafted import Positions
+from draftsmith.decode.kv_cache import cache_name
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Draft
@@ -27,7 +30,8 @@ def test_same_logits_as_the_dynamic_cache(tiny_target: LlamaForCausalLM) -> None
     runner, theirs = ModelRunner(tiny_target, 1), DynamicCache(config=tiny_target.config)
     for start, end in ((0, 9), (9, 10), (10, 15), (15, 20)):
         ours = runner.append([ids[start:end]])
-        logits = tiny_target(torch.tensor([ids[start:end]]), past_key_values=theirs).logits
+        cache = {cache_name(signature(tiny_target.forward).parameters): theirs}
+        logits = tiny_target(torch.tensor([ids[start:end]]), **cache).logits
         torch.testing.assert_close(ours[0], logits[0, -1], **CLOSE)
 
 
