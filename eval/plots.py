@@ -179,7 +179,7 @@ def plot_acceptance(rows: Rows) -> Plot:
                 label=f"{short_policy(row['policy'])}, T={row['temperature']:g}",
             )
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set_xlim(left=0.8)
+        axis.set_xlim(left=max(0.5, axis.get_xlim()[0]))  # there is no position 0
         axis.set_ylim(0, 1.03)
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         axis.set_title(cut(name), fontsize=10)
