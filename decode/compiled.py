@@ -64,7 +64,7 @@ class PassInputs(NamedTuple):
     again_B: Tensor | None = None
     """Columns before those of the pass in recurrent layers, see `FixedStates.aim`."""
     shift_B1: Tensor | None = None
-    """What is added to positions after a prompt with images."""
+    """Position minus slot of the tokens after a prompt with images; None: 0."""
 
 
 class ChainInputs(NamedTuple):
@@ -251,10 +251,11 @@ class CompiledPasses:
         Raises:
             ConfigError: if torch cannot compile the layers.
         """
-        if ("advance",) not in self._graphs:
-            self._graphs["advance",] = Graph(FixedStates.advance, "advance", self._device)
+        key = ("advance",)
+        if key not in self._graphs:
+            self._graphs[key] = Graph(FixedStates.advance, "advance", self._device)
         full_B = torch.tensor(full + [False] * (self.rows - len(full)), device=self._device)
-        self._graphs["advance",].run(model, self.states, full_B)
+        self._graphs[key].run(model, self.states, full_B)
 
 
 class Graph:

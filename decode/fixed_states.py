@@ -1,6 +1,6 @@
 """States of recurrent layers at fixed addresses, which compiled passes read and write.
 
-    kept     [rows, columns, ...]   inputs of a mixer since its saved states, those of the pass, then others
+    kept     [rows, columns, ...]   inputs of a mixer since its saved states, those of the pass, unused columns
     states   [rows, ...]            the saved states
 
 As in `recurrent_state`, a mixer reads the inputs since its saved states again, together with the next draft. All rows
@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from draftsmith.decode.kv_cache import keep_rows_in_place
 from draftsmith.decode.recurrent_state import (
+    LOCK,
     MOST_AGAIN,
     NO_CONTEXT,
     Call,
@@ -47,8 +48,8 @@ class ReadColumns:
         self.places_BQ: Tensor | None = None
         """The column of each token; None: the tokens are committed, and nothing is read again."""
         self.width = 0
-        """P"""
-        self.most = 0
+        """Columns that a mixer reads in the pass, P."""
+        self.total = 0
         """Columns of `kept`."""
 
 
@@ -71,7 +72,7 @@ class FixedMixer:
             self._others, empty = mixer.example
             if found := [name for name, value in self._others.items() if isinstance(value, Tensor)]:
                 raise ConfigError(f"compile=True: recurrent layers read {', '.join(found)}; expected compile=False")
-            size = self._rows, self._columns.most
+            size = self._rows, self._columns.total
             self._saved = copied(states, [0] * self._rows)
             self._kept = {name: value.new_zeros(*size, *value.shape[2:]) for name, value in empty.items()}
             for tensor in self._tensors():
@@ -137,21 +138,21 @@ class FixedStates:
 
     def __init__(self, model: nn.Module, cache: Cache, rows: int, most_width: int) -> None:
         self.rows, self._columns = rows, ReadColumns()
-        self._columns.most = MOST_KEPT + most_width
-        self.mixers = [FixedMixer(module, self._columns, cache, rows) for module in mixers_of(model)]
+        self._columns.total = MOST_KEPT + most_width
+        with LOCK:
+            self.mixers = [FixedMixer(module, self._columns, cache, rows) for module in mixers_of(model)]
 
     def fits(self, model: nn.Module) -> bool:
         """Return whether these are the states of the modules that the model has now, with their forward methods."""
-        modules = mixers_of(model)
-        return len(modules) == len(self.mixers) and all(
-            mixer.module is module and mixer.forward == module.forward
-            for mixer, module in zip(self.mixers, modules, strict=True)
-        )
+        with LOCK:
+            return [(mixer.module, mixer.forward) for mixer in self.mixers] == [
+                (module, module.forward) for module in mixers_of(model)
+            ]
 
     def most_before(self, drafted: int, width: int) -> int:
-        """Return the columns that a graph reads before `width` tokens: few numbers, each of which is a graph."""
+        """Return how many columns a graph reads before `width` tokens, rounded up: each number needs its own graph."""
         rounded = 1 << (drafted - 1).bit_length() if drafted else 0
-        return min(MOST_KEPT + rounded, self._columns.most - width)
+        return min(MOST_KEPT + rounded, self._columns.total - width)
 
     def aim(self, again_B: Tensor | None, most: int, width: int) -> None:
         """Set the columns of the next pass over `width` tokens, after `again_B` ones of each row, at most `most`.

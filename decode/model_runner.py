@@ -84,7 +84,7 @@ class ModelRunner:
         self._again = None if passes in WITH_ROLLBACK else Reread(model, passes, rows)
         self._cache = RollbackCache(model.config, rows, longest) if self._passes is None else self._passes.cache
         self._usual = width
-        self._mixers = self._mixers_of(text_config(model), rows)
+        self._mixers = self._new_mixers(text_config(model), rows)
         self._drafted = Drafted()
         self._attention = Attention.of(model)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
@@ -438,7 +438,7 @@ class ModelRunner:
         again = self._mixers.again
         return None if again is None else torch.tensor(again, device=self._device)
 
-    def _mixers_of(self, config: PreTrainedConfig, rows: int) -> Mixers:
+    def _new_mixers(self, config: PreTrainedConfig, rows: int) -> Mixers:
         model, passes = self.model, self._passes
         if passes is not None:
             return CompiledMixers(model, config, self._cache, passes.states, partial(passes.advance, model))

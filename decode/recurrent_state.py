@@ -27,7 +27,8 @@ MOST_AGAIN = 16
 RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 """Layer types of transformers whose layers hold such states."""
 _UPDATES = ("update_conv_state", "update_recurrent_state")
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
+"""Held while forward methods of mixers are replaced, and while they are looked up."""
 NO_CONTEXT = nullcontext()
 
 # Shapes: B rows, P inputs that are kept of each row, Q tokens fed.
@@ -163,7 +164,7 @@ class Mixer:
         return self._saved
 
     def receive(self, states: LinearAttentionLayer, inputs: Inputs, committed: list[int], drafted: int) -> None:
-        """Continue from other states and inputs, of which each row has committed some and drafted as many more."""
+        """Continue from `states`, after which each row has committed some inputs, and every row has `drafted` more."""
         self._saved, self._inputs, self._committed, self._drafted = states, inputs, committed, drafted
         self._last = None
 
@@ -177,10 +178,10 @@ class Mixer:
 @contextmanager
 def replaced(methods: Sequence[Method]) -> Iterator[None]:
     """Let modules run these functions instead of their forward methods, inside the context."""
-    with _LOCK:
+    with LOCK:
         own = [vars(module).get("forward") for module, _ in methods]
         for module, read in methods:
-            vars(module)["forward"] = read  # assignment to an attribute of a module takes ten times as long
+            vars(module)["forward"] = read  # assignment to an attribute of a module takes more than ten times as long
         try:
             yield
         finally:
@@ -242,7 +243,8 @@ class Mixers:
 
     def __init__(self, model: nn.Module, config: PreTrainedConfig, cache: Cache, rows: int) -> None:
         states = getattr(config, "number_of_conv_states", 1)
-        self._mixers = [Mixer(module, cache, rows, states) for module in mixers_of(model)]
+        with LOCK:
+            self._mixers = [Mixer(module, cache, rows, states) for module in mixers_of(model)]
         self.again: list[int] | None = None
         self.most_again = 0
         """For the compiled pass inside `reading`, see `FixedStates.aim`."""
@@ -260,7 +262,13 @@ class Mixers:
             compiled: the pass is compiled.
             root: it reads only the last token of each text, which `keep` commits.
         """
-        return replaced([mixer.method(width, counts) for mixer in self._mixers]) if self._mixers else NO_CONTEXT
+        return self._reading(width, counts) if self._mixers else NO_CONTEXT
+
+    @contextmanager
+    def _reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
+        # Another thread may have replaced the methods: they are looked up once this one has the lock.
+        with LOCK, replaced([mixer.method(width, counts) for mixer in self._mixers]):
+            yield
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:
         """Commit the draft tokens of each row in these slots, which are the first ones, and discard the others."""

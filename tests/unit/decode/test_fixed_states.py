@@ -117,7 +117,7 @@ def test_logits_are_those_of_plain_passes(family: str) -> None:
 @pytest.mark.parametrize("family", mostly_slow(COMPILED, "qwen3_5_text", "mamba2", "lfm2"))
 @torch.inference_mode()
 def test_the_target_alone_reads_nothing_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens go into the saved states, before and after passes with drafts as far as none waits."""
+    """Its tokens go straight into the saved states, unless committed tokens of a draft are not in them yet."""
     columns, aim = [], FixedStates.aim
     monkeypatch.setattr(FixedStates, "aim", lambda self, *where: [aim(self, *where), columns.append(where[1:])])
     for rows in (1, 2):
@@ -139,7 +139,7 @@ def test_the_target_alone_reads_nothing_again(family: str, monkeypatch: pytest.M
 
 @torch.inference_mode()
 def test_single_draft_tokens_need_few_graphs() -> None:
-    """One for a power of two that were read before, each over as many columns as that needs."""
+    """The number of draft tokens before is rounded up to a power of two, each of which has one graph."""
     followed = Followed("lfm2", 2)
     passes = followed.runner._passes
     assert passes is not None
@@ -252,8 +252,8 @@ def test_layers_that_continue_with_single_tokens_are_refused(family: str) -> Non
 
 
 @torch.inference_mode()
-def test_layers_that_read_other_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they read would be that of the prompt in every pass."""
+def test_layers_that_read_other_tensors_are_refused() -> None:
+    """Later passes would get the values of the prompt."""
     model = build("mamba2")
     passes = CompiledPasses(model, 1, 128)
     runner = ModelRunner(model, 1, compile=True, longest=100)

@@ -1,6 +1,7 @@
 """States of recurrent layers: logits after discarded drafts, and drafters on and with such models."""
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from recurrent_models import FAMILIES, build, noisy
 from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import recurrent_state
+from draftsmith.decode import compiled, recurrent_state
 from draftsmith.decode.capability import TOLERANCE
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.profiling import _reading
@@ -117,6 +118,34 @@ def test_rows_that_leave_a_batch(family: str) -> None:
             expected_QV = model(input_ids=torch.tensor([row[: start + 3]]), use_cache=False).logits[0, start:]
             torch.testing.assert_close(logits_QV, expected_QV, rtol=ROUNDING, atol=ROUNDING)
         runner.commit([[0], [0, 1]] if starts[1] < 9 else [[0, 1], [0]])
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@torch.inference_mode()
+def test_a_model_that_another_thread_reads_with(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a pass runs, layers have the methods of its texts; another thread waits before it looks them up."""
+    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    model, logits = build("lfm2"), []
+
+    @torch.inference_mode()
+    def read() -> None:
+        runner = ModelRunner(model, 1, compile=compile, longest=100)
+        runner.append([[5, 9, 33]])
+        logits.append(runner.tree(torch.tensor([[2, 7]]), [(-1,)]))
+        runner.close()
+
+    read()
+    other = ModelRunner(model, 2, compile=compile, longest=100)
+    other.append([[7, 8], [4]])
+    thread = Thread(target=read)
+    with other._mixers.reading(2, None, compiled=compile):
+        if other._passes is not None:
+            other._passes.states.aim(torch.tensor([0, 0]), MOST_AGAIN - 1, 2)
+        thread.start()
+        thread.join(0.5)
+        assert len(logits) == 1, "the other thread waits"
+    thread.join()
+    torch.testing.assert_close(logits[1], logits[0])
 
 
 class Compared(DraftModel):
