@@ -26,7 +26,7 @@ from draftsmith.decode.rollback_check import check_rollback
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import evaluating
-from draftsmith.heads.model_config import context_limit, text_config
+from draftsmith.heads.model_config import context_limit, rotary_switch, text_config
 from draftsmith.provenance import has_cxx_compiler
 
 # Shapes: B texts, N draft nodes of one text, V vocabulary.
@@ -329,6 +329,8 @@ def require_compilable(model: PreTrainedModel, capabilities: Sequence[Capability
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("compile=True with an encoder-decoder target; expected compile=False, or a decoder-only one")
+    if (switch := rotary_switch(model.config)) is not None:
+        raise ConfigError(f"compile=True with rotary frequencies that change at {switch}; expected compile=False")
     for capability in capabilities:
         if reason := capability.not_compiled:
             raise ConfigError(f"compile=True with model_type={capability.kind!r}: {reason}; expected compile=False")

@@ -31,7 +31,7 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
-from draftsmith.heads.model_config import start_token
+from draftsmith.heads.model_config import rotary_switch, start_token
 from draftsmith.heads.processor_inputs import ProcessorInputs
 
 OnTokens = Callable[[list[int], Round | None], None]
@@ -230,8 +230,24 @@ class SpeculativeDecoder:
         """Decode until every sequence has ended and return the seconds of the prefill."""
         # Recurrent layers read whole batches, prompts with images are read one by one.
         alone = is_recurrent(self._model) and any(sequence.inputs for sequence in sequences)
-        if len(sequences) > 1 and (alone or not self._together):
+        switch = rotary_switch(self._model.config)
+        crossing = switch is not None and _cross(sequences, switch)
+        if len(sequences) > 1 and (alone or crossing or not self._together):
             return sum(self._decode([sequence], processors, on_tokens) for sequence in sequences)
+        if switch is None or not crossing:
+            return self._decode_together(sequences, processors, on_tokens)
+        (sequence,) = sequences
+        length, sequence.max_length = sequence.max_length, switch + 1  # its last token is not read
+        prefill_seconds = self._decode_together(sequences, processors, on_tokens)
+        if sequence.stopped_by == "length":
+            sequence.resume(length)
+            self._decode_together(sequences, processors, on_tokens)
+        return prefill_seconds
+
+    def _decode_together(
+        self, sequences: list[DecodeSequence], processors: Processors, on_tokens: OnBatchTokens | None
+    ) -> float:
+        """Decode sequences that share passes, or go on with one; return the seconds of the prefill."""
         widths = None if self.costs is None else self.costs.draft_widths
         policy, target = self.policy, self._target
         target.width = 1 if self.drafter is None else usual_width(policy, greedy=processors.greedy)
@@ -252,8 +268,12 @@ class SpeculativeDecoder:
             read = loop.prefill()
             prefill_seconds = now(device) - started  # including the drafter's pass over the prompt
             for sequence, new in read:
+                record = None
+                if len(sequence.tokens) - len(new) > sequence.prompt_length:  # a text that goes on
+                    record = Round(0, 0, 0, len(new), (), 0.0, prefill_seconds, prefill_seconds)
+                    sequence.rounds.append(record)
                 if on_tokens is not None:
-                    on_tokens(sequence.number, new, None)
+                    on_tokens(sequence.number, new, record)
             while loop.texts:
                 for sequence, new, record in loop.round():
                     if on_tokens is not None:
@@ -329,6 +349,13 @@ def _eos_of(model: PreTrainedModel) -> int | list[int] | None:
     generation = getattr(model, "generation_config", None)
     ends = getattr(generation, "eos_token_id", None)
     return model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
+
+
+def _cross(sequences: Sequence[DecodeSequence], switch: int) -> bool:
+    """Return True unless no text, or every one from its prompt on, reads a position beyond the first `switch` ones."""
+    return any(len(sequence.tokens) <= switch for sequence in sequences) and any(
+        sequence.max_length > switch + 1 for sequence in sequences
+    )
 
 
 def _without_place(on_tokens: OnTokens) -> OnBatchTokens:

@@ -36,7 +36,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Chain, Level, WantedChain
 from draftsmith.heads.draft_tree import Parents, chain_parents, depths_of
 from draftsmith.heads.hidden_states import Watched, feature_modules
-from draftsmith.heads.model_config import context_limit, text_config
+from draftsmith.heads.model_config import context_limit, rotary_switch, text_config
 from draftsmith.heads.processor_inputs import ProcessorInputs, prompt_positions
 
 # Shapes: B rows, Q tokens fed to each, S slots of the cache, H hidden size, V vocabulary.
@@ -108,7 +108,10 @@ class ModelRunner:
         encodes, native = model.config.is_encoder_decoder, self._attention.native
         self._encoded = Encoded(model, sources or [], encoded) if encodes else None
         self._biased = biased_layers(model.get_decoder()) if encodes and not native else []
-        self._positions = Positions(self._device, (context_limit(model.config) or sys.maxsize) - 1)
+        switch = rotary_switch(model.config)
+        is_short = switch is not None and longest is not None and longest <= switch + 1  # the last token is not read
+        end = switch if is_short else context_limit(model.config)
+        self._positions = Positions(self._device, (end or sys.maxsize) - 1)
         positions = "decoder_position_ids" if encodes else "position_ids"
         self._positions_name = positions if positions in accepted else None
         if self._again is not None or (self._positions_name is None and not self._biased):

@@ -154,6 +154,10 @@ class DecodeSequence:
                 return new[:count]
         return new
 
+    def resume(self, max_length: int) -> None:
+        """Go on to `max_length` after a text that ended at a smaller one."""
+        self.stopped_by, self.max_length, self._shown = None, max_length, None
+
     def output(self, prompt: list[int], prefill_seconds: float) -> DecodeOutput:
         """Return the result for a text that has ended; `prompt`: the tokens that the user passed for it."""
         assert self.stopped_by is not None, "the text has not ended"

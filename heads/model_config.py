@@ -34,6 +34,20 @@ def context_limit(config: PreTrainedConfig) -> int | None:
     return None
 
 
+def rotary_switch(config: PreTrainedConfig) -> int | None:
+    """Return the number of positions beyond which a model's rotary frequencies are others (longrope); None: none.
+
+    A pass that reads a later position computes all its tokens with the frequencies of long texts, to which keys that
+    were cached before do not belong. transformers' `generate` therefore reads the text again there.
+    """
+    text, limit = config.get_text_config(decoder=True), context_limit(config)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for each type of layer
+    lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    switch = min(lengths, default=None)
+    return None if switch is None or (limit is not None and limit <= switch) else int(switch)
+
+
 def start_token(model: PreTrainedModel) -> int:
     """Return the first token of an encoder-decoder model's decoder; ConfigError when its configs name none."""
     for config in (getattr(model, "generation_config", None), model.config):

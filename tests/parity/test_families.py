@@ -41,6 +41,10 @@ SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 128, "initializer
 IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 GQA = {"num_key_value_heads": 2, "head_dim": 8}
 SLIDES = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+SWITCH = 17
+"""Positions with the frequencies of short texts; see also tests/unit/decode/test_rotary_switch.py."""
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 3.5]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": SWITCH, **FACTORS}
 
 DECODER_ONLY = {
     "llama": lambda: LlamaConfig(**SIZES, **IDS, **GQA),
@@ -57,6 +61,9 @@ DECODER_ONLY = {
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**SIZES, **IDS, rotary_pct=0.25),
     "phi-partial-rotary": lambda: PhiConfig(**SIZES, **IDS, partial_rotary_factor=0.5),
+    "phi3-longrope": lambda: Phi3Config(
+        **SIZES, **IDS, num_key_value_heads=2, original_max_position_embeddings=SWITCH, rope_parameters=LONGROPE
+    ),
     "phi3-sliding": lambda: Phi3Config(**SIZES, **IDS, num_key_value_heads=2, sliding_window=6),
     "opt": lambda: OPTConfig(
         vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
