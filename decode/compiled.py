@@ -15,7 +15,7 @@ pass on a CPU. This happens once in each call of the decoder: no model may chang
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from threading import RLock
+from threading import Lock, RLock
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -344,26 +344,30 @@ _STANCE = RLock()
 """torch has one stance for all threads."""
 _FREE: "WeakKeyDictionary[nn.Module, list[CompiledPasses]]" = WeakKeyDictionary()
 """Passes that no text uses; graphs and storage stay for the next call."""
+_FREE_LOCK = Lock()
 
 
 def take_passes(model: PreTrainedModel, rows: int, longest: int) -> CompiledPasses:
     """Return passes over `rows` texts of at most `longest` tokens; ones that were given back, where there are any."""
     global _TAKEN
-    _TAKEN += 1
     slots = max(FEWEST_SLOTS, 1 << longest.bit_length())  # a power of two above `longest`
-    # Layers that were replaced have left their states for good.
-    free = _FREE[model] = [passes for passes in _FREE.get(model, ()) if passes.states.fits(model)]
-    passes = next((passes for passes in free if passes.fits(model, rows, slots)), None)
+    with _FREE_LOCK:
+        _TAKEN += 1
+        # Layers that were replaced have left their states for good.
+        free = _FREE[model] = [passes for passes in _FREE.get(model, ()) if passes.states.fits(model)]
+        passes = next((passes for passes in free if passes.fits(model, rows, slots)), None)
+        if passes is not None:
+            free.remove(passes)
     if passes is None:
         return CompiledPasses(model, rows, slots)
-    free.remove(passes)
     passes.cache.clear(rows)
     return passes
 
 
 def give_back(model: PreTrainedModel, passes: CompiledPasses) -> None:
     """Make passes available to later texts."""
-    _FREE.setdefault(model, []).append(passes)
+    with _FREE_LOCK:
+        _FREE.setdefault(model, []).append(passes)
 
 
 def built_graphs() -> int:

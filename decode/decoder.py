@@ -17,7 +17,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft
 from draftsmith.decode.observer import Observer
 from draftsmith.decode.policies import MAY_BRANCH, Policy, default_policy, exploring, plans, policy_named
-from draftsmith.decode.policies.base import usual_width
+from draftsmith.decode.policies.base import most_nodes, usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.prompt_check import usable_inputs
@@ -103,11 +103,11 @@ class SpeculativeDecoder:
         self.policy: Policy | None = None
         """None without a drafter, and for one that only retrieves."""
         if drafter is not None and not drafter.only_retrieves:
+            _require_same_vocabulary(drafter, target)
             if isinstance(policy, str):
                 costs = measure_costs(target, drafter, compile=compile) if costs is None and plans(policy) else costs
                 policy = policy_named(policy, costs)
             self.policy = default_policy(drafter) if policy is None else policy
-            _require_same_vocabulary(drafter, target)
         if self.rule is not None and drafter is not None:
             _require_fitting(self.rule, drafter, self.policy)
         if self.policy is not None:
@@ -251,6 +251,7 @@ class SpeculativeDecoder:
         widths = None if self.costs is None else self.costs.draft_widths
         policy, target = self.policy, self._target
         target.width = 1 if self.drafter is None else usual_width(policy, greedy=processors.greedy)
+        target.nodes = most_nodes(policy, greedy=processors.greedy)
         loop = DecodeLoop(
             target,
             self.drafter,

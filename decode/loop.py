@@ -21,7 +21,7 @@ from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.observer import Observer
-from draftsmith.decode.policies.base import FixedPolicy, Policy
+from draftsmith.decode.policies.base import FixedPolicy, Policy, most_nodes
 from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
@@ -111,6 +111,8 @@ class DecodeLoop:
         sources = [text.source for text in self.texts]
         model = cast(PreTrainedModel, model)  # or a `DraftNetwork`, which has the same interface
         longest = max(text.max_length for text in self.texts) + width  # a block may end after the text
+        if self._compile:  # storage does not grow
+            longest += most_nodes(self.texts[0].policy, greedy=self._processors.greedy)
         widths = None if width else self._widths
         runner = ModelRunner(
             model, len(self.texts), sources, widths=widths, longest=longest, compile=self._compile, width=width

@@ -1,6 +1,5 @@
 """Measures the seconds of forward passes of a target and a drafter on this machine, for `Costs`."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.model_runner import ModelRunner
@@ -117,13 +117,13 @@ def _reading(model: PreTrainedModel, *, compile: bool) -> Iterator[Callable[[int
 def _curve(model: PreTrainedModel, widths: list[int], compile: bool) -> dict[int, float]:
     """Return the median seconds in which the model reads each number of tokens after a context."""
     seconds: dict[int, list[float]] = {width: [] for width in widths}
+    device = next(model.parameters()).device
     with _reading(model, compile=compile) as read:
         for repeat in range(REPEATS + 1):
             for width in widths:
-                started = time.perf_counter()
+                started = now(device)
                 read(width)
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
+                ended = now(device)
                 if repeat > 0:  # the first pass allocates and chooses kernels
-                    seconds[width].append(time.perf_counter() - started)
+                    seconds[width].append(ended - started)
     return {width: median(values) for width, values in seconds.items()}

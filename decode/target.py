@@ -80,6 +80,8 @@ class TransformersTarget:
         """Padded width of a verification by its number of tokens; see `Costs.verify_widths`."""
         self.compile, self.width = False, 0
         """See `ModelRunner`."""
+        self.nodes = 0
+        """See `most_nodes`."""
 
     def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
         sources = [text.source for text in texts]
@@ -92,7 +94,7 @@ class TransformersTarget:
             layers=layers,
             widths=self.widths,
             encoded=encoded,
-            longest=max(text.max_length for text in texts),
+            longest=max(text.max_length for text in texts) + (self.nodes if self.compile else 0),
             compile=self.compile,
             width=self.width,
         )

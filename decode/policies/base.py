@@ -65,6 +65,16 @@ def usual_width(policy: Policy | None, *, greedy: bool) -> int:
     return own.fixed(greedy=greedy).nodes + 1 if isinstance(own, FixedPolicy) else 0
 
 
+def most_nodes(policy: Policy | None, *, greedy: bool) -> int:
+    """Return the most nodes that models read of a draft with branches; 0 for chains, which end where the text does."""
+    own = None if policy is None else policy.fresh()
+    if isinstance(own, FixedPolicy):
+        shape = own.fixed(greedy=greedy)
+        return 0 if shape.is_chain else shape.nodes
+    sizes = {key: getattr(own, key, 0) for key in ("size", "depth", "top_k", "width")}
+    return max(sizes["size"], sizes["depth"] * max(sizes["top_k"], sizes["width"]))
+
+
 def require_counts(policy: object, *keys: str) -> None:
     """Raise ConfigError unless these settings of `policy` are from 1 to `MOST`."""
     for key in keys:

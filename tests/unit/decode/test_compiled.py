@@ -4,12 +4,13 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from compiled_cases import CASES, PROMPTS, SETTINGS, draft_model, eagle, target_model, target_of
-from conftest import mostly_slow
+from conftest import make_llama, mostly_slow
 from torch._dynamo.utils import counters
 from torch._inductor import cpu_vec_isa
 from transformers import (
@@ -27,10 +28,12 @@ from transformers import T5ForConditionalGeneration as T5
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode import compiled
 from draftsmith.decode.compiled import MOST_WIDTH, CompiledPasses, built_graphs, run_step
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies import StaticTree
 from draftsmith.decode.profiling import LONG, SHORT, measure_costs
+from draftsmith.decode.recurrent_state import LOCK
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
@@ -144,6 +147,47 @@ def test_windows_and_the_end_of_the_context(traced: None, model: Callable[[], to
         ]
         assert texts[0] == texts[1]
         assert len(texts[0]) >= 23
+
+
+WHOLE = {"eos_token_id": None, "temperature": 1.0}
+COSTS = Costs({1: 1.0, 64: 1.1}, {1: 0.01, 64: 0.02})
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "tree:widths=8x3x1",
+        "measured-tree:size=24",
+        "sampled-tree:width=20,depth=3",
+        *mostly_slow(["best-first:size=40", "dynamic-tree:size=40,depth=6,top_k=8", "optimal-tree:size=40"]),
+    ],
+)
+def test_trees_at_the_end_of_the_storage(untraced: None, policy: str) -> None:
+    """The slots of storage are a power of two above the longest text; the nodes of its last drafts have slots too."""
+    target = make_llama(num_hidden_layers=1, max_position_embeddings=512).double()
+    drafter = DraftModel(make_llama(1, num_hidden_layers=1, max_position_embeddings=512).double())
+    plain, fast = (SpeculativeDecoder(target, drafter, policy=policy, costs=COSTS, compile=on) for on in (False, True))
+    for seed in range(4):
+        prompt = [5 + seed, 9] * 50
+        settings = {**WHOLE, "max_new_tokens": 127 - len(prompt), "seed": seed}
+        assert fast.generate(prompt, **settings).tokens == plain.generate(prompt, **settings).tokens
+
+
+def test_two_threads_do_not_take_the_same_storage(untraced: None) -> None:
+    """Both ask for it while another thread is in a pass of a recurrent model, whose lock the search waits for."""
+    target = target_model()
+    given = compiled.take_passes(target, 1, 40)
+    compiled.give_back(target, given)
+    taken: list[CompiledPasses] = []
+    threads = [Thread(target=lambda: taken.append(compiled.take_passes(target, 1, 40))) for _ in range(2)]
+    with LOCK:
+        for thread in threads:
+            thread.start()
+            thread.join(0.2)  # it waits
+    for thread in threads:
+        thread.join()
+    assert len({id(passes) for passes in taken}) == 2
+    assert given in taken
 
 
 @pytest.fixture
