@@ -293,6 +293,19 @@ class Drafter(nn.Module):
     def drop(self, rows: list[int]) -> None:
         """Keep only the state of these rows, in this order; the other texts are finished."""
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the drafter; rotary frequencies keep their dtype, as in models that transformers loads.
+
+        Rounded to bfloat16, they would rotate distant positions by wrong angles.
+        """
+        exact = {name: value for name, value in self.named_buffers() if name.endswith("inv_freq")}
+        super()._apply(fn, recurse)
+        for name, value in exact.items():
+            owner, _, key = name.rpartition(".")
+            if self.get_buffer(name).dtype != value.dtype:
+                setattr(self.get_submodule(owner), key, value.to(self.get_buffer(name).device))
+        return self
+
 
 class TrainableDrafter(Drafter, ABC):
     """A drafter with weights: it is created for a target, trained, saved and loaded."""

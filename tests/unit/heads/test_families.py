@@ -214,6 +214,19 @@ def save(drafter: TrainableDrafter, folder: Path, target: LlamaForCausalLM, toke
     return folder
 
 
+@pytest.mark.parametrize(
+    "name", ["draft_model pruned", "hydra++", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash"]
+)
+def test_rotary_frequencies_are_not_rounded(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    drafter, target = make(name, target_model()), target_model().bfloat16()
+    again = load_drafter(save(drafter, tmp_path / "d", target, tiny_tokenizer), target, tiny_tokenizer)
+    assert next(again.parameters()).dtype == torch.bfloat16
+    exact = {name: value for name, value in drafter.named_buffers() if name.endswith("inv_freq")}
+    assert exact
+    for cast in (again, again.half(), again.float()):
+        assert all(torch.equal(cast.get_buffer(name), value) for name, value in exact.items())
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_round_trip_is_bit_exact(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     target = target_model()
