@@ -11,24 +11,47 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.lm_head import weight_of
+
+EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "shared_expert_gate")
+"""Last parts of names of layers that get no adapters in a model with fused experts: peft would adapt the experts.
+
+The last one has one output only.
+"""
 
 
 def add_lora(model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None = None) -> None:
     """Insert adapters into linear layers and freeze all other weights. The adapters start with no effect.
 
     Args:
-        modules: last parts of the layers' names; by default every linear layer except the lm_head.
+        modules: last parts of the layers' names; by default every linear layer except the lm_head and `EXPERTS`.
     """
     # peft accepts fractional values of alpha, though it annotates them as int.
     config = LoraConfig(
-        r=rank, lora_alpha=cast(int, alpha), target_modules=modules or "all-linear", init_lora_weights=True
+        r=rank, lora_alpha=cast(int, alpha), target_modules=modules or list(_linear(model)), init_lora_weights=True
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from peft's use of transformers
         inject_adapter_in_model(config, model)
+
+
+def _linear(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that get adapters by default."""
+    lm_head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    left_out = _taken(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not lm_head and name.rpartition(".")[2] not in left_out
+    }
+
+
+def _taken(model: nn.Module) -> set[str]:
+    """Return `EXPERTS` for a model with fused experts, otherwise nothing."""
+    return {*EXPERTS} if any(name.endswith("experts.gate_up_proj") for name, _ in model.named_parameters()) else set()
 
 
 def check_lora(model: PreTrainedModel, section: str, *, rank: int, modules: list[str] | None = None) -> None:
@@ -37,8 +60,12 @@ def check_lora(model: PreTrainedModel, section: str, *, rank: int, modules: list
     missing = sorted(set(modules or ()) - names)
     if missing:
         raise ConfigError.of(f"{section}.modules", missing, f"names of layers of {type(model).__name__}")
+    taken = sorted(_taken(model) & set(modules or ()))
+    if taken:
+        expected = f"other layers: {type(model).__name__} has fused experts, which get no adapters"
+        raise ConfigError.of(f"{section}.modules", taken, expected)
     _require_inner(model, modules or [], f"{section}.modules")
-    smallest = min(min(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
+    smallest = min((min(weight_of(layer).shape) for layer in _linear(model).values()), default=rank)
     if rank > smallest:
         raise ConfigError.of(f"{section}.lora_rank", rank, f"at most {smallest}, the smallest side of a layer")
 

@@ -211,7 +211,8 @@ class CotrainSection(Section):
     lora_alpha: Annotated[Number, Field(gt=0)] = 16
     """Scale of the adapters: alpha / rank."""
     modules: list[str] | None = None
-    """Last component of the names of the layers to adapt; by default every linear layer in the blocks."""
+    """Last component of the names of the layers to adapt; by default every linear layer in the blocks, or with fused
+    experts those of the attention."""
     learning_rate_ratio: Annotated[Number, Field(gt=0)] = 0.25
     """Learning rate of the adapters relative to train.learning_rate."""
     warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.3
