@@ -232,8 +232,9 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         with torch.no_grad():
             if draft_vocabulary is not None:
                 drafter.body.start_lm_head(target, draft_vocabulary)
-            token = default_mask_token(target, mask_token)
-            drafter.body.mask_embedding.copy_(weight_of(target.get_input_embeddings())[token])
+            place = weight_of(target.get_input_embeddings()).device
+            token = torch.tensor(default_mask_token(target, mask_token), device=place)
+            drafter.body.mask_embedding.copy_(drafter.body.embed(token))
             drafter.body.norm.weight.copy_(last_gain(target, drafter.body.norm.weight))
         return drafter
 

@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -37,6 +38,7 @@ PLAIN |= {"conv_kernel_size": None, "selector_rank": None, "use_correction_targe
 
 def read_speculators_block(published: Published) -> DFlash:
     """Read DFlash and DSpark in the layout of vLLM's speculators."""
+    published.require_plain_embeddings()
     config = published.config
     body = published.body(published.part("transformer_layer_config"))
     windows = windows_of(body)
@@ -148,14 +150,16 @@ def _read(
 
 
 def _mask_embedding(published: Published, mask_token: int) -> Tensor:
-    """Return the mask's embedding [H]: from the drafter's embeddings, whose other rows must be the target's, or from
-    the target's."""
+    """Return the mask's embedding [H]: from the drafter's embeddings, whose other rows must be the target's, or as the
+    target's module gives it, scaled or not."""
     embeddings = published.target.get_input_embeddings()
-    own_VH = weight_of(embeddings).detach().cpu()
+    own_VH = weight_of(embeddings)
     theirs_VH = published.tensors.get("embed_tokens.weight")
     if theirs_VH is None or theirs_VH.shape != own_VH.shape:
         published.drop_shared("embed_tokens.weight", embeddings)
-        return own_VH[mask_token]
+        return embeddings(torch.tensor(mask_token, device=own_VH.device)).detach().cpu()
+    published.require_plain_embeddings()
+    own_VH = own_VH.detach().cpu()
     mask_H = theirs_VH[mask_token].clone()
     theirs_VH[mask_token] = own_VH[mask_token].to(theirs_VH.dtype)
     published.drop_shared("embed_tokens.weight", embeddings)
@@ -169,6 +173,7 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
     """
     drafter, dtype, named = source.drafter, name_of(source.dtype), _flat_fields(source)
     if drafter.body.first == 0:
+        source.require_plain_embeddings("format=transformers")
         shared = {
             "embed_tokens": source.target.get_input_embeddings(),
             "lm_head": source.target.get_output_embeddings(),

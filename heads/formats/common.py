@@ -14,6 +14,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrai
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.storage import write_json
 
@@ -95,6 +96,10 @@ class Source(Generic[D]):
         if not fits:
             raise ConfigError(f"drafter of type {self.drafter.type}: {value}; expected {expected}")
 
+    def require_plain_embeddings(self, expected: str) -> None:
+        """Raise ConfigError for a target that scales its embeddings, in a layout whose engines read plain rows."""
+        self.require(not scales_embeddings(self.target), "a target that scales its embeddings", expected)
+
     def stored(self, tensor: Tensor) -> Tensor:
         """Return a copy of `tensor` on the CPU, floats in the export's dtype."""
         tensor = tensor.detach().cpu()
@@ -119,6 +124,13 @@ class Serving:
     """Code in the language `language`; `{folder}` is replaced by the export's folder or repository."""
     language: str = "sh"
     notes: list[str] = field(default_factory=list)
+
+
+def scales_embeddings(target: PreTrainedModel) -> bool:
+    """Return whether the embeddings of `target` are scaled rows of their weight (Gemma 3), measured on the largest."""
+    embeddings = target.get_input_embeddings()
+    token = weight_of(embeddings).abs().sum(-1).argmax()  # the row of a padding token may be zero
+    return not torch.equal(embeddings(token), weight_of(embeddings)[token])
 
 
 def llama_fields(body: LlamaConfig, **changes: Any) -> dict[str, Any]:

@@ -103,6 +103,7 @@ def write_deepspec_eagle3(source: Source[Eagle3]) -> Serving:
 
 def read_eagle1(published: Published) -> Eagle:
     """Read EAGLE-1, where the key `bias` belongs to fc."""
+    published.require_plain_embeddings()
     published.drop_zero_biases()
     published.drop_shared("embed_tokens.weight", published.target.get_input_embeddings())
     published.drop_shared("lm_head.weight", published.target.get_output_embeddings())
@@ -134,6 +135,7 @@ def write_eagle1_for_sglang(source: Source[Eagle]) -> Serving:
 def _eagle1_config(source: Source[Eagle], architecture: str) -> dict[str, Any]:
     body = source.drafter.body.config
     _require_plain_layers(source, "format=transformers")
+    source.require_plain_embeddings("format=transformers")
     dtype = name_of(source.dtype)
     return llama_fields(body, architectures=[architecture], bias=True, dtype=dtype, torch_dtype=dtype)
 

@@ -133,10 +133,7 @@ def _head(source: Source[Any], architecture: str, state: dict[str, Tensor]) -> t
     source.require(fits, f"features of layers {layers}", f"layers 1 to {depth - 1}, which llama.cpp reads as inputs")
     sections = (getattr(source.text, "rope_parameters", None) or {}).get("mrope_section")
     source.require(not sections, f"a target with mrope_section={sections}", "one position per token")
-    embeddings = source.target.get_input_embeddings()
-    token = weight_of(embeddings).abs().sum(-1).argmax()  # the row of a padding token may be zero
-    same = torch.equal(embeddings(token), weight_of(embeddings)[token])
-    source.require(same, "a target that scales its embeddings", "another format")
+    source.require_plain_embeddings("another format")
     metadata, tensors = _layers(source, architecture, config, state)
     if drafter.draft_vocabulary is not None:
         tensors["d2t"] = source.stored(drafter.draft_vocabulary.tokens_D)

@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.formats.common import scales_embeddings
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
 
@@ -130,6 +131,11 @@ class Published:
             what = "embeddings" if "embed" in name else "an lm_head"
             problem = f"tensor {name} {list(theirs.shape)} is not the target's {list(own.shape)}"
             raise self.refusal(problem, f"the same: drafters of this kind with {what} of their own are not supported")
+
+    def require_plain_embeddings(self) -> None:
+        """Raise ConfigError for a target that scales its embeddings, in a layout whose engines read plain rows."""
+        if scales_embeddings(self.target):
+            raise self.refusal("the target scales its embeddings", "one that does not: engines read plain ones here")
 
     def drop_zero_biases(self) -> None:
         """Skip output biases of attention that are zero; engines require them where the inputs have biases."""

@@ -116,6 +116,7 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
     kind, architecture = ("dspark", "DSparkDraftModel") if rank or confident else ("dflash", "DFlashDraftModel")
     markov_type = drafter.options()["markov_type"]  # vLLM reads vanilla ones only
     source.require(markov_type == "vanilla", f"markov_type={markov_type}", "vanilla, or format=sglang or transformers")
+    source.require_plain_embeddings("format=transformers")
     mask_token, embeddings = mask_token_of(source)
     config: dict[str, Any] = {
         "aux_hidden_state_layer_ids": _layer_ids(source),
@@ -156,7 +157,9 @@ def _anchor_note(drafter: DFlash) -> str:
 
 def mask_token_of(source: Source[DFlash]) -> tuple[int, dict[str, Tensor]]:
     """Return the token with the mask's embedding; without one the last token, and embeddings with the mask's there."""
-    embeddings_VH = source.stored(weight_of(source.target.get_input_embeddings()))
+    embeddings = source.target.get_input_embeddings()
+    weight_VH = weight_of(embeddings)
+    embeddings_VH = source.stored(embeddings(torch.arange(len(weight_VH), device=weight_VH.device)))
     mask_H = source.stored(source.drafter.body.mask_embedding)
     same = (embeddings_VH == mask_H).all(-1).nonzero()
     if len(same):
