@@ -217,6 +217,7 @@ def layer_config(target: PreTrainedModel, num_hidden_layers: int, **changes: Any
     config = text_config(target)
     hidden, attends = config.hidden_size, layer_value(config, "num_attention_heads")
     heads = attends or max(1, hidden // 64)  # a purely recurrent target has none
+    head_dim = (layer_value(config, "head_dim") if attends else None) or hidden // heads
     width = weight_of(target.get_input_embeddings()).shape[1]
     if width != hidden:
         raise ConfigError(
@@ -229,10 +230,10 @@ def layer_config(target: PreTrainedModel, num_hidden_layers: int, **changes: Any
         "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": layer_value(config, "num_key_value_heads") or heads,
-        "head_dim": (layer_value(config, "head_dim") if attends else None) or hidden // heads,
+        "head_dim": head_dim,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 4096,
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
-        "rope_parameters": _rope_parameters(config),
+        "rope_parameters": _rope_parameters(config, head_dim),
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -246,12 +247,17 @@ def ready(config: LlamaConfig) -> LlamaConfig:
     return config
 
 
-def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the config's rotary parameters, for rotation of the whole head."""
+def _rope_parameters(config: PreTrainedConfig, head_dim: int) -> dict[str, Any]:
+    """Return the config's rotary parameters, for rotation of the whole head.
+
+    Factors of single frequencies (longrope) are left out where they are those of a part of a head (Phi-4-mini).
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     if "full_attention" in rope:  # one entry per type of layer, None for one without rotation
         rope = rope["full_attention"] or rope.get("sliding_attention") or {}
     rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     if rope.get("rope_type") == "proportional":  # Gemma 4: the default one, for a part of each head
         rope["rope_type"] = "default"
+    if "long_factor" in rope and len(rope["long_factor"]) != head_dim // 2:
+        rope = {"rope_theta": rope["rope_theta"]}
     return {"rope_type": "default", "rope_theta": 10000.0, **rope}
