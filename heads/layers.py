@@ -195,8 +195,25 @@ def norm(config: LlamaConfig, size: int | None = None, *, centred: bool = False)
 
 def last_gain(target: PreTrainedModel, default_H: Tensor) -> Tensor:
     """Return the gain of the target's last norm, whose output its lm_head reads; `default_H` where it has none."""
-    gain: Tensor | None = getattr(getattr(target.base_model, "norm", None), "weight", None)
-    return gain if gain is not None and gain.shape == default_H.shape else default_H
+    weight_H: Tensor | None = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
+    if weight_H is None or weight_H.shape != default_H.shape:
+        return default_H
+    return weight_H.float() + last_norm_is_centred(target)
+
+
+@torch.no_grad()
+def last_norm_is_centred(target: PreTrainedModel) -> Tensor:
+    """Return whether the gain of the target's last norm is 1 + weight, measured, as a bool tensor.
+
+    The norm is computed on numbers of mean 0 and square 1, and on their negatives, so that LayerNorms with a bias are
+    measured, too.
+    """
+    norm = target.get_decoder().get_submodule("norm")
+    weight_H = weight_of(norm)
+    signs_H = torch.ones_like(weight_H)
+    signs_H[1::2] = -1
+    gain_H = signs_H * (norm(signs_H) - norm(-signs_H)) / 2
+    return (gain_H - weight_H - 1).abs().sum() < (gain_H - weight_H).abs().sum()
 
 
 def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:

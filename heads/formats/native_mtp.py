@@ -31,7 +31,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.formats.common import Serving, Source, vllm_command
-from draftsmith.heads.layers import layer_config
+from draftsmith.heads.layers import last_norm_is_centred, layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.mtp_network import OPTIONS, MtpNetwork
@@ -201,7 +201,7 @@ def _shape(target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]) 
         for starts in (EXPERTS, LATENT)
     )
     if sparse or latent or text.model_type in PAIRS:
-        known = {"centred": _centred(target), "target_norm": "final_layernorm" not in layout.names}
+        known = {"centred": bool(last_norm_is_centred(target)), "target_norm": "final_layernorm" not in layout.names}
         return _own_layer(text, sparse), {name: True for name, value in known.items() if value}
     if text.hidden_act != "silu":
         raise _refusal(f"hidden_act={text.hidden_act!r}", "silu")
@@ -219,7 +219,7 @@ def _shape(target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]) 
         body.rope_parameters["partial_rotary_factor"] = part
     assert body.head_dim is not None, "LlamaConfig sets it"
     gated = rows("self_attn.q_proj") == 2 * body.num_attention_heads * body.head_dim
-    values = {"qk_norm": rows("self_attn.q_norm") > 0, "gated": gated, "centred": _centred(target)}
+    values = {"qk_norm": rows("self_attn.q_norm") > 0, "gated": gated, "centred": bool(last_norm_is_centred(target))}
     return body, {name: True for name, value in values.items() if value}
 
 
@@ -282,17 +282,6 @@ def _apart(tensors: dict[str, Tensor], stored: Collection[str]) -> dict[str, Ten
             names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
             apart |= {f"{base}.{expert}.{own}.weight": half for own, half in zip(names, parts, strict=True)}
     return apart
-
-
-@torch.no_grad()
-def _centred(target: PreTrainedModel) -> bool:
-    """Return whether the gain of the target's last norm is 1 + weight, measured on ones."""
-    norm = getattr(target.get_decoder(), "norm", None)
-    if norm is None:
-        return False
-    weight_H = weight_of(norm)
-    gain_H = norm(torch.ones_like(weight_H))
-    return bool((gain_H - weight_H - 1).abs().sum() < (gain_H - weight_H).abs().sum())
 
 
 def _swapped(layout: Layout, weights: dict[str, Tensor]) -> dict[str, Tensor]:

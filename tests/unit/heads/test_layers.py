@@ -1,10 +1,22 @@
-"""The layers of drafters: rotary positions for targets of any architecture."""
+"""The layers of drafters for targets of any architecture: rotary positions, and the gain of the last norm."""
 
 from typing import Any
 
 import pytest
 import torch
-from transformers import Phi3Config, Phi3ForCausalLM
+from conftest import make_llama
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+)
+from vision_models import build
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.heads import HEADS
@@ -40,3 +52,33 @@ def test_longrope_of_whole_heads_is_kept() -> None:
     assert rope is not None
     assert rope["rope_type"] == "longrope"
     assert len(rope["long_factor"]) == 8
+
+
+def with_norm(kind: str) -> PreTrainedModel:
+    """A target whose last norm has a random weight; Cohere's and Nemotron's subtract the mean."""
+    torch.manual_seed(0)
+    models = {
+        "llama": lambda: make_llama(num_hidden_layers=4),
+        "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16)),
+        "cohere": lambda: CohereForCausalLM(CohereConfig(**SIZES)),
+        "nemotron": lambda: NemotronForCausalLM(NemotronConfig(**SIZES)),
+        "gemma3 with images": lambda: build("gemma3"),
+        "llava": lambda: build("llava"),
+    }
+    target = models[kind]().float().eval()
+    norm = target.get_decoder().norm
+    norm.weight.data.normal_(0.0 if "gemma" in kind else 1.0, 0.3)
+    return target
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere", "nemotron", "gemma3 with images", "llava"])
+def test_the_last_norm_starts_with_the_gain_of_the_targets(kind: str) -> None:
+    target = with_norm(kind)
+    norm, spread = target.get_decoder().norm, torch.randn(8, 32)
+    spread -= spread.mean(-1, keepdim=True)
+    bias = getattr(norm, "bias", None)
+    with torch.no_grad():
+        expected = norm(spread) - (0 if bias is None else bias)
+        for drafter in ("eagle3", "dflash"):
+            own = HEADS[drafter].from_target(target, layers=[1, 2]).body.norm
+            assert torch.allclose(own(spread), expected, rtol=1e-4, atol=1e-4), "but for their epsilons"
