@@ -203,12 +203,14 @@ def last_gain(target: PreTrainedModel, default_H: Tensor) -> Tensor:
 
 @torch.no_grad()
 def last_norm_is_centred(target: PreTrainedModel) -> Tensor:
-    """Return whether the gain of the target's last norm is 1 + weight, measured, as a bool tensor.
+    """Return whether the gain of the target's last norm is 1 + weight, measured, as a bool tensor; False without one.
 
     The norm is computed on numbers of mean 0 and square 1, and on their negatives, so that LayerNorms with a bias are
     measured, too.
     """
-    norm = target.get_decoder().get_submodule("norm")
+    norm = getattr(target.get_decoder(), "norm", None)
+    if norm is None:
+        return torch.tensor(False)
     weight_H = weight_of(norm)
     signs_H = torch.ones_like(weight_H)
     signs_H[1::2] = -1
