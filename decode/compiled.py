@@ -170,7 +170,8 @@ class CompiledPasses:
         count, width = inputs.ids_BQ.shape
         key = (width, tuple(x is None for x in inputs), HEAD in modules, layers, most_again)
         if key not in self._graphs:
-            self._graphs[key] = Graph(CompiledPasses._pass, f"pass_of_{width}", self._device)
+            replaced = self.states.saved if inputs.again_B is None else list
+            self._graphs[key] = Graph(CompiledPasses._pass, f"pass_of_{width}", self._device, replaced)
         inputs = _filled(inputs, self.rows)
         with self.watching(modules), self.attention.running(chain=False):
             output = self._graphs[key].run(model, self, model, inputs, HEAD in modules, layers, most_again)
@@ -253,7 +254,7 @@ class CompiledPasses:
         """
         key = ("advance",)
         if key not in self._graphs:
-            self._graphs[key] = Graph(FixedStates.advance, "advance", self._device)
+            self._graphs[key] = Graph(FixedStates.advance, "advance", self._device, self.states.tensors)
         full_B = torch.tensor(full + [False] * (self.rows - len(full)), device=self._device)
         self._graphs[key].run(model, self.states, full_B)
 
@@ -262,15 +263,21 @@ class Graph:
     """A function that is compiled when it first runs; it is called with tensors of one shape.
 
     It has code of its own: torch limits the number of graphs for one code object, and looks through all of them.
+
+    Args:
+        replaced: returns the tensors that the function reads and then replaces, so that a second run would continue
+            from the first; the runs that record a graph put their values back.
     """
 
-    def __init__(self, plain: FunctionType, name: str, device: torch.device) -> None:
+    def __init__(
+        self, plain: FunctionType, name: str, device: torch.device, replaced: Callable[[], list[Tensor]] = list
+    ) -> None:
         global _BUILT
         _BUILT += 1
         own = FunctionType(plain.__code__.replace(co_name=name), plain.__globals__, name, plain.__defaults__)
         self._run = torch.compile(own, fullgraph=True, dynamic=False, **OPTIONS.get(device.type, {}))
         self._on_cuda = device.type == "cuda"
-        self._runs = RECORDING if self._on_cuda else 1
+        self._runs, self._replaced = RECORDING if self._on_cuda else 1, replaced
         self._checked = 0
 
     def run(self, module: nn.Module, *arguments: Any) -> list[Tensor | None]:
@@ -280,8 +287,11 @@ class Graph:
             ConfigError: if torch cannot compile the function, of which `module` is the part that it may not trace.
         """
         output: Sequence[Tensor | None] = ()
+        before = [(x, x.clone()) for x in self._replaced()] if self._runs > 1 else []
         try:
-            for _ in range(self._runs):
+            for number in range(self._runs):
+                for x, old in before if number else ():
+                    x.copy_(old)
                 torch.compiler.cudagraph_mark_step_begin()
                 output = self._run_checked(*arguments)
         except TorchDynamoException as error:

@@ -75,12 +75,12 @@ class FixedMixer:
             size = self._rows, self._columns.total
             self._saved = copied(states, [0] * self._rows)
             self._kept = {name: value.new_zeros(*size, *value.shape[2:]) for name, value in empty.items()}
-            for tensor in self._tensors():
+            for tensor in self.tensors():
                 torch._dynamo.mark_static_address(tensor)
         for value in self._kept.values():
             value.zero_()
         tensors = _tensors(states)
-        for own, new in zip(_tensors(self._saved), tensors, strict=True):
+        for own, new in zip(self.saved(), tensors, strict=True):
             own[: len(new)] = new
         return len(tensors[0])
 
@@ -92,11 +92,16 @@ class FixedMixer:
 
     def drop(self, rows: list[int]) -> None:
         """Move these rows to the front."""
-        for tensor in self._tensors():
+        for tensor in self.tensors():
             keep_rows_in_place(tensor, rows)
 
-    def _tensors(self) -> list[Tensor]:
-        return [*_tensors(self._saved), *self._kept.values()]
+    def saved(self) -> list[Tensor]:
+        """Return the saved states."""
+        return _tensors(self._saved)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the saved states and the inputs since then."""
+        return [*self.saved(), *self._kept.values()]
 
     # Traced.
 
@@ -125,7 +130,7 @@ class FixedMixer:
             value.copy_(_chosen(full_B, value.roll(-MOST_AGAIN, 1), value))
 
     def _save(self, states: LinearAttentionLayer, rows_B: Tensor | None) -> None:
-        for own, new in zip(_tensors(self._saved), _tensors(states), strict=True):
+        for own, new in zip(self.saved(), _tensors(states), strict=True):
             own.copy_(new if rows_B is None else _chosen(rows_B, new, own))
 
 
@@ -168,6 +173,14 @@ class FixedStates:
         for mixer in self.mixers:
             mixer.advance(full_B)
         return []
+
+    def saved(self) -> list[Tensor]:
+        """Return what a pass over one committed token replaces."""
+        return [tensor for mixer in self.mixers for tensor in mixer.saved()]
+
+    def tensors(self) -> list[Tensor]:
+        """Return what `advance` replaces."""
+        return [tensor for mixer in self.mixers for tensor in mixer.tensors()]
 
     def reading(self) -> AbstractContextManager[None]:
         """Let all mixers continue from these states, inside the context."""

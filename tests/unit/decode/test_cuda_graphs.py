@@ -66,7 +66,7 @@ def give_states(states: FixedStates, moved: FixedStates, cache: RollbackCache) -
         new._others = {name: cache if value is old._cache else value for name, value in old._others.items()}
         new._saved = _changed(old._saved, lambda value: value.to("meta"))
         new._kept = {name: value.to("meta") for name, value in old._kept.items()}
-        for tensor in new._tensors():
+        for tensor in new.tensors():
             torch._dynamo.mark_static_address(tensor)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode import compiled, fixed_states, model_runner
-from draftsmith.decode.compiled import MOST_WIDTH, CompiledPasses
+from draftsmith.decode.compiled import MOST_WIDTH, RECORDING, CompiledPasses, Graph
 from draftsmith.decode.fixed_states import CompiledMixers, FixedMixer, FixedStates
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.recurrent_state import MOST_AGAIN
@@ -169,6 +169,32 @@ def test_wide_passes_between_compiled_ones(family: str, monkeypatch: pytest.Monk
         assert followed.gap < ROUNDING
 
 
+@pytest.mark.parametrize("family", mostly_slow(COMPILED, "qwen3_5_text", "mamba2", "lfm2"))
+@torch.inference_mode()
+def test_recording_a_graph_reads_no_token_twice(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the first use of every graph runs it several times: passes of all kinds, and the chains of a drafter."""
+    build_graph = Graph.__init__
+
+    def built(graph: Graph, *arguments: Any) -> None:
+        build_graph(graph, *arguments)
+        graph._runs = RECORDING
+
+    monkeypatch.setattr(Graph, "__init__", built)
+    for rows in (1, 3):
+        followed = Followed(family, rows)
+        for _ in range(2):
+            followed.draft(1, [1] * rows)
+            followed.append([1] * rows)
+        followed.runner.close()
+        assert followed.gap < ROUNDING, "passes that replace the saved states"
+        assert largest_gap(family, rows) < ROUNDING
+    model, settings = build(family), {"max_new_tokens": 40, "eos_token_id": None}
+    plain, decoder = (SpeculativeDecoder(model, noisy(model), draft_length=3, compile=on) for on in (False, True))
+    for temperature in (0.0, 1.0):
+        expected = plain.generate([5, 9, 33, 2], temperature=temperature, **settings).tokens
+        assert decoder.generate([5, 9, 33, 2], temperature=temperature, **settings).tokens == expected
+
+
 @torch.inference_mode()
 def test_states_that_another_call_has_left_are_not_read() -> None:
     """NaN in a column or a state that no token reads would reach others through products with zero."""
@@ -180,7 +206,7 @@ def test_states_that_another_call_has_left_are_not_read() -> None:
     for owner in (model, drafter.model):
         (passes,) = compiled._FREE[owner]
         for mixer in passes.states.mixers:
-            for tensor in mixer._tensors():
+            for tensor in mixer.tensors():
                 tensor.fill_(torch.nan)
     assert decoder.generate([5, 9, 33, 2], **settings).tokens == expected
 
