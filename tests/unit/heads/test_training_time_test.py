@@ -1,5 +1,6 @@
 """The training-time test against a naive version: every (query, step) reads its whole path anew, in fp64."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,10 +175,57 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
     def of_another_release(*_: Tensor, **__: bool) -> tuple[Tensor, Tensor]:
         raise RuntimeError("expected at most 3 arguments")
 
-    for kernel, reason in {of_another_scale: "differs", of_another_release: "at most 3 arguments"}.items():
-        monkeypatch.setattr(unrolled_attention, "_fused_text", kernel)
-        with pytest.warns(UserWarning, match=reason):
-            assert not kernel_agrees(*arguments)
+    text, backward = unrolled_attention._fused_text, unrolled_attention._fused_backward
+
+    def contiguous(*inputs: Tensor, **options: bool) -> tuple[Tensor, ...]:
+        return tuple(x.contiguous() for x in text(*inputs, **options))
+
+    def without_strides(*inputs: Tensor, causal: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        return backward(*inputs[:5], by_its_address(inputs[5]), causal=causal)
+
+    for reason, kernels in (
+        ("differs", {"_fused_text": of_another_scale}),
+        ("at most 3 arguments", {"_fused_text": of_another_release}),
+        ("differs", {"_fused_text": contiguous, "_fused_backward": without_strides}),
+    ):
+        with monkeypatch.context() as changed:
+            for name, kernel in kernels.items():
+                changed.setattr(unrolled_attention, name, kernel)
+            with pytest.warns(UserWarning, match=reason):
+                assert not kernel_agrees(*arguments)
+
+
+def by_its_address(x: Tensor) -> Tensor:
+    """Return the values that a kernel reads which takes `x` for contiguous."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride(), x.storage_offset())
+
+
+class FlashAttention2(TorchDispatchMode):
+    """Lets the backward kernel read the log-sum-exp by its address, as torch's kernel for CUDA does."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            arguments = *arguments[:5], by_its_address(arguments[5]), *arguments[6:]
+        return operation(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("name", ["hass", "mtp", "eagle3", "peagle"])
+def test_gradients_of_rows_with_prompts_by_a_kernel_that_reads_no_strides(name: str) -> None:
+    """Runs of a flat row are parts of its log-sum-exp."""
+    drafter = drafters()[name]
+    ids_BT = torch.randint(2, 64, (2, T))
+    features = torch.randn(2, T, 32 * len(drafter.needs.layers), dtype=torch.float64)
+    mask_BT = torch.arange(T).expand(2, T) > 2
+    signals = TeacherSignals(ids_BT, torch.ones_like(ids_BT), features[..., :32], mask_BT, features)
+
+    def gradients() -> Sequence[Tensor]:
+        total = sum(entry.hidden_BTD.sin().sum() for entry in drafter.unroll(signals))
+        return torch.autograd.grad(total, [p for p in drafter.parameters() if p.requires_grad], allow_unused=True)
+
+    expected = gradients()
+    with FlashAttention2():
+        found = gradients()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_gradients_of_bf16_are_computed_in_float32_on_a_cpu() -> None:
