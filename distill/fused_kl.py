@@ -45,7 +45,8 @@ class _ForwardKl(torch.autograd.Function):
     def forward(ctx: Any, logits_ND: Tensor, p: TargetRows, temperature: float) -> tuple[Tensor, Tensor]:
         tempered_ND = logits_ND if temperature == 1 else logits_ND / temperature
         q_log_ND = tempered_ND.log_softmax(-1, dtype=p.p_ND.dtype)
-        kl_N = p.constant_N - torch.bmm(p.p_ND[:, None], q_log_ND[:, :, None])[:, 0, 0]
+        with torch.autocast(logits_ND.device.type, enabled=False):  # which would round the product to half precision
+            kl_N = p.constant_N - torch.bmm(p.p_ND[:, None], q_log_ND[:, :, None])[:, 0, 0]
         difference_ND = q_log_ND.exp_().sub_(p.p_ND)
         alpha_N = (1 + p.mass_N - torch.linalg.vector_norm(difference_ND, 1, dim=-1)) / 2
         ctx.mark_non_differentiable(alpha_N)

@@ -55,6 +55,15 @@ def test_half_precision_logits_are_summed_in_float32() -> None:
     torch.testing.assert_close(gradient_NV.double(), exact_NV, rtol=2**-7, atol=1e-6)
 
 
+def test_autocast_rounds_no_sum() -> None:
+    p_NV, q_NV = rows(torch.float32)
+    p = TargetRows.of(p_NV.float().log_softmax(-1), whole=True)
+    expected = forward_kl_and_alpha(q_NV, p, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = forward_kl_and_alpha(q_NV, p, 1.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def _exact(p_NV: Tensor, q_NV: Tensor) -> tuple[Tensor, Tensor]:
     q_NV = q_NV.requires_grad_()
     kl_N = forward_kl(p_NV.log_softmax(-1).clamp_min(-1e30), q_NV.log_softmax(-1))
