@@ -125,9 +125,9 @@ def layers_name(model: PreTrainedModel) -> str:
 def layer_lists(model: PreTrainedModel) -> list[str]:
     """Return the module names of a model's lists of layers: one, or the encoder's and the decoder's."""
     depth = text_config(model).num_hidden_layers
-    names = [
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
+    lists = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = [name for name in lists if not any(name.startswith(other) for other in lists if other != name)]
+    names = [name.removesuffix(".") for name in outermost if len(lists[name]) == depth]
     wanted = 2 if model.config.is_encoder_decoder else 1
     if wanted == 1:  # the part that reads images may have as many layers
         decoder = model.get_decoder()
