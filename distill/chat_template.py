@@ -24,7 +24,7 @@ from draftsmith.distill.images import as_parts, images_in, opened
 from draftsmith.distill.sources import ASSISTANT, Conversation, Message, mask_spans
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
-from draftsmith.provenance import tokenizer_fingerprint
+from draftsmith.provenance import encoding_fingerprint, tokenizer_fingerprint
 from draftsmith.reading import read_text
 
 SHIPPED = ("vicuna",)
@@ -93,6 +93,10 @@ class Chat:
         if self.processor is not None:
             own = None if self.template is not None else self.processor.chat_template
             self.processor.chat_template = self.tokenizer.chat_template = own or self.tokenizer.chat_template
+
+    def key(self) -> list[Any]:
+        """Return what the tokens of a conversation depend on besides the conversation; for cache keys."""
+        return [encoding_fingerprint(self.tokenizer), str(self.tokenizer.chat_template), self.options]
 
     def prompt(self, dialogue: Conversation) -> list[int]:
         """Return the tokens that the target's first answer follows."""

@@ -22,7 +22,7 @@ from draftsmith.distill.sources import Conversation, conversation, read_source, 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.processor_inputs import inputs_fingerprint
 from draftsmith.locks import hold_cache
-from draftsmith.provenance import fingerprint, tokenizer_fingerprint
+from draftsmith.provenance import fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, write_json
 
 VERSION = 2
@@ -90,10 +90,9 @@ def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, re
     if settings.source == EMBEDDED:
         return _embedded(chat, settings)
     stamp = source_stamp(settings.source, settings.subset, settings.split)
-    written = [str(chat.tokenizer.chat_template), chat.options]
     if settings.images is not None:
         stamp = [stamp, source_stamp(settings.images), str(chat.processor)]
-    key = fingerprint([VERSION, stamp, tokenizer_fingerprint(chat.tokenizer), written, asdict(settings), context])
+    key = fingerprint([VERSION, stamp, chat.key(), asdict(settings), context])
     folder = cache_dir() / "examples" / key
     with nullcontext() if folder.is_dir() else hold_cache(folder):
         if not folder.is_dir():

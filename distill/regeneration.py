@@ -234,15 +234,16 @@ def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
 
 def samples_key(sampler: Sampler, questions: Dataset) -> str:
     """Return the cache key of the responses, from everything that they depend on except their number."""
-    settings, chat = asdict(sampler.settings), sampler.chat
+    settings, chat, ends = asdict(sampler.settings), sampler.chat, sampler.target.model.generation_config.eos_token_id
     del settings["responses"]
-    later = [str(chat.tokenizer.chat_template), chat.options] if any(questions["turns"]) else []
+    later = chat.key() if any(questions["turns"]) else []
     if "images" in questions.column_names and any(questions["images"]):
         later.append(list(questions["images"]))
     return fingerprint(
         [
             SAMPLES_VERSION,
             fingerprint_of_numbers(sampler.target.model),
+            sorted([ends] if isinstance(ends, int) else ends or []),
             fingerprint([list(questions["input_ids"]), list(questions["turns"]), *later]),
             settings,
             model_fingerprint(sampler.drafter) if sampler.settings.drafter_share else None,

@@ -14,6 +14,11 @@ from typing import Any
 from draftsmith.safe_text import command_line
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers")
+NOT_COMPUTED = (
+    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
+)
+"""Keys of a model's config that do not change its logits, or, as the dtype, only by rounding."""
 
 
 def fingerprint(value: Any) -> str:
@@ -25,6 +30,17 @@ def fingerprint(value: Any) -> str:
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a fingerprint that is equal for two tokenizers if every token string has the same id in both."""
     return fingerprint(tokenizer.get_vocab())
+
+
+def encoding_fingerprint(tokenizer: Any) -> str:
+    """Return a fingerprint of what a tokenizer makes of a text: its rules and its special tokens.
+
+    A tokenizer that is written in Python does not describe its rules; its vocabulary stands for them.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = {"vocabulary": tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
+    lasting = {key: value for key, value in rules.items() if key not in ("version", "truncation", "padding")}
+    return fingerprint([lasting, tokenizer.special_tokens_map])
 
 
 def model_fingerprint(model: Any) -> str:
@@ -51,9 +67,15 @@ def model_fingerprints(model: Any) -> list[str]:
 
 
 def fingerprint_of_numbers(model: Any) -> str:
-    """Return `model_fingerprint`, another one for a target that a run has quantized; for caches of what it computes."""
+    """Return a fingerprint of the weights, the config and a run's quantization, for caches of what a model computes."""
     quantization = getattr(model, "draftsmith_quantization", None)
-    return model_fingerprint(model) if quantization is None else f"{model_fingerprint(model)}-{quantization}"
+    return fingerprint([model_fingerprint(model), _computation(model.config.to_dict()), quantization])
+
+
+def _computation(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config, and those inside it, without `NOT_COMPUTED`."""
+    values = {key: value for key, value in config.items() if key not in NOT_COMPUTED}
+    return {key: _computation(value) if isinstance(value, dict) else value for key, value in values.items()}
 
 
 def weights_fingerprint(tensors: dict[str, Any], *, float16: bool = False) -> str:

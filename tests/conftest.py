@@ -21,6 +21,8 @@ from draftsmith.decode import capability
 from draftsmith.decode.attention import passes_of
 
 VOCAB = 64
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+"""Rotary positions that are computed in another way, with the same weights."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import YARN, make_llama
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -26,7 +27,7 @@ from draftsmith.distill.dataset import (
     pack,
     read_examples,
 )
-from draftsmith.distill.load_target import LoadedTarget, load_target
+from draftsmith.distill.load_target import LoadedTarget, load_target, load_tokenizer
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.regeneration import Sampler, SampleSettings, Share, samples_key, target_samples
 from draftsmith.distill.teacher import OnlineTeacher
@@ -112,6 +113,26 @@ def test_a_file_that_changed_is_read_again(loaded: LoadedTarget, tmp_path: Path)
         assert len(read_examples(chat, ExampleSettings(source, 10, 9, 9), 128, lambda _: None)) == len(texts)
 
 
+def test_examples_are_read_again_with_another_tokenizer(
+    loaded: LoadedTarget, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    """Its vocabulary may be the same: the token that ends an answer and the tokens around a text are not in it."""
+    source = write(tmp_path / "p.jsonl", [{"prompt": "ab", "response": "cd"}])
+
+    def read(tokenizer: Any) -> list[int]:
+        settings = ExampleSettings(source, 10, 9, 9, answered=True)
+        return read_examples(Chat(tokenizer), settings, 128, lambda _: None)[0]["input_ids"]
+
+    again = load_tokenizer(str(tiny_target_folder))[0]
+    again("ab", padding="max_length", max_length=9, truncation=True)
+    assert read(loaded.tokenizer) == read(again) == [2, 3, 4, 5, 1]
+    assert len(list((tmp_path / "cache" / "examples").glob("*/rows.arrow"))) == 1, "a tokenizer that was loaded again"
+    again.eos_token = "9"
+    assert read(again) == [2, 3, 4, 5, 63]
+    again.backend_tokenizer.post_processor = TemplateProcessing(single="9 $A", special_tokens=[("9", 63)])
+    assert read(again) == [63, 2, 3, 4, 5, 63]
+
+
 def test_conversations_that_begin_alike_are_held_out_together() -> None:
     rows = [
         {"input_ids": [i, i], "spans": [], "opening": opening, "turns": "", "images": ""}
@@ -178,6 +199,16 @@ def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeyp
     another = LoadedTarget(make_llama(3), loaded.tokenizer, "tiny", None)
     target_samples(sampler(another, 12, 1.0, 9, 0), questions(), progress=False)
     assert len(calls) == 3
+
+
+def test_the_key_of_samples_knows_the_config_and_the_end_of_answers(loaded: LoadedTarget) -> None:
+    first = samples_key(sampler(loaded, 12, 1.0, 1, 0), questions())
+    scaled = LoadedTarget(make_llama(rope_parameters=YARN), loaded.tokenizer, "tiny", None)
+    assert samples_key(sampler(scaled, 12, 1.0, 1, 0), questions()) != first
+    loaded.model.generation_config.eos_token_id = [1]
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) == first
+    loaded.model.generation_config.eos_token_id = [1, 2]
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) != first
 
 
 def test_sampling_continues_after_the_last_part(

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import YARN, make_llama
 from datasets import Dataset
 from torch import Tensor
 
 from draftsmith.distill import hidden_state_cache as signal_cache
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
+from draftsmith.distill.load_target import load_target
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.base import FINAL, TeacherSignals
@@ -140,10 +141,18 @@ def test_another_target_data_layers_or_dtype_is_another_cache() -> None:
         SignalCache(model, rows_of(9), LAYERS, "float32").key,
         SignalCache(model, rows, (FINAL,), "float32").key,
         SignalCache(model, rows, LAYERS, "bfloat16").key,
+        SignalCache(make_llama(rope_parameters=YARN), rows, LAYERS, "float32").key,
     }
-    assert len(keys) == 5
+    assert len(keys) == 6
     with pytest.raises(ConfigError, match=r"teacher\.dtype='int4'; expected one of"):
         SignalCache(model, rows, LAYERS, "int4")
+
+
+def test_a_copy_of_the_target_in_another_dtype_has_the_same_cache(tiny_target_folder: Path) -> None:
+    """The states are those of the same weights and config, whatever the folder and the dtype are called."""
+    copies = [load_target(str(tiny_target_folder), dtype=dtype).model for dtype in ("float32", "bfloat16")]
+    keys = {SignalCache(model, rows_of(), LAYERS, "float32").key for model in (make_llama(), *copies)}
+    assert len(keys) == 1
 
 
 DOCUMENTS = [[5], [4, 4], [1, 3, 7], [2, 3, 2]]
