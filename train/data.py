@@ -29,7 +29,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_vocab import most_frequent
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.processor_inputs import ProcessorInputs, extended, inputs_for
-from draftsmith.provenance import fingerprint
+from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.train.batch import ReadImages
 from draftsmith.train.context import RunContext
 from draftsmith.train.progress import Console
@@ -137,7 +137,8 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Dra
     divided = recipe.target.sharded or recipe.target.tensor_parallel > 1
     model = None if divided else target.model
     check = partial(check_servers, target=target.name, model=model)
-    asker = ServerSampler(recipe.data.server, chat, settings, context_limit(target.model.config))
+    identity = fingerprint_of_numbers(target.model)
+    asker = ServerSampler(recipe.data.server, chat, settings, context_limit(target.model.config), identity)
     with context.accelerator.main_process_first():  # the others read what it has stored
         return server_samples(asker, examples, console.say, check, progress=console.visible)
 

@@ -203,7 +203,7 @@ def _regenerate_from(server: ServerSection, request: DataRequest, settings: Samp
         raise ConfigError(f"--server with {request.target}, an encoder-decoder; expected a decoder-only target")
     chat, console = _chat(request, tokenizer), Console(True)
     questions = read_examples(chat, request.examples(answered=False), context_limit(config), console.say)
-    sampler = ServerSampler(server, chat, settings, context_limit(config))
+    sampler = ServerSampler(server, chat, settings, context_limit(config), request.target)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
     check = partial(check_servers, target=request.target)
     rows = server_samples(sampler, questions, console.say, check, folder=folder)

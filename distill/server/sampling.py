@@ -33,7 +33,7 @@ from draftsmith.distill.server.journal import KEPT, Journal
 from draftsmith.distill.server.settings import ServerSection, require_client
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.locks import hold_cache
-from draftsmith.provenance import fingerprint, tokenizer_fingerprint
+from draftsmith.provenance import fingerprint
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import cache_dir, writing
 
@@ -61,12 +61,14 @@ class ServerSampler:
         chat: the target's tokenizer, with the chat template that the servers use.
         settings: the parts for responses; batches and drafters are the server's own.
         context: the target's context limit.
+        target: for the cache key: the fingerprint of its numbers or, where it is not loaded, its name.
     """
 
     server: ServerSection
     chat: Chat
     settings: SampleSettings
     context: int | None
+    target: str
     accepts: Accepts = field(default_factory=Accepts)
     """As the greedy probe found them."""
 
@@ -78,9 +80,7 @@ class ServerSampler:
         """Return the cache key of the answers, from everything that they depend on except their number."""
         settings = {name: getattr(self.settings, name) for name in ("response_tokens", "temperature", "seed")}
         texts = [list(questions["input_ids"]), list(questions["turns"])]
-        template = [str(self.chat.tokenizer.chat_template), self.chat.options]
-        tokenizer = tokenizer_fingerprint(self.chat.tokenizer)
-        return fingerprint([VERSION, self.server.sampling, settings, fingerprint(texts), template, tokenizer])
+        return fingerprint([VERSION, self.target, self.server.sampling, settings, fingerprint(texts), self.chat.key()])
 
     def described(self) -> dict[str, Any]:
         """Return the model and the settings that are stored with the answers."""

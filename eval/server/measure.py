@@ -168,7 +168,7 @@ class ServerRun:
     def sampler(self, temperature: float, repeat: int) -> ServerSampler:
         """Return what asks with the seed of a repeat."""
         samples = SampleSettings(self.settings.max_new_tokens, temperature, 1, self.settings.seed + 10_007 * repeat)
-        return ServerSampler(self.server, self.chat, samples, self.context)
+        return ServerSampler(self.server, self.chat, samples, self.context, self.settings.target)
 
     def _questions(self) -> Dataset:
         return Dataset.from_list([{"input_ids": p.input_ids, "turns": _turns(p)} for p in self.prompts])

@@ -139,6 +139,15 @@ def test_a_recipe_samples_from_a_server_and_trains(recipe_file: Path, capsys: py
     assert "checkpoint" not in capsys.readouterr().err
 
 
+def test_another_target_under_the_same_alias_is_asked_anew(recipe_file: Path, tiny_target_folder: Path) -> None:
+    """The responses of the target that the folder and the server had before are not trained on."""
+    for seed in (0, 1):
+        make_llama(seed).save_pretrained(tiny_target_folder)
+        with Engine(answer=model_answers(make_llama(seed))).running() as engine:
+            prepare(load_recipe(str(recipe_file), [f"data.server={{url: {engine.url}, model: tiny}}"]))
+            assert sum(body["temperature"] > 0 for body in engine.asked) == 36
+
+
 def test_another_model_is_refused_before_the_run(recipe_file: Path) -> None:
     with Engine(answer=model_answers(make_llama(seed=1))).running() as engine:
         recipe = load_recipe(str(recipe_file), [f"data.server={{url: {engine.url}, model: tiny}}"])

@@ -46,7 +46,7 @@ def sample(
     engines: list[Engine], folder: Path, asked: Dataset, said: list[str] | None = None, **server: Any
 ) -> Dataset:
     section = ServerSection(url=[engine.url for engine in engines], model="tiny", **server)
-    sampler = ServerSampler(section, Chat(chat_tokenizer()), SampleSettings(8, 1.0, 4, 0), 64)
+    sampler = ServerSampler(section, Chat(chat_tokenizer()), SampleSettings(8, 1.0, 4, 0), 64, "tiny")
     say = ([] if said is None else said).append
     return server_samples(sampler, asked, say, partial(check_servers, target="tiny"), folder=folder, progress=False)
 
