@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.images import as_parts, images_in, opened
-from draftsmith.distill.sources import ASSISTANT, Conversation, Message, mask_spans
+from draftsmith.distill.sources import ASSISTANT, Conversation, Message, mask_spans, with_arguments
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
 from draftsmith.provenance import encoding_fingerprint, tokenizer_fingerprint
@@ -298,7 +298,11 @@ class Chat:
         render = (self.tokenizer if self.processor is None else self.processor).apply_chat_template
         try:
             with _computing_at_most(seconds):
-                return render(messages, tools=of.tools, **how, **self.options)
+                try:
+                    return render(messages, tools=of.tools, **how, **self.options)
+                except TypeError:  # DeepSeek's templates add the arguments of tool calls to a text
+                    messages = [with_arguments(message, json.dumps) for message in messages]
+                    return render(messages, tools=of.tools, **how, **self.options)
         except _OutOfTime as error:
             raise ConfigError(
                 f"{of.place}: the chat template is still running after {seconds:g} seconds; expected one "

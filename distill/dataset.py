@@ -25,7 +25,7 @@ from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, write_json
 
-VERSION = 2
+VERSION = 3
 SECONDS = 60
 """Time between two lines about how much has been read."""
 FEATURES = Features(

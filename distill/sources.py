@@ -106,8 +106,7 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
     """
     kept = {key: row[key] for key in ("input_ids", "spans", "tokenizer") if row.get(key) is not None}
     tools = _tools(place, row.get("tools"))
-    messages = _messages(place, row)
-    messages = [{**each, "content": with_images(place, each["content"], images)} for each in messages]
+    messages = [_as_templates_read(place, message, images) for message in _messages(place, row)]
     if messages:
         answer = _answer(row)
         if answer is not None and messages[-1]["role"] != ASSISTANT:
@@ -153,7 +152,7 @@ def _answer(row: dict[str, Any]) -> str | None:
     for key in ANSWERS:
         value = row.get(key)
         if isinstance(value, list) and value and isinstance(value[-1], dict):  # a list of messages
-            value = value[-1].get("content")
+            value = _joined(value[-1].get("content"))
         if isinstance(value, str) and value:
             return value
     return None
@@ -177,7 +176,7 @@ def _messages(place: str, row: dict[str, Any]) -> list[Message]:
 def _message(place: str, number: int, entry: Any) -> Message:
     if not isinstance(entry, dict):
         raise ConfigError(f"{place}: message {number} is {type(entry).__name__}; expected role and content")
-    # In tables every message has the fields of all messages.
+    # Lines that were written from a table have every field in every message.
     entry = {key: value for key, value in entry.items() if value is not None}
     if "from" in entry and "value" in entry:
         role = ROLES.get(entry["from"]) if isinstance(entry["from"], str) else None
@@ -190,6 +189,42 @@ def _message(place: str, number: int, entry: Any) -> Message:
     if not isinstance(entry.get("role"), str) or not ({"content", "tool_calls"} & entry.keys()):
         raise ConfigError(f"{place}: message {number} has keys {sorted(entry)}; expected role and content")
     return {"content": "", **entry}
+
+
+def _as_templates_read(place: str, message: Message, images: Path | None) -> Message:
+    """Return a message with its text as a string, images as `with_images` gives them, and arguments as objects."""
+    content = with_images(place, _joined(message["content"]), images)
+    return with_arguments({**message, "content": content}, parse_json)
+
+
+def _joined(content: Any) -> Any:
+    """Return parts that are all text as one string; templates of text models read no parts."""
+    whole = isinstance(content, list) and all(map(_is_text, content))
+    return "".join(part["text"] for part in content) if whole else content
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    """Return a message with the arguments of its tool calls in another form, JSON text or objects.
+
+    Args:
+        convert: json.dumps or parse_json. What it refuses stays as it is.
+    """
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_call(call, convert) for call in calls]} if isinstance(calls, list) else message
+
+
+def _call(call: Any, convert: Callable[[Any], Any]) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) == (convert is json.dumps):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": convert(function.get("arguments"))}}
+    except (TypeError, ValueError):
+        return call
 
 
 def _tools(place: str, tools: Any) -> list[Any] | None:
@@ -301,9 +336,19 @@ def _loaded(source: str | Path, load: Callable[[], Any]) -> Any:
 
 def _numbered(name: str | Path, rows: Dataset | IterableDataset) -> Iterator[Row]:
     iterator, number = iter(rows), 0
-    while (row := _loaded(name, lambda: next(iterator, None))) is not None:  # damaged columns raise when they are read
+    # Damaged columns raise when they are read.
+    while (row := _loaded(name, lambda: _without_nulls(next(iterator, None)))) is not None:
         number += 1
         yield f"{name}:{number}", row
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without keys that are null: all objects of a column have the keys of every one."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list) and isinstance(next((each for each in value if each is not None), None), dict | list):
+        return [_without_nulls(each) for each in value]
+    return value
 
 
 def _json(path: Path) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import REPLACED, text_after
 from draftsmith.distill.server.client import BadAnswer
-from draftsmith.distill.sources import ASSISTANT, Message
+from draftsmith.distill.sources import ASSISTANT, Message, with_arguments
 from draftsmith.errors import ConfigError
 from draftsmith.reading import parse_json
 
@@ -61,7 +61,7 @@ def prompt_fields(asked: Asked, chat: Chat, path: str, accepts: Accepts) -> dict
         fields["tools"] = asked.tools
     if chat.options:
         fields["chat_template_kwargs"] = chat.options
-    return {**fields, "messages": [_with_json_arguments(message) for message in asked.messages]}
+    return {**fields, "messages": [with_arguments(message, json.dumps) for message in asked.messages]}
 
 
 def _as_text(prompt: list[int], chat: Chat) -> str:
@@ -73,23 +73,6 @@ def _as_text(prompt: list[int], chat: Chat) -> str:
     raise NoTokens("have prompts that are not the same tokens again when they are sent as text")
 
 
-def _with_json_arguments(message: Message) -> Message:
-    """Return a message whose tool calls have their arguments as JSON text, as OpenAI's API expects."""
-    if not isinstance(message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [_call(call, json.dumps) for call in message["tool_calls"]]}
-
-
-def _call(call: Any, convert: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) == (convert is json.dumps):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": convert(function.get("arguments"))}}
-    except (TypeError, ValueError):
-        return call
-
-
 def read_answer(payload: Any, path: str, prompt: list[int]) -> Answer:
     """Return the first choice of an answer of either route; `BadAnswer` for anything else."""
     choices = payload.get("choices") if isinstance(payload, dict) else None
@@ -99,6 +82,7 @@ def read_answer(payload: Any, path: str, prompt: list[int]) -> Answer:
     message = choice.get("message") if path == CHAT else {"content": choice.get("text")}
     if not isinstance(message, dict) or choice.get("finish_reason") not in (STOPPED, CUT, CALLED):
         raise BadAnswer(f"finish_reason={choice.get('finish_reason')!r}; expected an answer that ended")
+    message = with_arguments(message, parse_json)
     text = message.get("content")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     calls = message.get("tool_calls") or []
@@ -115,7 +99,7 @@ def read_answer(payload: Any, path: str, prompt: list[int]) -> Answer:
         text,
         choice["finish_reason"],
         reasoning,
-        [_call(call, parse_json) for call in calls],
+        calls,
         tokens,
         stop if isinstance(stop, str | int) else None,
         usage,

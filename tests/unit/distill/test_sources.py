@@ -30,6 +30,10 @@ THINKING = (
 )
 
 
+def parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, "image_url": None} for text in texts]
+
+
 def read(file: Path) -> list[tuple[str, dict[str, Any]]]:
     return list(read_source(str(file)))
 
@@ -95,12 +99,41 @@ def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
         {"prompt": [USER], "completion": [ANSWER]},
         {"prompt": [USER], "response": "cd"},
         {"turns": ["ab"], "answer": "cd"},
+        {"messages": [{"role": "user", "content": parts("a", "b")}, {"role": "assistant", "content": parts("cd")}]},
+        {"prompt": [{"from": "human", "value": parts("ab")}], "chosen": [{**ANSWER, "content": parts("c", "d")}]},
     ],
 )
 def test_layouts_of_conversations(row: dict[str, Any]) -> None:
     found = conversation("f:1", row)
     assert found.messages == [USER, ANSWER]
     assert found.asked == [USER]
+
+
+def test_arguments_of_tool_calls_are_objects() -> None:
+    """OpenAI's format has them as text, which templates would write as text inside a text."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo", "days": null}'}}
+    for unchanged in ("", "{", {"city": "Oslo", "days": None}):
+        other = {**call, "function": {"name": "f", "arguments": unchanged}}
+        row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call, other]}]}
+        found = [each["function"]["arguments"] for each in conversation("f:1", row).messages[1]["tool_calls"]]
+        assert found == [{"city": "Oslo", "days": None}, unchanged]
+
+
+def test_tables_do_not_give_tools_the_arguments_of_others(tmp_path: Path) -> None:
+    """In a table every object has the keys of all, with nulls for those that it does not have."""
+
+    def row(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        schema = {"type": "object", "properties": {key: {"enum": ["a", None]} for key in arguments}}
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+        }
+        return {"messages": [USER, call], "tools": [{"function": {"name": name, "parameters": schema}}]}
+
+    rows = [row("weather", {"city": "Oslo"}), row("book", {"flight": "X1", "seats": 2}), {"messages": [USER, ANSWER]}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "p.parquet")
+    assert [found for _, found in read(tmp_path / "p.parquet")] == rows
 
 
 def test_layouts_of_text() -> None:
@@ -200,6 +233,17 @@ def test_tools_and_template_options_reach_the_template(tiny_tokenizer: PreTraine
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "xyz", "arguments": {}}}]}
     row = {"messages": [USER, call, {"role": "tool", "content": "q"}, ANSWER], "tools": json.dumps([tool])}
     assert encoded(tiny_tokenizer, row, options={"mode": "m"}) == [("xyzmUabEAETqEAcdE", ["E", "cdE"])]
+
+
+@pytest.mark.parametrize("shown", ["call.function.arguments | tojson", "'' + call.function.arguments"])
+def test_templates_read_arguments_as_objects_or_as_text(shown: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tiny_tokenizer.chat_template = PLAIN.replace(
+        "{{ m.content }}", "{{ m.content }}{% for call in m.tool_calls or [] %}{{ " + shown + " }}{% endfor %}"
+    )
+    for arguments in ({"x": 1}, '{"x": 1}'):
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        (found,) = Chat(tiny_tokenizer).encode(conversation("f:1", {"messages": [USER, call]}), 9)
+        assert found.input_ids == tiny_tokenizer('UabEA{"x": 1}E')["input_ids"]
 
 
 def test_templates_from_which_answers_cannot_be_told_are_refused(
