@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.sources import Conversation, read_source
+from draftsmith.distill.sources import ASSISTANT, conversation, read_source
 from draftsmith.distill.teacher import TargetHead
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, TeacherSignals
@@ -192,13 +192,12 @@ class _Reader:
         if ids is None and isinstance(text, str):
             ids = self.chat.plain(text, place)
         elif ids is None and messages:
-            if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-                raise ConfigError(f"{place}: messages={messages!r}; expected a list of role and content")
-            if messages[-1].get("role") == "assistant":
+            asked = conversation(place, {"messages": messages, "tools": row.get("tools")})
+            if asked.messages[-1]["role"] == ASSISTANT:
                 raise ConfigError(
                     f"{place}: messages end with the assistant; expected only the messages before the answer"
                 )
-            ids = self.chat.generation_prompt(messages, Conversation(place, messages))
+            ids = self.chat.generation_prompt(asked.messages, asked)
         if not ids:
             raise ConfigError(f"{place}: no prompt; expected 'prompt', 'messages' or 'prompt_token_ids' with a token")
         return self._ids(place, "prompt_token_ids", ids)

@@ -177,7 +177,7 @@ def _regenerate(
     rows = target_samples(sampler, questions, folder=folder)
     separate = loaded.model.config.is_encoder_decoder
     made_with = tokenizer_fingerprint(chat.tokenizer)
-    _write_lines(out, (_line(rows[index], chat, made_with, separate) for index in range(len(rows))))
+    _write_lines(out, (_line(rows[index], questions, chat, made_with, separate) for index in range(len(rows))))
     sampled = sampling_counts(folder, settings.responses)
     for place in response_folders(folder, settings.responses):
         shutil.rmtree(place)
@@ -211,7 +211,7 @@ def _regenerate_from(server: ServerSection, request: DataRequest, settings: Samp
     _write_lines(
         out,
         (
-            {**_line(row, chat, made_with), "server": source, "usage": json.loads(row["usage"])}
+            {**_line(row, questions, chat, made_with), "server": source, "usage": json.loads(row["usage"])}
             for row in (rows[index] for index in range(count))
         ),
     )
@@ -225,7 +225,9 @@ def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:
         write_text(out, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _line(row: dict[str, Any], chat: Chat, made_with: str, separate: bool = False) -> dict[str, Any]:
+def _line(
+    row: dict[str, Any], questions: Dataset, chat: Chat, made_with: str, separate: bool = False
+) -> dict[str, Any]:
     """Return a sample as text, and as the token ids that were sampled with the fingerprint of their tokenizer.
 
     Args:
@@ -235,7 +237,8 @@ def _line(row: dict[str, Any], chat: Chat, made_with: str, separate: bool = Fals
     ids, spans = row["input_ids"], row["spans"]
     kept = {"input_ids": ids, "spans": spans, "tokenizer": made_with}
     if row["messages"]:
-        return {"messages": json.loads(row["messages"]), **kept}
+        tools = json.loads(questions[row["question"]]["turns"])["tools"]
+        return {"messages": json.loads(row["messages"]), **({"tools": tools} if tools else {}), **kept}
     start, end = spans[0]
     prompt = chat.tokenizer.decode(ids[:start], skip_special_tokens=True)
     response = text_after(chat.tokenizer, [] if separate else ids[:start], ids[start:end])

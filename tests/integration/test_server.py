@@ -91,6 +91,7 @@ def test_every_turn_is_answered_in_order(
         2 if route == "auto" else 0
     )
     assert not list(tmp_path.glob(".out*")), "nothing else is left"
+    assert [row.get("tools") for row in rows] == [None] * 6 + [[{"type": "function", "function": {"name": "f"}}]]
 
 
 def test_thinking_is_trained_or_left_out(folder: Path, conversations: Path, tmp_path: Path) -> None:

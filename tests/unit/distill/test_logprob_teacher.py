@@ -297,6 +297,18 @@ def test_every_layout_says_the_same(row: dict[str, Any], tmp_path: Path, tiny_to
     assert found["top_logprobs"] == [[-0.5, -2.0, -math.inf], [-0.25, -3.0, -4.0]]
 
 
+def test_prompts_are_those_of_the_template_with_the_tools_of_the_row(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Messages are read as in other files."""
+    tiny_tokenizer.chat_template = (
+        "{{ tools[0].function.name if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "xyz", "description": "", "parameters": {}}}]
+    content = [{"type": "text", "text": PROMPT}]
+    row = {"messages": [{"role": "user", "content": content}], "tools": tools, "logprobs": CHAT}
+    (found,) = logprob_rows(_write(tmp_path / "file.jsonl", row), tiny_tokenizer)
+    assert tiny_tokenizer.decode(found["input_ids"]) == "xyzabcd"
+
+
 def test_answers_that_ended_are_followed_by_eos_of_which_nothing_is_known(tmp_path: Path, tiny_tokenizer: Any) -> None:
     ended = {"tokens": ["c", "<eos>"], "token_logprobs": [-0.5, -0.125], "top_logprobs": None}
     row = {
@@ -393,6 +405,7 @@ def test_a_text_that_two_tokens_share_is_neither() -> None:
             {"messages": [{"role": "assistant", "content": "cd"}], "logprobs": COMPLETION},
             "messages end with the assistant;",
         ),
+        ({"messages": ["ab"], "logprobs": COMPLETION}, "message 1 is str; expected role and content"),
         (
             {"prompt": PROMPT, "logprobs": {"tokens": ["c", "ce"], "token_logprobs": [-1.0, -1.0]}},
             "token 2 is 'ce'; expected one token of the target's vocabulary",
