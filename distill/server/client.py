@@ -66,24 +66,28 @@ class _Lane:
     """Since the last answer."""
     last_trouble: float = -math.inf
     failing_since: float = math.inf
+    last: tuple[str, dict[str, Any]] | None = None
+    """Route and body of the request that was answered last."""
 
     def open(self, now: float) -> bool:
         # A server in trouble gets one request at a time, until it answers.
         return self.rests_until <= now and self.busy < (1 if self.troubles else int(self.limit))
 
-    def answered(self) -> None:
+    def answered(self, path: str, body: dict[str, Any]) -> None:
+        self.last = path, body
         self.limit = min(self.most, self.limit + (1.0 if self.growing else 1.0 / self.limit))
         self.troubles, self.failing_since = 0, math.inf
 
-    def rest(self, trouble: Trouble, sent: float, now: float) -> None:
-        """Pause the server, unless the request was sent before it paused for another one."""
+    def rest(self, trouble: Trouble, sent: float, now: float) -> bool:
+        """Pause the server and return True, unless the request was sent before it paused for another one."""
         if sent < self.last_trouble:
-            return
+            return False
         self.last_trouble, self.failing_since = now, min(self.failing_since, now)
         if trouble.kind != "unreachable":
             self.limit, self.growing = max(1.0, self.limit / 2), False
         self.rests_until = now + (_pause(self.troubles) if trouble.pause is None else trouble.pause)
         self.troubles += 1
+        return True
 
 
 @dataclass
@@ -165,21 +169,36 @@ class Servers:
             try:
                 async with asyncio.timeout(self.settings.timeout_seconds):
                     answer = read(parse_json(await lane.client.post(path, body=body, cast_to=str)))
-                lane.answered()
+                lane.answered(path, body)
                 return answer
             except Exception as error:
                 trouble = trouble_of(error)
-                tries += not self._known_to_be_down(lane, trouble)
-                if trouble.kind in ("overloaded", "slow", "unreachable"):
-                    lane.rest(trouble, sent, now())
+                tries += trouble.kind != "overloaded" and not self._known_to_be_down(lane, trouble)
+                paused = trouble.kind in ("overloaded", "slow", "unreachable") and lane.rest(trouble, sent, now())
             finally:
                 self._leave(lane)
+            if paused and trouble.kind == "slow":
+                await self._check(lane)
             self._require_usable(lane, trouble, now())
-            late = now() > patience if trouble.kind == "overloaded" else tries == ATTEMPTS
+            late = now() > patience if trouble.kind == "overloaded" else tries >= ATTEMPTS
             if late or trouble.kind == "refused":
                 raise RequestFailed(f"{lane.url}: {trouble.reason}")
             if trouble.kind == "once":
                 await asyncio.sleep(_pause(tries - 1))
+
+    async def _check(self, lane: _Lane) -> None:
+        """Ask a server that was too slow for the first token of its last answer: it may be the request that is slow."""
+        if lane.last is None:
+            return
+        path, body = lane.last
+        try:
+            async with asyncio.timeout(min(OUTAGE_SECONDS, self.settings.timeout_seconds)):
+                await lane.client.post(path, body={**body, "max_tokens": 1}, cast_to=str)
+        except Exception as error:
+            trouble_of(error)
+        else:
+            lane.answered(path, body)
+            self._wake()
 
     def _known_to_be_down(self, lane: _Lane, trouble: Trouble) -> bool:
         """Return whether a failure says nothing about the request: its server was in trouble, and another is not."""

@@ -140,6 +140,34 @@ def test_a_storm_of_overload_passes(seed: int, tmp_path: Path) -> None:
     assert set(engine.answered.values()) == {1}
 
 
+@pytest.mark.parametrize("busy", [0, 7, 9])
+def test_refusals_of_an_overloaded_server_are_no_tries(busy: int, tmp_path: Path) -> None:
+    """However many there are, a request that fails for another reason is sent eight times in all."""
+    asked, kinds = questions(count=1), iter([*["busy"] * busy, *["broken"] * 30])
+    with (
+        Engine(fault=lambda _, body: next(kinds, None) if body["temperature"] > 0 else None).running() as engine,
+        pytest.raises(DraftsmithError, match=r"1 conversations failed, more than failures=0 .*status 500"),
+    ):
+        sample([engine], tmp_path / "s", asked, failures=0)
+    assert len(asked_for_text(engine)) == busy + client.ATTEMPTS
+
+
+def test_a_request_that_is_always_too_late_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server answers others meanwhile, so that it is not taken for gone; longer timeouts than OUTAGE_SECONDS."""
+    monkeypatch.setattr(client, "OUTAGE_SECONDS", 0.4)
+    asked, said = questions(), list[str]()
+    late = asked[4]["input_ids"]
+    with Engine(
+        fault=lambda _, body: "slow" if body["temperature"] > 0 and body["prompt"] == late else None
+    ).running() as engine:
+        rows = sample([engine], tmp_path / "s", asked, said, timeout_seconds=0.5)
+    assert rows["question"] == [0, 1, 2, 3, 5]
+    assert len(said) == 1
+    assert "1 conversations failed" in said[0]
+    assert "no answer in time" in said[0]
+    assert sum(json.loads(text)[0] == late for text in asked_for_text(engine)) == client.ATTEMPTS
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_several_servers_share_the_requests(seed: int, tmp_path: Path) -> None:
     """One of three goes away after the greedy probe; the others answer all questions."""
