@@ -46,8 +46,9 @@ class TokenTable:
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.size = max(vocabulary.values()) + 1
         added = tokenizer.get_added_vocab()
-        pieces = any(WORD_START in token for token in vocabulary)
-        byte_level = not pieces and any(SPACE in token for token in vocabulary)
+        own = vocabulary.keys() - added  # the special tokens of DeepSeek's byte-level vocabularies have WORD_START
+        pieces = any(WORD_START in token for token in own)
+        byte_level = not pieces and any(SPACE in token for token in own)
         alphabet = byte_alphabet() if byte_level else {}
         self._ids: dict[bytes, int | None] = {}
         fallback: dict[bytes, int] = {}

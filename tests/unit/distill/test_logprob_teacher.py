@@ -373,6 +373,18 @@ def test_tokens_that_are_halves_of_a_character(tmp_path: Path) -> None:
     assert TokenTable(tokenizer).find("\ud83d") is None, "half a surrogate is no question mark"
 
 
+def test_the_kind_of_a_vocabulary_does_not_depend_on_special_tokens() -> None:
+    """DeepSeek's special tokens have sentencepiece's space in a byte-level vocabulary; the other way round, too."""
+    tokenizer = _byte_level_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<｜begin▁of▁sentence｜>"})
+    table = TokenTable(tokenizer)
+    assert [table.find(" t"), table.find("\n"), table.find("<｜begin▁of▁sentence｜>")] == [256, 10, 260]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab={"é": 0, "a": 1}, merges=[])), bos_token="<Ġ>"
+    )
+    assert TokenTable(tokenizer).find("é") == 0
+
+
 def test_tokens_of_sentencepiece() -> None:
     """Byte pieces are used where no other piece matches; special tokens are their own text."""
     vocabulary = {"<unk>": 0, "<0x0A>": 1, "<0x61>": 2, "<0xE2>": 3, "▁the": 4, "a": 5, "▁": 6, "the": 7, "▁▁": 8}
