@@ -176,7 +176,7 @@ def _samples(chat: Chat, dialogue: Conversation, settings: ExampleSettings) -> t
         return [Encoded(chat.prompt(dialogue), [])], ""
     ids, inputs = chat.prompt_inputs(dialogue.asked, dialogue)
     row = {"place": dialogue.place, "messages": dialogue.asked, "tools": dialogue.tools}
-    images = json.dumps({**row, "content": inputs_fingerprint(inputs)}) if inputs else ""
+    images = json.dumps({**row, "content": inputs_fingerprint(inputs)}, default=str) if inputs else ""
     return chat.after_images(dialogue, ids) if settings.answered else [Encoded(ids, [])], images
 
 
@@ -200,7 +200,8 @@ def _turns(dialogue: Conversation, every_turn: bool) -> str:
     """Return the user's turns and the tools as JSON; '' for plain text."""
     if not dialogue.messages:
         return ""
-    return json.dumps({"turns": dialogue.turns if every_turn else dialogue.turns[:1], "tools": dialogue.tools})
+    turns = dialogue.turns if every_turn else dialogue.turns[:1]
+    return json.dumps({"turns": turns, "tools": dialogue.tools}, default=str)  # tables have dates
 
 
 def _embedded(chat: Chat, settings: ExampleSettings) -> Dataset:

@@ -255,7 +255,7 @@ async def _measured(runs: dict[str, ServerRun], journal: BatchJournal, done: Any
 
 def _turns(prompt: Prompt) -> str:
     asked = prompt.conversation
-    return "" if asked is None else json.dumps({"turns": asked.turns, "tools": asked.tools})
+    return "" if asked is None else json.dumps({"turns": asked.turns, "tools": asked.tools}, default=str)
 
 
 async def _answer(sampler: ServerSampler, servers: Servers, text: Asked, place: list[int]) -> Answer:

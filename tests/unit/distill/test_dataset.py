@@ -1,6 +1,7 @@
 """Prompts, target samples, packing and the online teacher."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_conversations_that_continue_differently_are_no_twins(loaded: LoadedTarg
     for every_turn, left in ((False, 1), (True, 2)):
         settings = ExampleSettings(source, 10, 9, 9, every_turn=every_turn)
         assert len(read_examples(chat, settings, 128, lambda _: None)) == left
+
+
+def test_messages_of_tables_may_have_dates(loaded: LoadedTarget, tmp_path: Path) -> None:
+    """WildChat's have the time of each message."""
+    user, answer = (
+        {"role": role, "content": "ab", "timestamp": datetime(2023, 4, 9)} for role in ("user", "assistant")
+    )
+    Dataset.from_list([{"conversation": [user, answer, user]}]).to_parquet(tmp_path / "p.parquet")
+    settings = ExampleSettings(str(tmp_path / "p.parquet"), 10, 9, 9, every_turn=True)
+    (row,) = read_examples(Chat(loaded.tokenizer), settings, 128, lambda _: None)
+    turns = json.loads(row["turns"])["turns"]
+    assert [[message["timestamp"] for message in turn] for turn in turns] == [["2023-04-09 00:00:00"]] * 2
 
 
 def test_a_file_that_changed_is_read_again(loaded: LoadedTarget, tmp_path: Path) -> None:
