@@ -104,6 +104,7 @@ class DecodeLoop:
         self._shapes: dict[int, Shape | None] = {}
         """By text, the shape of its drafts; None where it depends on q."""
         for text in self.texts:
+            text.shared_with = self.texts[0].number
             own = text.policy = None if policy is None else policy.fresh()
             self._shapes[id(text)] = own.fixed(greedy=processors.greedy) if isinstance(own, FixedPolicy) else None
 

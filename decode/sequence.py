@@ -50,6 +50,8 @@ class DecodeOutput:
     rounds: list[Round]
     prefill_seconds: float
     stopped_by: Literal["eos", "length", "criteria"]
+    shared_with: int = 0
+    """Index in the batch of the first text with which it shared its passes: its own, if it was decoded alone."""
 
     @property
     def decode_tokens(self) -> int:
@@ -131,6 +133,8 @@ class DecodeSequence:
     """Padding on the left of the prompt in a batch; read by processors and criteria only, as in `generate`."""
     number: int = 0
     """Index of the text in its batch."""
+    shared_with: int = 0
+    """Index of the first text that is decoded in the same passes."""
     policy: Policy | None = None
     stopped_by: Literal["eos", "length", "criteria"] | None = None
     rounds: list[Round] = field(default_factory=list)
@@ -162,7 +166,7 @@ class DecodeSequence:
         """Return the result for a text that has ended; `prompt`: the tokens that the user passed for it."""
         assert self.stopped_by is not None, "the text has not ended"
         new = self.tokens[self.prompt_length :]
-        return DecodeOutput(prompt, new, self.rounds, prefill_seconds, self.stopped_by)
+        return DecodeOutput(prompt, new, self.rounds, prefill_seconds, self.stopped_by, self.shared_with)
 
     def _stopped(self, token: int) -> Literal["eos", "length", "criteria"] | None:
         if token in self.stops.eos:

@@ -110,9 +110,12 @@ class Measurement:
     def of(cls, arm: Variant, place: BatchKey, names: list[str], outputs: list[DecodeOutput]) -> "Measurement":
         """Build the record of one decoded batch.
 
-        Finished texts leave a batch, so the text with the most rounds took part in all of them.
+        Finished texts leave a batch, so of texts that share passes the one with the most rounds took part in all.
         """
-        rounds = max((output.rounds for output in outputs), key=len)
+        longest: dict[int, list[Round]] = {}
+        for output in outputs:
+            longest[output.shared_with] = max(longest.get(output.shared_with, []), output.rounds, key=len)
+        rounds = [record for records in longest.values() for record in records]
         return cls(
             drafter=arm[0],
             policy=arm[1],

@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+from conftest import make_llama
+from unit.decode.test_capability import make_gpt_neo
 from unit.eval.made import cell, output
 
+from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import Round
 from draftsmith.eval.journal import Measurement
 from draftsmith.eval.metrics import expected_tau, greedy_identity, repeated_4grams, row_numbers
+from draftsmith.heads.draft_model import DraftModel
 
 
 def test_row_numbers() -> None:
@@ -41,6 +45,18 @@ def test_a_batch_takes_as_long_as_its_longest_text() -> None:
     assert row["tokens_per_second"] == 8 / 6
     assert row["speedup"] == pytest.approx(2.0)
     assert (row["tau"], row["prompts"]) == (2.0, 2)
+
+
+def test_texts_without_shared_passes_take_the_seconds_of_all() -> None:
+    """GPT-Neo reads texts one after another, as the target and as the draft model."""
+    llama, neo = make_llama(), make_gpt_neo()
+    for target, drafter, shared in ((llama, None, True), (neo, None, False), (llama, DraftModel(neo), False)):
+        decoder = SpeculativeDecoder(target, drafter)
+        outputs = decoder.generate_batch([[3, 4, 5], [6, 7], [8]], max_new_tokens=8, eos_token_id=None)
+        longest = [max(outputs, key=lambda output: len(output.rounds))] if shared else outputs
+        for part in ("draft_seconds", "verify_seconds", "seconds"):
+            expected = sum(getattr(record, part) for output in longest for record in output.rounds)
+            assert getattr(cell(*outputs), part) == pytest.approx(expected)
 
 
 def test_a_text_without_rounds_divides_by_nothing() -> None:
