@@ -18,6 +18,8 @@ from draftsmith.eval.settings import BASELINE, Variant
 MATTER = ("max_new_tokens", "top_k", "top_p", "seed", "dtype", "attn_implementation")
 """Settings that have to be equal, in addition to the fingerprints of target and prompts. Temperatures, drafters, draft
 lengths and rules may differ: they are compared."""
+MATTER_SERVED = ("max_new_tokens", "top_k", "top_p")
+"""The same where one of the measurements is that of a server."""
 MACHINE = ("cpu", "accelerator", "torch_threads")
 Condition = tuple[float, int]
 """Temperature and batch size."""
@@ -126,7 +128,7 @@ def _require_comparable(a: StoredEvaluation, b: StoredEvaluation) -> None:
         prints = a["identity"].get(key), b["identity"].get(key)
         if prints[0] != prints[1] and not (served and key == "target"):  # a server's weights cannot be read
             values.append((key, f"{a['settings'][key]} ({prints[0]})", f"{b['settings'][key]} ({prints[1]})"))
-    matter, machine = (("max_new_tokens", "top_k", "top_p"), ()) if served else (MATTER, MACHINE)
+    matter, machine = (MATTER_SERVED, ()) if served else (MATTER, MACHINE)
     values += [(key, a["settings"].get(key), b["settings"].get(key)) for key in matter]
     values += [(key, a["environment"].get(key), b["environment"].get(key)) for key in machine]
     for key, ours, theirs in values:

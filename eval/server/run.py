@@ -11,6 +11,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.distill.server.settings import ServerSection, require_client
 from draftsmith.errors import ConfigError
+from draftsmith.eval.compare import MATTER_SERVED
 from draftsmith.eval.evaluation import EVALUATION, read_evaluation
 from draftsmith.eval.journal import SCHEMA
 from draftsmith.eval.metrics import (
@@ -131,8 +132,16 @@ def _stored_baseline(baseline: str, run: ServerRun, prompts: str) -> dict[Condit
     stored = read_evaluation(Path(baseline))
     if stored["identity"].get("prompts") != prompts:
         raise ConfigError(f"baseline={baseline} has other prompts; expected those of {run.settings.prompts}")
+    if "server" not in stored:
+        raise ConfigError(f"baseline={baseline} was not measured on a server; expected the result of `eval server`")
+    for key in MATTER_SERVED:
+        theirs, ours = stored["settings"].get(key), getattr(run.settings, key)
+        if theirs != ours:
+            raise ConfigError(f"baseline={baseline} was measured with {key}={theirs!r}; expected {ours!r}, as here")
     entries = stored["measurements"]
     alone = [entry for entry in entries if entry["drafter"] == BASELINE[0]] or entries
+    if any(entry["policy"] == ENGINE for entry in alone):
+        raise ConfigError(f"baseline={baseline} was measured on a server that drafts; expected one without a drafter")
     found = {(entry["temperature"], entry["batch_size"]): Series.from_json(entry) for entry in alone}
     for place in run.conditions:
         units, repeats = run.units(place[1]), run.settings.repeats

@@ -178,8 +178,12 @@ def test_wrong_options_and_servers(folder: Path, prompts: Path, tmp_path: Path, 
 def test_a_baseline_is_checked_before_anything_is_measured(
     folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Drafting(None).engine.running() as plain:
+    with Drafting(None).engine.running() as plain, Drafting("vllm").engine.running() as engine:
         assert run(folder, prompts, plain, tmp_path / "alone") == 0
+        assert run(folder, prompts, engine, tmp_path / "drafting") == 0
+    stored = json.loads((tmp_path / "alone" / "eval.json").read_text())
+    del stored["server"]
+    (tmp_path / "local.json").write_text(json.dumps(stored))
     served = Drafting("vllm")
     with served.engine.running() as engine:
         for more, reason in {
@@ -187,9 +191,13 @@ def test_a_baseline_is_checked_before_anything_is_measured(
             ("--concurrency", 3): "concurrency 3; expected a measurement with the same",
             ("--temperature", 0): "at T=0, concurrency 1",
             ("--count", 3): "has other prompts",
+            ("--max-new-tokens", 5): "alone was measured with max_new_tokens=7; expected 5",
+            ("--top-p", 0.9): "alone was measured with top_p=None; expected 0.9",
+            ("--baseline", tmp_path / "drafting"): "on a server that drafts; expected one without a drafter",
+            ("--baseline", tmp_path / "local.json"): "local.json was not measured on a server; expected",
         }.items():
             assert run(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "alone", *more) == 2
-            assert reason in capsys.readouterr().err
+            assert reason in " ".join(capsys.readouterr().err.split())
         assert run(folder, prompts, engine, tmp_path / "out", "--baseline", "http://127.0.0.1:9") == 2
         assert "127.0.0.1:9" in capsys.readouterr().err
     assert served.answers == 0
