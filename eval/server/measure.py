@@ -48,10 +48,16 @@ class ServerSeries:
         """By draft position, over all units and repeats."""
 
     def add(self, unit: int, repeat: int, tokens: int, seconds: float, counted: Counters) -> None:
-        """Add the answers to one batch. The tokens of a server without drafts are one a round."""
+        """Add the answers to one batch.
+
+        Every round commits one token that was not drafted; vLLM counts the rounds with a draft only. The tokens of a
+        server without drafts are one a round.
+        """
+        undrafted = tokens - sum(counted.accepted)
+        rounds = max(counted.rounds, undrafted) if counted.accepted else counted.rounds or tokens
         tested = (counted.rounds, *counted.accepted[:-1]) if counted.accepted else ()
         place = (unit, repeat)
-        numbers = (tokens, counted.rounds or tokens, seconds, sum(counted.accepted), sum(tested))
+        numbers = (tokens, rounds, seconds, sum(counted.accepted), sum(tested))
         for grid, number in zip(self._grids, numbers, strict=True):
             grid[place] += number
         missing = [0.0] * (len(tested) - len(self.tested_at))

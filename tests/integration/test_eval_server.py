@@ -211,6 +211,22 @@ def test_a_measurement_as_json(folder: Path, prompts: Path, tmp_path: Path, caps
     assert json.loads(capsys.readouterr().out)["server"] == stored["server"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "counted", "rounds"),
+    [
+        (20, Counters(True, 2.0, (2.0, 2.0, 1.0)), 15),  # 13 passes had no draft, as those of n-gram drafters
+        (8, Counters(True, 3.0, (3.0, 3.0)), 3),  # an EOS among the accepted tokens cut the last round
+        (8, Counters(True, 0.0, (0.0, 0.0)), 8),
+        (8, Counters(True, 3.0), 3),  # SGLang counts every verification, and no accepted tokens
+        (8, Counters(False), 8),
+    ],
+)
+def test_passes_without_a_draft_are_rounds_of_one_token(tokens: int, counted: Counters, rounds: int) -> None:
+    found = measure.ServerSeries([["a"]], repeats=1)
+    found.add(0, 0, tokens, 1.0, counted)
+    assert found.series.rounds.tolist() == [[rounds]]
+
+
 def test_counters_of_several_engines_are_added() -> None:
     text = """# TYPE x counter
 vllm:spec_decode_num_drafts_total{engine="0"} 10.0
