@@ -37,7 +37,7 @@ class Contrast:
 
     @property
     def real(self) -> bool:
-        return not self.low <= 1 <= self.high
+        return self.high > 0 and not self.low <= 1 <= self.high
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Comparison:
     b: str
     temperature: float
     batch_size: int
-    prompts: int
+    units: list[list[str]]
+    """Ids of the prompts of each batch."""
     speedup: Contrast | None
     """None where one side has no measurement of the target alone."""
     tau: Contrast
@@ -65,10 +66,10 @@ class Comparison:
         ratio, where = self.speedup, f"T={self.temperature:g}{batch}"
         if ratio is None:
             return f"{where}: {self.a} and {self.b}: {self._taus}."
-        bounds = f"[{ratio.low:.3f}, {ratio.high:.3f}]"
+        bounds, prompts = f"[{ratio.low:.3f}, {ratio.high:.3f}]", sum(map(len, self.units))
         if not ratio.real:
             return (
-                f"{where}: no difference in speed between {self.a} and {self.b} that {self.prompts} prompts can show "
+                f"{where}: no difference in speed between {self.a} and {self.b} that {prompts} prompts can show "
                 f"(B/A {ratio.ratio:.3f} {bounds}); {self._taus}."
             )
         better, worse, gain = (self.b, self.a, ratio.ratio) if ratio.ratio > 1 else (self.a, self.b, 1 / ratio.ratio)
@@ -175,7 +176,7 @@ def _compare(
         f"B's {name_b}" if named else name_b,
         temperature,
         batch_size,
-        prompts=sum(map(len, one.units)),
+        units=one.units,
         speedup=_speedups(a.get(BASELINE), one, draws, b.get(BASELINE), other, other_draws),
         tau=_contrast(tau(one), tau(other), *taus),
     )
@@ -237,7 +238,7 @@ def _acceptance(side: StoredEvaluation, arm: Variant, place: Condition) -> list[
 
 
 def _contrast(a: float, b: float, a_S: NDArray, b_S: NDArray) -> Contrast:
-    low, high = percentiles(ratio(b_S, a_S))
+    low, high = percentiles(ratio(b_S, a_S, np.nan))
     return Contrast(a, b, b / a if a else 0.0, low, high)
 
 

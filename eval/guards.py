@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from draftsmith.eval.harness import CALIBRATION, Run
+from draftsmith.eval.metrics import few_units
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EvalRow, Guard, PlainSpeeds
 from draftsmith.eval.settings import BASELINE
@@ -65,12 +66,7 @@ def _short(dtype: torch.dtype | None) -> str:
 
 def notes(run: Run, rows: Sequence[EvalRow]) -> list[str]:
     """Return what limits the precision or the meaning of the rows."""
-    found = []
-    if len(run.prompts) < 20:
-        found.append(
-            f"Measured on {len(run.prompts)} prompts: differences of a few percent mean little, and intervals are "
-            "somewhat too narrow."
-        )
+    found = few_units([batch.prompts for batch in groups] for groups in run.batches.values())
     found += [f"Left out: {text}" for text in run.left_out]
     found += _turns_left_out(run) + _batches_not_full(run)
     if run.learners:

@@ -153,8 +153,9 @@ def _gain(above_UA: NDArray, below_UA: NDArray) -> tuple[float, list[float] | No
     if len(above_UA) < 2:
         return gain, None
     draws = Draws.of(len(above_UA), 1, np.random.default_rng(0))
-    frozen, learning = (ratio(draws.totals(above_UA[:, [a]]), draws.totals(below_UA[:, [a]])) for a in (1, 2))
-    return gain, percentiles(ratio(learning, frozen)[:, 0] - 1)
+    sums = ((draws.totals(above_UA[:, [a]]), draws.totals(below_UA[:, [a]])) for a in (1, 2))
+    frozen, learning = (ratio(above, below, np.nan) for above, below in sums)
+    return gain, percentiles(ratio(learning, frozen, np.nan)[:, 0] - 1)
 
 
 def gain_text(gain: float, interval: list[float] | None) -> str:

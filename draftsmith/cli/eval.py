@@ -218,6 +218,7 @@ def compare(
     """Compare drafters prompt by prompt, with 95 % intervals of the ratio of their speeds."""
     from draftsmith.eval.compare import compare_evaluations, comparison_table
     from draftsmith.eval.evaluation import frozen_rows, read_evaluation
+    from draftsmith.eval.metrics import few_units
     from draftsmith.eval.prompts import OVERALL
     from draftsmith.safe_text import Terminal
 
@@ -227,6 +228,8 @@ def compare(
     console.print(comparison_table(comparisons))
     for comparison in comparisons:
         console.print(comparison.sentence)
+    for note in few_units(comparison.units for comparison in comparisons):
+        console.print(f"note: {note}")
     measured = [(row, folder, one) for folder, one in read for row in frozen_rows(one) if row["category"] == OVERALL]
     if measured:  # a server's measurement has other rows
         row, folder, evaluation = max(measured, key=lambda entry: entry[0]["speedup"])

@@ -19,6 +19,7 @@ from draftsmith.eval.metrics import (
     Series,
     acceptance_at,
     alpha,
+    few_units,
     percentiles,
     resampled_speedups,
     resampled_taus,
@@ -166,7 +167,7 @@ def _measurement(
         entries.append(_entry((name, ENGINE) if measured.counted else (name, ""), place, each.series))
         if base is not None:
             entries.append(_entry(BASELINE, place, base))
-    return ServerMeasurement(settings, rows, _notes(measured, rows), identity, entries)
+    return ServerMeasurement(settings, rows, _notes(measured), identity, entries)
 
 
 def _entry(arm: tuple[str, str], place: Condition, series: Series) -> StoredMeasurement:
@@ -199,12 +200,11 @@ def _row(place: Condition, spec: Series, base: Series | None, seed: int, measure
     return row
 
 
-def _notes(measured: Measured, rows: list[ServerRow]) -> list[str]:
+def _notes(measured: Measured) -> list[str]:
     found = [
         "Seconds are those of whole requests, prefill and network included, without other requests to the servers."
     ]
-    if rows[0]["prompts"] < 20:
-        found.append(f"Measured on {rows[0]['prompts']} prompts: intervals are somewhat too narrow.")
+    found += few_units(each.units for each in measured.conditions.values())
     if not measured.counted:
         found.append(
             "The server's metrics count no drafts: it does not speculate, or its metrics are off (SGLang: "

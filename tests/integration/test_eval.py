@@ -136,6 +136,7 @@ def test_a_whole_evaluation(
     shown = " ".join(capsys.readouterr().out.split())
     assert "medusa (γ=2) and self (γ=4)" in shown or "faster than" in shown
     assert "a real difference" in shown, "tau near 5 beside tau near 1"
+    assert shown.count("note: Measured on 3 prompts: differences of a few percent mean little") == 1
     overall = [row for row in rows if row["category"] == "all"]
     fastest = max(overall, key=lambda row: row["speedup"])["drafter"]
     folder = written["settings"]["drafters"][fastest]

@@ -91,6 +91,7 @@ def test_tau_acceptance_and_speed_of_vllm(
             assert row["tau_interval"] == [2.0, 2.0]
         report = (tmp_path / name / "report.md").read_text()
         assert "| 2.00 [2.00, 2.00] | 1.00 0.00 |" in report
+        assert "- Measured on 6 prompts in 3 batches: differences" in report
     alone = json.loads((tmp_path / "alone" / "eval.json").read_text())
     assert [row["tau"] for row in alone["server"]] == [None, None]
     capsys.readouterr()

@@ -77,6 +77,22 @@ def test_a_resample_takes_the_median_over_repeats_as_the_speedup_does() -> None:
     assert speedup(base, spec) == 2.0
 
 
+def test_resamples_without_a_value_are_left_out() -> None:
+    """Two prompts of twelve have drafts, accepted with 0.85 and 0.9; the other answers are one token long."""
+    tokens, nothing = np.zeros((12, 3)), np.zeros((12, 3))
+    tokens[:2] = 100
+    accepted = tokens * 0.9
+    accepted[0] = 85
+    base = Series([], tokens, tokens, tokens / 100, nothing, nothing)
+    spec = Series([], tokens, tokens / 2, tokens / 300, accepted, tokens)
+    found = intervals(base, spec, seed=0)
+    assert found["alpha_interval"] == pytest.approx([0.85, 0.9])
+    assert found["tau_interval"] == pytest.approx([2, 2])
+    assert found["speedup_interval"] == pytest.approx([3, 3])
+    none = Series([], nothing, nothing, nothing, nothing, nothing)
+    assert set(map(tuple, intervals(none, none, seed=0).values())) == {(0.0, 0.0)}
+
+
 def test_both_levels_are_resampled() -> None:
     rng = np.random.default_rng(0)
     draws = Draws.of(5, 3, rng, 4000)

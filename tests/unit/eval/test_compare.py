@@ -41,6 +41,16 @@ def test_no_difference_says_so() -> None:
     assert "tau does not differ" in comparison.sentence
 
 
+def test_nothing_decoded_is_no_difference() -> None:
+    """Answers of one token each, which the prefill gives: no resample has a tau or a speedup."""
+    a, b = measured("a", 1.5), measured("a", 1.5)
+    for entry in [*a["measurements"], *b["measurements"]]:
+        entry |= {name: [[0.0] * 3] * 30 for name in ("tokens", "rounds", "seconds")}
+    (comparison,) = compare_evaluations(a, b)
+    assert not comparison.speedup.real
+    assert not comparison.tau.real
+
+
 def test_which_arms_meet() -> None:
     a, b = measured("x", 1.5), measured("x", 1.5, seed=1)
     a["measurements"] += (

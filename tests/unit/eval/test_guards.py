@@ -7,7 +7,10 @@ import torch
 from conftest import make_llama
 from unit.eval.made import PLAIN, row
 
-from draftsmith.eval.guards import _repetition, dtype_of, guards
+from draftsmith.eval.guards import _repetition, dtype_of, guards, notes
+from draftsmith.eval.harness import Run
+from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.settings import Settings
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 
@@ -46,6 +49,21 @@ def test_repetitive_text_is_noted_once_a_temperature() -> None:
     rows = [row(repeated_4grams=0.4), row(repeated_4grams=0.5), row(temperature=1.0, repeated_4grams=0.1)]
     (note,) = _repetition([*rows, row(category="qa", temperature=1.0, repeated_4grams=0.9)])
     assert note.startswith("At T=0 50% of the generated 4-grams")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes", "said"),
+    [
+        (24, (1,), []),
+        (24, (1, 12), ["Measured on 24 prompts in 2 batches: differences of a few percent mean little"]),
+        (19, (1,), ["Measured on 19 prompts: differences"]),
+    ],
+)
+def test_few_units_of_the_bootstrap_are_noted(prompts: int, sizes: tuple[int, ...], said: list[str]) -> None:
+    asked = [Prompt(str(number), "c", [5]) for number in range(prompts)]
+    run = Run(make_llama(), {}, asked, Settings("t", {}, "p", batch_sizes=sizes))
+    found = [note for note in notes(run, []) if note.startswith("Measured on")]
+    assert [note.startswith(text) for note, text in zip(found, said, strict=True)] == [True] * len(said)
 
 
 def test_dtypes_are_those_of_the_weights() -> None:
