@@ -25,7 +25,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     of_rounds,
     retrieved,
 )
-from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, pass_costs, turns
+from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, pass_costs, timeable, turns
 from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.metrics import acceptance_at
@@ -218,8 +218,9 @@ def _at(
             done()
     if isinstance(hardware, dict):
         lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes}
+        timed = timeable(target, texts)
         with stage(f"T={temperature:g}: timing rounds", turns(settings.batch_sizes), shown=progress) as done:
-            hardware = measure_hardware(target, drafters, texts, hardware, sampling=sampling, **lengths, done=done)
+            hardware = measure_hardware(target, drafters, timed, hardware, sampling=sampling, **lengths, done=done)
     untimed = len(hardware.repeats) < 2
     rows: list[ForecastRow] = [
         {

@@ -35,6 +35,7 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.ngram import Hybrid
 from draftsmith.provenance import model_fingerprint
 from draftsmith.reading import LARGEST_YAML, parse_yaml, read_text
@@ -52,6 +53,8 @@ Timed = dict[tuple[str, int], list[Round]]
 """Rounds by drafter and draft length."""
 ROUNDS, TURNS = 5, 8
 """Rounds that are timed in a row, and turns over all lengths, whose differences give the error of the seconds."""
+ROOM = 5
+"""Tokens of the prefill and of two rounds with a draft token each, of which the first is a warm-up."""
 
 
 class DrafterSeconds(BaseModel):
@@ -162,6 +165,26 @@ def pass_costs(target: PreTrainedModel, drafters: dict[str, Drafter]) -> dict[st
     return {"": alone} | {name: measure_costs(target, drafter, verify=alone.verify) for name, drafter in timed.items()}
 
 
+def timeable(target: PreTrainedModel, texts: Sequence[TargetText]) -> list[TargetText]:
+    """Return the texts that leave room in the target's context for the shortest rounds after their half.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    limit = context_limit(target.config)
+    found = [text for text in texts if limit is None or len(_half(text)) + ROOM <= limit]
+    if limit is not None and not found:
+        shortest = min(text.prompt_length for text in texts)
+        expected = f"one of at most {limit - 2 * ROOM}: timed rounds need room in the context of {limit}"
+        raise ConfigError(f"prompts={shortest} tokens or more; expected {expected}")
+    return found
+
+
+def _half(text: TargetText) -> list[int]:
+    """Return the text up to the middle of its continuation, after which rounds are timed."""
+    return text.tokens[: (text.prompt_length + len(text.tokens) + 1) // 2]
+
+
 def measure_hardware(
     target: PreTrainedModel,
     drafters: dict[str, Drafter],
@@ -177,7 +200,8 @@ def measure_hardware(
 
     Draft lengths are timed in turns, so that temporary slowdowns affect all of them alike; the means of each turn are
     the `repeats`. `verify` holds the target's pass with the rule for chosen tokens; `draft` holds the remaining seconds
-    of a drafter's rounds. `costs`: from `pass_costs`. `done` is called after each of the `turns`.
+    of a drafter's rounds. `texts`: from `timeable`. `costs`: from `pass_costs`. `done` is called after each of the
+    `turns`.
     """
     arms: dict[tuple[str, int], TimedVariant] = {ALONE: TimedVariant(target)}
     arms |= {("", length): TimedVariant(target, _Fixed(length), length, costs[""]) for length in LENGTHS}
@@ -288,7 +312,7 @@ class TimedVariant:
         widths = None if self.costs is None else self.costs.draft_widths
         rows = []
         for number, text in enumerate(texts):
-            half = text.tokens[: (text.prompt_length + len(text.tokens) + 1) // 2]
+            half = _half(text)
             most = len(half) + (ROUNDS + 2) * (self.draft_length + 2)
             longest = most if target.context_limit is None else min(most, target.context_limit)
             rows.append(DecodeSequence(half, longest, SeededRng(seed + number), source=text.source, number=number))

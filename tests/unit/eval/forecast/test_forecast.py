@@ -292,3 +292,23 @@ def test_hardware_is_timed_with_the_cuts_of_the_forecast(
     forecast(target, {"d": EarlyExit(target, layers=2)}, PROMPTS, settings)
     assert applied
     assert set(applied) == {Sampling(0.7, 5, 0.9)}
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(118, True), (119, False), (126, False)])
+def test_texts_without_room_for_a_round_are_not_timed(
+    tokens: int, fits: bool, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds are timed after half of a continuation; of prompts of 126 tokens it fills the context of 128."""
+    monkeypatch.setattr("draftsmith.eval.forecast.hardware.LENGTHS", (1,))
+    monkeypatch.setattr("draftsmith.eval.forecast.hardware.TURNS", 2)
+    monkeypatch.setattr("draftsmith.eval.forecast.hardware.measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
+    policies = {"max_draft_length": 1, "policies": ("chain:draft_length=1",)}
+    settings = ForecastSettings("t", {"d": "x"}, "p", temperatures=(0.0,), **policies)
+    drafters, long = {"d": EarlyExit(target, layers=3)}, [[7] * tokens] * 2
+    drafters["d"].draft_length_hint = 1
+    assert forecast(target, drafters, [*long, PROMPTS[0]], settings).rows[0]["texts"] == 3
+    if fits:
+        assert forecast(target, drafters, long, settings).rows[0]["speed"][0]["timings"] == 2
+        return
+    with pytest.raises(ConfigError, match=f"prompts={tokens} tokens or more; expected one of at most 118"):
+        forecast(target, drafters, long, settings)
