@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
-from unit.eval.made import PLAIN, row
+from unit.eval.made import PLAIN, cell, output, row
 
+from draftsmith.decode.sequence import Round
 from draftsmith.eval.guards import _repetition, dtype_of, guards, notes
 from draftsmith.eval.harness import Run
+from draftsmith.eval.metrics import row_numbers
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import Settings
 from draftsmith.heads.base import Drafter
@@ -43,6 +45,17 @@ def test_a_baseline_that_is_slower_on_some_prompts_only_is_noise() -> None:
 
 def test_a_category_of_a_few_prompts_may_be_faster_than_its_tau() -> None:
     assert guards([row(category="qa", speedup=1.03, tau=1.0)], PLAIN, SAME) == []
+
+
+def test_a_batch_may_be_faster_than_its_tau() -> None:
+    """Of two texts only the longer one is accepted: 95 rounds of the batch become 19."""
+    plain, rejected = Round(0, 0, 0, 1, (), 0.0, 1.0, 1.0), Round(4, 4, 0, 1, (0.0,), 0.0, 1.0, 1.0)
+    accepted = Round(4, 4, 4, 5, (1.0,) * 4, 0.0, 1.0, 1.0)
+    numbers = row_numbers(
+        [cell(output([plain] * 95), output([plain] * 19))], [cell(output([accepted] * 19), output([rejected] * 19))]
+    )
+    assert (numbers["speedup"], numbers["tau"]) == (5.0, 3.0)
+    assert guards([row(**numbers, batch_size=2)], PLAIN, SAME) == []
 
 
 def test_repetitive_text_is_noted_once_a_temperature() -> None:
