@@ -47,10 +47,17 @@ def require_writable(key: str, folder: Path) -> None:
     The path must end in a name, and the folder that it is created in must be writable.
     """
     if folder.name in ("", ".."):
-        raise ConfigError(f"{key}={folder} has no name of its own; expected the name of a new folder")
+        raise ConfigError(f"{key}={folder} has no name of its own; expected a path that ends in a name")
     there = next(place for place in folder.absolute().parents if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"{key}={folder} cannot be made in {there}; expected a path in a writable folder")
+
+
+def require_writable_file(key: str, file: Path) -> None:
+    """Check that `write_text` could write `file`; raise ConfigError otherwise."""
+    if file.is_dir():
+        raise ConfigError(f"{key}={file} is a folder; expected the name of a file")
+    require_writable(key, file)
 
 
 def require_apart(key: str, out: Path, source: Path, *, may_contain: bool = False) -> None:

@@ -31,9 +31,10 @@ from draftsmith.eval.stages import stage
 from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal
-from draftsmith.storage import write_json, writing
+from draftsmith.storage import require_writable_file, write_json, writing
 
 REPEATS = 3
+IN_FORECAST = "the results are in forecast.json"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,18 @@ class ForecastFiles:
     """File for the measured seconds of this machine."""
     served: ServedRequest | None = None
     """Servers that are timed instead of this machine."""
+
+    def require_writable(self) -> None:
+        """Raise ConfigError for a file that could not be written."""
+        for key, file in (("save-profile", self.save_profile), ("write", self.served and self.served.write)):
+            if file is not None:
+                require_writable_file(key, file)
+
+    def save(self, profile: CostModel) -> None:
+        """Write the measured seconds, if a file was named."""
+        if self.save_profile is not None:
+            with writing(self.save_profile, IN_FORECAST):
+                profile.save(self.save_profile)
 
 
 class MeasuredRow(TypedDict):
@@ -96,6 +109,7 @@ def run(
         learns: returns what computes the outlook of learning with this target.
     """
     hardware, rows = _validated(settings, out, files, measures)
+    files.require_writable()
     if learns is not None and files.served is not None:
         raise ConfigError("--learn with --server; expected one of them")
     with hold_folder("out", out):
@@ -105,9 +119,8 @@ def run(
         if files.served is not None:
             return _served(files, settings, session, out)
         predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
-        if files.save_profile is not None:
-            predicted.hardware[settings.temperatures[0]].save(files.save_profile)
         _write(Outcome(predicted), out)  # kept if measuring fails
+        files.save(predicted.hardware[settings.temperatures[0]])
         outcome = Outcome(
             predicted,
             _measured_rows(session, predicted) if measures else [],
@@ -149,8 +162,6 @@ def _served(files: ForecastFiles, settings: ForecastSettings, session: Session, 
     if drafter.only_retrieves:
         raise ConfigError(f"--server with drafter {drafter.type!r}, which copies; expected one that predicts tokens")
     profile = measure_servers(files.served, settings, session)
-    if files.save_profile is not None:
-        profile.save(files.save_profile)
     ids = [prompt.input_ids for prompt in session.prompts]
     settings = served_settings(settings, profile)
     predicted = forecast(session.target, session.drafters, ids, settings, profile, progress=True)
@@ -159,8 +170,9 @@ def _served(files: ForecastFiles, settings: ForecastSettings, session: Session, 
         raise ConfigError(f"servers draft more tokens than {drafter.type!r} can; expected a server with fewer")
     outcome = Outcome(predicted, engine=engine_settings(predicted, drafter))
     _write(outcome, out)
+    files.save(profile)
     if files.served.write is not None:
-        with writing(files.served.write, "the settings are in forecast.json"):
+        with writing(files.served.write, IN_FORECAST):
             write_json(files.served.write, outcome.engine)
     return outcome
 

@@ -223,6 +223,8 @@ def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None
         (["--temperature", "-1"], "temperature=-1.0; expected >= 0"),
         (["--profile", "nowhere.yaml"], "profile=nowhere.yaml cannot be read"),
         (["--save-profile", "x.json"], "save-profile='x.json'; expected one --temperature"),
+        (["--temperature", "0", "--save-profile", "."], "save-profile=. is a folder; expected the name of a file"),
+        (["--temperature", "0", "--save-profile", f"{__file__}/x"], f"save-profile={__file__}/x cannot be made in"),
         (["--dtype", "int4"], "dtype='int4'; expected one of"),
     ],
 )

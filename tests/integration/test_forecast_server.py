@@ -131,6 +131,10 @@ def test_what_cannot_be_measured_is_refused(folder: Path, capsys: pytest.Capture
             ([*named, "--temperature", 0, "--context", 0], "expected at least 1"),
             ([*named, "--temperature", 0, "--context", 120], "expected at most 96, the target's limit less 32 tokens"),
             ([*named[:2], "--server", plain.url, "--model", "tiny", "--temperature", 0], "each only once"),
+            (
+                [*named, "--temperature", 0, "--write", folder],
+                f"write={folder} is a folder",
+            ),
             (["--context", 9, "--temperature", 0], "without --server"),
             ([*both, "--model", "other", "--temperature", 0], "does not serve other"),
         ]
