@@ -120,7 +120,9 @@ class BatchJournal:
             raise ConfigError(
                 f"{file} has batches of a measurement with other options; expected them, or another --out"
             )
-        write_text(file, whole or json.dumps(key) + "\n")
+        if whole != text:
+            write_text(file, whole)
+        self._head = "" if whole else json.dumps(key) + "\n"
 
     def get(self, place: list[Any]) -> "Numbers | None":
         """Return the numbers of a batch; None for one that was not measured."""
@@ -129,7 +131,8 @@ class BatchJournal:
     def add(self, place: list[Any], numbers: "Numbers") -> None:
         """Store the numbers of a batch."""
         with writing(self._file, "batches so far are kept"), self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([place, numbers]) + "\n")
+            file.write(f"{self._head}{json.dumps([place, numbers])}\n")
+        self._head = ""
 
 
 @dataclass(frozen=True)

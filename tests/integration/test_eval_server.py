@@ -174,6 +174,7 @@ def test_wrong_options_and_servers(folder: Path, prompts: Path, tmp_path: Path, 
     assert run(folder, prompts, engine, tmp_path / "out") == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"server {engine.url}/v1 cannot be reached" in said
+    assert not (tmp_path / "out").exists(), "the same --out serves the corrected command"
 
 
 def test_a_baseline_is_checked_before_anything_is_measured(

@@ -22,6 +22,11 @@ def test_batches_are_read_again_without_a_cut_line(tmp_path: Path) -> None:
     assert again.get(PLACE) == NUMBERS
     assert again.get([*PLACE[:-1], 1]) is None
     assert len(file.read_text().splitlines()) == 2
+    again.add([*PLACE[:-1], 1], NUMBERS)
+    assert BatchJournal(file, "key").get([*PLACE[:-1], 1]) == NUMBERS
+    file.write_text(file.read_text()[:2])
+    BatchJournal(file, "another key").add(PLACE, NUMBERS)
+    assert BatchJournal(file, "another key").get(PLACE) == NUMBERS
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,9 @@ def test_a_damaged_journal_is_refused(line: str, tmp_path: Path) -> None:
 
 
 def test_a_journal_of_other_options_is_refused(tmp_path: Path) -> None:
-    BatchJournal(tmp_path / "batches.jsonl", "key")
+    """A measurement that ended before its first batch leaves no journal."""
+    BatchJournal(tmp_path / "batches.jsonl", "no batch")
+    assert not list(tmp_path.iterdir())
+    BatchJournal(tmp_path / "batches.jsonl", "key").add(PLACE, NUMBERS)
     with pytest.raises(ConfigError, match="with other options"):
         BatchJournal(tmp_path / "batches.jsonl", "another key")
