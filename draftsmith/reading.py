@@ -19,12 +19,17 @@ DEEPEST = 64
 """Levels of nested lists and mappings."""
 MOST_VALUES = 100_000
 """Values of a YAML document; what an alias repeats counts each time."""
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of the key `<<`, which may stand several times: its mappings are merged."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """JSON escape of a surrogate code point."""
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Refuse a document that is too deep, or too large with its aliases expanded, before any value is built."""
+    """Refuse a document that is too deep, too large with its aliases expanded, or repeats a key of a mapping.
+
+    All of this is known before any value is built.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -42,6 +47,7 @@ class _BoundedLoader(yaml.SafeLoader):
         if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
             raise ValueError("a zero byte")
         if not alias:
+            _require_distinct_keys(node)
             self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in _children(node))
         if self._sizes[id(node)] > MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES} values")
@@ -59,6 +65,17 @@ for _kind in ("int", "float"):
     _pattern = next(p for found in yaml.SafeLoader.yaml_implicit_resolvers.values() for tag, p in found if tag == _tag)
     _plain = re.compile(rf"(?!.*:)(?:{_pattern.pattern})", re.VERBOSE)
     _BoundedLoader.add_implicit_resolver(_tag, _plain, list("-+0123456789."))
+
+
+def _require_distinct_keys(node: Any) -> None:
+    """Raise ValueError for a key that a mapping has twice; PyYAML would drop the first value."""
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+            place, line = (key.tag, key.value), key.start_mark.line + 1
+            if place in lines:
+                raise ValueError(f"key {key.value!r} in line {lines[place]} and again in line {line}")
+            lines[place] = line
 
 
 def _children(node: Any) -> list[Any]:

@@ -39,6 +39,8 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("!!binary aGk=", "a value of type bytes"),
         ("!!set {a, b}", "a value of type set"),
         ("? [a, b]\n: c", "constructing a mapping"),
+        ("data: {a: 1}\nb: 2\n'data': {c: 3}", "key 'data' in line 1 and again in line 3"),
+        ("- {a: 1, b: &x {c: 2, c: 3}}", "key 'c' in line 1 and again in line 1"),
         ('"\\ud800"', "unpaired surrogate"),
         ('"\\0"', "a zero byte"),
         ("x" * (LARGEST_YAML + 1), "characters; expected at most"),
@@ -50,6 +52,12 @@ def test_yaml_that_is_refused(text: str, why: str) -> None:
 
 
 def test_yaml_that_is_read() -> None:
+    assert parse_yaml("1: a\n'1': b\nc: &c {d: 1}\ne: {d: 2, <<: *c}") == {
+        1: "a",
+        "1": "b",
+        "c": {"d": 1},
+        "e": {"d": 2},
+    }
     assert parse_yaml("a: 2024-01-01\nb: 2024-13-45") == {"a": "2024-01-01", "b": "2024-13-45"}
 
 
