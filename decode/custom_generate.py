@@ -69,9 +69,9 @@ def as_custom_generate(
             decoders[id(model)] = SpeculativeDecoder(
                 model, drafter, draft_length=draft_length, policy=policy, rule=rule
             )
-        on_tokens = None if streamer is None else _to(streamer, input_ids.shape[0])
         eos, criteria = _split(stopping_criteria)
         given = _encoded(input_ids, inputs_tensor, model_kwargs) if encodes else _Given(input_ids)
+        on_tokens = None if streamer is None else _to(streamer, input_ids)
         outputs = decoders[id(model)].generate_batch(
             given.input_ids,
             attention_mask=None if encodes else model_kwargs.get("attention_mask"),
@@ -94,10 +94,11 @@ def as_custom_generate(
     return custom_generate
 
 
-def _to(streamer: BaseStreamer, texts: int) -> OnBatchTokens:
-    """Return an `on_tokens` that puts each token into `streamer`; ConfigError for more than one text."""
-    if texts > 1:
-        raise ConfigError.of("input_ids batch", texts, "1 text for a streamer")
+def _to(streamer: BaseStreamer, input_ids: Tensor) -> OnBatchTokens:
+    """Put the prompt into `streamer` and return an `on_tokens` for the tokens; ConfigError for more than one text."""
+    if len(input_ids) > 1:
+        raise ConfigError.of("input_ids batch", len(input_ids), "1 text for a streamer")
+    streamer.put(input_ids.cpu())
 
     def put(_: int, tokens: list[int], __: Round | None) -> None:
         for token in tokens:

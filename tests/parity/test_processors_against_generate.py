@@ -16,7 +16,7 @@ from transformers import (
     StopStringCriteria,
     T5Config,
     T5ForConditionalGeneration,
-    TextStreamer,
+    TextIteratorStreamer,
 )
 
 from draftsmith import as_custom_generate
@@ -214,12 +214,14 @@ def test_encoder_decoder_through_generate(make: Callable[[], SuffixRetrieval | N
     assert target.generate(ids, custom_generate=as_custom_generate(make()), **settings).tolist() == expected.tolist()
 
 
-def test_the_streamer_sees_the_text(
-    tiny_target: LlamaForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    drafter: DraftModel,
-    capsys: pytest.CaptureFixture,
+@pytest.mark.parametrize("skip_prompt", [True, False])
+def test_the_streamer_gets_what_generate_puts_into_it(
+    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, drafter: DraftModel, skip_prompt: bool
 ) -> None:
-    own = as_custom_generate(drafter, streamer=TextStreamer(tiny_tokenizer))
-    expected = texts(tiny_target, [PROMPTS[0]], do_sample=False, custom_generate=own)
-    assert capsys.readouterr().out.strip() == tiny_tokenizer.decode(expected[0]).strip()
+    def streamed(custom: bool) -> tuple[str, list[list[int]]]:
+        streamer = TextIteratorStreamer(tiny_tokenizer, skip_prompt=skip_prompt)
+        own = {"custom_generate": as_custom_generate(drafter, streamer=streamer)}
+        out = texts(tiny_target, [PROMPTS[0]], do_sample=False, **(own if custom else {"streamer": streamer}))
+        return "".join(streamer), out
+
+    assert streamed(custom=True) == streamed(custom=False)
