@@ -31,7 +31,7 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
-from draftsmith.heads.model_config import rotary_switch, start_token
+from draftsmith.heads.model_config import eos_tokens, rotary_switch, start_token
 from draftsmith.heads.processor_inputs import ProcessorInputs
 
 OnTokens = Callable[[list[int], Round | None], None]
@@ -339,17 +339,11 @@ class SpeculativeDecoder:
         return decoder_input_ids, rows
 
     def _eos(self, eos_token_id: EosTokens) -> frozenset[int]:
-        ends = _eos_of(self._model) if eos_token_id == "model" else eos_token_id
-        if ends is None:
+        if eos_token_id == "model":
+            return eos_tokens(self._model.config, getattr(self._model, "generation_config", None))
+        if eos_token_id is None:
             return frozenset()
-        return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def _eos_of(model: PreTrainedModel) -> int | list[int] | None:
-    """Return the EOS tokens of the model's generation config or, if it names none, of its config."""
-    generation = getattr(model, "generation_config", None)
-    ends = getattr(generation, "eos_token_id", None)
-    return model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
+        return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
 
 
 def _cross(sequences: Sequence[DecodeSequence], switch: int) -> bool:

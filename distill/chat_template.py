@@ -79,6 +79,7 @@ class Chat:
         options: arguments of the template besides the messages, such as `enable_thinking`.
         longest: most characters of a text; tokenising a longer one raises `TooLongText`.
         processor: the target's, for messages with images.
+        ends: tokens that end the target's answers, besides the tokenizer's EOS.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -86,6 +87,7 @@ class Chat:
     options: dict[str, Any] = field(default_factory=dict)
     longest: int = LONGEST_TEXT
     processor: Any = None
+    ends: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.template is not None:
@@ -96,7 +98,8 @@ class Chat:
 
     def key(self) -> list[Any]:
         """Return what the tokens of a conversation depend on besides the conversation; for cache keys."""
-        return [encoding_fingerprint(self.tokenizer), str(self.tokenizer.chat_template), self.options]
+        template = str(self.tokenizer.chat_template)
+        return [encoding_fingerprint(self.tokenizer), template, self.options, sorted(self.ends)]
 
     def prompt(self, dialogue: Conversation) -> list[int]:
         """Return the tokens that the target's first answer follows."""
@@ -285,7 +288,8 @@ class Chat:
 
     def _until_eos(self, ids: list[int], start: int, end: int) -> Span:
         """Return the span up to EOS: templates add a line break after a turn, which the target does not generate."""
-        places = [place for place in range(start, end) if ids[place] == self.tokenizer.eos_token_id]
+        eos, ends = self.tokenizer.eos_token_id, self.ends
+        places = [place for place in range(start, end) if ids[place] == eos or ids[place] in ends]
         return [start, places[-1] + 1 if places else end]
 
     def _render(self, messages: list[Message], of: Conversation, *, opened: bool) -> str:

@@ -266,11 +266,12 @@ class _Reader:
     def _finished(
         self, place: str, row: dict[str, Any], prompt: list[int], answer: list[int], known: list[Known]
     ) -> _Sample:
-        """Return the sample, with EOS after an answer that ended by itself: APIs omit EOS and its log-probabilities."""
-        eos = self.chat.tokenizer.eos_token_id
-        ended = row.get("finish_reason") == "stop" and row.get("stop_reason") is None  # vLLM: a stop string
-        if ended and isinstance(eos, int) and answer[-1:] != [eos]:
-            answer, known = [*answer, eos], [*known, {}]
+        """Return the sample, with the end token after an answer that ended by itself: APIs omit it."""
+        stop = row.get("stop_reason")  # of vLLM: a stop string, or a token other than the tokenizer's EOS
+        end: Any = self.chat.tokenizer.eos_token_id if stop is None else stop
+        ended = row.get("finish_reason") == "stop" and _whole(end) and end in range(self.table.size)
+        if ended and answer[-1:] != [end]:
+            answer, known = [*answer, end], [*known, {}]
         if not answer:
             raise ConfigError(f"{place}: an answer of no token; expected at least one")
         width = max(map(len, known))

@@ -28,7 +28,7 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers, model_fingerprint
 from draftsmith.safe_text import Terminal
@@ -234,7 +234,7 @@ def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
 
 def samples_key(sampler: Sampler, questions: Dataset) -> str:
     """Return the cache key of the responses, from everything that they depend on except their number."""
-    settings, chat, ends = asdict(sampler.settings), sampler.chat, sampler.target.model.generation_config.eos_token_id
+    settings, chat, model = asdict(sampler.settings), sampler.chat, sampler.target.model
     del settings["responses"]
     later = chat.key() if any(questions["turns"]) else []
     if "images" in questions.column_names and any(questions["images"]):
@@ -242,8 +242,8 @@ def samples_key(sampler: Sampler, questions: Dataset) -> str:
     return fingerprint(
         [
             SAMPLES_VERSION,
-            fingerprint_of_numbers(sampler.target.model),
-            sorted([ends] if isinstance(ends, int) else ends or []),
+            fingerprint_of_numbers(model),
+            sorted(eos_tokens(model.config, model.generation_config)),
             fingerprint([list(questions["input_ids"]), list(questions["turns"]), *later]),
             settings,
             model_fingerprint(sampler.drafter) if sampler.settings.drafter_share else None,

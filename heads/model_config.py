@@ -57,6 +57,15 @@ def start_token(model: PreTrainedModel) -> int:
     raise ConfigError("decoder_start_token_id=None; expected the config of the encoder-decoder target to name one")
 
 
+def eos_tokens(config: PreTrainedConfig, generation: Any = None) -> frozenset[int]:
+    """Return the EOS tokens of a model's generation config or, if it names none, of its config."""
+    for each in (generation, config, config.get_text_config(decoder=True)):
+        ends = getattr(each, "eos_token_id", None)
+        if ends is not None:
+            return frozenset([ends] if isinstance(ends, int) else ends)
+    return frozenset()
+
+
 _NAME = "_attn_implementation_internal"
 """The attribute of a config that transformers sets; `_attn_implementation` would set those of nested configs too."""
 _LOCK = RLock()

@@ -27,7 +27,7 @@ from draftsmith.distill.state_files import StateFiles
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_vocab import most_frequent
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.heads.processor_inputs import ProcessorInputs, extended, inputs_for
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.train.batch import ReadImages
@@ -72,7 +72,8 @@ def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
     Raises:
         ConfigError: where the target is to answer every turn and has no chat template.
     """
-    chat = Chat(target.tokenizer, data.chat_template, data.template_options, processor=target.processor)
+    ends = eos_tokens(target.model.config, target.model.generation_config)
+    chat = Chat(target.tokenizer, data.chat_template, data.template_options, processor=target.processor, ends=ends)
     if data.turns == "all" and not target.tokenizer.chat_template:
         raise ConfigError("data.turns='all' with a tokenizer without a chat template; expected 'first', or a template")
     return chat

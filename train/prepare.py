@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.distill.chat_template import Chat
@@ -29,7 +29,7 @@ from draftsmith.distill.regeneration import (
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.locks import hold_name, require_cache
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.safe_text import Terminal
@@ -80,7 +80,7 @@ def preview(request: DataRequest, *, answered: bool, show: int) -> None:
     """Print the first samples with trained tokens marked, the number of samples left out, and statistics of lengths."""
     _require_counts(request)
     tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
-    chat = Chat(tokenizer, request.chat_template, request.template_options)
+    chat = Chat(tokenizer, request.chat_template, request.template_options, ends=eos_tokens(config))
     console = Terminal()
     notes: list[str] = []
     settings = request.examples(answered=answered)
@@ -168,7 +168,7 @@ def _regenerate(
     request: DataRequest, settings: SampleSettings, out: Path, drafter: str | None, loading: dict[str, Any]
 ) -> None:
     loaded = load_target(request.target, **loading, trust_remote_code=request.trust_remote_code)
-    chat = _chat(request, loaded.tokenizer)
+    chat = _chat(request, loaded.tokenizer, loaded.model.config)
     console = Console(True)
     questions = read_examples(chat, request.examples(answered=False), context_limit(loaded.model.config), console.say)
     writer = None if drafter is None else load_drafter(drafter, loaded.model, loaded.tokenizer)
@@ -186,8 +186,8 @@ def _regenerate(
     console.say(f"{out}: {len(rows):,} samples")
 
 
-def _chat(request: DataRequest, tokenizer: PreTrainedTokenizerBase) -> Chat:
-    chat = Chat(tokenizer, request.chat_template, request.template_options)
+def _chat(request: DataRequest, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Chat:
+    chat = Chat(tokenizer, request.chat_template, request.template_options, ends=eos_tokens(config))
     if request.every_turn and not tokenizer.chat_template:
         raise ConfigError("--turns all with a tokenizer without a chat template; expected first, or --chat-template")
     return chat
@@ -201,7 +201,7 @@ def _regenerate_from(server: ServerSection, request: DataRequest, settings: Samp
     tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
     if config.is_encoder_decoder:
         raise ConfigError(f"--server with {request.target}, an encoder-decoder; expected a decoder-only target")
-    chat, console = _chat(request, tokenizer), Console(True)
+    chat, console = _chat(request, tokenizer, config), Console(True)
     questions = read_examples(chat, request.examples(answered=False), context_limit(config), console.say)
     sampler = ServerSampler(server, chat, settings, context_limit(config), request.target)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")

@@ -187,11 +187,11 @@ class AnswerReader:
 
     def _end(self, answer: Answer, tokens: list[int]) -> list[int]:
         """Return the token that ended the answer, unless the answer has it."""
-        tokenizer = self.chat.tokenizer
+        tokenizer, stop = self.chat.tokenizer, answer.stop_reason
         special = tokenizer.added_tokens_decoder.get(tokens[-1]) if tokens else None
-        end = tokenizer.eos_token_id
-        ended = special is not None and special.special
-        if ended or answer.finish == CUT or isinstance(answer.stop_reason, str) or not isinstance(end, int):
+        end = stop if isinstance(stop, int) and stop in range(len(tokenizer)) else tokenizer.eos_token_id
+        ended = tokens[-1:] == [end] or (special is not None and special.special)
+        if ended or answer.finish == CUT or isinstance(stop, str) or not isinstance(end, int):
             return []
         return [end]
 

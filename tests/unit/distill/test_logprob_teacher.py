@@ -317,13 +317,15 @@ def test_answers_that_ended_are_followed_by_eos_of_which_nothing_is_known(tmp_pa
             {"logprobs": NUMBERED, "finish_reason": "stop"},
             {"logprobs": NUMBERED, "finish_reason": "length"},
             {"logprobs": ended, "finish_reason": "stop", "stop_reason": None},
+            {"logprobs": NUMBERED, "finish_reason": "stop", "stop_reason": 9},
         ],
     }
-    whole, cut, written = logprob_rows(_write(tmp_path / "file.jsonl", row), tiny_tokenizer)
+    whole, cut, written, other = logprob_rows(_write(tmp_path / "file.jsonl", row), tiny_tokenizer)
     assert (whole["input_ids"], whole["spans"]) == ([2, 3, 4, 5, 1], [[2, 5]])
     assert (whole["top_ids"][2], whole["top_logprobs"][2]) == ([-1] * 3, [-math.inf] * 3)
     assert (cut["input_ids"], cut["spans"]) == ([2, 3, 4, 5], [[2, 4]])
     assert (written["input_ids"], written["top_ids"]) == ([2, 3, 4, 1], [[4, -1, -1], [1, -1, -1]])
+    assert (other["input_ids"], other["spans"]) == ([2, 3, 4, 5, 9], [[2, 5]]), "vLLM names the token that ended it"
 
 
 def test_alternatives_that_are_no_token_stay_unknown_and_are_counted(tmp_path: Path, tiny_tokenizer: Any) -> None:

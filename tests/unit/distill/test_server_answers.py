@@ -123,6 +123,9 @@ def test_the_mask_is_that_of_local_responses() -> None:
     assert added(Answer("cd", "stop", tokens=ids("cd")))[0] == whole
     assert added(Answer("cd", "length", tokens=ids("cd")))[0] == ids("cd")
     assert added(Answer("cd", "stop", tokens=ids("cd"), stop_reason="X"))[0] == ids("cd")
+    assert added(Answer("cd", "stop", stop_reason=7))[0] == [*ids("cd"), 7], "the token that ended it"
+    assert added(Answer("cd", "stop", tokens=ids("cd"), stop_reason=ids("d")[0]))[0] == ids("cd")
+    assert added(Answer("cd", "stop", stop_reason=64))[0] == whole
     assert added(Answer("cd", "stop"))[0] == whole
     assert added(Answer("cd", "length"))[0] == ids("cd")
     assert added(Answer("", "stop"))[0] == [EOS]

@@ -218,6 +218,19 @@ def test_a_span_ends_with_the_end_of_the_turn(tiny_tokenizer: PreTrainedTokenize
     ]
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_span_ends_with_a_token_that_the_target_ends_with(
+    template: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Gemma ends turns with <end_of_turn>, and its tokenizer's eos_token is another; here E and <eos>."""
+    tiny_tokenizer.chat_template = template.replace("}}E{%", "}}Ex{%")
+    ends = frozenset(tiny_tokenizer("E")["input_ids"])
+    turns = {"messages": [USER, ANSWER, USER, {**ANSWER, "content": "ef"}]}
+    assert encoded(tiny_tokenizer, turns, ends=ends) == [("UabExAcdExUabExAefEx", ["cdE", "efE"])]
+    assert encoded(tiny_tokenizer, turns) == [("UabExAcdExUabExAefEx", ["cdEx", "efEx"])]
+    assert Chat(tiny_tokenizer, ends=ends).key() != Chat(tiny_tokenizer).key(), "examples are cached by it"
+
+
 def test_thinking_that_is_left_out_later_makes_samples_of_their_own(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tiny_tokenizer.chat_template = THINKING
     thought = [{**ANSWER, "reasoning_content": letter} for letter in "xy"]

@@ -4,16 +4,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_llama
 from datasets import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
 
+from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.heads.model_config import eos_tokens
 from draftsmith.train import trainer
 from draftsmith.train.batch import batch_indices, collate, response_tokens
+from draftsmith.train.data import chat_of
 from draftsmith.train.recipe import load_recipe
 
 ROWS = Dataset.from_list(
     [{"input_ids": [9, 8, 7, 6, 5], "spans": [[2, 5]]}, {"input_ids": [4, 3, 2], "spans": [[1, 3]]}]
 )
+
+
+def test_answers_end_as_the_target_ends_them(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Its generation config may name several tokens; without one, its config's are those."""
+    target = LoadedTarget(make_llama(), tiny_tokenizer, "tiny", None)
+    for ends in (1, [1, 7]):
+        target.model.generation_config.eos_token_id = ends
+        found = chat_of(load_recipe("draft_model/any_prompts", []).data, target).ends
+        assert found == {1, *([7] if isinstance(ends, list) else [])}
+    assert eos_tokens(LlamaConfig(eos_token_id=[2, 3]), GenerationConfig()) == {2, 3}
+    assert eos_tokens(LlamaConfig(eos_token_id=None)) == frozenset()
 
 
 def test_every_row_once_an_epoch() -> None:
