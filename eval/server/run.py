@@ -21,6 +21,7 @@ from draftsmith.eval.metrics import (
     alpha,
     few_units,
     percentiles,
+    ratio,
     resampled_speedups,
     resampled_taus,
     speeds,
@@ -176,15 +177,15 @@ def _entry(arm: tuple[str, str], place: Condition, series: Series) -> StoredMeas
 
 def _row(place: Condition, spec: Series, base: Series | None, seed: int, measured: Measured) -> ServerRow:
     units, repeats = spec.tokens.shape
+    texts_U1 = np.array([[len(unit)] for unit in spec.units])  # the last batch may hold fewer than the others
     draws = Draws.of(units, repeats, np.random.default_rng(seed)) if units > 1 else None
-    speed = float(np.median(speeds(spec)))
     counted = measured.counted
     row: ServerRow = {
         "temperature": place[0],
         "concurrency": place[1],
         "prompts": sum(map(len, spec.units)),
-        "tokens_per_second": speed,
-        "milliseconds_per_token": 1000 * place[1] / speed if speed else 0.0,
+        "tokens_per_second": float(np.median(speeds(spec))),
+        "milliseconds_per_token": 1000 * float(np.median(ratio((texts_U1 * spec.seconds).sum(0), spec.tokens.sum(0)))),
         "alpha": alpha(spec) if counted and spec.overlaps.any() else None,
         "tau": tau(spec) if counted else None,
         "tau_interval": percentiles(resampled_taus(spec, draws)) if counted and draws else None,

@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import make_llama
 from engine_server import Engine, chat_tokenizer
 
 from draftsmith.cli import main
 from draftsmith.errors import ConfigError
+from draftsmith.eval.metrics import Series
 from draftsmith.eval.server import measure
 from draftsmith.eval.server.counters import Counters, parse_counters
+from draftsmith.eval.server.run import _row
 
 ROUNDS = 3
 """Rounds of an answer of 7 tokens: the prefill's, and two a round, of which one was drafted and accepted."""
@@ -227,6 +230,16 @@ def test_passes_without_a_draft_are_rounds_of_one_token(tokens: int, counted: Co
     found = measure.ServerSeries([["a"]], repeats=1)
     found.add(0, 0, tokens, 1.0, counted)
     assert found.series.rounds.tolist() == [[rounds]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 64])
+def test_milliseconds_of_batches_that_are_not_full(size: int) -> None:
+    """Three prompts, each answered with 1 + 59 tokens in 0.59 s whatever the load."""
+    units = [["a", "b", "c"][start : start + size] for start in range(0, 3, size)]
+    texts = np.array([[len(unit)] for unit in units])
+    numbers = Series(units, 59 * texts, 59 * texts, np.full(texts.shape, 0.59), 0 * texts, 0 * texts)
+    row = _row((0.0, size), numbers, None, 0, measure.Measured({}, counted=False))
+    assert row["milliseconds_per_token"] == pytest.approx(10)
 
 
 def test_counters_of_several_engines_are_added() -> None:
