@@ -33,6 +33,7 @@ Condition = tuple[float, int]
 """Temperature, and the number of requests at a time."""
 SETTLE_SECONDS = 0.2
 """Time between two readings of counters that have to agree: engines update them after an answer."""
+SETTLE_READINGS = 50
 
 
 class ServerSeries:
@@ -285,12 +286,16 @@ def _continues(sampler: ServerSampler, text: Asked, answer: Answer, turn: int) -
 
 
 async def settled(routes: CounterRoutes) -> Counters:
-    """Return the counters once two readings agree."""
+    """Return the counters once two readings agree; ConfigError if no two of `SETTLE_READINGS` do."""
     last = await asyncio.to_thread(routes.counters)
-    while last.known:
+    for _ in range(SETTLE_READINGS):
+        if not last.known:
+            return last
         await asyncio.sleep(SETTLE_SECONDS)
-        now = await asyncio.to_thread(routes.counters)
-        if now == last:
-            break
-        last = now
-    return last
+        before, last = last, await asyncio.to_thread(routes.counters)
+        if last == before:
+            return last
+    raise ConfigError(
+        f"server {routes.root} answers other requests: its counters changed in each of {SETTLE_READINGS} readings; "
+        "expected none during a measurement"
+    )

@@ -1,6 +1,7 @@
 """`draftsmith eval server` against servers whose drafts are known in advance."""
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,16 @@ def test_milliseconds_of_batches_that_are_not_full(size: int) -> None:
     numbers = Series(units, 59 * texts, 59 * texts, np.full(texts.shape, 0.59), 0 * texts, 0 * texts)
     row = _row((0.0, size), numbers, None, 0, measure.Measured({}, counted=False))
     assert row["milliseconds_per_token"] == pytest.approx(10)
+
+
+def test_a_server_with_other_requests_is_refused(folder: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
+    """Its counters change from one reading to the next."""
+    drafts = count()
+    busy = Engine(metrics=lambda _: f"vllm:spec_decode_num_drafts_total {next(drafts)}")
+    with busy.running() as engine:
+        assert run(folder, prompts, engine, tmp_path / "out") == 2
+    expected = "its counters changed in each of 50 readings; expected none during a measurement"
+    assert expected in " ".join(capsys.readouterr().err.split())
 
 
 def test_counters_of_several_engines_are_added() -> None:
