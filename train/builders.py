@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 BETAS = (0.9, 0.95)
 """AdamW's."""
-OUTSIDE_LAYERS = ("lm_head", "embed", "wte", "wpe", "markov", "confidence")
-"""Parts of the names of matrices that Muon does not optimize."""
+OUTSIDE_LAYERS = ("lm_head", "embed", "markov", "confidence")
+"""Parts of the names of matrices that Muon does not optimize, whatever module they belong to."""
 
 
 def load_frozen_target(context: RunContext) -> LoadedTarget:
@@ -315,10 +315,10 @@ def optimizers(
         dtype: of Muon's matrix products.
         adamw_ratio: AdamW's rate for the drafter's other weights relative to the drafter's rate.
     """
-    trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
-    matrices = [weight for name, weight in trained.items() if kind == "muon" and weight.ndim == 2 and _inside(name)]
+    trained, outside = [weight for weight in drafter.parameters() if weight.requires_grad], _outside_layers(drafter)
+    matrices = [weight for weight in trained if kind == "muon" and weight.ndim == 2 and id(weight) not in outside]
     taken = {id(weight) for weight in matrices}
-    rest = [weight for weight in trained.values() if id(weight) not in taken]
+    rest = [weight for weight in trained if id(weight) not in taken]
     made: Optimizers = []
     if matrices:
         from draftsmith.distill.muon import Muon
@@ -333,8 +333,13 @@ def optimizers(
     return made
 
 
-def _inside(name: str) -> bool:
-    return not any(part in name for part in OUTSIDE_LAYERS)
+def _outside_layers(drafter: nn.Module) -> set[int]:
+    """Return the ids of the weights that are no matrices of a layer: embeddings, lm_heads and those named so."""
+    modules = [module for module in drafter.modules() if isinstance(module, nn.Embedding)]
+    modules += [model.get_output_embeddings() for model in drafter.modules() if isinstance(model, PreTrainedModel)]
+    weights = [weight for module in modules if module is not None for weight in module.parameters()]
+    weights += [weight for name, weight in drafter.named_parameters() if any(part in name for part in OUTSIDE_LAYERS)]
+    return {id(weight) for weight in weights}
 
 
 def make_engine(recipe: Recipe, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers) -> Engine:

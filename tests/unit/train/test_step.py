@@ -10,6 +10,7 @@ from conftest import make_llama
 from datasets import Dataset
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import RwkvConfig, RwkvForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objective import Objective
@@ -146,6 +147,24 @@ def test_muon_takes_the_matrices_inside_the_layers() -> None:
     assert every == {id(weight) for weight in drafter.parameters()}
     (alone,) = optimizers(drafter, "adamw", 0.0)
     assert len(alone.param_groups[0]["params"]) == len(list(drafter.parameters()))
+
+
+def test_muon_takes_no_embedding_of_an_encoder_decoder() -> None:
+    """T5 names its embedding `shared`, and keeps an embedding of distances in the attention of its first layers."""
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 1}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    muon, _ = optimizers(DraftModel(model), "muon", 0.0)
+    taken = {id(weight) for weight in muon.param_groups[0]["params"]}
+    outside = [name for name, weight in model.named_parameters() if weight.ndim == 2 and id(weight) not in taken]
+    biases = [f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")]
+    assert outside == ["shared.weight", *biases]
+
+
+def test_muon_takes_no_lm_head_of_another_name() -> None:
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2))
+    muon, _ = optimizers(DraftModel(model), "muon", 0.0)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    assert {names[id(weight)].split(".")[1] for weight in muon.param_groups[0]["params"]} == {"blocks"}
 
 
 def test_adamw_needs_no_memory_beside_its_moments() -> None:
