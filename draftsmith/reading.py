@@ -67,6 +67,16 @@ for _kind in ("int", "float"):
     _BoundedLoader.add_implicit_resolver(_tag, _plain, list("-+0123456789."))
 
 
+class _ValueLoader(_BoundedLoader):
+    """Refuse comments: in the value of `key=value`, `#` is part of the text."""
+
+    def scan_to_next_token(self) -> None:
+        start = self.pointer
+        super().scan_to_next_token()
+        if "#" in self.buffer[start : self.pointer]:
+            raise ValueError("a comment")
+
+
 def _require_distinct_keys(node: Any) -> None:
     """Raise ValueError for a key that a mapping has twice; PyYAML would drop the first value."""
     lines: dict[tuple[str, str], int] = {}
@@ -84,8 +94,11 @@ def _children(node: Any) -> list[Any]:
     return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str, *, comments: bool = True) -> Any:
     """Return the mappings, lists, strings, numbers and booleans of a YAML document.
+
+    Args:
+        comments: whether the document may have comments.
 
     Raises:
         ValueError: for text that is not YAML, holds values of other types, or is too large.
@@ -93,7 +106,7 @@ def parse_yaml(text: str) -> Any:
     if len(text) > LARGEST_YAML:
         raise ValueError(f"{len(text)} characters; expected at most {LARGEST_YAML}")
     try:
-        value = _BoundedLoader(text).get_single_data()
+        value = (_BoundedLoader if comments else _ValueLoader)(text).get_single_data()
     except Exception as error:  # constructors raise what int(), datetime and dict raise
         raise ValueError(str(error) or type(error).__name__) from error
     require_plain(value)
@@ -210,7 +223,7 @@ def parse_specification(role: str, text: str, known: Mapping[str, Mapping[str, t
 
 
 def parse_assignment(option: str, entry: str, form: str = "key=value") -> tuple[str, Any]:
-    """Parse `key=value`; a value that is not YAML, such as a lone bracket, stays text.
+    """Parse `key=value`; a value that is not YAML, such as a lone bracket, or has a ` #` outside quotes, stays text.
 
     Args:
         option: the option and its entry, for errors.
@@ -223,6 +236,12 @@ def parse_assignment(option: str, entry: str, form: str = "key=value") -> tuple[
     if not key or not equals:
         raise ConfigError(f"{option}; expected {form}")
     try:
-        return key, parse_yaml(value)
+        return key, parse_yaml(value, comments=False)
     except ValueError:
         return key, value
+
+
+def assignment(key: str, value: str) -> str:
+    """Return the entry `key=value` whose value `parse_assignment` reads as this text, quoted if that is necessary."""
+    entry = f"{key}={value}"
+    return entry if parse_assignment(entry, entry)[1] == value else f"{key}={json.dumps(value, ensure_ascii=False)}"

@@ -20,7 +20,7 @@ from draftsmith.cli.options import (
     template_options,
 )
 from draftsmith.errors import ConfigError
-from draftsmith.reading import parse_json
+from draftsmith.reading import assignment, parse_json
 
 if TYPE_CHECKING:
     from draftsmith.distill.server.settings import ServerSection
@@ -136,7 +136,7 @@ def _suggest_recipe(target: str, prompts: str | Path, response: str, data: dict[
     """Print the command that says what training a draft model on the prompts needs."""
     keys = {"target.model": target, "data.prompts": prompts, "data.response": response}
     keys |= {f"data.{key}": value for key, value in data.items()}
-    words = [f"{key}={value}" for key, value in keys.items()]
+    words = [assignment(key, str(value)) for key, value in keys.items()]
     suggest("draftsmith", "memory", "draft_model/any_prompts", *words, to_stderr=True)
 
 

@@ -23,6 +23,7 @@ from draftsmith.eval.journal import JOURNAL
 from draftsmith.eval.run import measure, show
 from draftsmith.eval.settings import Settings
 from draftsmith.locks import hold_folder
+from draftsmith.reading import assignment
 from draftsmith.safe_text import Terminal
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import is_finished, metrics_of, read_metrics
@@ -112,7 +113,8 @@ def _write_cards(evaluation: Evaluation, trained: dict[str, str]) -> None:
 
 def _launch(name: str, output: Path) -> None:
     """Train in one process of accelerate's launcher, as a user would, unless an earlier call has."""
-    recipe = load_recipe(name, [f"output={output}"])
+    override = assignment("output", str(output))
+    recipe = load_recipe(name, [override])
     if is_finished(recipe):
         train(recipe)  # which says so; a process of its own would take ten seconds for it
         return
@@ -121,7 +123,7 @@ def _launch(name: str, output: Path) -> None:
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", *where]
     # By default accelerate gives each process one thread, as for several processes on one machine.
     command += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]
-    result = subprocess.run([*command, "-m", "draftsmith.train", name, f"output={output}"], check=False)
+    result = subprocess.run([*command, "-m", "draftsmith.train", name, override], check=False)
     if result.returncode:
         raise DraftsmithError(f"training {name} stopped with exit code {result.returncode}; its message is above")
 

@@ -1,6 +1,7 @@
 """From data to a drafter in other ways than the plain one: rounds, the drafter's own text, packing, adaptation."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -294,11 +295,12 @@ def test_preview_marks_what_is_trained(
     tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.role[0]|upper }}{{ m.content }}E{% endfor %}"
     tiny_tokenizer.save_pretrained(tiny_target_folder)
     turns = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}] * 2
-    file = tmp_path / "chats.jsonl"
+    file = tmp_path / "chats: all #1.jsonl"
     file.write_text(f"{json.dumps({'conversations': turns})}\n{json.dumps({'conversations': turns[1:]})}\n" * 2)
     main_code(["data", "preview", str(file), "--target", str(tiny_target_folder)])
     said, following = capsys.readouterr()
-    following = following.splitlines()[-1].removeprefix("next: draftsmith ").split()
+    following = shlex.split(following.splitlines()[-1].removeprefix("next: draftsmith "))
+    assert load_recipe(following[1], following[2:]).data.prompts == str(file)
     assert following[-1] == "data.response=text"
     main_code(following)
     assert " in training (" in capsys.readouterr().out

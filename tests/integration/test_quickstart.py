@@ -19,7 +19,7 @@ def test_quickstart_writes_everything_and_reuses_it(
     monkeypatch.setattr(quickstart_module, "NEW_TOKENS", 24)
     monkeypatch.setattr(quickstart_module, "REPEATS", 1)
     monkeypatch.setattr(quickstart_module, "FORECAST_PROMPTS", 2)
-    out = tmp_path / "runs"
+    out = tmp_path / "runs: all #1"
     main_call = ["quickstart", "--out", str(out)]
     for policies in ("adaptive", None):  # the second call may choose others
         with pytest.raises(SystemExit) as stop:

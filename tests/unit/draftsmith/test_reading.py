@@ -12,6 +12,7 @@ from draftsmith.errors import ConfigError, one_line, reason_of
 from draftsmith.reading import (
     DEEPEST,
     LARGEST_YAML,
+    assignment,
     parse_assignment,
     parse_json,
     parse_specification,
@@ -171,3 +172,21 @@ def test_assignments() -> None:
     for entry in ("x", "=1"):
         with pytest.raises(ConfigError, match=f"--set {entry}; expected key=value"):
             parse_assignment(f"--set {entry}", entry)
+
+
+HASHES = ["prompts #1.jsonl", "#1", "a [b] # c", "[1] # c", "a#b"]
+
+
+@pytest.mark.parametrize("text", HASHES)
+def test_a_value_has_no_comments(text: str) -> None:
+    assert parse_assignment("", f"key={text}") == ("key", text)
+    assert parse_assignment("", f"key=['{text}']") == ("key", [text])
+
+
+TEXTS = [*HASHES, "x: y/z", "no", "1e3", "1_000", "~", "- a", "'a'", "a\nb", "\\", "", 'é "ü" # ☃']
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_as_an_assignment(text: str) -> None:
+    assert parse_assignment("", assignment("key", text)) == ("key", text)
+    assert assignment("key", "runs/é #1, [x]") == "key=runs/é #1, [x]", "quoted only where it is necessary"
