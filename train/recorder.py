@@ -182,7 +182,7 @@ class Record:
             self._console.say(f"{self._recipe.name}: continuing {source}, after step {progress.step}")
         if self._main:
             with self._writing(METRICS):
-                self._metrics = Metrics(self._folder, self._saved)
+                self._metrics = Metrics(self._folder, self._saved, progress is None or progress.evaluated)
         self.meet()
         if self._main and self._saved is not None:
             # The run may have been killed between writing one and deleting another.

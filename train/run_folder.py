@@ -184,10 +184,16 @@ class _Row(BaseModel):
 class Metrics:
     """Writes `metrics.jsonl`, one object per line; resuming at a step drops later rows of the interrupted run."""
 
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
-        """`resume_step`: step of the checkpoint that the run resumes from; None for a new run."""
+    def __init__(self, folder: Path, resume_step: int | None, evaluated: bool = True) -> None:
+        """`resume_step`: step of the checkpoint that the run resumes from; None for a new run.
+
+        `evaluated`: False where the resumed run begins with the evaluation of this step. An earlier start may have done
+        it too, and may have been killed before its next checkpoint.
+        """
         self._path = folder / METRICS
         kept = [] if resume_step is None else [row for row in read_metrics(folder) if row["step"] <= resume_step]
+        if not evaluated:
+            kept = [row for row in kept if row["step"] != resume_step or not row.keys() & {"evaluation", "ending"}]
         write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: dict[str, Any]) -> None:

@@ -225,7 +225,7 @@ def test_a_kill_at_any_write_keeps_what_is_replaced(lasting: bool, runs: Runs, t
     ("step", "number", "code"), [(7, signal.SIGTERM, 143), (8, signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
 )
 def test_a_signal_stops_after_the_step_with_a_checkpoint(step: int, number: int, code: int, runs: Runs) -> None:
-    """After step 8 an evaluation is due: the resumed run begins with it."""
+    """After step 8 an evaluation is due: each resumed run begins with it until there is another checkpoint."""
     name = f"stopped-{code}"
     # The launcher passes the terminal's signal on at once: that is no second one.
     trap = {"step": step, "number": number, "rank": 0, "again_after": 0.05}
@@ -235,6 +235,8 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(step: int, number: int,
     rows = read_metrics(runs.folder(name))
     assert rows[-1]["step"] == step
     assert "loss" in rows[-1]
+    assert runs.run(name, kill_at_step={"step": 9}) == [KILLED]
+    assert runs.checkpoints(name)[-1] == f"step-{step:06d}"
     assert runs.run(name) == [0]
     assert runs.result(name) == runs.result("whole")
 

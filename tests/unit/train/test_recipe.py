@@ -177,6 +177,18 @@ def test_no_step_is_in_the_metrics_twice(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 0}]
 
 
+def test_an_evaluation_that_is_due_again_is_dropped(tmp_path: Path) -> None:
+    """An earlier start did it after its checkpoint, and perhaps decided that the run ends."""
+    metrics, loss = Metrics(tmp_path, None), {"loss": 1.0, "alpha": [0.5]}
+    rows = [{"step": 2, "evaluation": {"tau": 1.5}}, {"step": 4, **loss}, {"step": 4, "sampling": {"round": 1}}]
+    for row in (*rows, {"step": 4, "evaluation": {"tau": 2.0}}, {"step": 4, "ending": {"last_step": 6}}):
+        metrics.write(row)
+    Metrics(tmp_path, 4)
+    assert len(read_metrics(tmp_path)) == 5
+    Metrics(tmp_path, 4, evaluated=False)
+    assert read_metrics(tmp_path) == rows
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
