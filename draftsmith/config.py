@@ -1,8 +1,9 @@
 """The base class of all recipe sections, and the number types of their fields."""
 
+import os.path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def no_truth_value(value: Any) -> Any:
@@ -22,6 +23,8 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(no_truth_value
 Depth = Annotated[int, Field(ge=1, le=1024), BeforeValidator(no_truth_value)]
 """A number of layers, heads or steps that are built one by one."""
 Number = Annotated[float, BeforeValidator(no_truth_value)]
+Location = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path, whose leading `~` is replaced by the home folder, or a Hub id."""
 
 
 class Section(BaseModel):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from draftsmith.config import Count, Depth, Number, Section, Whole
+from draftsmith.config import Count, Depth, Location, Number, Section, Whole
 
 
 class DrafterSection(Section):
@@ -23,7 +23,7 @@ class DrafterSection(Section):
 
 class DraftModelSection(DrafterSection):
     type: Literal["draft_model"]
-    model: str | None = None
+    model: Location | None = None
     """Checkpoint to start from, a folder or a Hub id, such as a smaller model of the target's family."""
     config: dict[str, Any] | None = None
     """Build random weights from a transformers config with `model_type`; the vocabulary is the target's."""

@@ -9,6 +9,7 @@ automata for drafting: Hu et al. 2024 (SAM decoding), arXiv:2411.10666; a datast
 arXiv:2311.08252.
 """
 
+import os.path
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -168,7 +169,9 @@ class SuffixRetrieval(Retrieval):
         factor: float = 2.0,
     ) -> None:
         super().__init__(draft_length=draft_length, min_match=min_match, factor=factor)
-        self.datastore = Datastore.load(Path(datastore)) if isinstance(datastore, (str, Path)) else datastore
+        if isinstance(datastore, (str, Path)):
+            datastore = Datastore.load(Path(os.path.expanduser(datastore)))
+        self.datastore = datastore
 
     def index(self) -> SuffixIndex:
         return SuffixIndex(self.datastore)

@@ -7,6 +7,7 @@ the weights justify, before that memory is allocated. `local_folder` downloads r
 
 import json
 import math
+import os.path
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -131,10 +132,11 @@ def local_folder(path_or_repo: str, revision: str | None = None) -> Path:
         ConfigError: for a missing folder or repository, a file name that would leave the cache, or a revision given
             twice or with a local folder.
     """
-    if Path(path_or_repo).is_dir():
+    folder = Path(os.path.expanduser(path_or_repo))
+    if folder.is_dir():
         if revision is not None:
             raise ConfigError(f"revision={revision!r} of the local folder {path_or_repo}; expected none")
-        return Path(path_or_repo)
+        return folder
     repo, at, named = path_or_repo.partition("@")
     if at and revision is not None:
         raise ConfigError(f"drafter={path_or_repo} with revision={revision!r}; expected one of the two")

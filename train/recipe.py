@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from draftsmith.config import Section
+from draftsmith.config import Location, Section
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
@@ -51,7 +51,7 @@ BOUNDS = (
 class Recipe(Section):
     name: Annotated[str, Field(max_length=100)]
     """Name of the run, in trackers and reports."""
-    output: str
+    output: Location
     """Folder of the run; it is resumed when it holds the same recipe, and refused when it holds another."""
     drafter: AnyDrafterSection
     start_from: str | None = None

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import json
+import os.path
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -95,7 +96,7 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
     from draftsmith.heads.checkpoint import is_named
 
     named: dict[str, str] = {}
-    for entry in drafters:
+    for entry in map(os.path.expanduser, drafters):
         name, equals, folder = entry.partition("=")
         # suffix:min_match=3 is a drafter with a setting, runs/lr=0.1/drafter a folder: neither gives a name.
         if not equals or ":" in name or Path(entry).is_dir():
@@ -103,7 +104,7 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
             name, folder = (specified_name(entry) if is_named(entry) else parts[-1] if parts else entry), entry
         if name in named:
             raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
-        named[name] = folder
+        named[name] = os.path.expanduser(folder)
     return named
 
 

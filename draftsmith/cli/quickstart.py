@@ -2,6 +2,7 @@
 
 import json
 import math
+import os.path
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ def quickstart(out: Path) -> None:
 
     Samples, finished drafters and their forecast of an earlier call are used again; the measurement is repeated.
     """
+    out = Path(os.path.expanduser(out))  # as `output` of the recipes
     with hold_folder("out", out):
         _quickstart(out)
 

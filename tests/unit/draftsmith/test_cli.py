@@ -182,12 +182,16 @@ def test_names_of_drafters() -> None:
         named_drafters(["x/a", "y/a"])
 
 
-def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "lr=0.1@v2" / "drafter"
     folder.mkdir(parents=True)
     assert named_drafters([str(folder)]) == {"lr=0.1@v2": str(folder)}
     assert named_drafters([f"a={folder}"]) == {"a": str(folder)}
     assert local_folder(str(folder)) == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for entry, name in (("~/lr=0.1@v2/drafter", "lr=0.1@v2"), ("a=~/lr=0.1@v2/drafter", "a")):
+        assert named_drafters([entry]) == {name: str(folder)}
+    assert local_folder("~/lr=0.1@v2/drafter") == folder
 
 
 def test_memory_is_told_without_loading_anything(recipe_file: Path, capsys: pytest.CaptureFixture) -> None:

@@ -110,16 +110,20 @@ def test_early_exit_shares_every_weight(make: object) -> None:
     torch.testing.assert_close(got[1], hidden[1])
 
 
-def test_named_drafters_are_loaded_with_their_settings(tiny_target: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_named_drafters_are_loaded_with_their_settings(
+    tiny_target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     lookup = load_drafter("prompt-lookup:max_ngram=2,draft_length=5", tiny_target)
     assert isinstance(lookup, PromptLookup)
     assert (lookup.max_ngram, lookup.max_draft_length) == (2, 5)
     assert load_drafter("early-exit:layers=1", tiny_target).layers == 1
     Datastore.build([[1, 2, 3]]).save(tmp_path / "corpus")
-    assert len(load_drafter(f"suffix:datastore={tmp_path / 'corpus'}", tiny_target).datastore) == 4
+    for file in (tmp_path / "corpus", "~/corpus"):
+        assert len(load_drafter(f"suffix:datastore={file}", tiny_target).datastore) == 4
     made_for = describe_target(tiny_target, None, "tiny")
     save_drafter(DraftModel(make_llama(1)), tmp_path / "draft", target=made_for, recipe=None, draft_length=3)
-    hybrid = load_drafter(f"hybrid:drafter={tmp_path / 'draft'},min_match=5", tiny_target)
+    hybrid = load_drafter("hybrid:drafter=~/draft,min_match=5", tiny_target)
     assert isinstance(hybrid.retrieval, Retrieval)
     assert (hybrid.min_match, hybrid.draft_length_hint, hybrid.drafter.type) == (5, 3, "draft_model")
 

@@ -106,6 +106,13 @@ def test_files_and_overrides(tmp_path: Path) -> None:
         parse_recipe({"name": "x", "output": "y"}, "here")
 
 
+def test_the_home_folder_has_a_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    drafter = {"type": "draft_model", "model": "~/small"}
+    recipe = parse_recipe({"name": "~", "output": "~/runs/x", "drafter": drafter}, "here")
+    assert (recipe.output, recipe.drafter_options()["model"], recipe.name) == ("/home/me/runs/x", "/home/me/small", "~")
+
+
 def test_a_draft_longer_than_the_drafter_can_propose_is_refused() -> None:
     recipe = parse_recipe({**BASE, "train": {"draft_length": 4}}, "here")
     assert recipe.draft_length(None) == recipe.draft_length(4) == 4
