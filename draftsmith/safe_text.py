@@ -70,7 +70,7 @@ class Terminal(Console):
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return a command as text in which values that look like secrets are hidden."""
+    """Return a command as a shell reads it, in which values that look like secrets are hidden."""
     shown, hide = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -81,7 +81,7 @@ def command_line(arguments: Sequence[str]) -> str:
         hide = not equals and argument.startswith("-") and NAMES_SECRET.search(argument) is not None
         argument = re.sub(r"(?i)\b((?:authorization|cookie)\s*[:=]\s*|bearer\s+).*", rf"\1{HIDDEN}", argument)
         shown.append(SECRET.sub(HIDDEN, argument))
-    return " ".join(shown)
+    return shlex.join(shown)
 
 
 def markdown(text: str) -> str:

@@ -169,8 +169,13 @@ def require_readable(card: str, data: ModelCardData) -> None:
         raise ConfigError(f"README.md: its metadata reads back as {parsed}; expected {data.to_dict()}")
 
 
-PATH = re.compile(r"""(?<![^\s='"(,])(?:~|[A-Za-z]:)?[/\\]+[\w.~-][^\s'",;)]*""")
-"""An absolute path inside a text, but not after a word or a colon, as in `tokens/s` and `https://…`."""
+START = r"""(?<![^\s='"(,])(?:~|[A-Za-z]:)?[/\\]+[\w.~-]"""
+"""The start of an absolute path, but not after a word or a colon, as in `tokens/s` and `https://…`."""
+PATH = re.compile(START + r"""[^\s'",;)]*""")
+QUOTED = re.compile(r"""(?<![^\s=(,:[{])(?:'(?:[^']|'"'"')*'|"[^"]*")""")
+"""A word in quotes as a shell or Python writes it; not after a letter, where an apostrophe stands."""
+QUOTED_PATH = re.compile(START + r".*(?=.$)", re.DOTALL)
+"""A path in quotes, which may have spaces, up to the closing quote."""
 FILES = (".json", ".jsonl", ".ndjson", ".gz", ".txt", ".parquet", ".arrow", ".csv")
 
 
@@ -186,7 +191,10 @@ def last_part(path: str) -> str:
 
 
 def without_local_paths(value: Any) -> Any:
-    """Return plain values in which every absolute path in a text is cut to its last part; keys are not changed."""
+    """Return plain values in which every absolute path in a text is cut to its last part; keys are not changed.
+
+    A path may have spaces if it is the whole text, or in quotes.
+    """
     if isinstance(value, dict):
         return {key: without_local_paths(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -195,7 +203,12 @@ def without_local_paths(value: Any) -> Any:
         return value
     if value.startswith(("/", "~/", "\\\\")) or PureWindowsPath(value).is_absolute():
         return last_part(value)
-    return PATH.sub(lambda match: last_part(match.group()), value)
+    value = QUOTED.sub(lambda word: QUOTED_PATH.sub(_last_part, word[0]), value)
+    return PATH.sub(_last_part, value)
+
+
+def _last_part(path: re.Match[str]) -> str:
+    return last_part(path[0])
 
 
 def require_no_secret(name: str, text: str) -> None:

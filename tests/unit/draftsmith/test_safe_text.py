@@ -99,13 +99,14 @@ TOKEN = "hf_" + "a1B2" * 8
 @pytest.mark.parametrize(
     ("arguments", "kept"),
     [
-        (["eval", "--token", "abc", "--out", "x"], f"eval --token {HIDDEN} --out x"),
-        (["--api-key=abc", "--key", "k"], f"--api-key={HIDDEN} --key {HIDDEN}"),
-        (["wandb.api_key=abc", "key=1", "password=p q"], f"wandb.api_key={HIDDEN} key={HIDDEN} password={HIDDEN}"),
-        (["--target", TOKEN, f"x={TOKEN}"], f"--target {HIDDEN} x={HIDDEN}"),
-        (["Authorization: Bearer abc"], f"Authorization: {HIDDEN}"),
-        (["https://me:secret@host/x"], f"https://{HIDDEN}@host/x"),
-        (["sk-proj-" + "a" * 24, "AKIA" + "A" * 16], f"{HIDDEN} {HIDDEN}"),
+        (["eval", "--token", "abc", "--out", "x"], f"eval --token '{HIDDEN}' --out x"),
+        (["--api-key=abc", "--key", "k"], f"'--api-key={HIDDEN}' --key '{HIDDEN}'"),
+        (["w.api_key=abc", "key=1", "password=p q"], f"'w.api_key={HIDDEN}' 'key={HIDDEN}' 'password={HIDDEN}'"),
+        (["--target", TOKEN, f"x={TOKEN}"], f"--target '{HIDDEN}' 'x={HIDDEN}'"),
+        (["Authorization: Bearer abc"], f"'Authorization: {HIDDEN}'"),
+        (["https://me:secret@host/x"], f"'https://{HIDDEN}@host/x'"),
+        (["sk-proj-" + "a" * 24, "AKIA" + "A" * 16], f"'{HIDDEN}' '{HIDDEN}'"),
+        (["--prompts", "a b/it's.jsonl", ""], """--prompts 'a b/it'"'"'s.jsonl' ''"""),
         (["--token"], "--token"),
         (["--max-new-tokens", "12", "data.prompt_tokens=5"], "--max-new-tokens 12 data.prompt_tokens=5"),
         (["--drafter", "d=runs/monkey=1/drafter", "--seed", "1"], "--drafter d=runs/monkey=1/drafter --seed 1"),
@@ -117,4 +118,4 @@ def test_commands_are_kept_without_secrets(arguments: list[str], kept: str) -> N
 
 def test_provenance_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/bin/draftsmith", "eval", f"--token={TOKEN}"])
-    assert environment()["command"] == f"draftsmith eval --token={HIDDEN}"
+    assert environment()["command"] == f"draftsmith eval '--token={HIDDEN}'"

@@ -23,6 +23,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import model_fingerprint
+from draftsmith.safe_text import command_line
 from draftsmith.train.recipe import parse_recipe
 
 pytestmark = pytest.mark.usefixtures("pictures_of_a_pixel")
@@ -54,7 +55,8 @@ def run(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTraine
     (folder / "metrics.jsonl").write_text("".join(json.dumps(value) + "\n" for value in metrics))
     made = evaluation(rows=[row(), row(temperature=1.0, batch_size=4, speedup=1.25)]).as_json()
     made["settings"]["drafters"] = {"d": str(folder / "drafter")}
-    made["environment"]["command"] = f"draftsmith eval --target {tmp_path}/tiny --drafter d={folder}/drafter"
+    words = ["--target", f"{tmp_path}/tiny", "--drafter", f"d={folder}/drafter", "--prompts", f"{tmp_path}/my own/a b"]
+    made["environment"]["command"] = command_line(["draftsmith", "eval", *words])
     (folder / "eval.json").write_text(json.dumps(made))
     return folder
 
@@ -96,7 +98,7 @@ def test_pushed_and_loaded_by_name(
     assert config["draftsmith"]["recipe"]["data"]["prompts"] == "p.jsonl"
     assert config["draftsmith"]["target"]["name"] == config["draftsmith"]["recipe"]["target"]["model"] == "org/tiny"
     measured = json.loads(files["eval.json"])
-    assert measured["environment"]["command"] == "draftsmith eval --target tiny --drafter d=drafter"
+    assert measured["environment"]["command"] == "draftsmith eval --target tiny --drafter d=drafter --prompts 'a b'"
     assert measured["settings"]["drafters"] == {"d": REPO}
 
     data = ModelCard(files["README.md"].decode()).data
