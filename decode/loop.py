@@ -15,7 +15,7 @@ from draftsmith.decode.clock import PartClock
 from draftsmith.decode.compiled import in_one_layout, run_step
 from draftsmith.decode.contexts import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.draws import draws_of
+from draftsmith.decode.draws import NOT_DRAWN, draws_of
 from draftsmith.decode.features import FeatureQueue
 from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.grown_drafts import propose
@@ -145,18 +145,17 @@ class DecodeLoop:
         if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):
             assert self._drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
             self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
-        new = []
-        results = self._decided(logits_BV[:, None], Proposal.empty(len(self.texts), self._device))
+        texts, proposal = self.texts, Proposal.empty(len(self.texts), self._device)
+        results = self._decided(logits_BV[:, None], proposal)
         if self._drafter is not None:
             self._hand_over(None)
-        for text, result in zip(self.texts, results, strict=True):
-            new.append((text, text.commit([result.next_token])))
+        new = self._commit(proposal.drafts, results, logits_BV[:, None])
         if self._committed is not None:
-            self._committed.append([tokens for _, tokens in new])
+            self._committed.append(new)
         self._finish(started=False)
         if self._drafter is not None and self.texts:
             self._drafter.start(self)
-        return new
+        return list(zip(texts, new, strict=True))
 
     def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
         """Propose, verify and commit once; return every unfinished text with its new tokens and the round's record."""
@@ -167,13 +166,13 @@ class DecodeLoop:
         clock.start()
         proposal = self._propose()
         clock.end("draft")
-        results = self._verified(proposal)
+        roots = [text.tokens[-1] for text in self.texts]
+        logits_BQV = self._target.verify(proposal.tokens(roots, self._device), proposal.shapes)
+        results = self._decided(logits_BQV, proposal)
         verified = time.perf_counter()  # the device has nothing left to do: the outcome was read
         draft_seconds = clock.seconds()["draft"]
         drafts = proposal.drafts
-        new = []
-        for text, draft, result in zip(self.texts, drafts, results, strict=True):
-            new.append(text.commit([*(draft.tokens[node] for node in result.path), result.next_token]))
+        new = self._commit(drafts, results, logits_BQV)
         self._take_over([list(result.path) for result in results], new)
         if self._drafter is not None:
             self._drafter.rollback(self._observe(proposal, results))
@@ -220,37 +219,45 @@ class DecodeLoop:
     def _rngs(self) -> list[Rng]:
         return [text.rng for text in self.texts]
 
-    def _verified(self, proposal: Proposal) -> list[VerifyResult]:
-        """Verify the drafts in one pass of the target and return the result of each text."""
-        roots = [text.tokens[-1] for text in self.texts]
-        tokens_BQ = proposal.tokens(roots, self._device)
-        logits_BQV = self._target.verify(tokens_BQ, proposal.shapes)
-        return self._decided(logits_BQV, proposal)
-
     def _decided(self, logits_BQV: Tensor, proposal: Proposal) -> list[VerifyResult]:
         """Apply the verification rule to all texts, and read the outcome in one transfer."""
         scores_BQV = self._scores(logits_BQV, proposal)
-        # Texts in which the processors forbid every token somewhere.
-        empty_B1 = scores_BQV.isneginf().all(-1).any(1, keepdim=True) if self._processors.may_empty else None
+        # Places after which the processors forbid every token.
+        empty_BQ = scores_BQV.isneginf().all(-1) if self._processors.may_empty else None
         if self._processors.greedy:
             tokens_BQ = scores_BQV.argmax(-1)
-            parts = [tokens_BQ, *([] if empty_B1 is None else [empty_B1.long()]), *proposal.packed()]
-            rows, Q = torch.cat(parts, 1).tolist(), tokens_BQ.shape[1]
-            empty = empty_B1 is not None and any(row[Q] for row in rows)
-            drafts = proposal.read([row[Q if empty_B1 is None else Q + 1 :] for row in rows])
-            results = [] if empty else [verify_greedy(row, draft) for row, draft in zip(rows, drafts, strict=True)]
-        elif self._rule is not None and self._rule.single is not None:
-            empty = empty_B1 is not None and bool(empty_B1.any())
-            results = [] if empty else self._one_by_one(self._rule, scores_BQV.softmax(-1), proposal)
-        else:
-            outcomes, p_BQV = [], scores_BQV.softmax(-1)
-            for group in proposal.groups(self._rngs, self._device, self._rule):
-                _, batch, draws = group
-                outcomes.append((group, verify_batch(self._rule, p_of(group, p_BQV), batch, draws)))
-            results, empty = read_outcomes(outcomes, proposal, self._rngs, empty_B1)
-        if empty:
-            self._processors.raise_empty(logits_BQV.flatten(0, 1), self._contexts(proposal))
-        return results
+            if empty_BQ is not None:
+                tokens_BQ.masked_fill_(empty_BQ, NOT_DRAWN)
+            rows, Q = torch.cat([tokens_BQ, *proposal.packed()], 1).tolist(), tokens_BQ.shape[1]
+            drafts = proposal.read([row[Q:] for row in rows])
+            return [verify_greedy(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+        p_BQV = scores_BQV.softmax(-1)
+        if empty_BQ is not None:  # any distribution: a result ends before the token that is drawn from it
+            p_BQV.masked_fill_(empty_BQ[..., None], 1 / p_BQV.shape[-1])
+        if self._rule is not None and self._rule.single is not None:
+            results = self._one_by_one(self._rule, p_BQV, proposal)
+            return results if empty_BQ is None else list(map(VerifyResult.until, results, empty_BQ.tolist()))
+        outcomes = []
+        for group in proposal.groups(self._rngs, self._device, self._rule):
+            _, batch, draws = group
+            outcomes.append((group, verify_batch(self._rule, p_of(group, p_BQV), batch, draws)))
+        return read_outcomes(outcomes, proposal, self._rngs, empty_BQ)
+
+    def _commit(self, drafts: list[Draft], results: list[VerifyResult], logits_BQV: Tensor) -> list[list[int]]:
+        """Commit what was accepted and the tokens after it, and return the new tokens of each text.
+
+        Raises:
+            DraftsmithError: if a text has not ended where the processors forbid every token.
+        """
+        new = []
+        for row, (text, draft, result) in enumerate(zip(self.texts, drafts, results, strict=True)):
+            path = [draft.tokens[node] for node in result.path]
+            new.append(text.commit(path if result.next_token == NOT_DRAWN else [*path, result.next_token]))
+            if result.next_token == NOT_DRAWN and text.stopped_by is None:
+                place = result.path[-1] + 1 if result.path else 0
+                before = [text.padding + text.tokens]
+                self._processors.raise_empty(logits_BQV[row, place][None], before, text.number)
+        return new
 
     def _one_by_one(self, rule: Rule, p_BQV: Tensor, proposal: Proposal) -> list[VerifyResult]:
         """Apply a rule that verifies one text after the other."""

@@ -197,9 +197,9 @@ def result_of(
 
 
 def read_outcomes(
-    outcomes: Sequence[tuple[Group, Outcome]], proposal: Proposal, rngs: Sequence[Rng], empty_B1: Tensor | None
-) -> tuple[list[VerifyResult], bool]:
-    """Return the result of each text and whether any text is `empty_B1`, from one transfer.
+    outcomes: Sequence[tuple[Group, Outcome]], proposal: Proposal, rngs: Sequence[Rng], empty_BQ: Tensor | None
+) -> list[VerifyResult]:
+    """Return the result of each text, which ends at a place that is `empty_BQ`, from one transfer.
 
     The numbers that were drawn are taken from their sources.
     """
@@ -207,7 +207,7 @@ def read_outcomes(
     for (rows, _, draws), outcome in outcomes:
         made_B = draws.made_B if isinstance(draws, SeededDraws) else None
         parts = [outcome.packed(), *([] if made_B is None else [made_B[:, None].double()])]
-        parts += [] if empty_B1 is None else [(empty_B1 if len(rows) == len(rngs) else empty_B1[rows]).double()]
+        parts += [] if empty_BQ is None else [(empty_BQ if len(rows) == len(rngs) else empty_BQ[rows]).double()]
         parts += proposal.packed()
         tables.append(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     widest = max(table.shape[1] for table in tables)
@@ -216,7 +216,7 @@ def read_outcomes(
     if proposal.batch is not None:
         proposal.read([row[widest - len(proposal.batch) :] for row in values])
     results: dict[int, VerifyResult] = {}
-    empty, place = False, iter(values)
+    place = iter(values)
     for (rows, batch, draws), outcome in outcomes:
         columns, seeded = outcome.columns, isinstance(draws, SeededDraws)
         counted = isinstance(draws, SeededDraws) and draws.made_B is not None
@@ -224,12 +224,10 @@ def read_outcomes(
         along = isinstance(outcome, TargetTokens)
         for number, row in enumerate(rows):
             of_row = next(place)
-            empty = empty or (empty_B1 is not None and of_row[columns + counted] > 0)
-            if empty:
-                continue
-            result = results[row] = result_of(outcome, batch, number, of_row, proposal.drafts[row])
+            result = result_of(outcome, batch, number, of_row, proposal.drafts[row])
+            results[row] = result if empty_BQ is None else result.until(of_row[columns + counted :])
             if seeded:
                 made = int(of_row[columns]) if counted else made
                 # Of the draws along a path, those up to the token after it count.
                 cast(SeededRng, rngs[row]).skip(made + result.accepted + 1 if along else made)
-    return [] if empty else [results[row] for row in range(len(rngs))], empty
+    return [results[row] for row in range(len(rngs))]

@@ -212,7 +212,7 @@ class Processors:
         """Return the distribution of every row, [N, V]; DraftsmithError where processors forbid every token."""
         scores_NV = self.scores(logits_NV, contexts, text)
         if self.may_empty and bool(scores_NV.isneginf().all(-1).any()):
-            self.raise_empty(logits_NV, contexts, text)
+            self.raise_empty(logits_NV, contexts(), text)
         return scores_NV.softmax(-1)
 
     def scores(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> Tensor:
@@ -230,9 +230,9 @@ class Processors:
             scores_NV = self._by_node(processor, scores_NV, before)
         return scores_NV
 
-    def raise_empty(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> NoReturn:
+    def raise_empty(self, logits_NV: Tensor, contexts: Contexts | Sequence[list[int]], text: int = 0) -> NoReturn:
         """Raise DraftsmithError with the name of the first processor that forbids every token of a row."""
-        before, scores_NV = _as_contexts(contexts(), text, logits_NV.device), logits_NV.float()
+        before, scores_NV = _as_contexts(contexts, text, logits_NV.device), logits_NV.float()
         for processor in self._all:
             scores_NV = self._by_node(processor, scores_NV, before)
             empty_N = scores_NV.isneginf().all(-1).tolist()

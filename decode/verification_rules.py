@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.decode.draws import Draws
+from draftsmith.decode.draws import NOT_DRAWN, Draws
 from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnBatch, depths_of, path_to
 
@@ -34,7 +34,8 @@ class VerifyResult:
     path: tuple[int, ...]
     """Accepted nodes of the draft, starting with a child of the root."""
     next_token: int
-    """The correction after a rejection, or the bonus token after the path's last token."""
+    """The correction after a rejection, or the bonus token after the path's last token; `NOT_DRAWN` where the
+    processors forbid every token."""
     overlap: tuple[float, ...]
     """For each tested draft position, in order: sum over v of min(p_v, q_v); for tokens that were not drawn from q, the
     target's probability of the candidates; 1.0 or 0.0 under greedy decoding."""
@@ -43,6 +44,13 @@ class VerifyResult:
     def accepted(self) -> int:
         """Number of accepted draft tokens."""
         return len(self.path)
+
+    def until(self, empty: Sequence[float]) -> "VerifyResult":
+        """Return the result up to the first place on its path that is `empty`: no token is allowed after it."""
+        for count, node in enumerate([ROOT, *self.path]):
+            if empty[node + 1]:
+                return VerifyResult(self.path[:count], NOT_DRAWN, self.overlap[:count])
+        return self
 
 
 class Outcome(Protocol):

@@ -3,15 +3,18 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
 import torch
 from conftest import make_llama, mostly_slow
 from exact.enumeration import (
+    BranchingRng,
     Tokens,
+    add,
     merged_runs,
+    outcomes,
     string_distribution,
     total_variation,
     whole_runs,
@@ -30,6 +33,7 @@ from transformers import (
 )
 
 from draftsmith.decode.costs import Costs
+from draftsmith.decode.draws import NOT_DRAWN
 from draftsmith.decode.kv_cache import RollbackLayer
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.model_runner import ModelRunner
@@ -48,9 +52,11 @@ from draftsmith.decode.policies import (
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence, Stops
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.verification import RULES
+from draftsmith.decode.verification import RULES, Rule, verify
+from draftsmith.errors import DraftsmithError
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 PROMPT, OTHER_PROMPT = (0, 3), (1, 4, 2)
 PAIRS = 5
@@ -91,12 +97,13 @@ def toy_gap(
     sampling: Sampling = TOP_3,
     eos: frozenset[int] = NO_EOS,
     extra: tuple[LogitsProcessor, ...] = (),
+    kind: type[ToyDrafter] = ToyDrafter,
 ) -> float:
     """Return the total variation between the texts of the decoder and those of the target alone.
 
     Texts of the first pair are decoded alone, those of the others together.
     """
-    p, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
+    p, drafter = ToyModel(seed), kind(ToyModel(DRAFTER_SEEDS + seed))
     processors = Processors(sampling, extra)
 
     def make(rows: int) -> DecodeLoop:
@@ -153,6 +160,85 @@ def test_processors_that_read_the_text_are_lossless(policy: Policy) -> None:
     extra = (RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2))
     for seed in range(PAIRS):
         assert toy_gap(seed, policy, None, count=4, extra=extra) < EXACT, f"pair {seed}"
+
+
+FORBIDDEN, END = 1, 2
+
+
+class Grammar(LogitsProcessor):
+    """Allows one token never, none after it, and after the end none or those of the logits, by the sign of a logit.
+
+    So a draft has places where p is empty, where q is, and where both are.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        for row, text in enumerate(input_ids.tolist()):
+            new = text[len(PROMPT) :]
+            if FORBIDDEN in new or (END in new and scores[row, 0] < 0):
+                scores[row] = -torch.inf
+        scores[:, FORBIDDEN] = -torch.inf
+        return scores
+
+
+class Retrieves(ToyDrafter):
+    """Retrieves drafts with the forbidden token and the end before other tokens, after every other text."""
+
+    def retrieve(self, row: int, room: int) -> Draft | None:
+        odd = len(self.context.texts[row].tokens) % 2 == 1
+        return Draft((4, FORBIDDEN, END, END, 3, 0), (ROOT, ROOT, ROOT, 0, 1, 2)) if odd and room >= 2 else None
+
+
+@pytest.mark.parametrize(("rule", "policy"), [*CASES, (None, StaticTree(widths_shape((3, 1))))], ids=str)
+@pytest.mark.parametrize("sampling", [TOP_2, GREEDY], ids=["T=1", "T=0"])
+def test_places_without_an_allowed_token_change_nothing(rule: str | None, policy: Policy, sampling: Sampling) -> None:
+    """Only drafts have them: no text goes on after its end, and none has the forbidden token."""
+    for seed in range(PAIRS):
+        gap = toy_gap(seed, policy, rule, 4, sampling, frozenset({END}), (Grammar(),))
+        assert gap < EXACT, f"pair {seed}"
+        if rule in (None, "point-mass"):
+            gap = toy_gap(seed, policy, rule, 4, sampling, frozenset({END}), (Grammar(),), Retrieves)
+            assert gap < EXACT, f"pair {seed}, retrieved"
+
+
+ONE_BY_ONE = Rule("one by one", lambda draft: True, "any draft", single=partial(verify, None))
+
+
+@pytest.mark.parametrize(
+    ("rule", "policy"), [*CASES, (ONE_BY_ONE, Chain(2))], ids=lambda one: getattr(one, "name", str(one))
+)
+def test_a_text_that_needs_a_token_and_has_none_is_an_error(rule: str | Rule | None, policy: Policy) -> None:
+    """The end ends no text here: those after which nothing is allowed raise with the probability that p gives them."""
+    processors, rule = Processors(TOP_2, (Grammar(),)), RULES[rule] if isinstance(rule, str) else rule
+    for seed in range(2):
+        model, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
+
+        def decoded(rng: BranchingRng, model: ToyModel = model, drafter: ToyDrafter = drafter) -> Tokens:
+            text = text_of(PROMPT, 4)
+            loop = DecodeLoop(ToyTarget(model), drafter, policy, [text], processors, rule)
+            text.rng = rng
+            try:
+                loop.prefill()
+                while loop.texts:
+                    loop.round()
+            except DraftsmithError:
+                return (*text.tokens, NOT_DRAWN)
+            return tuple(text.tokens)
+
+        def p(new: Tokens, model: ToyModel = model) -> list[float]:
+            scores_1V = processors.scores(model.logits(PROMPT + new)[None], lambda: [[*PROMPT, *new]])
+            dead = bool(scores_1V.isneginf().all())
+            return [0.0] * VOCAB + [1.0] if dead else scores_1V.softmax(-1)[0].tolist()
+
+        actual: dict[Tokens, float] = {}
+        for weight, tokens in outcomes(decoded):
+            add(actual, tokens, weight)
+        expected = {
+            PROMPT + tuple(NOT_DRAWN if token == VOCAB else token for token in new): weight
+            for new, weight in string_distribution(p, 4, frozenset({VOCAB}))
+        }
+        assert any(tokens[-1] == NOT_DRAWN for tokens in expected)
+        assert total_variation(actual, expected) < EXACT, f"pair {seed}"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

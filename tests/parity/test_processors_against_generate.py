@@ -42,6 +42,15 @@ class OnlyEven(LogitsProcessor):
         return scores
 
 
+class Sentences(LogitsProcessor):
+    """A grammar: two tokens are in no sentence, and nothing follows a text with one of them or with an end."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        outside = torch.isin(input_ids, torch.tensor([4, 45, 19, 53])).any(-1, keepdim=True)
+        scores[:, [4, 45]] = -torch.inf
+        return scores.masked_fill(outside, -torch.inf)
+
+
 class EndsWithRepeat(StoppingCriteria):
     """A user's own criterion: the last token has occurred before among the last six."""
 
@@ -63,6 +72,7 @@ SETTINGS: dict[str, dict] = {
         "prefix_allowed_tokens_fn": lambda row, ids: [3, 5, 8 + row] if ids[-1] > 30 else list(range(20, 64))
     },
     "own constraint": {"logits_processor": LogitsProcessorList([OnlyEven()])},
+    "nothing after the end": {"logits_processor": LogitsProcessorList([Sentences()]), "eos_token_id": [19, 53]},
     "all together": {
         "repetition_penalty": 1.3,
         "no_repeat_ngram_size": 3,

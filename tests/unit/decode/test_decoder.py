@@ -221,17 +221,17 @@ class _Event:
 
 def test_times_of_a_round_do_not_wait(tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the drafting is timed by events, which are read after the outcome: the host never waits in between."""
-    verified = DecodeLoop._verified
+    decided = DecodeLoop._decided
 
-    def read(self: DecodeLoop, proposal: Proposal) -> list[VerifyResult]:
-        results = verified(self, proposal)
+    def read(self: DecodeLoop, logits_BQV: torch.Tensor, proposal: Proposal) -> list[VerifyResult]:
+        results = decided(self, logits_BQV, proposal)
         _Event.read()
         return results
 
     def refuse(device: torch.device) -> None:
         raise AssertionError("the host waits for the device in a round")
 
-    monkeypatch.setattr(DecodeLoop, "_verified", read)
+    monkeypatch.setattr(DecodeLoop, "_decided", read)
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
     monkeypatch.setattr(torch.cuda, "current_stream", {torch.device("cuda", 1): "its stream"}.get)

@@ -76,12 +76,12 @@ def test_results_are_those_of_each_draft_alone(kind: str, rule: str | None, call
         groups = proposal.groups(together, CPU, chosen_rule)
         assert len(groups) == calls
         outcomes = [(group, verify_batch(chosen_rule, p_of(group, p_BQV), *group[1:])) for group in groups]
-        results, _ = read_outcomes(outcomes, proposal, together, None)
+        results = read_outcomes(outcomes, proposal, together, None)
         for row, (draft, result) in enumerate(zip(drafts, results, strict=True)):
             batch = DraftBatch.of([draft])
             group = ([0], batch, draws_of([alone[row]], 2 * len(draft) + 2, CPU))
             outcome = verify_batch(chosen_rule, p_BQV[row : row + 1, : len(draft) + 1], batch, group[2])
-            ((expected,), _) = read_outcomes([(group, outcome)], Proposal([draft]), [alone[row]], None)
+            (expected,) = read_outcomes([(group, outcome)], Proposal([draft]), [alone[row]], None)
             assert (result.path, result.next_token) == (expected.path, expected.next_token)
             assert result.overlap == pytest.approx(expected.overlap)
             assert torch.equal(together[row].block(9), alone[row].block(9)), "the same numbers were drawn"
