@@ -74,7 +74,9 @@ def forecast(
     write: Annotated[
         Path | None, typer.Option("--write", help="With --server: JSON file for vLLM's and SGLang's settings.")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Also decode with each best policy and time it.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also decode with each best policy at the first batch size and time it.")
+    ] = False,
     learn: Annotated[
         int | None,
         typer.Option("--learn", help="Also learn from the texts in so many steps, and say what it brings to others."),

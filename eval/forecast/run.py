@@ -62,10 +62,11 @@ class ForecastFiles:
 
 
 class MeasuredRow(TypedDict):
-    """The measured best policy of a drafter at a temperature."""
+    """The measured best policy of a drafter at a temperature and the first batch size."""
 
     drafter: str
     temperature: float
+    batch_size: int
     policy: str
     tau: float
     speedup: float
@@ -105,7 +106,7 @@ def run(
     """Validate the settings, load the models, forecast, and write `forecast.json` to `out`.
 
     Args:
-        measures: also decode and time the best policy of each drafter.
+        measures: also decode and time the best policy of each drafter, at the first batch size.
         learns: returns what computes the outlook of learning with this target.
     """
     hardware, rows = _validated(settings, out, files, measures)
@@ -197,7 +198,7 @@ def _write(outcome: Outcome, out: Path) -> None:
 
 
 def measured_row(session: Session, name: str, temperature: float, predicted: Forecast) -> MeasuredRow | None:
-    """Decode with the drafter's best forecast policy at batch size 1 and time it; None where it has no forecast."""
+    """Time the drafter with its best forecast policy at the first batch size; None where it has no forecast."""
     rows = [row for row in predicted.rows if (row["drafter"], row["temperature"]) == (name, temperature)]
     if not rows:
         return None
@@ -217,6 +218,7 @@ def measured_row(session: Session, name: str, temperature: float, predicted: For
             rule=settings.rule,
             top_k=settings.top_k,
             top_p=settings.top_p,
+            batch_sizes=settings.batch_sizes[:1],
             repeats=REPEATS,
             seed=settings.seed + 1_000_003,  # sampled texts differ from the forecast's
             chat_template=settings.chat_template,
@@ -229,6 +231,7 @@ def measured_row(session: Session, name: str, temperature: float, predicted: For
     return {
         "drafter": name,
         "temperature": temperature,
+        "batch_size": settings.batch_sizes[0],
         "policy": best["policy"],
         "tau": row["tau"],
         "speedup": row["speedup"],
@@ -300,14 +303,15 @@ def forecast_table(outcome: Outcome, batch: int) -> Table:
     over = f"; of speedups also over {min(timings)} timings" if timings and min(timings) > 1 else ""
     table = Table(title=f"Forecast at batch size {batch}, intervals over texts{over}", pad_edge=False)
     table.add_column("drafter", no_wrap=True)
-    columns = ["T", "tau", "95 %", "speedup", "95 %", "tok/s", *["tau meas.", "speedup meas."] * bool(outcome.measured)]
+    here = [row for row in outcome.measured if row["batch_size"] == batch]
+    columns = ["T", "tau", "95 %", "speedup", "95 %", "tok/s", *["tau meas.", "speedup meas."] * bool(here)]
     for name in columns:
         table.add_column(name, justify="right")
-    measured = {(row["drafter"], row["temperature"], row["policy"]): row for row in outcome.measured}
+    measured = {(row["drafter"], row["temperature"], row["policy"]): row for row in here}
     for row in outcome.forecast.rows:
         speed = next(entry for entry in row["speed"] if entry["batch_size"] == batch)
         beside = measured.get((row["drafter"], row["temperature"], row["policy"]))
-        shown = [f"{beside['tau']:.2f}", f"{beside['speedup']:.2f}x"] if beside and batch == 1 else ["", ""]
+        shown = [f"{beside['tau']:.2f}", f"{beside['speedup']:.2f}x"] if beside else ["", ""]
         table.add_row(
             f"{row['drafter']} {row['policy']}",
             f"{row['temperature']:g}",
@@ -316,7 +320,7 @@ def forecast_table(outcome: Outcome, batch: int) -> Table:
             f"{speed['speedup']:.2f}x",
             "{:.2f}-{:.2f}".format(*speed["speedup_interval"]),
             f"{speed['tokens_per_second']:.0f}",
-            *(shown if outcome.measured else ()),
+            *(shown if here else ()),
         )
     return table
 

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,6 +11,8 @@ from conftest import make_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.hardware import CostModel
 from draftsmith.heads import Medusa
@@ -113,6 +116,40 @@ def test_a_whole_forecast(
     capsys.readouterr()
     assert _main(*call, "--policy", "best-first:size=4,depth=2", "--json") == 0
     assert json.loads(capsys.readouterr().out)["rows"] == rows
+
+
+def test_what_is_measured_is_the_best_at_the_first_batch_size(
+    tmp_path: Path,
+    tiny_target_folder: Path,
+    prompts: Path,
+    profile: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By this profile chains of 3 are the best at batch size 1 and those of 1 at batch size 8."""
+    monkeypatch.setattr("draftsmith.eval.forecast.run.REPEATS", 1)
+    sizes: list[int] = []
+    decode = SpeculativeDecoder.generate_batch
+
+    def counted(self: SpeculativeDecoder, rows: list[list[int]], **options: Any) -> list[DecodeOutput]:
+        if self.drafter is not None:
+            sizes.append(len(rows))
+        return decode(self, rows, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate_batch", counted)
+    call = ["forecast", "--target", tiny_target_folder, "--drafter", f"self={tiny_target_folder}", "--prompts", prompts]
+    call += ["--max-new-tokens", 17, "--temperature", 0, "--max-draft-length", 3, "--policy", "chain:draft_length=3"]
+    call += ["--profile", profile, "--out", tmp_path, "--measure"]
+    for order, policy, tau in (((8, 1), "chain:draft_length=1", 2.0), ((1, 8), "chain:draft_length=3", 4.0)):
+        sizes.clear()
+        assert _main(*call, "--batch-size", order[0], "--batch-size", order[1]) == 0
+        (row,) = json.loads((tmp_path / "forecast.json").read_text())["measured"]
+        assert (row["policy"], row["batch_size"], row["tau"]) == (policy, order[0], tau)
+        assert set(sizes) == {min(order[0], 4)}, "of four prompts"
+        first, other = capsys.readouterr().out.split("Forecast at batch size")[1:]
+        (line,) = (line for line in first.splitlines() if f"self {policy}" in line)
+        assert [cell.strip() for cell in line.split("│")][-3] == f"{tau:.2f}", "measured"
+        assert "tau meas." not in " ".join(other.split())
 
 
 def test_a_profile_decides_what_is_best(
