@@ -347,7 +347,7 @@ def _keys(sections: list[str], kind: str | None) -> list[str]:
 
 
 ADAPTED_RATE = 0.25
-"""Learning rate of an adaptation relative to the one that the drafter was trained with."""
+"""Learning rates of an adaptation relative to those that the drafter was trained with."""
 
 SERVED = {
     "subset": None,
@@ -377,6 +377,7 @@ def adapted_recipe(
     """
     values = _stored(drafter)
     train = values["train"]
+    rates = {key: train[key] for key in ("learning_rate", "adamw_learning_rate") if train[key] is not None}
     values |= {
         "name": f"{values['name']}-adapted",
         "output": output,
@@ -385,7 +386,7 @@ def adapted_recipe(
         "data": {**values["data"], **SERVED, "prompts": prompts, "response": "text" if answered else "target"},
         "continue_from": None,
         "teacher": {},
-        "train": {**train, "learning_rate": train["learning_rate"] * ADAPTED_RATE},
+        "train": {**train, **{key: rate * ADAPTED_RATE for key, rate in rates.items()}},
         "evaluation": {**values["evaluation"], "prompts": None},
         "cotrain": None,
     }

@@ -229,3 +229,12 @@ def test_an_adaptation_asks_no_server_of_the_first_training(answered: bool, tmp_
     (tmp_path / "config.json").write_text(json.dumps({"draftsmith": {"recipe": first.model_dump(mode="json")}}))
     adapted = adapted_recipe(str(tmp_path), "served.jsonl", "out", target=None, answered=answered, overrides=[])
     assert adapted.data.server is None
+
+
+def test_an_adaptation_takes_a_quarter_of_each_rate(tmp_path: Path) -> None:
+    rates = ["train.optimizer=muon", "train.learning_rate=0.02", "train.adamw_learning_rate=0.001"]
+    for overrides, beside in ((rates, 0.00025), (rates[:2], None)):
+        first = load_recipe("medusa/any_prompts", overrides)
+        (tmp_path / "config.json").write_text(json.dumps({"draftsmith": {"recipe": first.model_dump(mode="json")}}))
+        train = adapted_recipe(str(tmp_path), "served.jsonl", "out", target=None, answered=True, overrides=[]).train
+        assert (train.learning_rate, train.adamw_learning_rate) == (0.005, beside)
