@@ -33,7 +33,7 @@ from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.locks import hold_name, require_cache
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.safe_text import Terminal
-from draftsmith.storage import write_text, writing
+from draftsmith.storage import require_writable_file, write_text, writing
 from draftsmith.train.accelerator import make_accelerator
 from draftsmith.train.builders import data_and_drafter, load_frozen_target, make_teacher
 from draftsmith.train.context import RunContext
@@ -154,6 +154,7 @@ def regenerate(
     require_seed("--seed", settings.seed)
     Sampling(settings.temperature)  # checked before anything is loaded
     check_attention("--attn-implementation", attn_implementation, dtype)
+    require_writable_file("--out", out)
     with hold_name("--out", out):
         if out.exists():
             raise ConfigError(f"--out {out} exists; expected a new file")

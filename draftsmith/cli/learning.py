@@ -22,8 +22,15 @@ def require_learnable(drafter: str | None, *, learn: bool, save: Path | None) ->
         require_trained([drafter] if drafter else [])
     if save is not None:
         require_writable("save-drafter", save)
-        if save.exists() and (not save.is_dir() or (any(save.iterdir()) and read_config(save, save)[1] is None)):
+        if save.exists() and (not save.is_dir() or (any(save.iterdir()) and not _holds_drafter(save))):
             raise ConfigError(f"save-drafter={save} holds something else; expected a new folder or a drafter's")
+
+
+def _holds_drafter(folder: Path) -> bool:
+    try:
+        return read_config(folder, folder)[1] is not None
+    except ConfigError:
+        return False
 
 
 class Learned:

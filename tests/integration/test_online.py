@@ -92,6 +92,7 @@ def test_learning_that_cannot_be_is_refused(
         (["--drafter", drafter, "--save-drafter", tmp_path / "x"], "without --learn; expected both"),
         (["--learn"], "learn without a drafter"),
         (["--drafter", drafter, "--learn", "--save-drafter", tmp_path / "mine"], "holds something else"),
+        (["--drafter", drafter, "--learn", "--save-drafter", tmp_path], f"save-drafter={tmp_path} holds something"),
         (["--drafter", drafter, "--learn", "--save-drafter", tmp_path / "mine" / "config.json"], "holds something"),
     ):
         assert _main(*call, *options) == 2

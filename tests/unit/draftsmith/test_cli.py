@@ -88,6 +88,9 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
     ):
         code, _, err = _run(capsys, "generate", "x", "--target", "embedded", *options)
         assert (code, message in err) == (2, True), err
+    for place in (".", "", "/", str(tmp_path)):
+        code, _, err = _run(capsys, *regenerate[:-1], place)
+        assert (code, f"--out={place or '.'} is a folder; expected the name of a file" in err) == (2, True), err
     code, _, err = _run(capsys, *regenerate, "--temperature", "-1")
     assert (code, err.startswith("ConfigError: temperature=-1.0; expected >= 0")) == (2, True), err
     code, _, err = _run(capsys, "train", "quickstart/mtp", "train.stepz=1")
