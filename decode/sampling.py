@@ -10,7 +10,12 @@ from typing import NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
@@ -251,6 +256,8 @@ class Processors:
         which tokens occur. Any other processor is called for one node at a time, with the node in the row that its
         text has in the batch: some use the index of a row.
         """
+        if type(processor) is PrefixConstrainedLogitsProcessor:
+            return _allowed(processor, scores_NV, before)
         together = _treats_rows_independently(processor)
         if _reads_occurrence(processor):
             return processor(before.repeated(), cast(torch.FloatTensor, scores_NV.clone()))
@@ -267,6 +274,22 @@ class Processors:
             processed = processor(ids, cast(torch.FloatTensor, scores))
             out_NV[rows] = processed if together else processed[text : text + 1]
         return out_NV
+
+
+def _allowed(processor: PrefixConstrainedLogitsProcessor, scores_NV: Tensor, before: Contexts) -> Tensor:
+    """Return the scores [N, V] of the tokens that `prefix_allowed_tokens_fn` allows after each node.
+
+    It is called with the text of the node only: it may have rules of its own for each text of a batch. No token is
+    allowed where it returns none, which is an error in transformers.
+    """
+    out_NV = torch.full_like(scores_NV, -torch.inf)
+    for row, text in enumerate(before.texts):
+        ids_1T = before.ids([row])
+        tokens = processor._prefix_allowed_tokens_fn(text // processor._num_beams, ids_1T[0])
+        if len(tokens) > 0:
+            alone = PrefixConstrainedLogitsProcessor(lambda *_, tokens=tokens: tokens, num_beams=1)
+            out_NV[row] = alone(ids_1T, cast(torch.FloatTensor, scores_NV[row : row + 1]))[0]
+    return out_NV
 
 
 def precise(logits: Tensor) -> Tensor:

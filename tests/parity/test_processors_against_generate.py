@@ -124,6 +124,43 @@ def test_greedy_text_with_processors_is_that_of_generate(
     assert texts(tiny_target, PROMPTS, do_sample=False, custom_generate=own, **SETTINGS[name]) == together
 
 
+ANSWERS = [
+    [[20, 21, 22, 1], [20, 23, 24, 25, 1], [26, 1]],
+    [[30, 31, 32, 1], [33, 34, 1]],
+    [[40, 41, 42, 43, 1], [44, 1]],
+    [[50, 51, 1], [52, 53, 54, 1]],
+]
+
+
+@pytest.mark.parametrize("copies", [1, 2], ids=["T=0", "T=1"])
+@pytest.mark.parametrize("policy", [*POLICIES, None])
+def test_a_prefix_function_has_answers_for_each_prompt(
+    tiny_target: LlamaForCausalLM, drafter: DraftModel, policy: str | None, copies: int
+) -> None:
+    """Drafts may leave them; the function is called with each text's own row. Without a policy drafts are retrieved."""
+    prompts = [[answers[0][0], 9, *prompt] for answers, prompt in zip(ANSWERS, PROMPTS, strict=True)]
+    width = max(map(len, prompts))
+    seen: list[tuple[int, list[int]]] = []
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        prompt, new = ids[:width].tolist(), ids[width:].tolist()
+        seen.append((row, prompt))
+        if 1 in new:
+            return [0]
+        return sorted({answer[len(new)] for answer in ANSWERS[row] if answer[: len(new)] == new})
+
+    settings = {"do_sample": copies > 1, "num_return_sequences": copies, "prefix_allowed_tokens_fn": allowed}
+    kept: list[DecodeOutput] = []
+    drafts = SuffixRetrieval(min_match=1) if policy is None else drafter
+    own = as_custom_generate(drafts, policy=policy, on_output=kept.extend)
+    out = texts(tiny_target, prompts, custom_generate=own, **settings)
+    assert sum(record.drafted for text in kept for record in text.rounds) > 0
+    assert len({tuple(prompt) for _, prompt in seen}) == len(set(map(str, seen))) == len(prompts)
+    assert all([token for token in new if token != 0] in ANSWERS[row // copies] for row, new in enumerate(out))
+    if copies == 1:
+        assert out == texts(tiny_target, prompts, **settings)
+
+
 def test_stop_strings_that_end_in_mid_block_are_honoured(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
