@@ -349,11 +349,11 @@ def decode(options: argparse.Namespace, device: torch.device, until: float) -> I
         if time.perf_counter() > until:
             print(f"\n{what}: not measured, {options.minutes:g} minutes have passed")
             continue
-        acceptance = blend.set(options.acceptance, temperature)
         cell = Cell(temperature, batch, context, options.max_new_tokens, options.gamma)
         # transformers' assisted generation decodes one text.
         usable = {name: side for name, side in sides.items() if batch == 1 or name != "assisted"}
         try:
+            acceptance = blend.set(options.acceptance, temperature)
             figures = measure(cell, usable, [target, drafter.model], options.repeats)
         except Exception as error:  # of any kind: the time on a large GPU is scarce, and other cells may work
             reason = failure(error)

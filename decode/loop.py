@@ -128,9 +128,10 @@ class DecodeLoop:
         return self._features.take(counts)
 
     def close(self) -> None:
-        """Leave the drafter's compiled passes to later texts."""
+        """Leave the drafter's compiled passes to later texts, and free its caches; this loop is not used again."""
         for runner in self._runners:
             runner.close()
+        vars(self).clear()  # drafters keep it as their context until they start again
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
         """Read the prompts and commit the first token of each; return every text with its new tokens."""

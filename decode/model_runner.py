@@ -281,12 +281,12 @@ class ModelRunner:
         self._drafted = Drafted()
 
     def close(self) -> None:
-        """Leave compiled passes to later texts and remove the hooks; this runner is not used again."""
+        """Leave compiled passes to later texts, and free the cache and the hooks; this runner is not used again."""
         for remove in self._hooks:  # or compiled passes of a drafter that shares the lm_head would run them
             remove()
         if self._passes is not None:
             give_back(self.model, self._passes)
-            self._passes = None
+        vars(self).clear()  # drafters keep their runner until they start again
 
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""

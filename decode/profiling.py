@@ -1,7 +1,7 @@
 """Measures the seconds of forward passes of a target and a drafter on this machine, for `Costs`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from statistics import median
 from typing import cast
 
@@ -84,11 +84,10 @@ def _round_seconds(target: PreTrainedModel, drafter: Drafter, draft_length: int,
     # Compiled, a chain of fixed length is one graph, and cheaper than the steps of the policies that plan.
     policy = ConfidenceChain(0.0, draft_length) if compile else Chain(draft_length)
     loop = DecodeLoop(reader, drafter, policy, [sequence], processors, compile=compile)
-    loop.prefill()
-    while len(sequence.rounds) < ROUNDS and loop.texts:
-        loop.round()
-    loop.close()
-    reader.close()
+    with closing(reader), closing(loop):
+        loop.prefill()
+        while len(sequence.rounds) < ROUNDS and loop.texts:
+            loop.round()
     return [record.seconds for record in sequence.rounds[1:] or sequence.rounds]
 
 

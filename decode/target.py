@@ -132,9 +132,10 @@ class TransformersTarget:
         self._runner.drop(rows)
 
     def close(self) -> None:
-        """Leave compiled passes to later texts; the next call is `prefill`."""
-        if hasattr(self, "_runner"):  # not after an error in the first prompt
+        """Leave compiled passes to later texts, and free the cache; the next call is `prefill`."""
+        if hasattr(self, "_runner"):  # not after an error before the prompt is read
             self._runner.close()
+            del self._runner
 
 
 def _places(paths: list[list[int]]) -> list[list[int]]:

@@ -258,7 +258,10 @@ class Drafter(nn.Module):
     """It retrieves whole drafts and computes no logits, so policies do not apply."""
 
     def start(self, context: Context) -> None:
-        """Begin decoding: read the texts, allocate caches, discard the state of the last run."""
+        """Begin decoding: read the texts, allocate caches, discard the state of the last run.
+
+        The context, and the runners that it returns, hold nothing once the texts have ended.
+        """
         self.context = context
 
     def retrieve(self, row: int, room: int) -> Draft | None:

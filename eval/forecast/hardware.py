@@ -15,6 +15,7 @@ YAML or JSON. Curves are interpolated linearly, and extrapolated with the slope 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -318,10 +319,11 @@ class TimedVariant:
             rows.append(DecodeSequence(half, longest, SeededRng(seed + number), source=text.source, number=number))
         processors, policy = Processors(sampling, texts=len(rows)), Chain(max(self.draft_length, 1))
         decoding = DecodeLoop(target, self.drafter, policy, rows, processors, None, widths)
-        decoding.prefill()
         records = []
-        while len(records) <= ROUNDS and len(decoding.texts) == len(rows):
-            records.append(decoding.round()[0][2])
+        with closing(target), closing(decoding):
+            decoding.prefill()
+            while len(records) <= ROUNDS and len(decoding.texts) == len(rows):
+                records.append(decoding.round()[0][2])
         return [record for record in records[1:] or records if record.drafted == self.draft_length]
 
 

@@ -5,6 +5,7 @@ returns the known text's next token, and the hidden states of one teacher-forced
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor, nn
@@ -112,9 +113,10 @@ def replay(
         known = KnownTarget(batch, [states_of(teacher, text) for text in batch], vocabulary_size(target))
         rows = [_row(number, text) for number, text in enumerate(batch)]
         decoding = DecodeLoop(known, drafter, policy, rows, Processors(sampling, texts=len(rows)))
-        decoding.prefill()
-        while decoding.texts:
-            decoding.round()
+        with closing(decoding):
+            decoding.prefill()
+            while decoding.texts:
+                decoding.round()
         rounds += [row.rounds for row in rows]
     return rounds
 

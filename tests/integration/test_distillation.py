@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli import main
+from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.distill.dataset import pack
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.load_target import load_target
@@ -23,7 +25,7 @@ from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import adapted_recipe, load_recipe
 from draftsmith.train.run_folder import read_metrics
-from draftsmith.train.step import StepSums
+from draftsmith.train.step import AgreementStep, StepSums
 
 
 def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -71,6 +73,31 @@ def test_rounds_ask_anew_and_resume_bit_by_bit(
     assert losses(resumed) == losses(whole)
     a, b = (load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("whole", "run"))
     assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_training_steps_begin_without_the_caches_of_sampling(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter and the target that are trained, or read, have drafted and decoded before."""
+    caches: WeakSet[RollbackCache] = WeakSet()
+    alive: list[int] = []
+    build, forward = RollbackCache.__init__, AgreementStep.forward
+
+    def built(cache: RollbackCache, *arguments: Any, **options: Any) -> None:
+        build(cache, *arguments, **options)
+        caches.add(cache)
+
+    def watched(step: AgreementStep, *arguments: Any) -> Any:
+        alive.append(len(caches))
+        return forward(step, *arguments)
+
+    monkeypatch.setattr(RollbackCache, "__init__", built)
+    monkeypatch.setattr(AgreementStep, "forward", watched)
+    rounds = ["train.steps=6", "data.refresh_every=3", "data.count=10", "data.response_tokens=6"]
+    rows = run(recipe_file, *rounds, "evaluation.count=1", "evaluation.max_new_tokens=2")
+    assert all(row["sampling"]["tau"] > 1 for row in rows if "sampling" in row), "the drafter helps"
+    assert alive
+    assert set(alive) == {0}
 
 
 def test_what_sampling_took_is_counted_over_kills(
