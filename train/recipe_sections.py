@@ -249,7 +249,7 @@ class EvaluationSection(Section):
     """Prompts to decode; those taken from a training file are kept out of training."""
     prompt_tokens: Count = 48
     """Length of embedded prompts."""
-    max_new_tokens: Count = 48
-    """Tokens decoded for each prompt."""
+    max_new_tokens: Annotated[Count, Field(ge=2)] = 48
+    """Tokens decoded for each prompt; the first one is the target's, without a draft."""
     temperature: Annotated[Number, Field(ge=0)] = 0.0
     """Sampling temperature; 0 is greedy."""

@@ -138,7 +138,8 @@ def evaluate_drafter(
     overlaps = [value for record in rounds for value in record.overlap]
     result = {
         "alpha": sum(overlaps) / max(1, len(overlaps)),
-        "tau": sum(output.decode_tokens for output in outputs) / max(1, len(rounds)),
+        # Without a round, if every text ends with its first token: the least tau, so that the first drafter is saved.
+        "tau": sum(output.decode_tokens for output in outputs) / len(rounds) if rounds else 1.0,
         "tokens": [output.decode_tokens for output in outputs],
         "rounds": [len(output.rounds) for output in outputs],
         "acceptance_at": acceptance_at(rounds),

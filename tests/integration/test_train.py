@@ -23,6 +23,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GenerationConfig,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -446,6 +447,23 @@ def test_a_drafter_learns_from_text_as_it_stands(recipe_file: Path, tmp_path: Pa
     loop.train(load_recipe(str(recipe_file), overrides))
     assert len(_losses(tmp_path / "run")) == 2
     assert not (tmp_path / "cache" / "samples").exists()
+
+
+def test_the_first_drafter_is_kept_where_no_evaluation_has_a_round(recipe_file: Path, tmp_path: Path) -> None:
+    """Every token ends a text, so that the target's first one, which no draft precedes, is the last."""
+    file, target = tmp_path / "texts.jsonl", tmp_path / "ending"
+    file.write_text("".join(json.dumps({"text": LETTERS[i % 9 :]}) + "\n" for i in range(20)))
+    shutil.copytree(load_recipe(str(recipe_file)).target.model, target)
+    ending = GenerationConfig(eos_token_id=list(range(64)))
+    ending.save_pretrained(target)
+    overrides = [f"target.model={target}", f"data.prompts={file}", "data.response=text", "train.steps=2"]
+    folder = loop.train(load_recipe(str(recipe_file), overrides))
+    evaluations = [row["evaluation"] for row in read_metrics(tmp_path / "run") if "evaluation" in row]
+    assert [row["rounds"] for row in evaluations] == [[0] * 4] * 2
+    assert (folder / "model.safetensors").is_file()
+    shutil.rmtree(folder)
+    with pytest.raises(DraftsmithError, match="was deleted: it held the best drafter, of step 0"):
+        loop.train(load_recipe(str(recipe_file), overrides))
 
 
 @pytest.mark.parametrize("drafter", [name for name in LEARNERS if " " not in name])
