@@ -21,10 +21,11 @@ def one_line(text: str, most: int = LONGEST_LINE) -> str:
 def reason_of(error: BaseException, *, whole: bool = False) -> str:
     """Return the first line of another library's exception, or with `whole` all of it as one line.
 
-    An exception without a text gives the name of its type.
+    A first line that ends in a colon has the reason after it. An exception without a text gives the name of its type.
     """
     text = str(error).strip() or type(error).__name__
-    return one_line(text if whole else text.splitlines()[0], 300)
+    first = text.splitlines()[0]
+    return one_line(text if whole or first.endswith(":") else first, 300)
 
 
 class DraftsmithError(Exception):

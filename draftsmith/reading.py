@@ -55,6 +55,7 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
 
+_STARTS_OF_NUMBERS = list("-+0123456789.")
 # Dates stay text, and so do numbers of base 60: YAML 1.1 reads 1:30 as 90.
 _BoundedLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
@@ -64,7 +65,17 @@ for _kind in ("int", "float"):
     _tag = f"tag:yaml.org,2002:{_kind}"
     _pattern = next(p for found in yaml.SafeLoader.yaml_implicit_resolvers.values() for tag, p in found if tag == _tag)
     _plain = re.compile(rf"(?!.*:)(?:{_pattern.pattern})", re.VERBOSE)
-    _BoundedLoader.add_implicit_resolver(_tag, _plain, list("-+0123456789."))
+    _BoundedLoader.add_implicit_resolver(_tag, _plain, _STARTS_OF_NUMBERS)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quote text that `parse_yaml` would read as a number."""
+
+
+# YAML 1.2 reads 1e-6 as a number. Longer exponents occur in revisions alone, such as 12e4567.
+_EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d{1,2}$", re.ASCII)
+for _yaml in (_BoundedLoader, _Dumper):
+    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, _STARTS_OF_NUMBERS)
 
 
 class _ValueLoader(_BoundedLoader):
@@ -111,6 +122,11 @@ def parse_yaml(text: str, *, comments: bool = True) -> Any:
         raise ValueError(str(error) or type(error).__name__) from error
     require_plain(value)
     return value
+
+
+def dump_yaml(value: Any) -> str:
+    """Return plain values as a YAML document, which `parse_yaml` reads again."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -14,7 +14,6 @@ from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -34,6 +33,7 @@ from draftsmith.heads.formats.common import (
 )
 from draftsmith.heads.formats.transformers import CODE
 from draftsmith.heads.validation import read_config, shapes_in
+from draftsmith.reading import dump_yaml
 from draftsmith.safe_text import SECRET, markdown_environment
 from draftsmith.storage import write_json, write_text
 
@@ -284,7 +284,7 @@ def write_card(
         plots=plots,
         outlook=outlook(metrics),
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
-        recipe_text=yaml.safe_dump(recipe, sort_keys=False),
+        recipe_text=dump_yaml(recipe),
         generates=(folder / CODE / "generate.py").is_file(),
         engines=_engines(section, base_model),
     )

@@ -7,14 +7,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.locks import LOCK, hold_folder
-from draftsmith.reading import parse_json, parse_yaml, read_json, read_text
+from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
 from draftsmith.train.checkpoint import STATE, checkpoint_folder, stored_recipes
 from draftsmith.train.learning_rates import warmup_steps
@@ -104,7 +103,7 @@ def claim_output(recipe: Recipe) -> None:
         clear_leftovers(folder)
         clear_leftovers(folder / CHECKPOINTS)
         if not folder.exists() or _unused(folder):
-            write_text(folder / RECIPE, yaml.safe_dump(comparable(recipe), sort_keys=False))
+            write_text(folder / RECIPE, dump_yaml(comparable(recipe)))
     except OSError as error:
         raise ConfigError(f"output={folder} cannot be written ({error}); expected a folder with room") from error
 

@@ -13,6 +13,7 @@ from draftsmith.reading import (
     DEEPEST,
     LARGEST_YAML,
     assignment,
+    dump_yaml,
     parse_assignment,
     parse_json,
     parse_specification,
@@ -81,6 +82,15 @@ def test_numbers_have_no_base_60() -> None:
     }
 
 
+def test_numbers_with_an_exponent() -> None:
+    """As YAML 1.2 and JSON read them; text of this form is written in quotes."""
+    numbers = {"1e-6": 1e-6, "-1E5": -1e5, "+2e+3": 2e3, "1.5e3": 1500.0, "1.e2": 100.0, ".5e1": 5.0, "1_0e0": 10.0}
+    texts = ["1e", "e5", "1e5x", "12e4567", "1:2e3", "1e-6 m", "٣e٣"]
+    assert parse_yaml(str([*numbers, *texts]).replace("'", "")) == [*numbers.values(), *texts]
+    values = {"numbers": [*numbers.values(), 1e300], "texts": [*numbers, *texts, "x: #y", ""]}
+    assert parse_yaml(dump_yaml(values)) == values
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '["\\ud800"]', "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "1" * 5000])
 def test_json_that_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"levels|unpaired surrogate|integer"):
@@ -107,6 +117,8 @@ def test_errors_are_one_short_line() -> None:
     assert line.endswith("xxx'; expected >= 1")
     assert one_line("a\n b\tc") == "a b c"
     assert reason_of(ValueError("")) == "ValueError"
+    assert reason_of(ValueError("a: b\nc")) == "a: b"
+    assert reason_of(ValueError("for field x:\n    TypeError: y\n")) == "for field x: TypeError: y"
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,11 @@ def test_another_targets_checkpoint_is_refused(
         ("hass", {"train_steps": 0}, r"drafter\.train_steps=0"),
         ("draft_model", {"keep": [3, 9]}, r"drafter\.keep=\[3, 9\]; expected rising layers of the target, 0 to 5"),
         ("draft_model", {"config": {"model_type": "lama"}}, r"drafter\.config\.model_type='lama'"),
+        (
+            "draft_model",
+            {"config": {"model_type": "llama", "rms_norm_eps": "small"}},
+            r"drafter\.config=.*rms_norm_eps': 'small'.* a language model's config \(.*: TypeError: .* expected float",
+        ),
         ("draft_model", {"lora_rank": 33}, r"drafter\.lora_rank=33; expected at most"),
         ("draft_model", {"model": "/nowhere"}, r"drafter\.model=/nowhere"),
         ("mtp", {"init": "native"}, "own MTP module: the files of '' are not on this machine"),

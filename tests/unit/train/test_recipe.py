@@ -93,6 +93,8 @@ def test_files_and_overrides(tmp_path: Path) -> None:
     file.write_text("name: x\noutput: y\ndrafter: {type: medusa}\ntrain: {learning_rate: 1e-3, steps: 7}\n")
     recipe = load_recipe(str(file), ["train.steps=9", "data.prompts=other.jsonl", "train.learning_rate=2e-4"])
     assert (recipe.train.steps, recipe.data.prompts, recipe.train.learning_rate) == (9, "other.jsonl", 2e-4)
+    config = "drafter={type: draft_model, config: {model_type: llama, rms_norm_eps: 1e-6}}"
+    assert load_recipe(str(file), [config]).drafter_options()["config"]["rms_norm_eps"] == 1e-6
     file.write_text("name: [")
     with pytest.raises(ConfigError, match="is not YAML"):
         load_recipe(str(file))
@@ -153,14 +155,14 @@ def test_schedules() -> None:
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    recipe = parse_recipe({**BASE, "output": str(tmp_path / "run")}, "here")
+    recipe = parse_recipe({**BASE, "name": "12e4", "output": str(tmp_path / "run")}, "here")
     check_output(recipe)
     claim_output(parse_recipe({**BASE, "output": str(tmp_path / "run"), "train": {"steps": 9}}, "here"))
     check_output(recipe)  # that start was refused, or killed, before it had done anything
     claim_output(recipe)
     Metrics(tmp_path / "run", None)
     check_output(recipe)
-    other = parse_recipe({**BASE, "output": str(tmp_path / "run"), "train": {"steps": 7}}, "here")
+    other = parse_recipe({**BASE, "name": "12e4", "output": str(tmp_path / "run"), "train": {"steps": 7}}, "here")
     with pytest.raises(ConfigError, match=r"holds another run: train\.steps=200 there, 7 here"):
         check_output(other)
     stored = tmp_path / "run" / "recipe.yaml"
