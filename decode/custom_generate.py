@@ -198,6 +198,7 @@ def _result(
 def _padded(input_ids: Tensor, outputs: Sequence[DecodeOutput], config: GenerationConfig) -> Tensor:
     """Return the prompts followed by the new tokens, padded on the right: [B, T + n]."""
     width = max(len(output.tokens) for output in outputs)
-    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    # Where no pad token is set, `generate` has stored the first end token, or None without any.
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     rows = [[*output.tokens, *[pad] * (width - len(output.tokens))] for output in outputs]
     return torch.cat([input_ids, torch.tensor(rows, device=input_ids.device)], 1)

@@ -242,6 +242,18 @@ def test_sampling_through_generate_reproduces_and_follows_its_settings(
     assert sampled(0, top_k=1) == texts(tiny_target, PROMPTS, do_sample=False)
 
 
+@pytest.mark.parametrize("pad", [None, 3])
+def test_ended_rows_are_padded_as_in_generate(drafter: DraftModel, pad: int | None) -> None:
+    target, prompts = make_llama(pad_token_id=None), torch.tensor([[5, 9, 33, 2], [40, 1, 2, 3], [11, 12, 13, 14]])
+    mask = torch.ones_like(prompts)
+    settings = {"attention_mask": mask, "pad_token_id": pad, "eos_token_id": [19, 14], "max_length": 20}
+    expected = target.generate(prompts, do_sample=False, **settings)
+    ended = (expected[:, -1] == (19 if pad is None else pad)).sum()
+    assert 0 < ended < len(prompts), "some rows end before others"
+    out = target.generate(prompts, do_sample=False, custom_generate=as_custom_generate(drafter), **settings)
+    assert out.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("make", [lambda: None, lambda: SuffixRetrieval(min_match=1)])
 def test_encoder_decoder_through_generate(make: Callable[[], SuffixRetrieval | None]) -> None:
     torch.manual_seed(0)
