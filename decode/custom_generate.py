@@ -16,6 +16,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
@@ -30,6 +31,15 @@ from draftsmith.heads.base import Drafter
 _IGNORED = {"attention_mask", "encoder_outputs", "position_ids", "logits_to_keep"}
 _IGNORED |= {"use_cache", "cache", "past_key_values", "cache_params"}
 _IGNORED |= {"decoder_attention_mask", "cache_position", "inputs_tensor", "synced_gpus"}
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+# Arguments that choose another mode of decoding, with the value that does not.
+_OTHER_MODES = {
+    "num_beams": 1,
+    "constraints": None,
+    "force_words_ids": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+}
 
 
 def as_custom_generate(
@@ -44,9 +54,10 @@ def as_custom_generate(
     """Return a `custom_generate` for transformers' `generate`, which prepares processors and criteria as usual.
 
     Supports greedy and sampled decoding, batches, `num_return_sequences`, and for encoder-decoder models
-    `decoder_input_ids` and `encoder_outputs`; not beam search. The seed comes from torch's global generator, so
-    `torch.manual_seed` makes a text reproducible. transformers passes neither `streamer` nor `tokenizer` to a callable:
-    pass the streamer here (one prompt only), and stop strings as a `StopStringCriteria` in `stopping_criteria`.
+    `decoder_input_ids` and `encoder_outputs`; no other mode of decoding. The seed comes from torch's global generator,
+    so `torch.manual_seed` makes a text reproducible. transformers passes neither `streamer` nor `tokenizer` to a
+    callable: pass the streamer here (one prompt only), and stop strings as a `StopStringCriteria` in
+    `stopping_criteria`.
 
     Args:
         drafter, draft_length, policy, rule: as for `SpeculativeDecoder`.
@@ -69,7 +80,7 @@ def as_custom_generate(
             decoders[id(model)] = SpeculativeDecoder(
                 model, drafter, draft_length=draft_length, policy=policy, rule=rule
             )
-        eos, criteria = _split(stopping_criteria)
+        eos, length, criteria = _split(stopping_criteria)
         given = _encoded(input_ids, inputs_tensor, model_kwargs) if encodes else _Given(input_ids)
         on_tokens = None if streamer is None else _to(streamer, input_ids)
         outputs = decoders[id(model)].generate_batch(
@@ -77,7 +88,7 @@ def as_custom_generate(
             attention_mask=None if encodes else model_kwargs.get("attention_mask"),
             decoder_input_ids=given.decoder_input_ids,
             encoder_states=given.encoder_states,
-            max_new_tokens=generation_config.max_length - input_ids.shape[1],
+            max_new_tokens=max(1, length - input_ids.shape[1]),
             temperature=1.0 if generation_config.do_sample else 0.0,  # the real one is among the processors
             seeds=int(torch.randint(2**48, ())),
             eos_token_id=eos,
@@ -109,8 +120,10 @@ def _to(streamer: BaseStreamer, input_ids: Tensor) -> OnBatchTokens:
 
 def _refuse_others(config: GenerationConfig, model_kwargs: dict[str, Any], *, encodes: bool) -> None:
     """Raise ConfigError for arguments of `generate` that this decoder does not support."""
-    if config.num_beams > 1:
-        raise ConfigError.of("num_beams", config.num_beams, "1: beam search is not supported")
+    mode = config.get_generation_mode()
+    if mode not in _MODES:
+        key = next(key for key in _OTHER_MODES if getattr(config, key, None) not in (None, 1))
+        raise ConfigError.of(key, getattr(config, key), f"{_OTHER_MODES[key]}: {mode.value} is not supported")
     for key in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, key, False):
             raise ConfigError.of(key, True, "False: draft tokens that are rejected have no place in that output")
@@ -172,16 +185,22 @@ def _encoded(decoder_ids_BP: Tensor, inputs: Tensor | None, model_kwargs: dict[s
     return _Given(sources, decoder_ids_BP.tolist(), states)
 
 
-def _split(criteria: StoppingCriteriaList) -> tuple[list[int] | None, list[StoppingCriteria]]:
-    """Split off the end tokens and return (end tokens, other criteria); the decoder checks the length itself."""
+def _split(criteria: StoppingCriteriaList) -> tuple[list[int] | None, int, list[StoppingCriteria]]:
+    """Return (end tokens, maximum length, other criteria); the decoder checks the first two itself.
+
+    transformers makes a criterion of `max_length`, or of `max_new_tokens`, unless the user passes one.
+    """
     eos: list[int] = []
+    lengths: list[int] = []
     others: list[StoppingCriteria] = []
     for criterion in criteria:
         if type(criterion) is EosTokenCriteria:
             eos += criterion.eos_token_id.flatten().tolist()
-        elif type(criterion) is not MaxLengthCriteria:
+        elif type(criterion) is MaxLengthCriteria:
+            lengths.append(criterion.max_length)
+        else:
             others.append(criterion)
-    return eos or None, others
+    return eos or None, min(lengths), others
 
 
 def _result(

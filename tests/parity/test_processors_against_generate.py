@@ -10,9 +10,11 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedTokenizerFast,
     StoppingCriteria,
+    StoppingCriteriaList,
     StopStringCriteria,
     T5Config,
     T5ForConditionalGeneration,
@@ -224,8 +226,40 @@ def test_processors_that_depend_on_more_than_the_text_are_refused(
     own = as_custom_generate(drafter)
     with pytest.raises(ConfigError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor runs the model itself"):
         texts(tiny_target, [PROMPTS[0]], do_sample=False, guidance_scale=1.5, custom_generate=own)
-    with pytest.raises(ConfigError, match="num_beams=2; expected 1"):
-        texts(tiny_target, [PROMPTS[0]], num_beams=2, do_sample=False, custom_generate=own)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2; expected 1: beam_search is not supported"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams=2; expected 1: beam_sample is not supported"),
+        ({"constraints": [1]}, r"constraints=\[1\]; expected None: constrained_beam_search is not supported"),
+        ({"force_words_ids": [[3]]}, r"force_words_ids=\[\[3\]\]; expected None: constrained_beam_search"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6; expected None: contrastive_search is not supported"),
+        ({"dola_layers": "high"}, "dola_layers='high'; expected None: dola_generation is not supported"),
+    ],
+)
+def test_other_modes_of_decoding_are_refused(
+    tiny_target: LlamaForCausalLM, drafter: DraftModel, settings: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        texts(
+            tiny_target, [PROMPTS[0]], **{"do_sample": False, **settings}, custom_generate=as_custom_generate(drafter)
+        )
+
+
+@pytest.mark.parametrize("lengths", [[3], [8], [14], [14, 9]], ids=str)
+def test_a_maximum_length_among_the_criteria_replaces_that_of_generate(
+    tiny_target: LlamaForCausalLM, drafter: DraftModel, lengths: list[int]
+) -> None:
+    ids = torch.tensor([PROMPTS[0]])
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    settings |= {"stopping_criteria": StoppingCriteriaList(map(MaxLengthCriteria, lengths))}
+    expected = tiny_target.generate(ids, **settings)
+    assert expected.shape[1] == max(5, min(lengths))
+    assert (
+        tiny_target.generate(ids, custom_generate=as_custom_generate(drafter), **settings).tolist() == expected.tolist()
+    )
 
 
 def test_sampling_through_generate_reproduces_and_follows_its_settings(
