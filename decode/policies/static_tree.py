@@ -155,10 +155,10 @@ class MeasuredTree:
         return copy
 
     def shape(self) -> tuple[Path, ...]:
-        """Return the best shape by the counts; without any, the wide shape."""
+        """Return the best shape by the counts: the wide one without any, one node if nothing was accepted."""
         if self.explores or self.reached[0] == 0:
             return widths_shape(PROBE_WIDTHS)
-        return best_shape(self.acceptance, self.size)
+        return best_shape(self.acceptance, self.size) or ((0,),)
 
     @property
     def acceptance(self) -> list[list[float]]:

@@ -180,6 +180,14 @@ def test_a_measured_tree_takes_the_shape_that_its_counts_suggest(tiny_target: Ll
     assert len(counts.shape()) <= 5
 
 
+def test_a_measured_tree_of_which_nothing_was_accepted_has_one_node(tiny_target: LlamaForCausalLM) -> None:
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(7)), policy=MeasuredTree(size=8))
+    decoder.calibrate([[5, 9, 33, 2]], max_new_tokens=8, eos_token_id=None)
+    assert decoder.policy.reached[0] > sum(map(sum, decoder.policy.accepted)) == 0
+    out = decoder.generate([5, 9, 33, 2], max_new_tokens=8, eos_token_id=None)
+    assert {record.drafted for record in out.rounds[:-1]} == {1}
+
+
 def test_confidence_stops_before_an_unsure_token_is_drawn() -> None:
     q = Table().logits.softmax(-1)
     threshold = float(q.max(-1).values.median())
