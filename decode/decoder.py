@@ -49,7 +49,7 @@ class GenerateSettings(TypedDict, total=False):
     eos_token_id: EosTokens
     logits_processor: Sequence[LogitsProcessor]
     stopping_criteria: Sequence[StoppingCriteria]
-    stop_strings: Sequence[str]
+    stop_strings: str | Sequence[str]
     tokenizer: PreTrainedTokenizerBase | None
 
 
@@ -171,7 +171,7 @@ class SpeculativeDecoder:
         eos_token_id: EosTokens = "model",
         logits_processor: Sequence[LogitsProcessor] = (),
         stopping_criteria: Sequence[StoppingCriteria] = (),
-        stop_strings: Sequence[str] = (),
+        stop_strings: str | Sequence[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
         decoder_input_ids: Sequence[list[int]] | None = None,
         encoder_states: Sequence[Tensor] | None = None,
@@ -190,7 +190,8 @@ class SpeculativeDecoder:
             logits_processor: transformers' or custom processors, applied before the temperature at every draft node;
                 each must be a function of the tokens before a position and their scores.
             stopping_criteria: transformers' or custom criteria, called after every committed token with `scores=None`.
-            stop_strings: a text ends with the token that completes one of them; requires `tokenizer`.
+            stop_strings: one string or several: a text ends with the token that completes one of them; requires
+                `tokenizer`.
             decoder_input_ids: for an encoder-decoder target, the first tokens of each decoder, including its start
                 token; default: the start token alone.
             encoder_states: the encoder's output [T, H] for each text, which is then not computed. `input_ids` may then
@@ -362,17 +363,20 @@ def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
     return forward
 
 
-def _stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[StoppingCriteria]:
-    """Return the criterion that ends texts at `strings`; ConfigError if no text of the tokenizer holds any of them."""
-    if not strings:
+def _stop_strings(
+    stop_strings: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None
+) -> list[StoppingCriteria]:
+    """Return the criterion that ends texts there; ConfigError if no text of the tokenizer holds any of the strings."""
+    if not stop_strings:
         return []
+    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
     if tokenizer is None:
-        raise ConfigError(f"stop_strings={list(strings)!r} without a tokenizer; expected the target's tokenizer")
+        raise ConfigError(f"stop_strings={strings!r} without a tokenizer; expected the target's tokenizer")
     try:
-        return [StopStringCriteria(tokenizer, list(strings))]
+        return [StopStringCriteria(tokenizer, strings)]
     except ValueError as error:
         expected = f"at least one string that the tokenizer can produce ({reason_of(error)})"
-        raise ConfigError.of("stop_strings", list(strings), expected) from error
+        raise ConfigError.of("stop_strings", strings, expected) from error
 
 
 def capabilities(target: PreTrainedModel, drafter: Drafter | None) -> list[Capability]:

@@ -173,9 +173,10 @@ def test_stop_strings_that_end_in_mid_block_are_honoured(
     inside = 0
     for start in range(2, 18):
         stop = written[start : start + 2]
-        expected = texts(tiny_target, [PROMPTS[0]], do_sample=False, stop_strings=[stop], tokenizer=tiny_tokenizer)[0]
+        stops = stop if start % 2 else [stop]
+        expected = texts(tiny_target, [PROMPTS[0]], do_sample=False, stop_strings=stops, tokenizer=tiny_tokenizer)[0]
         out = decoder.generate(
-            PROMPTS[0], max_new_tokens=NEW_TOKENS, stop_strings=[stop], tokenizer=tiny_tokenizer, eos_token_id=None
+            PROMPTS[0], max_new_tokens=NEW_TOKENS, stop_strings=stops, tokenizer=tiny_tokenizer, eos_token_id=None
         )
         assert out.tokens == expected
         if out.stopped_by == "criteria" and out.rounds:
