@@ -301,15 +301,15 @@ def override(values: dict[str, Any], entry: str) -> None:
 
 def _explain(error: ValidationError, values: dict[str, Any]) -> str:
     """Return the first problem in one line: key, value and accepted values."""
-    problem = error.errors()[0]
-    cause = problem.get("ctx", {}).get("error")
+    problems = [(_location(problem, values), problem) for problem in error.errors()]
+    cause = problems[0][1].get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # of `_check_combinations`
         return str(cause)
-    location = [str(part) for part in problem["loc"]]
+    first = problems[0][0]
+    # A value that may be a list has problems as one thing and as the other: the one of an element says more.
+    location, problem = max((one for one in problems if one[0][: len(first)] == first), key=lambda one: len(one[0]))
     drafter = values.get("drafter")
     kind = drafter.get("type") if isinstance(drafter, dict) else drafter
-    if location[:2] == ["drafter", kind]:
-        location = ["drafter", *location[2:]]  # pydantic puts the union's tag in between
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
         known = _keys(location[:-1], kind)
@@ -321,6 +321,17 @@ def _explain(error: ValidationError, values: dict[str, Any]) -> str:
     if problem["type"].startswith("union_tag"):
         return f"drafter.type={kind!r}; expected one of {', '.join(DRAFTERS)}"
     return f"{key}={problem['input']!r}; expected {_expected(problem)}"
+
+
+def _location(problem: ErrorDetails, values: Any) -> list[str]:
+    """Return the keys and indices in `values` that lead to a problem; pydantic puts names of types between them."""
+    location = []
+    for part in problem["loc"]:
+        inside: Any = dict(enumerate(values)) if isinstance(values, list) else values
+        if isinstance(inside, dict) and part in inside:
+            values = inside[part]
+            location.append(str(part))
+    return [*location, str(problem["loc"][-1])] if problem["type"] == "missing" else location
 
 
 def _expected(problem: ErrorDetails) -> str:
