@@ -16,7 +16,7 @@ from draftsmith.locks import LOCK, hold_folder
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
 from draftsmith.train.checkpoint import STATE, checkpoint_folder, stored_recipes
-from draftsmith.train.learning_rates import warmup_steps
+from draftsmith.train.learning_rates import decay_steps, warmup_steps
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
@@ -75,6 +75,13 @@ def check_continuation(recipe: Recipe) -> None:
         raise ConfigError(
             f"{key} with train.steps={recipe.train.steps}; expected more steps than its {step}, and a warm-up "
             f"(train.warmup_fraction={recipe.train.warmup_fraction:g}) that ends before them"
+        )
+    end, begin = recipe.train.steps, recipe.train.steps - decay_steps(recipe)
+    decay = recipe.train.model_dump(mode="json", include={"schedule", "steps", "decay_fraction"})
+    if decay["schedule"] == "wsd" and begin < step and not decay.items() <= state["recipe"]["train"].items():
+        raise ConfigError(
+            f"{key} with train.decay_fraction={recipe.train.decay_fraction:g} of train.steps={end}, a decay that begins "
+            f"after step {begin}; expected one that begins after step {step} or later"
         )
 
 

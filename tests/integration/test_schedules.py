@@ -39,9 +39,13 @@ def _require_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor
 
 
 def test_a_stable_run_is_continued_and_decayed_from_a_checkpoint(recipe_file: Path, tmp_path: Path) -> None:
-    """Step 4 of a constant run, continued to 12 steps and decayed by step 8, equals the runs that were never cut."""
-    long = ("train.steps=12", "train.schedule=constant", "train.optimizer=muon")
-    short = ("train.steps=8", "train.schedule=wsd", "train.decay_fraction=0.5", "train.optimizer=muon")
+    """Step 4 of a constant run, continued to 12 steps and decayed by step 8, equals the runs that were never cut.
+
+    The warm-up takes 3 steps of each.
+    """
+    long = ("train.steps=12", "train.schedule=constant", "train.warmup_fraction=0.25", "train.optimizer=muon")
+    short = ("train.steps=8", "train.schedule=wsd", "train.warmup_fraction=0.375", "train.optimizer=muon")
+    short += ("train.decay_fraction=0.5",)
     _train(recipe_file, tmp_path / "long", *long, "train.keep_checkpoints=9")
     source = f"continue_from={tmp_path / 'long' / 'checkpoints' / 'step-000004'}"
     for name, overrides in {"long": long, "short": short}.items():
@@ -82,6 +86,10 @@ def test_a_continuation_that_does_not_fit_is_refused(
         (["train.batch_size=4"], r"train\.batch_size=8 there, 4 here; expected the same value"),
         (["data.count=20"], r"data\.count=1000 there, 20 here; expected the same value"),
         (["train.steps=4"], r"train\.steps=4; expected more steps than its 4"),
+        (
+            ["train.schedule=wsd", "train.decay_fraction=0.75"],
+            r"train\.decay_fraction=0\.75 of train\.steps=12, a decay that begins after step 3; expected one .* step 4 or",
+        ),
         (["train.warmup_fraction=0.5"], r"a warm-up \(train\.warmup_fraction=0\.5\) that ends before them"),
     )
     with monkeypatch.context() as patched:
@@ -92,6 +100,14 @@ def test_a_continuation_that_does_not_fit_is_refused(
     (checkpoint / "optimizer.safetensors").write_bytes(b"damaged")
     with pytest.raises(DraftsmithError, match=r"continue_from=.* cannot be read .*; expected an intact checkpoint"):
         _train(recipe_file, tmp_path / "second", f"continue_from={checkpoint}")
+
+
+def test_a_decay_is_continued_as_it_began(recipe_file: Path, tmp_path: Path) -> None:
+    decay = ("train.schedule=wsd", "train.decay_fraction=0.75", "train.keep_checkpoints=9")
+    _train(recipe_file, tmp_path / "first", *decay)
+    source = f"continue_from={tmp_path / 'first' / 'checkpoints' / 'step-000008'}"
+    _train(recipe_file, tmp_path / "second", source, *decay)
+    _require_equal(_state(tmp_path / "second", 12), _state(tmp_path / "first", 12))
 
 
 AVERAGED = ("train.average=0.8", "train.evaluate_every=3", "train.checkpoint_every=1", "train.keep_checkpoints=30")
