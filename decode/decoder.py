@@ -4,7 +4,7 @@ Prompts are lists of tokens or padded tensors.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from typing import Literal, TypedDict, Unpack
 
 import torch
@@ -26,6 +26,7 @@ from draftsmith.decode.recurrent_state import is_recurrent
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops
 from draftsmith.decode.target import TransformersTarget
+from draftsmith.decode.turns import turn, turn_of_others
 from draftsmith.decode.verification import Rule, rule_named
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Drafter
@@ -84,15 +85,15 @@ class SpeculativeDecoder:
         compile: bool = False,
         learn: Observer | None = None,
     ) -> None:
-        self._target = TransformersTarget(target)
-        models = capabilities(target, drafter)
+        self._target, self.drafter = TransformersTarget(target), drafter
+        with self._turn(target):
+            models = capabilities(target, drafter)
         self._target.capability = models[0]
         if compile:
             require_compilable(target, models)
         self._model = target
         self._together = not any(capability.no_ragged for capability in models)
         """Texts of a batch share passes; otherwise they are decoded one after another."""
-        self.drafter = drafter
         self.rule = rule_named(rule) if rule is not None else None
         if draft_length is not None and policy is not None:
             raise ConfigError(f"draft_length={draft_length} and policy={policy}; expected one of the two")
@@ -105,7 +106,9 @@ class SpeculativeDecoder:
         if drafter is not None and not drafter.only_retrieves:
             _require_same_vocabulary(drafter, target)
             if isinstance(policy, str):
-                costs = measure_costs(target, drafter, compile=compile) if costs is None and plans(policy) else costs
+                if costs is None and plans(policy):
+                    with self._turn(target):
+                        costs = measure_costs(target, drafter, compile=compile)
                 policy = policy_named(policy, costs)
             self.policy = default_policy(drafter) if policy is None else policy
         if self.rule is not None and drafter is not None:
@@ -117,7 +120,8 @@ class SpeculativeDecoder:
         self._target.compile = compile
         self._observer = learn
         if learn is not None:
-            self.drafter = learn.attach(target, drafter)
+            with self._turn(target):
+                self.drafter = learn.attach(target, drafter)
             if self.rule is not None and self.drafter is not None:
                 _require_fitting(self.rule, self.drafter, self.policy)
 
@@ -213,10 +217,15 @@ class SpeculativeDecoder:
             sequence.source, sequence.padding = source, [] if source else padding
         for sequence, states_TH in zip(sequences, encoder_states or (), strict=encoder_states is not None):
             sequence.encoded = states_TH
-        self._add_inputs(sequences, inputs)
-        prefill_seconds = self._decode(sequences, processors, on_tokens)
-        self._last = sequences[0]
+        with self._turn(self._model):
+            self._add_inputs(sequences, inputs)
+            prefill_seconds = self._decode(sequences, processors, on_tokens)
+            self._last = sequences[0]
         return [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
+
+    def _turn(self, target: PreTrainedModel) -> AbstractContextManager[None]:
+        """Return a context in which other threads that decode with the target or the drafter wait."""
+        return turn(target, self if self.drafter is None else self.drafter)
 
     def _add_inputs(self, sequences: list[DecodeSequence], inputs: Sequence[ProcessorInputs | None] | None) -> None:
         """Give each sequence the processor's tensors of its prompt."""
@@ -274,13 +283,17 @@ class SpeculativeDecoder:
                 if len(sequence.tokens) - len(new) > sequence.prompt_length:  # a text that goes on
                     record = Round(0, 0, 0, len(new), (), 0.0, prefill_seconds, prefill_seconds)
                     sequence.rounds.append(record)
-                if on_tokens is not None:
-                    on_tokens(sequence.number, new, record)
+                self._tell(on_tokens, sequence.number, new, record)
             while loop.texts:
                 for sequence, new, record in loop.round():
-                    if on_tokens is not None:
-                        on_tokens(sequence.number, new, record)
+                    self._tell(on_tokens, sequence.number, new, record)
         return prefill_seconds
+
+    def _tell(self, on_tokens: OnBatchTokens | None, number: int, tokens: list[int], record: Round | None) -> None:
+        """Call `on_tokens`, during which other threads may use the target."""
+        if on_tokens is not None:
+            with turn_of_others(self._model):
+                on_tokens(number, tokens, record)
 
     def calibrate(
         self,
@@ -294,15 +307,16 @@ class SpeculativeDecoder:
         Use a few texts at each temperature that will be used. Without effect on policies that do not learn. `inputs`:
         as for `generate_batch`.
         """
-        policy = self.policy
-        if policy is None or not policy.learns:
-            return
-        for seed, prompt in enumerate(prompts):
-            self.policy = exploring(policy, True)
-            self.generate(prompt, inputs=None if inputs is None else inputs[seed], seed=seed, **settings)
-            policy = self._last.policy
-            assert policy is not None, "every text of this call had a policy"
-        self.policy = exploring(policy, False)
+        with self._turn(self._model):
+            policy = self.policy
+            if policy is None or not policy.learns:
+                return
+            for seed, prompt in enumerate(prompts):
+                self.policy = exploring(policy, True)
+                self.generate(prompt, inputs=None if inputs is None else inputs[seed], seed=seed, **settings)
+                policy = self._last.policy
+                assert policy is not None, "every text of this call had a policy"
+            self.policy = exploring(policy, False)
 
     @property
     def learns(self) -> bool:
