@@ -80,8 +80,8 @@ def check_continuation(recipe: Recipe) -> None:
     decay = recipe.train.model_dump(mode="json", include={"schedule", "steps", "decay_fraction"})
     if decay["schedule"] == "wsd" and begin < step and not decay.items() <= state["recipe"]["train"].items():
         raise ConfigError(
-            f"{key} with train.decay_fraction={recipe.train.decay_fraction:g} of train.steps={end}, a decay that begins "
-            f"after step {begin}; expected one that begins after step {step} or later"
+            f"{key} with train.decay_fraction={recipe.train.decay_fraction:g} of train.steps={end}, a decay that "
+            f"begins after step {begin}; expected one that begins after step {step} or later"
         )
 
 

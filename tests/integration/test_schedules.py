@@ -88,7 +88,7 @@ def test_a_continuation_that_does_not_fit_is_refused(
         (["train.steps=4"], r"train\.steps=4; expected more steps than its 4"),
         (
             ["train.schedule=wsd", "train.decay_fraction=0.75"],
-            r"train\.decay_fraction=0\.75 of train\.steps=12, a decay that begins after step 3; expected one .* step 4 or",
+            r"train\.decay_fraction=0\.75 of train\.steps=12, a decay that begins after step 3; expected .* step 4 or",
         ),
         (["train.warmup_fraction=0.5"], r"a warm-up \(train\.warmup_fraction=0\.5\) that ends before them"),
     )
