@@ -217,9 +217,10 @@ class SpeculativeDecoder:
             sequence.source, sequence.padding = source, [] if source else padding
         for sequence, states_TH in zip(sequences, encoder_states or (), strict=encoder_states is not None):
             sequence.encoded = states_TH
+        forward = None if on_tokens is None else _in_turns_of_others(on_tokens, self._model)
         with self._turn(self._model):
             self._add_inputs(sequences, inputs)
-            prefill_seconds = self._decode(sequences, processors, on_tokens)
+            prefill_seconds = self._decode(sequences, processors, forward)
             self._last = sequences[0]
         return [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
 
@@ -283,17 +284,13 @@ class SpeculativeDecoder:
                 if len(sequence.tokens) - len(new) > sequence.prompt_length:  # a text that goes on
                     record = Round(0, 0, 0, len(new), (), 0.0, prefill_seconds, prefill_seconds)
                     sequence.rounds.append(record)
-                self._tell(on_tokens, sequence.number, new, record)
+                if on_tokens is not None:
+                    on_tokens(sequence.number, new, record)
             while loop.texts:
                 for sequence, new, record in loop.round():
-                    self._tell(on_tokens, sequence.number, new, record)
+                    if on_tokens is not None:
+                        on_tokens(sequence.number, new, record)
         return prefill_seconds
-
-    def _tell(self, on_tokens: OnBatchTokens | None, number: int, tokens: list[int], record: Round | None) -> None:
-        """Call `on_tokens`, during which other threads may use the target."""
-        if on_tokens is not None:
-            with turn_of_others(self._model):
-                on_tokens(number, tokens, record)
 
     def calibrate(
         self,
@@ -366,6 +363,16 @@ def _cross(sequences: Sequence[DecodeSequence], switch: int) -> bool:
     return any(len(sequence.tokens) <= switch for sequence in sequences) and any(
         sequence.max_length > switch + 1 for sequence in sequences
     )
+
+
+def _in_turns_of_others(on_tokens: OnBatchTokens, target: PreTrainedModel) -> OnBatchTokens:
+    """Return `on_tokens`, during which other threads may decode with the target."""
+
+    def forward(number: int, tokens: list[int], record: Round | None) -> None:
+        with turn_of_others(target):
+            on_tokens(number, tokens, record)
+
+    return forward
 
 
 def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
