@@ -115,6 +115,8 @@ class SpeculativeDecoder:
             _require_fitting(self.rule, drafter, self.policy)
         if self.policy is not None:
             require_readable(self.policy, models)
+            if compile:
+                most_nodes(self.policy, greedy=False)  # refuses trees of any size
         self.costs = costs
         self._target.widths = {} if costs is None else costs.verify_widths
         self._target.compile = compile
@@ -262,7 +264,7 @@ class SpeculativeDecoder:
         widths = None if self.costs is None else self.costs.draft_widths
         policy, target = self.policy, self._target
         target.width = 1 if self.drafter is None else usual_width(policy, greedy=processors.greedy)
-        target.nodes = most_nodes(policy, greedy=processors.greedy)
+        target.nodes = most_nodes(policy, greedy=processors.greedy).verified if target.compile else 0
         loop = DecodeLoop(
             target,
             self.drafter,

@@ -113,7 +113,7 @@ class DecodeLoop:
         model = cast(PreTrainedModel, model)  # or a `DraftNetwork`, which has the same interface
         longest = max(text.max_length for text in self.texts) + width  # a block may end after the text
         if self._compile:  # storage does not grow
-            longest += most_nodes(self.texts[0].policy, greedy=self._processors.greedy)
+            longest += most_nodes(self.texts[0].policy, greedy=self._processors.greedy).read
         widths = None if width else self._widths
         runner = ModelRunner(
             model, len(self.texts), sources, widths=widths, longest=longest, compile=self._compile, width=width

@@ -81,7 +81,7 @@ class TransformersTarget:
         self.compile, self.width = False, 0
         """See `ModelRunner`."""
         self.nodes = 0
-        """See `most_nodes`."""
+        """Slots of compiled passes for the nodes of a draft, see `MostNodes`."""
 
     def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
         sources = [text.source for text in texts]
@@ -94,7 +94,7 @@ class TransformersTarget:
             layers=layers,
             widths=self.widths,
             encoded=encoded,
-            longest=max(text.max_length for text in texts) + (self.nodes if self.compile else 0),
+            longest=max(text.max_length for text in texts) + self.nodes,
             compile=self.compile,
             width=self.width,
         )

@@ -1,4 +1,4 @@
-"""Turns of threads that decode with one model or one drafter, whose state is that of one text or batch."""
+"""Locks of models and drafters: threads that decode with the same one take turns, as it holds the state of one call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +16,14 @@ def _lock_of(owner: object) -> RLock:
 
 @contextmanager
 def turn(target: nn.Module, user: object) -> Iterator[None]:
-    """Let other threads wait that would run the target, or `user`: a drafter, or a decoder without one."""
+    """Hold the locks of the target and of `user`, a drafter or, without one, a decoder; other threads wait for them."""
     with _lock_of(user), _lock_of(target):
         yield
 
 
 @contextmanager
 def turn_of_others(target: nn.Module) -> Iterator[None]:
-    """Let other threads run the target inside a turn, with drafters of their own."""
+    """Release the target's lock inside `turn`, so that other threads run it, with drafters of their own."""
     lock = _lock_of(target)
     lock.release()
     try:

@@ -17,9 +17,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.lm_head import weight_of
 
 EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "shared_expert_gate")
-"""Last parts of names of layers that get no adapters in a model with fused experts: peft would adapt the experts.
+"""Last parts of names of layers that get no adapters in a model with fused experts.
 
-The last one has one output only.
+peft takes all but the last one for the experts; that one has a single output, less than any useful rank.
 """
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read
-from draftsmith.decode.policies.base import Growing, require_counts
+from draftsmith.decode.policies.base import Growing, MostNodes, require_counts
 from draftsmith.decode.policies.dynamic_tree import Candidates
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
@@ -238,6 +238,11 @@ class OptimalTree:
         require_counts(self, "size", "depth", "top_k")
         for greedy in (False, True):
             self.experience.setdefault(greedy, Experience(self.costs, greedy=greedy))
+
+    @property
+    def most_nodes(self) -> MostNodes:
+        """Nodes for compiled passes: where it explores, each level may have one more than is worth it."""
+        return MostNodes(self.size + self.depth, (self.size + 1) * self.depth)
 
     def fresh(self) -> Self:
         return replace(self, experience=deepcopy(self.experience))

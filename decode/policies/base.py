@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from dataclasses import is_dataclass, replace
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from draftsmith.decode.draft_builder import DraftBuilder, Draws, Read
 from draftsmith.decode.fixed_drafts import Shape
@@ -65,14 +65,29 @@ def usual_width(policy: Policy | None, *, greedy: bool) -> int:
     return own.fixed(greedy=greedy).nodes + 1 if isinstance(own, FixedPolicy) else 0
 
 
-def most_nodes(policy: Policy | None, *, greedy: bool) -> int:
-    """Return the most nodes that models read of a draft with branches; 0 for chains, which end where the text does."""
+class MostNodes(NamedTuple):
+    """The most nodes of a draft with branches, for which compiled passes have slots; chains end where the text does."""
+
+    verified: int
+    """By the target."""
+    read: int
+    """By a draft model; some are not verified."""
+
+
+def most_nodes(policy: Policy | None, *, greedy: bool) -> MostNodes:
+    """Return the most nodes of a draft. A policy whose trees depend on q has them in `most_nodes`; None: any number.
+
+    Raises:
+        ConfigError: for any number.
+    """
     own = None if policy is None else policy.fresh()
     if isinstance(own, FixedPolicy):
         shape = own.fixed(greedy=greedy)
-        return 0 if shape.is_chain else shape.nodes
-    sizes = {key: getattr(own, key, 0) for key in ("size", "depth", "top_k", "width")}
-    return max(sizes["size"], sizes["depth"] * max(sizes["top_k"], sizes["width"]))
+        return MostNodes(0, 0) if shape.is_chain else MostNodes(shape.nodes, shape.nodes)
+    most: MostNodes | None = getattr(own, "most_nodes", MostNodes(0, 0))
+    if most is None:
+        raise ConfigError(f"compile=True with policy={own}, whose trees have any size; expected another policy")
+    return most
 
 
 def require_counts(policy: object, *keys: str) -> None:

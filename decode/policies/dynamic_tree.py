@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 from draftsmith.decode.draft_builder import DraftBuilder, Look, Read
-from draftsmith.decode.policies.base import Growing, require_counts
+from draftsmith.decode.policies.base import Growing, MostNodes, require_counts
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
 
@@ -116,6 +116,11 @@ class DynamicTree:
     def __post_init__(self) -> None:
         require_counts(self, "size", "depth", "top_k")
 
+    @property
+    def most_nodes(self) -> MostNodes:
+        """Nodes for compiled passes."""
+        return MostNodes(self.size, self.top_k * self.depth)
+
     def fresh(self) -> Self:
         """Return the policy itself, which has no state."""
         return self
@@ -144,6 +149,11 @@ class BestFirst:
 
     def __post_init__(self) -> None:
         require_counts(self, "size", "depth")
+
+    @property
+    def most_nodes(self) -> MostNodes:
+        """Nodes for compiled passes: what a level reads may be displaced later."""
+        return MostNodes(self.size, self.size * self.depth)
 
     def fresh(self) -> Self:
         """Return the policy itself, which has no state."""

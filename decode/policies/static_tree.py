@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 
 from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read
 from draftsmith.decode.fixed_drafts import Shape, Siblings
-from draftsmith.decode.policies.base import MOST, Growing, require_counts
+from draftsmith.decode.policies.base import MOST, Growing, MostNodes, require_counts
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import ROOT, Draft
@@ -204,6 +204,15 @@ class SampledTree:
         require_counts(self, "width", "depth")
         if self.siblings == "best":
             raise ConfigError.of("siblings", self.siblings, "without-replacement or iid: a sampled tree is drawn")
+
+    @property
+    def most_nodes(self) -> MostNodes | None:
+        """Nodes for compiled passes: fewer than 2 * width in a level of different tokens, whose q add up to at most 1.
+
+        Only nodes with width * q above 1/2 have children, and rounding adds at most 1/2 to each of their numbers.
+        """
+        most = 2 * self.width * self.depth
+        return None if self.siblings == "iid" else MostNodes(most, most)
 
     def fresh(self) -> Self:
         """Return the policy itself, which has no state."""

@@ -21,6 +21,7 @@ from transformers import (
     LogitsProcessor,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     T5Config,
 )
 from transformers import T5ForConditionalGeneration as T5
@@ -32,6 +33,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.policies import StaticTree
+from draftsmith.decode.policies.base import most_nodes
 from draftsmith.decode.profiling import LONG, SHORT, measure_costs
 from draftsmith.decode.recurrent_state import LOCK
 from draftsmith.decode.sampling import SeededRng
@@ -171,6 +173,52 @@ def test_trees_at_the_end_of_the_storage(untraced: None, policy: str) -> None:
         prompt = [5 + seed, 9] * 50
         settings = {**WHOLE, "max_new_tokens": 127 - len(prompt), "seed": seed}
         assert fast.generate(prompt, **settings).tokens == plain.generate(prompt, **settings).tokens
+
+
+def test_storage_has_slots_for_the_nodes_that_each_model_reads(untraced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter, longest = target_model(), DraftModel(target_model()), dict[torch.nn.Module, int]()
+
+    def taken(model: PreTrainedModel, rows: int, tokens: int) -> CompiledPasses:
+        longest[model] = tokens
+        return compiled.take_passes(model, rows, tokens)
+
+    monkeypatch.setattr("draftsmith.decode.model_runner.take_passes", taken)
+    decoder = SpeculativeDecoder(target, drafter, policy="dynamic-tree:size=5,depth=3,top_k=4", compile=True)
+    decoder.generate([5, 9], max_new_tokens=10, eos_token_id=None)
+    assert longest == {target: 12 + 5, drafter.model: 12 + 3 * 4}
+
+
+def sharp(seed: int, factor: float) -> torch.nn.Module:
+    model = make_llama(seed, num_hidden_layers=1, max_position_embeddings=512)
+    model.lm_head.weight.data *= factor
+    return model
+
+
+@pytest.mark.parametrize("factor", [0.3, 6.0], ids=["flat", "sharp"])
+@pytest.mark.parametrize(
+    "policy",
+    ["sampled-tree:width=4,depth=4", "best-first:size=6,depth=6", "dynamic-tree:size=4,depth=6", "optimal-tree:size=6"],
+)
+def test_trees_have_no_more_nodes_than_they_say(policy: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled passes have slots for these; the slots that a drafter has taken are counted after each of its passes."""
+    target, drafter, read, verified = sharp(0, factor), DraftModel(sharp(0, factor)), [0], [0]
+    extend = ModelRunner.extend
+
+    def counted(runner: ModelRunner, *arguments: Any) -> torch.Tensor:
+        logits = extend(runner, *arguments)
+        read.append(runner._drafted.slots)
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "extend", counted)
+    for temperature in (0.0, 1.0):
+        decoder = SpeculativeDecoder(target, drafter, policy=policy, costs=COSTS)
+        decoder.calibrate([[5, 9]], temperature=temperature, max_new_tokens=40)
+        for seed in range(3):
+            settings = {**WHOLE, "temperature": temperature, "max_new_tokens": 100, "seed": seed}
+            verified += [record.drafted for record in decoder.generate([5, 9, 33], **settings).rounds]
+    most = most_nodes(decoder.policy, greedy=False)
+    assert 3 < max(verified) <= most.verified
+    assert (3 if factor > 1 else 0) <= max(read) <= most.read
 
 
 def test_two_threads_do_not_take_the_same_storage(untraced: None) -> None:
@@ -433,6 +481,14 @@ def test_passes_are_freed_with_their_model(traced: None) -> None:
     del target
     gc.collect()
     assert gone() is None
+
+
+def test_trees_of_any_size_are_refused() -> None:
+    policy = "sampled-tree:width=4,depth=4,siblings=iid"
+    with pytest.raises(
+        ConfigError, match=r"compile=True with policy=sampled-tree:.*siblings=iid, whose trees have any"
+    ):
+        SpeculativeDecoder(target_model(), DraftModel(target_model()), policy=policy, compile=True)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
