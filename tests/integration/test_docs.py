@@ -235,9 +235,8 @@ def test_the_table_of_drafters_has_every_drafter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_every_drafter_has_a_recipe_in_the_readme(kind: str) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"`{kind}/any_prompts` |" in text
+def test_every_drafter_has_the_recipe_that_the_readme_promises(kind: str) -> None:
+    assert "each drafter has\n`DRAFTER/any_prompts`" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert (ROOT / "recipes" / kind / "any_prompts.yaml").is_file()
 
 
@@ -273,7 +272,7 @@ def _own_docstring(item: Any) -> str | None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 850
 
 
 def test_contributing_names_every_file() -> None:
