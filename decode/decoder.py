@@ -15,7 +15,6 @@ from draftsmith.decode.capability import Capability, capability_of, require_comp
 from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop, example_draft
-from draftsmith.decode.observer import Observer
 from draftsmith.decode.policies import MAY_BRANCH, Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.policies.base import most_nodes, usual_width
 from draftsmith.decode.policies.chain import Chain
@@ -70,7 +69,6 @@ class SpeculativeDecoder:
         compile: compile the passes of the target and of the drafter's model with torch.compile when they first run, on
             CUDA as CUDA graphs. Later calls use the same graphs for batches of the same size and texts of similar
             length.
-        learn: train the drafter on what the target verifies, see `draftsmith.OnlineLearning`.
     """
 
     def __init__(
@@ -83,7 +81,6 @@ class SpeculativeDecoder:
         rule: str | None = None,
         costs: Costs | None = None,
         compile: bool = False,
-        learn: Observer | None = None,
     ) -> None:
         self._target, self.drafter = TransformersTarget(target), drafter
         with self._turn(target):
@@ -120,12 +117,6 @@ class SpeculativeDecoder:
         self.costs = costs
         self._target.widths = {} if costs is None else costs.verify_widths
         self._target.compile = compile
-        self._observer = learn
-        if learn is not None:
-            with self._turn(target):
-                self.drafter = learn.attach(target, drafter)
-            if self.rule is not None and self.drafter is not None:
-                _require_fitting(self.rule, self.drafter, self.policy)
 
     @property
     def lossless(self) -> bool:
@@ -274,7 +265,6 @@ class SpeculativeDecoder:
             self.rule,
             widths,
             compile=target.compile,
-            observer=self._observer,
         )
         device = next(self._model.parameters()).device
         with closing(target), closing(loop):

@@ -20,7 +20,6 @@ from draftsmith.decode.features import FeatureQueue
 from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.model_runner import ModelRunner
-from draftsmith.decode.observer import Observer
 from draftsmith.decode.policies.base import FixedPolicy, Policy, most_nodes
 from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng, precise
@@ -86,14 +85,12 @@ class DecodeLoop:
         widths: dict[int, int] | None = None,
         *,
         compile: bool = False,
-        observer: Observer | None = None,
     ) -> None:
         self.texts, self._rows = list(texts), len(texts)
         self._compile = compile
         self._runners: list[ModelRunner] = []
         self._target, self._drafter = target, drafter
         self._processors, self._rule, self._widths = processors, rule, widths
-        self._observer = observer
         self._shared: tuple[int, int] | None = None
         self._committed: CommittedTokens | None = None
         """The committed tokens, with padding, where a processor reads them."""
@@ -135,8 +132,6 @@ class DecodeLoop:
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
         """Read the prompts and commit the first token of each; return every text with its new tokens."""
-        if self._observer is not None:
-            self._observer.begin(self.texts, self._processors.sampling)
         layers = () if self._drafter is None else self._drafter.needs.layers
         logits_BV = self._target.prefill(self.texts, layers)
         self._device = logits_BV.device
@@ -160,8 +155,6 @@ class DecodeLoop:
 
     def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
         """Propose, verify and commit once; return every unfinished text with its new tokens and the round's record."""
-        if self._observer is not None:  # here and not at the end: the caller has the tokens of the last round
-            self._observer.between_rounds()
         started = time.perf_counter()
         clock = self._clock
         clock.start()
@@ -287,9 +280,9 @@ class DecodeLoop:
             self._committed.append(new)
 
     def _hand_over(self, paths: list[list[int]] | None) -> None:
-        """Keep the target's states after these paths, after the prompts with None, for drafter and observer."""
+        """Keep the target's states after these paths, after the prompts with None, for the drafter."""
         assert self._drafter is not None, "its needs are handed over"
-        if self._drafter.needs == Needs() and self._observer is None:
+        if self._drafter.needs == Needs():
             return
         ends = [path[-1] if path else ROOT for path in paths or [[]] * len(self.texts)]
         self.hidden = self._target.hidden(ends) if self._drafter.needs.hidden else None
@@ -299,12 +292,6 @@ class DecodeLoop:
         features_BnF = self._target.features(paths)
         if features_BnF is not None:
             self._features.add(features_BnF, counts)
-        if self._observer is None:
-            return
-        states_BnH = self._target.states(paths)
-        for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):  # each text has rows of its own
-            own_nF = None if features_BnF is None else features_BnF[row, :count]
-            self._observer.read(text, states_BnH[row, :count], own_nF)
 
     def _observe(self, proposal: Proposal, results: list[VerifyResult]) -> list[list[int]]:
         """Pass results to the policies; return the slots of accepted nodes that the drafter has read."""

@@ -47,17 +47,10 @@ class Target(Protocol):
         """
         ...
 
-    def states(self, paths: list[list[int]] | None) -> Tensor:
-        """Return the inputs of the lm_head [B, n, H] for the roots and the nodes on these paths, in order.
-
-        Texts with shorter paths are padded. None: for the last token of each prompt, which was just read.
-        """
-        ...
-
     def features(self, paths: list[list[int]] | None) -> Tensor | None:
         """Return the features [B, n, F] of the roots and the nodes on these paths, or of all tokens of the prompts.
 
-        Padded as in `states`; None if the drafter needs none.
+        Texts with shorter paths are padded. None if the drafter needs no features.
         """
         ...
 
@@ -119,10 +112,6 @@ class TransformersTarget:
             return states[:, nodes[0] + 1]
         rows_B = torch.arange(len(nodes), device=states.device)
         return states[rows_B, torch.tensor(nodes, device=states.device) + 1]
-
-    def states(self, paths: list[list[int]] | None) -> Tensor:
-        states = self._runner.states
-        return states[:, None] if paths is None else at_places(states, _places(paths))
 
     def features(self, paths: list[list[int]] | None) -> Tensor | None:
         features_BQF = self._runner.features_BQF

@@ -9,13 +9,11 @@ if TYPE_CHECKING:
     from draftsmith.decode.custom_generate import as_custom_generate
     from draftsmith.decode.decoder import SpeculativeDecoder
     from draftsmith.heads.checkpoint import load_drafter, save_drafter
-    from draftsmith.train.online.learner import OnlineLearning
 
 __version__ = "0.2.0"
 __all__ = [
     "ConfigError",
     "DraftsmithError",
-    "OnlineLearning",
     "SpeculativeDecoder",
     "as_custom_generate",
     "load_drafter",
@@ -24,7 +22,6 @@ __all__ = [
 
 # Imported on first use, so that `import draftsmith` and `draftsmith --help` do not wait for torch.
 _LAZY = {
-    "OnlineLearning": "draftsmith.train.online.learner",
     "SpeculativeDecoder": "draftsmith.decode.decoder",
     "as_custom_generate": "draftsmith.decode.custom_generate",
     "load_drafter": "draftsmith.heads.checkpoint",

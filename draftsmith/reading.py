@@ -201,7 +201,8 @@ def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
     return parse_json(read_text(path, most))
 
 
-KINDS_OF_VALUES: dict[type, str] = {int: "a whole number", float: "a number"}
+SWITCH = {"on": True, "off": False}
+KINDS_OF_VALUES: dict[type, str] = {int: "a whole number", float: "a number", bool: "on or off"}
 """Names of the types in errors."""
 
 
@@ -232,8 +233,8 @@ def parse_specification(role: str, text: str, known: Mapping[str, Mapping[str, t
             nearest = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"{role}={text}: {part!r}; expected {name}:KEY=VALUE with {', '.join(settings)}{nearest}")
         try:
-            values[key] = settings[key](value)
-        except ValueError as error:
+            values[key] = SWITCH[value] if settings[key] is bool else settings[key](value)
+        except (ValueError, KeyError) as error:
             raise ConfigError(f"{role}={text}: {key}={value!r}; expected {KINDS_OF_VALUES[settings[key]]}") from error
     return name, values
 

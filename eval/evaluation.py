@@ -15,7 +15,6 @@ from draftsmith.eval.guards import dtype_of, guards, notes
 from draftsmith.eval.harness import Run
 from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, OWN, SCHEMA, BatchKey, Journal, Measurement
 from draftsmith.eval.metrics import Series, expected_tau, greedy_identity, row_numbers
-from draftsmith.eval.online import Learner, Online, online_result
 from draftsmith.eval.prompts import OVERALL, Prompt
 from draftsmith.eval.results import (
     Diagnostics,
@@ -121,8 +120,6 @@ class Evaluation:
     samples: list[Sample] = field(default_factory=list)
     identity: dict[str, Any] = field(default_factory=dict)
     plain: PlainSpeeds | None = None
-    online: Online | None = None
-    """Of a drafter that learned while it was measured."""
 
     def as_json(self) -> StoredEvaluation:
         """Return the content of `eval.json`, which has more keys than its readers need."""
@@ -151,7 +148,7 @@ def read_evaluation(path: Path) -> StoredEvaluation:
 
 
 def frozen_rows(evaluation: StoredEvaluation) -> list[StoredRow]:
-    """Return the rows of drafters whose weights did not change while they were measured."""
+    """Return the rows without those of a drafter that learned while it was measured, which 0.2 wrote."""
     online = evaluation.get("online")
     return [row for row in evaluation["rows"] if online is None or row["drafter"] != online["drafter"]]
 
@@ -166,7 +163,6 @@ def evaluate(
     processor: Any = None,
     journal: Path | None = None,
     diagnose: Diagnose | None = None,
-    learning: dict[str, Learner] | None = None,
     progress: bool = True,
 ) -> Evaluation:
     """Measure every drafter against the target alone.
@@ -180,12 +176,11 @@ def evaluate(
         processor: the target's, for prompts of several turns with images.
         journal: file to which every finished cell is appended; an existing file is continued.
         diagnose: computes statistics of each drafter by draft position.
-        learning: what trains a drafter while it is measured, by its name; see `draftsmith.eval.online`.
 
     Raises:
         ConfigError: for models or prompts that do not fit together, or a journal of another run.
     """
-    run = Run(target, drafters, prompts, settings, tokenizer, Journal(journal), processor, learning or {})
+    run = Run(target, drafters, prompts, settings, tokenizer, Journal(journal), processor)
     run.measure(progress)
     rows = []
     with stage("computing the numbers and their intervals", len(run.arms) - 1, shown=progress) as done:
@@ -210,17 +205,7 @@ def evaluate(
         samples=[] if tokenizer is None else samples(run, tokenizer),
         identity={key: value for key, value in run.identity().items() if key != "settings"},
         plain=run.journal.facts["plain"],
-        online=_online(run),
     )
-
-
-def _online(run: Run) -> Online | None:
-    """Return what learning brought; None where no drafter learned."""
-    if not run.learning:
-        return None
-    ((name, learner),) = run.learning.items()
-    arms = [Series.of(run.cells(arm, run.settings.temperatures[0], 1)) for arm in run.arms]
-    return online_result(name, arms, learner)
 
 
 def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[EvalRow]:

@@ -10,6 +10,7 @@ from draftsmith.eval.metrics import few_units
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EvalRow, Guard, PlainSpeeds
 from draftsmith.eval.settings import BASELINE
+from draftsmith.heads.recall import memories
 
 REPETITIVE = 0.3
 """Share of repeated 4-grams above which a report warns; source code has about 0.05."""
@@ -74,6 +75,11 @@ def notes(run: Run, rows: Sequence[EvalRow]) -> list[str]:
         found.append(
             f"Policies that learn ({', '.join(run.learners)}) were first calibrated on {CALIBRATION} of the prompts."
         )
+    found += [
+        f"{name} drafts from the texts of earlier prompts: its tau depends on their number and order."
+        for name, drafter in run.drafters.items()
+        if memories(drafter)
+    ]
     machines = {(where["cpu"], where["accelerator"]) for where in run.journal.sittings}
     if len(run.journal.sittings) > 1:
         other = "" if len(machines) == 1 else ", ON DIFFERENT MACHINES: speeds mix these machines"

@@ -6,7 +6,7 @@ target alone, so that the baseline is not slowed down.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
 from draftsmith.eval.hf_baseline import compare_with_generate
 from draftsmith.eval.journal import BatchKey, Journal, Key, Measurement
-from draftsmith.eval.online import Learner
 from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.recall import memories
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.safe_text import Terminal
 
@@ -101,8 +101,6 @@ class Run:
     journal: Journal = field(default_factory=Journal)
     processor: Any = None
     """The target's; needed for prompts of several turns with images."""
-    learning: dict[str, Learner] = field(default_factory=dict)
-    """Learners by the name of the drafter that they train while it is measured; prompts then keep their order."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -116,8 +114,6 @@ class Run:
         limits = [context_limit(self.target.config), *(drafter.context_limit for drafter in self.drafters.values())]
         self.context = min((limit for limit in limits if limit is not None), default=None)
         self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}
-        if self.learning:
-            self.batches = {1: [Batch([prompt], prompt.category) for prompt in self.prompts]}
         self._numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         self.left_out: list[str] = []
         """Requested variants that cannot be measured, and why."""
@@ -216,6 +212,11 @@ class Run:
         self.left_out += [f"{name} at gamma={length}: it proposes at most {most} tokens." for length in long]
         plans = [{"draft_length": length} for length in lengths]
         plans += [{"policy": policy} for policy in policies]
+        if len(plans) > 1 and memories(drafter):
+            raise ConfigError(
+                f"drafter={name} has memory=on, with {len(plans)} draft lengths and policies; expected one: the second "
+                "would draft from the texts of the first"
+            )
         return plans or [{}]
 
     def _arms(self, name: str, drafter: Drafter) -> dict[Variant, SpeculativeDecoder]:
@@ -223,9 +224,7 @@ class Run:
         arms, costs = {}, self._costs(name, drafter)
         for plan in self.plans[name]:
             plan = {**plan, "rule": self.settings.rule, "compile": self.settings.compile}
-            decoder = SpeculativeDecoder(self.target, drafter, costs=costs, learn=self.learning.get(name), **plan)
-            if self.learning and decoder.learns:
-                raise ConfigError(f"learn with policy={decoder.policy}, which adapts itself; expected another policy")
+            decoder = SpeculativeDecoder(self.target, drafter, costs=costs, **plan)
             label = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
             arms[(name, label)] = decoder  # drafters that only retrieve ignore the policy
         return arms
@@ -235,8 +234,7 @@ class Run:
 
         Compiled passes are not padded to faster widths, and measuring them compiles one for each width.
         """
-        # A learning copy plans as the frozen one does.
-        settings, fact = self.settings, COSTS_OF + (next(iter(self.drafters)) if self.learning else name)
+        settings, fact = self.settings, COSTS_OF + name
         if settings.compile and not any(map(plans, settings.policies_of(name))):
             return None
         # JSON turns the widths, which are keys, into strings.
@@ -287,7 +285,7 @@ class Run:
         Compiled passes depend on the length of the texts, so these are whole ones.
         """
         tokens = self.settings.max_new_tokens if self.settings.compile else WARM_UP_TOKENS
-        for arm in [arm for arm in self.arms if arm[0] not in self.learning]:
+        for arm in self.arms:
             for temperature in self.settings.temperatures:
                 for size in self.settings.batch_sizes:
                     place = BatchKey(0, temperature, size, 0, 0)
@@ -300,7 +298,11 @@ class Run:
             done = len(self.journal.cells)
             total = sum(len(self.arms) for _ in self._places())
             task = bar.add_task("measuring", total=total, completed=done)
+            section = None
             for place in self._places():
+                if section != place[:3]:  # in the next repeat, temperature or batch size, the texts are known
+                    section = place[:3]
+                    self._forget()
                 asked = self.asked(place)
                 for arm in self._pending(place):
                     self.journal.add(self._answer(arm, place, asked, self.settings.max_new_tokens))
@@ -309,14 +311,19 @@ class Run:
                     total -= len(self.arms)
                     bar.update(task, total=total)
 
+    def _forget(self) -> None:
+        """Discard the texts that drafters remember."""
+        for drafter in self.drafters.values():
+            for memory in memories(drafter):
+                memory.forget()
+
     def _answer(self, arm: Variant, place: BatchKey, asked: Questions, tokens: int) -> Measurement:
         """Decode one batch; seeds differ between texts, repeats and turns.
 
-        Decode it again where passes were compiled meanwhile, whose seconds do not count. Those of learning do.
+        Decode it again where passes were compiled meanwhile, whose seconds do not count.
         """
         first = self.settings.seed + REPEAT_APART * place.repeat + TURN_APART * place.turn
-        graphs, outputs, learner = -1, [], self.learning.get(arm[0])
-        before = 0.0 if learner is None else learner.seconds
+        graphs, outputs = -1, []
         while graphs != built_graphs():
             graphs = built_graphs()
             outputs = self.arms[arm].generate_batch(
@@ -326,8 +333,7 @@ class Run:
                 seeds=[first + self._numbers[prompt.id] for prompt in asked],
                 **self._sampling(place.temperature),
             )
-        cell = Measurement.of(arm, place, [prompt.id for prompt in asked], outputs)
-        return cell if learner is None else replace(cell, seconds=cell.seconds + learner.seconds - before)
+        return Measurement.of(arm, place, [prompt.id for prompt in asked], outputs)
 
     def _sampling(self, temperature: float) -> dict[str, Any]:
         cuts = {"top_k": self.settings.top_k, "top_p": self.settings.top_p} if temperature > 0 else {}

@@ -1,6 +1,6 @@
 """Prompt sets (the embedded held-out text, a file or a Hub data set), and their batches."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED
-from draftsmith.distill.sources import ASSISTANT, Conversation, Row, conversation, read_source
+from draftsmith.distill.sources import ASSISTANT, Conversation, conversation, read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
 from draftsmith.provenance import fingerprint
@@ -132,15 +132,6 @@ def load_prompts(
     return rows.encode(
         tokenizer, count=count, context=context, chat_template=chat_template, template_options=template_options
     )
-
-
-def arriving(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, context: int | None) -> Iterator[Prompt]:
-    """Yield the prompts of rows as they come, such as those of `json_lines`; errors as for `PromptRows.encode`."""
-    chat = Chat(tokenizer, longest=LONGEST_TEXT if context is None else characters(context))
-    for number, (place, row) in enumerate(rows, 1):
-        asked = conversation(place, row)
-        _require_questions(asked)
-        yield _tokens(_Row(_name(row, number), UNCATEGORISED, asked), chat, context)
 
 
 def _name(row: dict[str, Any], number: int) -> str:

@@ -13,7 +13,6 @@ from draftsmith.eval.evaluation import EVALUATION, Evaluation, read_evaluation
 from draftsmith.eval.journal import JOURNAL, SCHEMA, require_same, whole_lines
 from draftsmith.eval.learning_curve import outlook, time_split
 from draftsmith.eval.metrics import FEW, often_tested
-from draftsmith.eval.online import TITLES, online_cells, online_lines, plot_online
 from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EvalRow
@@ -91,8 +90,6 @@ def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[st
     out.mkdir(parents=True, exist_ok=True)
     plots = evaluation_plots(evaluation.rows)
     plots += training_plots(runs or {})
-    if evaluation.online is not None:
-        plots.insert(0, plot_online(evaluation.online))
     for plot in plots:
         (out / plot.file).write_bytes(plot.png)
     values = {**_values(evaluation), "title": title, "plots": plots, "training": training_lines(runs or {})}
@@ -145,7 +142,6 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         for row in overall
         if "greedy_identical" in row
     ]
-    online = evaluation.online
     accepted = [often_tested(row) for row in overall]
     deepest = max(map(len, accepted))
     return {
@@ -164,9 +160,6 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "more_positions": max(len(row["acceptance_at"]) for row in overall) > min(deepest, MOST_POSITIONS),
         "few": FEW,
         "samples": evaluation.samples,
-        "online": [] if online is None else online_lines(online),
-        "online_titles": TITLES,
-        "online_cells": [] if online is None else online_cells(online),
     }
 
 

@@ -192,7 +192,7 @@ class ServerRow(TypedDict):
 
 
 class StoredOnline(TypedDict):
-    """A measurement of learning; see `draftsmith.eval.online`."""
+    """A measurement of a drafter that learned while it decoded, which 0.2 wrote."""
 
     drafter: str
     """The copy that learned: its rows are of weights that changed."""

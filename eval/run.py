@@ -1,13 +1,11 @@
 """`draftsmith eval` and the quickstart: validate, load, measure, and write the report."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.diagnostics import diagnose
-from draftsmith.eval.evaluation import EVALUATION, Evaluation, evaluate
+from draftsmith.eval.evaluation import Evaluation, evaluate
 from draftsmith.eval.journal import JOURNAL, KEPT
-from draftsmith.eval.online import Learner, learning_name, learning_settings, online_lines, online_table
 from draftsmith.eval.prompts import PromptRows
 from draftsmith.eval.report import check_report_folder, summary_table, write_report
 from draftsmith.eval.session import load_session
@@ -28,23 +26,15 @@ def measure(
     title: str,
     runs: dict[str, list[dict]],
     trust_remote_code: bool = False,
-    learner: Callable[[], Learner] | None = None,
 ) -> Evaluation:
     """Validate the settings, load the models, measure, and write the report to `out`.
 
     Results that an earlier call with the same settings left in `out` are used again. `runs` holds, by drafter, the
-    metrics of the run that trained it, for the plot of its training. `learner` makes what trains a copy of the drafter
-    while it is measured; such a measurement is not continued, since what was learned is not kept.
+    metrics of the run that trained it, for the plot of its training.
     """
-    names = [*settings.drafters]
-    if learner is not None:
-        settings = learning_settings(settings)
     rows = _validated(settings, out)
     with hold_folder("out", out):
-        if learner is None:
-            check_report_folder(out, settings)
-        elif any((out / file).exists() for file in (JOURNAL, EVALUATION)):
-            raise ConfigError(f"out={out} holds a measurement; expected another folder: learning is not continued")
+        check_report_folder(out, settings)
         session = load_session(settings, rows, trust_remote_code=trust_remote_code)
         evaluation = evaluate(
             session.target,
@@ -53,9 +43,8 @@ def measure(
             settings,
             tokenizer=session.tokenizer,
             processor=session.processor,
-            journal=None if learner is not None else out / JOURNAL,
-            diagnose=None if learner is not None else diagnose,  # weights change
-            learning=None if learner is None else {learning_name(names[0]): learner()},
+            journal=out / JOURNAL,
+            diagnose=diagnose,
         )
         with stage("drawing and writing the report"), writing(out, KEPT):
             write_report(evaluation, out, title=title, runs=runs)
@@ -78,10 +67,6 @@ def show(evaluation: Evaluation, out: Path) -> None:
     """Print the table, the guards, the notes and the place of the report."""
     console = Terminal(width=None if Terminal().is_terminal else 110)
     console.print(summary_table(evaluation))
-    if evaluation.online is not None:
-        console.print(online_table(evaluation.online))
-        for line in online_lines(evaluation.online):
-            console.print(line)
     for guard in evaluation.guards:
         console.print(f"WRONG ({guard['guard']}): {guard['message']}", style="bold red")
     for note in evaluation.notes:

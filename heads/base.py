@@ -245,16 +245,13 @@ class Drafter(nn.Module):
     """The draft length that the checkpoint was trained and selected for."""
     target_quality: dict[str, float] | None = None
     """For a target that was trained with the drafter: the change of the target, see `measure_quality`."""
-    online: dict[str, int] | None = None
-    """For a drafter that learned while it served: the decoded tokens it learned from (`tokens`), optimizer steps
-    (`steps`), and updates that were `adopted` and `refused`."""
     shared_tensors: tuple[str, ...] = ()
     """The target's tensors in the speculators file that it was read from; an export in that layout has them, too."""
     shared_vocabulary: int | None = None
     """Number of tokens shared with the target, where the padded vocabularies differ in size."""
     max_draft_length: int | None = None
     """Depth of the longest draft that it has logits for; None when there is no limit."""
-    only_retrieves: ClassVar[bool] = False
+    only_retrieves: bool = False
     """It retrieves whole drafts and computes no logits, so policies do not apply."""
 
     def start(self, context: Context) -> None:

@@ -33,6 +33,7 @@ from draftsmith.heads.lora import merged_state
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
+from draftsmith.heads.recall import Recall
 from draftsmith.heads.validation import (
     LONGEST_DRAFT,
     StoredDrafter,
@@ -51,10 +52,10 @@ from draftsmith.storage import write_json
 _RETRIEVAL = {"draft_length": int, "min_match": int, "factor": float}
 SETTINGS: dict[str, dict[str, type]] = {
     "prompt-lookup": {"max_ngram": int, **_RETRIEVAL},
-    "suffix": {"datastore": str, **_RETRIEVAL},
+    "suffix": {"datastore": str, **_RETRIEVAL, "memory": bool},
     "early-exit": {"layers": int},
     "native-mtp": {},
-    "hybrid": {"drafter": str, "datastore": str, "min_match": int},
+    "hybrid": {"drafter": str, "datastore": str, "min_match": int, "memory": bool},
 }
 """Settings of each named drafter, with their types."""
 
@@ -79,8 +80,10 @@ def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Draf
     name, values = parse_named(text)
     if name == "prompt-lookup":
         return PromptLookup(**values)
+    remembers = values.pop("memory", False)
     if name == "suffix":
-        return SuffixRetrieval(**values)
+        retrieval = SuffixRetrieval(**values)
+        return Recall(None, retrieval, min_match=retrieval.min_match) if remembers else retrieval
     if name == "early-exit":
         return EarlyExit(target, **values)
     if name == "native-mtp":
@@ -88,7 +91,7 @@ def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Draf
         drafter = Mtp.from_target(target, init="native").to(device=weight.device, dtype=weight.dtype)
         return drafter.eval().requires_grad_(False)
     retrieval = SuffixRetrieval(datastore=values.pop("datastore", None))
-    return Hybrid(load(values.pop("drafter")), retrieval, **values)
+    return (Recall if remembers else Hybrid)(load(values.pop("drafter")), retrieval, **values)
 
 
 WEIGHTS = "model.safetensors"
@@ -123,12 +126,8 @@ def save_drafter(
     recipe: dict[str, Any] | None,
     draft_length: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    online: dict[str, int] | None = None,
 ) -> None:
-    """Write the drafter into `folder`, which is created if missing. Use `atomic_folder` for an atomic write.
-
-    `online`: see `Drafter.online`.
-    """
+    """Write the drafter into `folder`, which is created if missing. Use `atomic_folder` for an atomic write."""
     folder.mkdir(parents=True, exist_ok=True)
     section = {
         "format": FORMAT,
@@ -138,8 +137,6 @@ def save_drafter(
         "target": target,
         "recipe": recipe,
     }
-    if online is not None:
-        section["online"] = online
     if drafter.shared_tensors:
         section["shared_tensors"] = list(drafter.shared_tensors)
     if drafter.draft_vocabulary is not None:
@@ -205,7 +202,6 @@ def load_drafter(
             f"drafter={path_or_repo} asks for drafts of {length} tokens; expected at most {LONGEST_DRAFT}"
         )
     drafter.target_quality = stored.target.quality if stored else None
-    drafter.online = {**stored.online} if stored and stored.online else None
     drafter.shared_tensors = tuple(stored.shared_tensors) if stored else drafter.shared_tensors
     drafter = drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
     if drafter.needs.hidden:

@@ -80,15 +80,10 @@ def _require_inner(model: PreTrainedModel, modules: list[str], key: str) -> None
         raise ConfigError(f"{key}={wrong}{tied}; expected layers inside the blocks of {type(model).__name__}")
 
 
-def adapted_layers(model: nn.Module) -> list[LoraLayer]:
-    """Return the layers that have an adapter."""
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
-
-
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
     """Disable all adapters inside the context."""
-    layers = adapted_layers(model)
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)

@@ -95,7 +95,7 @@ class Retrieval(Drafter):
         factor: draft tokens per token of the match.
     """
 
-    only_retrieves: ClassVar[bool] = True
+    only_retrieves = True
 
     def __init__(self, *, draft_length: int = 10, min_match: int = 1, factor: float = 2.0) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A hybrid that also drafts from the texts it has decoded before, where such drafts have been accepted more often."""
+"""Retrieval with a memory of earlier texts: it drafts from them where such drafts have been accepted more often."""
 
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from draftsmith.heads.base import Context, Drafter, SequenceState
 from draftsmith.heads.draft_tree import Draft
@@ -89,35 +89,46 @@ class Row:
     """None where the drafter drafted."""
 
 
+class NoDrafter(Drafter):
+    """Stands for the trained drafter where there is none: its drafts are empty."""
+
+    type: ClassVar[str] = "none"
+    only_retrieves = True
+
+    def retrieve(self, row: int, room: int) -> Draft:
+        return Draft()
+
+
 class Recall(Hybrid):
     """A hybrid with a memory of all texts that it has decoded, and of the ends of their prompts.
 
     The memory reads committed tokens between rounds, and a draft is fixed before it is verified, so decoding stays
     lossless. Which draft a round proposes is decided by counts of accepted tokens in similar situations.
+
+    Args:
+        drafter: drafts where neither the text nor the memory has a better draft; None: such rounds have no draft.
+        retrieval, min_match: as for `Hybrid`.
     """
 
     type: ClassVar[str] = "recall"
 
-    def __init__(self, drafter: Drafter, retrieval: Retrieval | None = None, *, min_match: int = 4) -> None:
-        super().__init__(drafter, retrieval, min_match=min_match)
+    def __init__(
+        self, drafter: Drafter | None = None, retrieval: Retrieval | None = None, *, min_match: int = 4
+    ) -> None:
+        super().__init__(drafter or NoDrafter(), retrieval, min_match=min_match)
+        self.only_retrieves = self.drafter.only_retrieves
+        if self.only_retrieves:
+            self.max_draft_length = self.retrieval.max_draft_length
+        self.recalled = self.drafted = 0
+        """Rounds with a draft from memory, and rounds that were left to the drafter."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the memory of earlier texts and of what was accepted."""
         self.memory = NgramMemory()
         self._situations: dict[tuple[int, int], Situation] = {}
         self._drafter = Accepted()
         self._rows: list[Row] = []
-        self.rounds = self.recalled = self.drafted = 0
-        """Rounds, those with a draft from memory, and those that the drafter drafted."""
-
-    @property
-    def drafted_share(self) -> float:
-        """Share of the rounds that the drafter drafted."""
-        return self.drafted / self.rounds if self.rounds else 1.0
-
-    @classmethod
-    def of(cls, drafter: Drafter) -> Self:
-        """Return a hybrid with memory of a drafter, or of the parts of a hybrid."""
-        if isinstance(drafter, Hybrid):
-            return cls(drafter.drafter, drafter.retrieval, min_match=drafter.min_match)
-        return cls(drafter)
 
     def start(self, context: Context) -> None:
         for row in self._rows:
@@ -126,10 +137,15 @@ class Recall(Hybrid):
         self._rows = [Row(text, max(0, len(text.tokens) - 1 - PROMPT)) for text in context.texts]
 
     def retrieve(self, row: int, room: int) -> Draft | None:
-        match, one = super().retrieve(row, room), self._rows[row]
+        length, match = self.retrieval.matched(row, room)
+        one = self._rows[row]
         self._learn(one)
-        one.choices, one.proposed, usual = [], None, self._drafter.mean(1.0)
-        if match is not None and self._prefers(one, (0, len(match)), match, len(match) / 2, usual):
+        one.choices, one.proposed, usual = [], None, self._drafter.mean(0.0 if self.only_retrieves else 1.0)
+        if (
+            length >= self.min_match
+            and len(match)
+            and self._prefers(one, (0, len(match)), match, len(match) / 2, usual)
+        ):
             one.proposed, usual = match, len(match) / 2
         tokens, expected = self.memory.propose(one.text.tokens, room)
         if tokens:
@@ -138,8 +154,9 @@ class Recall(Hybrid):
             if self._prefers(one, situation, remembered, TRUST * expected, usual):
                 one.proposed = remembered
                 self.recalled += 1
-        self.rounds += 1
-        self.drafted += one.proposed is None
+        if one.proposed is None:
+            self.drafted += 1
+            return self.drafter.retrieve(row, room)
         return one.proposed
 
     def drop(self, rows: list[int]) -> None:
@@ -153,6 +170,8 @@ class Recall(Hybrid):
 
         `situation`: what is expected of the known draft or where it is from, and the length of a draft.
         """
+        if self.only_retrieves and row.proposed is None:
+            return True  # the alternative is no draft
         source, length = situation
         seen = self._situations.setdefault((source, length.bit_length()), Situation())
         assert row.choices is not None, "a round has begun"
@@ -174,3 +193,8 @@ class Recall(Hybrid):
                 self._drafter.halve()
         self.memory.read(row.text.tokens, row.read)
         row.read = len(row.text.tokens)
+
+
+def memories(drafter: Drafter) -> list[Recall]:
+    """Return the parts of a drafter that remember earlier texts, itself included."""
+    return [module for module in drafter.modules() if isinstance(module, Recall)]

@@ -12,7 +12,7 @@ from draftsmith.config import Location, Section
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
-from draftsmith.reading import LARGEST_YAML, parse_assignment, parse_yaml, read_json, read_text
+from draftsmith.reading import LARGEST_YAML, parse_assignment, parse_yaml, read_text
 from draftsmith.train.recipe_sections import (
     CotrainSection,
     DataSection,
@@ -355,65 +355,3 @@ def _keys(sections: list[str], kind: str | None) -> list[str]:
         return list(ServerSection.model_fields)
     section = DRAFTERS[str(kind)].section if sections[0] == "drafter" else SECTIONS[sections[0]]
     return list(section.model_fields)
-
-
-ADAPTED_RATE = 0.25
-"""Learning rates of an adaptation relative to those that the drafter was trained with."""
-
-SERVED = {
-    "subset": None,
-    "split": "train",
-    "responses": 1,
-    "refresh_every": None,
-    "drafter_share": 0.0,
-    "server": None,
-}
-"""Keys of `data` that are reset: they describe the first training's data, not served prompts."""
-
-
-def adapted_recipe(
-    drafter: str, prompts: str, output: str, *, target: str | None, answered: bool, overrides: list[str]
-) -> Recipe:
-    """Return the recipe that `drafter` was trained with, changed to continue on prompts that its target served.
-
-    The given drafter is the first candidate: it is kept unless another one is better on held-out prompts.
-
-    Args:
-        target: by default the one that the checkpoint names.
-        answered: the file holds the target's responses; otherwise they are sampled again.
-        overrides: `section.key=value`, which win.
-
-    Raises:
-        ConfigError: for a drafter whose checkpoint holds no recipe.
-    """
-    values = _stored(drafter)
-    train = values["train"]
-    rates = {key: train[key] for key in ("learning_rate", "adamw_learning_rate") if train[key] is not None}
-    values |= {
-        "name": f"{values['name']}-adapted",
-        "output": output,
-        "start_from": drafter,
-        "target": {**values["target"], **({} if target is None else {"model": target})},
-        "data": {**values["data"], **SERVED, "prompts": prompts, "response": "text" if answered else "target"},
-        "continue_from": None,
-        "teacher": {},
-        "train": {**train, **{key: rate * ADAPTED_RATE for key, rate in rates.items()}},
-        "evaluation": {**values["evaluation"], "prompts": None},
-        "cotrain": None,
-    }
-    for entry in overrides:
-        override(values, entry)
-    return parse_recipe(values, f"the recipe of {drafter}")
-
-
-def _stored(drafter: str) -> dict[str, Any]:
-    file = Path(drafter).expanduser() / "config.json"
-    try:
-        stored = read_json(file)["draftsmith"]["recipe"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"drafter={drafter} keeps no recipe; expected a folder that `draftsmith train` wrote"
-        ) from error
-    if stored is None:
-        raise ConfigError(f"drafter={drafter} keeps no recipe; expected a folder that `draftsmith train` wrote")
-    return parse_recipe(stored, f"the recipe of {drafter}").model_dump(mode="json")

@@ -8,7 +8,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from draftsmith import __version__
-from draftsmith.cli.adapt import adapt
 from draftsmith.cli.check import check
 from draftsmith.cli.data import data_app
 from draftsmith.cli.eval import eval_app
@@ -20,7 +19,6 @@ from draftsmith.cli.options import (
     CompileOption,
     DtypeOption,
     JsonOption,
-    LearnOption,
     RuleOption,
     SeedOption,
     TargetOption,
@@ -45,7 +43,6 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
-app.command()(adapt)
 app.command()(check)
 app.command()(forecast)
 app.command()(export)
@@ -160,10 +157,6 @@ def generate(
     image: Annotated[list[str] | None, typer.Option("--image", help="Image before the prompt; repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; repeatable.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most tokens to generate.")] = 128,
-    learn: LearnOption = False,
-    save_drafter: Annotated[
-        Path | None, typer.Option("--save-drafter", help="Folder for the drafter that has learned; no text is saved.")
-    ] = None,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = 0,

@@ -1,9 +1,7 @@
 """`draftsmith check`: a test of losslessness on this machine, with an exit code."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +14,6 @@ from draftsmith.cli.options import (
     DtypeOption,
     ImagesOption,
     JsonOption,
-    LearnOption,
     RuleOption,
     SeedOption,
     TargetOption,
@@ -29,7 +26,6 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
-    require_trained,
     settings_of,
     suggest,
     template_options,
@@ -40,13 +36,10 @@ from draftsmith.reading import read_json
 if TYPE_CHECKING:
     from draftsmith.eval.lossless.check import Check, CheckSettings
     from draftsmith.eval.prompts import PromptRows
-    from draftsmith.train.online.learner import OnlineLearning
 
 EXIT_CODES = {"lossless": 0, "lossy": 1, "inconclusive": 3}
 """By verdict; 2 is bad input, as in every command."""
 LEAST_TOKENS = 500
-TOKENS_PER_STEP = 64
-"""With --learn, decoded tokens for each optimizer step: a check of the same seed makes the same draws."""
 
 
 def check(
@@ -58,7 +51,6 @@ def check(
     gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; default: each drafter's own.")] = None,
     policy: Annotated[list[str] | None, typer.Option("--policy", help="As for `draftsmith eval`; repeatable.")] = None,
     rule: RuleOption = None,
-    learn: LearnOption = False,
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to sample; as many for the control.")] = 10_000,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -109,8 +101,6 @@ def _validated(settings: "CheckSettings", out: Path | None) -> "PromptRows":
     require_valid(settings, counts={"gamma": [settings.draft_length], "count": [settings.count]}, out=out)
     if settings.tokens < LEAST_TOKENS:
         raise ConfigError.of("tokens", settings.tokens, f">= {LEAST_TOKENS}")
-    if settings.learn:
-        require_trained(settings.drafters.values())
     if settings.draft_length is not None and settings.policies:
         raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
     return PromptRows.read(settings.prompts, images=settings.images)
@@ -131,12 +121,6 @@ def _require_folder(settings: "CheckSettings", out: Path) -> None:
                 f"out={out} holds another check: {key}={before.get(key)!r} there, {value!r} here; "
                 "expected another folder"
             )
-
-
-def _learner(seed: int) -> "Callable[[], OnlineLearning]":
-    from draftsmith.train.online.learner import OnlineLearning
-
-    return partial(OnlineLearning, every=TOKENS_PER_STEP, seed=seed)
 
 
 def _run(
@@ -166,8 +150,7 @@ def _run(
         else:
             problem = None
 
-    learner = _learner(settings.seed) if settings.learn else None
-    checked = check(session.target, session.drafters, session.prompts, settings, keep=keep, learner=learner)
+    checked = check(session.target, session.drafters, session.prompts, settings, keep=keep)
     if as_json:
         print_json(checked.as_json())
     else:

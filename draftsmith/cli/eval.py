@@ -16,7 +16,6 @@ from draftsmith.cli.options import (
     DtypeOption,
     ImagesOption,
     JsonOption,
-    LearnOption,
     RuleOption,
     SeedOption,
     SplitOption,
@@ -30,7 +29,6 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
-    require_trained,
     settings_of,
     suggest,
     template_options,
@@ -38,10 +36,7 @@ from draftsmith.cli.options import (
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from draftsmith.eval.settings import Settings
-    from draftsmith.train.online.learner import OnlineLearning
 
 eval_app = typer.Typer(
     help="Measure drafters against the target alone (eval --target T --drafter D), or compare two measurements."
@@ -79,9 +74,7 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most new tokens per turn.")] = 96,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
-    repeats: Annotated[
-        int | None, typer.Option("--repeats", help="Times that every text is decoded; default: 3, with --learn 1.")
-    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Times that every text is decoded.")] = 3,
     seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
@@ -89,7 +82,6 @@ def evaluate(
     dtype: DtypeOption = "float32",
     attn_implementation: AttentionOption = None,
     compile: CompileOption = False,
-    learn: LearnOption = False,
     trust_remote_code: TrustOption = False,
     out: OutOption = Path("runs/eval"),
     as_json: JsonOption = False,
@@ -104,14 +96,13 @@ def evaluate(
         Settings,
         locals(),
         drafters=named_drafters(drafter or []),
-        temperatures=tuple(temperature or ((0.0,) if learn else (0.0, 1.0))),
+        temperatures=tuple(temperature or (0.0, 1.0)),
         draft_lengths=tuple(gamma or ()),
         policies=tuple(policy or ()),
         batch_sizes=tuple(batch_size or (1,)),
-        repeats=repeats if repeats is not None else 1 if learn else 3,
         template_options=template_options(template_option),
     )
-    _measure(settings, drafter or [], out, as_json=as_json, trust_remote_code=trust_remote_code, learn=learn)
+    _measure(settings, drafter or [], out, as_json=as_json, trust_remote_code=trust_remote_code)
 
 
 def _require_pair(target: str | None, drafters: list[str] | None) -> None:
@@ -121,31 +112,19 @@ def _require_pair(target: str | None, drafters: list[str] | None) -> None:
         raise ConfigError("--drafter is missing; expected at least one")
 
 
-def _measure(
-    settings: "Settings", drafters: list[str], out: Path, *, as_json: bool, trust_remote_code: bool, learn: bool
-) -> None:
+def _measure(settings: "Settings", drafters: list[str], out: Path, *, as_json: bool, trust_remote_code: bool) -> None:
     """Measure, and print the results and what may follow."""
     from draftsmith.eval.run import measure, show
     from draftsmith.train.run_folder import metrics_of
 
-    if learn:
-        require_trained(settings.drafters.values())
     title, runs = f"Drafters for {settings.target}", metrics_of(settings.drafters)
-    learner = _learner(settings.seed) if learn else None
-    evaluation = measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code, learner=learner)
+    evaluation = measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code)
     if as_json:
         return print_json(evaluation.as_json())
     show(evaluation, out)
     suggest("draftsmith", "forecast", *measuring(settings.target, drafters, settings.prompts))
     if trained := [folder for folder in settings.drafters.values() if Path(folder).is_dir()]:
         suggest("draftsmith", "push", trained[0], "USER/NAME", "--eval", out)
-
-
-def _learner(seed: int) -> "Callable[[], OnlineLearning]":
-    """Return what makes a learner for the drafter."""
-    from draftsmith.train.online.learner import OnlineLearning
-
-    return lambda: OnlineLearning(seed=seed)
 
 
 @eval_app.command(name="server")

@@ -22,7 +22,6 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
-    require_trained,
     settings_of,
     suggest,
     template_options,
@@ -30,12 +29,6 @@ from draftsmith.cli.options import (
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transformers import PreTrainedModel
-
-    from draftsmith.eval.forecast.forecast import ForecastSettings
-    from draftsmith.eval.forecast.learning import Learn
     from draftsmith.eval.forecast.run import Outcome
 
 
@@ -77,10 +70,6 @@ def forecast(
     measure: Annotated[
         bool, typer.Option("--measure", help="Also decode with each best policy at the first batch size and time it.")
     ] = False,
-    learn: Annotated[
-        int | None,
-        typer.Option("--learn", help="Also learn from the texts in so many steps, and say what it brings to others."),
-    ] = None,
     seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
@@ -108,19 +97,8 @@ def forecast(
     if served is None and (model, context, write) != (None, None, None):
         raise ConfigError("--model, --context and --write without --server; expected the addresses of servers")
     files = ForecastFiles(profile, save_profile, served)
-    learns = None if learn is None else _learns(learn, settings)
-    outcome = run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code, learns=learns)
+    outcome = run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code)
     _show(outcome, out, as_json)
-
-
-def _learns(steps: int, settings: "ForecastSettings") -> "Callable[[PreTrainedModel], Learn]":
-    """Return what computes the outlook of learning; ConfigError for settings that it cannot be computed with."""
-    from draftsmith.train.online.outlook import outlook_by
-
-    if steps < 1:
-        raise ConfigError.of("learn", steps, ">= 1")
-    require_trained(settings.drafters.values())
-    return lambda target: outlook_by(target, steps, settings.seed)
 
 
 def _show(outcome: "Outcome", out: Path, as_json: bool) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rich.text import Text
 
-from draftsmith.cli.learning import Learned, require_learnable
 from draftsmith.cli.options import measuring, suggest
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput, Round
@@ -34,10 +33,6 @@ class GenerateRequest(PairSettings):
     stop_strings: tuple[str, ...] = ()
     image_files: tuple[str, ...] = ()
     """Images before the prompt, which then goes through the chat template."""
-    learn: bool = False
-    """Train the drafter while it decodes."""
-    save_drafter: Path | None = None
-    """Folder for the drafter that has learned."""
 
 
 def _asked(prompt: str, files: tuple[str, ...]) -> Conversation:
@@ -62,17 +57,12 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
         raise ConfigError(f"gamma={request.draft_length} and policy={request.policies[0]}; expected one of the two")
     if "" in request.stop_strings:
         raise ConfigError.of("stop", "", "a string of at least one character")
-    path = next(iter(request.drafters.values()), None)
-    require_learnable(path, learn=request.learn, save=request.save_drafter)
     images = bool(request.image_files)
     asked = _asked(prompt, request.image_files) if images else None
     session = load_session(request, None, trust_remote_code=trust_remote_code, progress=False, images=images)
     tokenizer, drafter = session.tokenizer, next(iter(session.drafters.values()), None)
     (temperature,) = request.temperatures
     console, log = Terminal(soft_wrap=True, files_as_is=True), Terminal(stderr=True)
-    learned = None
-    if request.learn and path is not None:
-        learned = Learned(session, request.target, path, request.save_drafter, request.seed)
     decoder = SpeculativeDecoder(
         session.target,
         drafter,
@@ -80,7 +70,6 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
         policy=next(iter(request.policies), None),
         rule=request.rule,
         compile=request.compile,
-        learn=None if learned is None else learned.learning,
     )
     encoder_decoder = session.target.config.is_encoder_decoder
     ids, inputs = tokenizer(prompt)["input_ids"], None
@@ -113,8 +102,6 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
         )
     console.print(Text(text.rest(), style=OWN))
     log.print(_summary(out) + ("" if decoder.lossless or temperature == 0 else f"; rule {request.rule} is LOSSY"))
-    if learned is not None:
-        learned.finish(log.print)
     if drafter is not None:
         words = measuring(request.target, request.drafters.values(), request.prompts)
         suggest("draftsmith", "eval", *words, to_stderr=True)

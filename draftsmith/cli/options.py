@@ -54,8 +54,6 @@ POLICY_HELP = (
 RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; default: the best lossless one.")]
 TopKOption = Annotated[int | None, typer.Option("--top-k", help="Sample from the k most likely tokens.")]
 TopPOption = Annotated[float | None, typer.Option("--top-p", help="Sample from the smallest set of probability p.")]
-LEARN_HELP = "Train the drafter on what the target verifies, between rounds; texts stay the target's."
-LearnOption = Annotated[bool, typer.Option("--learn", help=LEARN_HELP)]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
 
 
@@ -106,16 +104,6 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
             raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
         named[name] = os.path.expanduser(folder)
     return named
-
-
-def require_trained(drafters: Iterable[str]) -> None:
-    """Raise ConfigError for the name of a drafter without weights, which cannot learn."""
-    for drafter in drafters:
-        kind = specified_name(drafter)
-        if kind in ("prompt-lookup", "suffix", "early-exit"):
-            raise ConfigError(
-                f"learn with a drafter of type {kind!r}, which has no weights of its own; expected a trained drafter"
-            )
 
 
 def template_options(entries: list[str] | None) -> dict[str, Any]:

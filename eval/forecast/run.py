@@ -2,13 +2,11 @@
 
 import json
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 from rich.table import Table
-from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import capabilities
 from draftsmith.decode.policies import check_policy
@@ -16,7 +14,6 @@ from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast
 from draftsmith.eval.forecast.hardware import CostModel
-from draftsmith.eval.forecast.learning import Learn, Outlook, learning_lines
 from draftsmith.eval.forecast.served import (
     ServedRequest,
     engine_settings,
@@ -27,8 +24,7 @@ from draftsmith.eval.forecast.served import (
 from draftsmith.eval.prompts import OVERALL, PromptRows
 from draftsmith.eval.session import Session, load_session
 from draftsmith.eval.settings import Settings, require_valid
-from draftsmith.eval.stages import stage
-from draftsmith.eval.teacher_forced import sample_texts
+from draftsmith.heads.recall import memories
 from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import require_writable_file, write_json, writing
@@ -82,16 +78,10 @@ class Outcome:
     measured: list[MeasuredRow] = field(default_factory=list)
     engine: dict[str, Any] | None = None
     """Settings of engines, see `engine_settings`; None for a forecast without servers."""
-    learning: list[Outlook] = field(default_factory=list)
-    """By drafter and temperature, if it was requested."""
 
     def as_json(self) -> dict[str, Any]:
-        more = {"engine": self.engine, "learning": self.learning or None}
-        return {
-            **self.forecast.as_json(),
-            "measured": self.measured,
-            **{key: value for key, value in more.items() if value is not None},
-        }
+        engine = {} if self.engine is None else {"engine": self.engine}
+        return {**self.forecast.as_json(), "measured": self.measured, **engine}
 
 
 def run(
@@ -101,34 +91,31 @@ def run(
     *,
     measures: bool = False,
     trust_remote_code: bool = False,
-    learns: Callable[[PreTrainedModel], Learn] | None = None,
 ) -> Outcome:
     """Validate the settings, load the models, forecast, and write `forecast.json` to `out`.
 
     Args:
         measures: also decode and time the best policy of each drafter, at the first batch size.
-        learns: returns what computes the outlook of learning with this target.
     """
     hardware, rows = _validated(settings, out, files, measures)
     files.require_writable()
-    if learns is not None and files.served is not None:
-        raise ConfigError("--learn with --server; expected one of them")
     with hold_folder("out", out):
         session = load_session(settings, rows, trust_remote_code=trust_remote_code)
         _require_shared_passes(session, settings)
+        for name, drafter in session.drafters.items():
+            if memories(drafter):
+                given = settings.drafters[name]
+                raise ConfigError(f"drafter={given}; expected memory=off: a forecast has no texts of earlier requests")
         ids = [prompt.input_ids for prompt in session.prompts]
         if files.served is not None:
             return _served(files, settings, session, out)
         predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
         _write(Outcome(predicted), out)  # kept if measuring fails
         files.save(predicted.hardware[settings.temperatures[0]])
-        outcome = Outcome(
-            predicted,
-            _measured_rows(session, predicted) if measures else [],
-            learning=[] if learns is None else _outlooks(session, settings, ids, learns(session.target)),
-        )
-        if measures or learns is not None:
-            _write(outcome, out)
+        if not measures:
+            return Outcome(predicted)
+        outcome = Outcome(predicted, _measured_rows(session, predicted))
+        _write(outcome, out)
         return outcome
 
 
@@ -139,21 +126,6 @@ def _measured_rows(session: Session, predicted: Forecast) -> list[MeasuredRow]:
         for temperature in predicted.settings.temperatures
     ]
     return [row for row in measured if row is not None]
-
-
-def _outlooks(session: Session, settings: ForecastSettings, ids: list[list[int]], learn: Learn) -> list[Outlook]:
-    """Return what each drafter would learn from the forecast's texts."""
-    found: list[Outlook] = []
-    for temperature in settings.temperatures:
-        sampling = settings.sampling(temperature)
-        with stage(f"T={temperature:g}: learning from texts of the target", len(session.drafters)) as done:
-            texts = sample_texts(
-                session.target, ids, sampling, max_new_tokens=settings.max_new_tokens, seed=settings.seed
-            )
-            for name, drafter in session.drafters.items():
-                found.append(learn(name, drafter, texts, sampling))
-                done()
-    return found
 
 
 def _served(files: ForecastFiles, settings: ForecastSettings, session: Session, out: Path) -> Outcome:
@@ -279,8 +251,7 @@ def show(outcome: Outcome, out: Path | None) -> None:
         console.print(best_line(best))
     for note in outcome.forecast.notes:
         console.print(f"note: {note}")
-    learned = [line for outlook in outcome.learning for line in learning_lines(outlook)]
-    for line in _engine_lines(outcome) + learned:
+    for line in _engine_lines(outcome):
         console.print(line, soft_wrap=True, markup=False)
     if out is not None:
         console.print(f"forecast: {out / 'forecast.json'}")

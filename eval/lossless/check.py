@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.bars import Bars
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.observer import Observer
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.draws import Done, Plan
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greedy
@@ -39,8 +38,6 @@ class CheckSettings(PairSettings):
 
     count: int | None = 12
     draft_length: int | None = None
-    learn: bool = False
-    """The drafters learn while they decode."""
     tokens: int = 10_000
     """Tokens sampled with the rule, and as many with the control, for each drafter, policy and temperature."""
 
@@ -87,17 +84,14 @@ def check(
     settings: CheckSettings,
     *,
     keep: Callable[[Check], None] = lambda _: None,
-    learner: Callable[[], Observer] | None = None,
 ) -> Check:
     """Check every drafter, under every policy, at every temperature.
 
     Args:
         keep: called with the results so far after each arm, so that an interrupted run keeps them.
-        learner: makes what trains the drafter of each decoder, see `SpeculativeDecoder`; needed for `settings.learn`.
     """
-    assert (learner is not None) == settings.learn
     with stage("preparing the decoders"):
-        decoders = _decoders(target, drafters, prompts, settings, learner)
+        decoders = _decoders(target, drafters, prompts, settings)
     sampled = sum(temperature > 0 for temperature in settings.temperatures) * len(decoders)
     checked = Check(settings, environment(), model_fingerprint(target))
     alone: list[list[int]] = []
@@ -134,7 +128,6 @@ def _decoders(
     drafters: dict[str, Drafter],
     prompts: list[Prompt],
     settings: CheckSettings,
-    learner: Callable[[], Observer] | None,
 ) -> dict[tuple[str, str], SpeculativeDecoder]:
     """Return a decoder for each drafter and policy; policies that learn are calibrated on a few texts."""
     decoders = {}
@@ -142,7 +135,7 @@ def _decoders(
         for policy in settings.policies_of(name) or (None,):
             length = settings.draft_length if policy is None else None
             plan = {"draft_length": length, "policy": policy, "rule": settings.rule, "compile": settings.compile}
-            decoder = SpeculativeDecoder(target, drafter, **plan, learn=None if learner is None else learner())
+            decoder = SpeculativeDecoder(target, drafter, **plan)
             for temperature in settings.temperatures:
                 cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
                 rows, inputs = zip(*((p.input_ids, p.inputs) for p in prompts[:CALIBRATION]), strict=True)

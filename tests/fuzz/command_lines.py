@@ -91,16 +91,6 @@ def _command_lines(material: Material) -> list[tuple[list[str], list[str], list[
         ),
         (["import"], [material.drafter("medusa"), *target, "--out", "out"], ["--gamma", "--revision", "--out"]),
         (["push"], [material.drafter(), "user/name", "--dry-run", "--out", "out"], PUSHED),
-        (
-            ["adapt"],
-            [material.drafter(), prompts, "--out", "out", "train.steps=1"],
-            ["--target", "--answer-again", "--out", "--keep"],
-        ),
-        (
-            ["adapt", "--live"],
-            [material.drafter(), prompts, "--out", "out", "--max-new-tokens", "3"],
-            ["--target", "--every", "--out", "--watch", "--temperature", "--seed", "--dtype"],
-        ),
         (["memory"], [str(material.root / "eagle3.yaml")], ["--processes", "--on", "--sharded", "train.batch_size=3"]),
         (["recipes"], [], ["eagle3/embedded", "--help", "x"]),
         ([], [], ["--version", "--help", "quickstart", "eval", "data"]),

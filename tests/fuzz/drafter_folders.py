@@ -76,7 +76,6 @@ def drafter_cases(draw: st.DrawFn, material: Material) -> Case:
                 ["import", "d", *target, "--out", "out"],
                 ["export", "d", *target, "--out", "out", "--format", formats.get(kind, "vllm")],
                 ["push", "d", "user/name", "--dry-run", "--out", "out"],
-                ["adapt", "d", str(material.root / "prompts.jsonl"), "train.steps=1", "--out", "out"],
                 ["train", str(material.root / f"{kind}.yaml"), "output=out", "start_from=d", "train.steps=1"],
                 ["memory", str(material.root / "draft_model.yaml"), "drafter.model=d"],
                 ["train", str(material.root / "draft_model.yaml"), "output=out", "drafter.model=d", "train.steps=1"],

@@ -10,14 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
-from transformers import PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.eval.online import gain_text
-from draftsmith.heads import DraftModel
-from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.reading import read_json
 from draftsmith.train.estimate import memory
 from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe import Recipe
@@ -147,28 +141,3 @@ def test_batches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert len(rows) == 5 + 10
     assert len(set(rows)) == len(rows)
     assert "\nbatch 3: on-policy sampling " in printed
-
-
-def test_online(
-    tmp_path: Path,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    target, drafter, out = make_llama(), tmp_path / "drafter", tmp_path / "out"
-    target.save_pretrained(tmp_path / "target")
-    tiny_tokenizer.save_pretrained(tmp_path / "target")
-    model = DraftModel.from_target(target, init="target_layers", num_hidden_layers=1)
-    save_drafter(model, drafter, target=describe_target(target, tiny_tokenizer, "tiny"), recipe=None, draft_length=3)
-    rows = [json.dumps({"prompt": "abc" * number}) for number in range(1, 13)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
-    paths = f"--target {tmp_path / 'target'} --drafter {drafter} --prompts {tmp_path / 'prompts.jsonl'} --out {out}"
-    sizes = "--requests 12 --max-new-tokens 8 --alone-every 2 --every 100"
-    printed = output_of("online", f"{paths} {sizes}", monkeypatch, capsys)
-    assert "greedy texts that differ: 0" in printed
-    result = read_json(out / "drafter-0.json")
-    last = result["online"]["windows"][-1]
-    assert f"tau in the last window: {gain_text(last['tau_gain'], last['tau_gain_interval'])} (goal +25%)" in printed
-    decoded = [[count > 0 for count in row] for row in result["tokens"]]
-    assert decoded == 6 * [[True, True, True], [False, True, True]]
-    assert result["online"]["total"]["last"] == 12

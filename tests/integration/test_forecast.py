@@ -181,29 +181,13 @@ def test_a_profile_decides_what_is_best(
     assert "verification, relative to one target forward pass at T=0, batch size 8: 9 tokens 17.00" in shown
 
 
-def test_a_forecast_says_what_learning_would_bring(
-    tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, capsys: pytest.CaptureFixture
+def test_a_drafter_that_remembers_earlier_texts_is_refused(
+    prompts: Path, tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Too few texts, and drafters without weights, are refused."""
-    file, out = tmp_path / "many.jsonl", tmp_path / "out"
-    file.write_text("".join(json.dumps({"prompt": f"abc{n}"}) + "\n" for n in range(40)))
-    call = ["forecast", "--target", tiny_target_folder, "--prompts", file, "--out", out]
-    call += ["--max-new-tokens", 64, "--temperature", 1, "--max-draft-length", 1, "--policy", "chain:draft_length=1"]
-    own = ["--drafter", f"own={medusa_folder}"]
-    assert _main(*call, *own, "--learn", 8) == 0
-    (learning,) = json.loads((out / "forecast.json").read_text())["learning"]
-    assert (learning["drafter"], learning["temperature"]) == ("own", 1.0)
-    assert sum(learning["texts"].values()) <= 40
-    assert learning["points"][-1]["steps"] >= 8
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"learning, own at T=1, from {learning['texts']['learned']} texts" in shown
-    for options, message in (
-        ([*own, "--learn", 0], "learn=0; expected >= 1"),
-        (["--drafter", "suffix", "--learn", 8], "type 'suffix', which has no weights of its own"),
-        ([*own, "--learn", 8, "--count", 8], "learn with 8 texts, which leave"),
-    ):
-        assert _main(*call, *options) == 2
-        assert message in " ".join(capsys.readouterr().err.split())
+    call = ["forecast", "--target", tiny_target_folder, "--prompts", prompts, "--out", tmp_path / "out"]
+    assert _main(*call, "--drafter", "suffix:memory=on") == 2
+    said = "drafter=suffix:memory=on; expected memory=off: a forecast has no texts of earlier requests"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_seconds_between_and_beyond_what_a_profile_knows(profile: Path) -> None:

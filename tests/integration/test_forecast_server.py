@@ -127,7 +127,6 @@ def test_what_cannot_be_measured_is_refused(folder: Path, capsys: pytest.Capture
             ([*named, "--temperature", 0, "--policy", "chain:draft_length=2"], "engines draft chains"),
             ([*named, "--temperature", 0, "--drafter", "suffix"], "expected one drafter"),
             ([*named, "--temperature", 0, "--measure"], "--server with --profile or --measure"),
-            ([*named, "--temperature", 0, "--learn", 8], "--learn with --server; expected one of them"),
             ([*named, "--temperature", 0, "--context", 0], "expected at least 1"),
             ([*named, "--temperature", 0, "--context", 120], "expected at most 96, the target's limit less 32 tokens"),
             ([*named[:2], "--server", plain.url, "--model", "tiny", "--temperature", 0], "each only once"),

@@ -23,7 +23,9 @@ def deep_target_folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) 
     return folder
 
 
-EMBEDDED = [name for name in shipped_recipes() if load_recipe(name).target.model == "embedded"]
+RECIPES = {name: load_recipe(name) for name in shipped_recipes()}
+EMBEDDED = [name for name, one in RECIPES.items() if one.target.model == "embedded" and one.start_from is None]
+"""tests/integration/test_distillation.py has the recipe that starts from a drafter."""
 SECOND = {name for name in EMBEDDED if name.endswith("/any_prompts")} - {"draft_model/any_prompts"}
 """Recipes with the drafter of another one."""
 ESTIMATED = ("quickstart/mtp", "dspark/embedded", "medusa2/embedded")

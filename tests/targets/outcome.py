@@ -37,7 +37,7 @@ class NoisyReference(Drafter):
     """Drafts the known continuation of each text with some tokens replaced, so that rounds end at every depth."""
 
     type: ClassVar[str] = "noisy-reference"
-    only_retrieves: ClassVar[bool] = True
+    only_retrieves = True
 
     def __init__(self, texts: dict[tuple[int, ...], list[int]], *, branches: bool) -> None:
         super().__init__()

@@ -60,7 +60,6 @@ def test_long_prompts_are_refused_before_weights_are_read(
     [
         (["--drafter", "no/where"], "drafter=no/where; expected a local folder or a Hub id"),
         (["--drafter", "hybrid:drafter=no/where"], "drafter=no/where; expected a local folder or a Hub id"),
-        (["--drafter", "early-exit:layers=1", "--learn"], "type 'early-exit', which has no weights of its own"),
     ],
 )
 def test_drafters_are_refused_before_weights_are_read(

@@ -1,6 +1,5 @@
 """Recipes are strict, and say what would be valid."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.learning_rates import learning_rate
-from draftsmith.train.recipe import adapted_recipe, load_recipe, parse_recipe
+from draftsmith.train.recipe import load_recipe, parse_recipe
 from draftsmith.train.run_folder import Metrics, check_output, claim_output, read_metrics
 
 BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
@@ -228,23 +227,3 @@ def test_metrics_of_another_shape_are_refused(row: str, tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": 0}}\n{row}\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: .* is not a metric of a run"):
         check_output(recipe)
-
-
-@pytest.mark.parametrize("answered", [True, False])
-def test_an_adaptation_asks_no_server_of_the_first_training(answered: bool, tmp_path: Path) -> None:
-    first = load_recipe(
-        "medusa/any_prompts", ["data.server={url: http://localhost:1, model: first}", "train.learning_rate=1e-3"]
-    )
-    assert first.data.server is not None
-    (tmp_path / "config.json").write_text(json.dumps({"draftsmith": {"recipe": first.model_dump(mode="json")}}))
-    adapted = adapted_recipe(str(tmp_path), "served.jsonl", "out", target=None, answered=answered, overrides=[])
-    assert adapted.data.server is None
-
-
-def test_an_adaptation_takes_a_quarter_of_each_rate(tmp_path: Path) -> None:
-    rates = ["train.optimizer=muon", "train.learning_rate=0.02", "train.adamw_learning_rate=0.001"]
-    for overrides, beside in ((rates, 0.00025), (rates[:2], None)):
-        first = load_recipe("medusa/any_prompts", overrides)
-        (tmp_path / "config.json").write_text(json.dumps({"draftsmith": {"recipe": first.model_dump(mode="json")}}))
-        train = adapted_recipe(str(tmp_path), "served.jsonl", "out", target=None, answered=True, overrides=[]).train
-        assert (train.learning_rate, train.adamw_learning_rate) == (0.005, beside)

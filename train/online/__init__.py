@@ -1,1 +1,0 @@
-"""A drafter that learns while it serves: stored states, updates, and the test before an update is used."""
