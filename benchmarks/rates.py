@@ -19,14 +19,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from embedded_target import EmbeddedRecipe, Stage, build
 from rich.console import Console
 from rich.table import Table
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.policies import Chain
 from draftsmith.decode.sampling import Processors, Sampling
-from draftsmith.distill.embedded.build import build
-from draftsmith.distill.embedded.training import EmbeddedRecipe, Stage
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.forecast.expected_rounds import accepted
