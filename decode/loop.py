@@ -167,6 +167,7 @@ class DecodeLoop:
         draft_seconds = clock.seconds()["draft"]
         drafts = proposal.drafts
         new = self._commit(drafts, results, logits_BQV)
+        results = [result.first(len(tokens)) for result, tokens in zip(results, new, strict=True)]
         self._take_over([list(result.path) for result in results], new)
         if self._drafter is not None:
             self._drafter.rollback(self._observe(proposal, results))
@@ -294,13 +295,16 @@ class DecodeLoop:
             self._features.add(features_BnF, counts)
 
     def _observe(self, proposal: Proposal, results: list[VerifyResult]) -> list[list[int]]:
-        """Pass results to the policies; return the slots of accepted nodes that the drafter has read."""
+        """Pass results to the policies; return the slots of accepted nodes that the drafter has read.
+
+        Policies learn nothing from a draft inside which its text ended: its other tokens are neither right nor wrong.
+        """
         slots: list[list[int]] = []
         for row, (text, draft, result) in enumerate(zip(self.texts, proposal.drafts, results, strict=True)):
             builder = proposal.builders[row] if proposal.builders else None
             retrieved = builder is not None and len(draft) > 0 and not builder.tokens
             slots.append([] if retrieved else proposal.read_slots(row, result.path))
-            if text.policy is not None and text.policy.learns and not retrieved:
+            if text.policy is not None and text.policy.learns and not retrieved and result.next_token != NOT_DRAWN:
                 text.policy.observe(builder, draft, result)
         return slots
 

@@ -22,10 +22,13 @@ class Round:
     depth: int
     """Number of draft tokens on the longest path; equal to `drafted` for a chain."""
     accepted: int
+    """Number of accepted draft tokens, up to the end of the text."""
     committed: int
-    """Number of tokens kept: accepted draft tokens and the target's own, without those after an EOS or the length."""
+    """Number of tokens kept: accepted draft tokens, and the target's own unless the text ends inside the draft."""
     overlap: tuple[float, ...]
-    """Sum over v of min(p_v, q_v) at each tested draft position; 1.0 or 0.0 under greedy decoding."""
+    """Sum over v of min(p_v, q_v) at each tested draft position; 1.0 or 0.0 under greedy decoding.
+
+    Positions after an EOS, a stop string or another end of the text are not tested."""
     draft_seconds: float
     verify_seconds: float
     seconds: float
@@ -78,8 +81,7 @@ class DecodeOutput:
         """For each new token, whether the drafter proposed it; the others are the target's own."""
         flags = [False]
         for record in self.rounds:
-            accepted = min(record.accepted, record.committed)
-            flags += [True] * accepted + [False] * (record.committed - accepted)
+            flags += [True] * record.accepted + [False] * (record.committed - record.accepted)
         return flags
 
     @property

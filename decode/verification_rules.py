@@ -34,8 +34,8 @@ class VerifyResult:
     path: tuple[int, ...]
     """Accepted nodes of the draft, starting with a child of the root."""
     next_token: int
-    """The correction after a rejection, or the bonus token after the path's last token; `NOT_DRAWN` where the
-    processors forbid every token."""
+    """The correction after a rejection, or the bonus token after the path's last token; `NOT_DRAWN` where the text ends
+    with the path or the processors forbid every token."""
     overlap: tuple[float, ...]
     """For each tested draft position, in order: sum over v of min(p_v, q_v); for tokens that were not drawn from q, the
     target's probability of the candidates; 1.0 or 0.0 under greedy decoding."""
@@ -49,8 +49,14 @@ class VerifyResult:
         """Return the result up to the first place on its path that is `empty`: no token is allowed after it."""
         for count, node in enumerate([ROOT, *self.path]):
             if empty[node + 1]:
-                return VerifyResult(self.path[:count], NOT_DRAWN, self.overlap[:count])
+                return self.first(count)
         return self
+
+    def first(self, count: int) -> "VerifyResult":
+        """Return the result of a text that ends with the first `count` of the tokens: nothing after them was tested."""
+        if count > self.accepted:
+            return self
+        return VerifyResult(self.path[:count], NOT_DRAWN, self.overlap[:count])
 
 
 class Outcome(Protocol):

@@ -21,6 +21,8 @@ from draftsmith.eval.teacher_forced import PositionStats, Rows, TargetText, acce
 PROMPT = (0, 3)
 PAIRS = 2
 SAMPLING = {"top-k": Sampling(1.3, top_k=3), "cold": Sampling(0.6, top_k=2), "greedy": Sampling(0.0)}
+Counts = np.ndarray
+"""Of the rounds of a text, [3, K]: their number in column 0, those that tested each draft position, and accepted it."""
 BANNED = {"plain": frozenset(), "truncated draft vocabulary": frozenset({0, 4})}
 
 
@@ -34,8 +36,8 @@ class Pair:
 
     def rounds_by_text(
         self, policy: Policy, rule: str | None, count: int, eos: frozenset[int]
-    ) -> dict[Tokens, tuple[float, float]]:
-        """Return (probability, expected rounds given the text) for every text of the decoder."""
+    ) -> dict[Tokens, tuple[float, Counts]]:
+        """Return (probability, expected counts given the text) for every text of the decoder."""
 
         def make() -> DecodeLoop:
             text = DecodeSequence(list(PROMPT), len(PROMPT) + count, SeededRng(0), Stops(eos))
@@ -44,24 +46,26 @@ class Pair:
             )
 
         # One round at a time, histories of equal tokens merged: what follows depends on the tokens alone, which
-        # test_lossless.py asserts of every drafter. With the mass goes the mean number of rounds so far.
-        waiting: dict[Tokens, tuple[float, float, State]] = {}
-        finished: dict[Tokens, tuple[float, float]] = {}
+        # test_lossless.py asserts of every drafter. With the mass go the mean counts of the rounds so far.
+        waiting: dict[Tokens, tuple[float, Counts, State]] = {}
+        finished: dict[Tokens, tuple[float, Counts]] = {}
 
-        def arrive(mass: float, rounds: float, state: State) -> None:
+        def arrive(mass: float, counts: Counts, state: State) -> None:
             (tokens,) = state.tokens
             into = waiting if state.decoding.texts else finished
-            before = into.get(tokens, (0.0, 0.0, state))
-            into[tokens] = (before[0] + mass, before[1] + rounds, *before[2:])
+            before = into.get(tokens, (0.0, np.zeros((3, count)), state))
+            into[tokens] = (before[0] + mass, before[1] + counts, *before[2:])
 
         for weight, state in outcomes(lambda rng: played(make, rng, 0)):
-            arrive(weight, 0.0, state)
+            arrive(weight, np.zeros((3, count)), state)
         while waiting:
-            mass, rounds, before = waiting.pop(min(waiting, key=len))
+            mass, counts, before = waiting.pop(min(waiting, key=len))
             after = partial(played, make, rounds=before.rounds + 1)
             for weight, state in outcomes(after, start=before.rng.taken):
-                share = weight / before.rng.weight
-                arrive(mass * share, (rounds + mass) * share, state)
+                share, record = weight / before.rng.weight, state.texts[0].rounds[-1]
+                numbers = np.arange(count)
+                of_round = np.stack([numbers == 0, numbers < record.tested, numbers < record.accepted])
+                arrive(mass * share, (counts + mass * of_round) * share, state)
         return {tokens: (entry[0], entry[1] / entry[0]) for tokens, entry in finished.items()}
 
     def agreement(self, text: TargetText, positions: int) -> PositionStats:
@@ -83,17 +87,20 @@ class Pair:
 
 
 def assert_exact(pair: Pair, policy: Policy, rule: str | None, count: int, eos: frozenset[int] = frozenset()) -> int:
-    """Compare rounds on every text and in expectation; return the number of texts on which drafts had an effect."""
+    """Compare rounds and acceptance on every text; return the number of texts on which drafts had an effect."""
     moved = 0
     enumerated = pair.rounds_by_text(policy, rule, count, eos)
     assert sum(mass for mass, _ in enumerated.values()) == pytest.approx(1, abs=EXACT)
-    for tokens, (_, rounds) in enumerated.items():
+    for tokens, (_, counts) in enumerated.items():
+        rounds = counts[0, 0]
         text = TargetText(list(tokens), len(PROMPT), len(PROMPT) + count)
         if text.anchors == 0:
             assert rounds == 0
             continue
         found = accepted(policy, pair.agreement(text, count), text, pair.sampling, rule)
         assert found.rounds == pytest.approx(rounds, abs=EXACT), f"text {tokens}"
+        reached = [np.pad(values_K, (0, count))[:count] for values_K in (found.tested_K, found.accepted_K)]
+        assert np.stack(reached) == pytest.approx(counts[1:], abs=EXACT), f"text {tokens}"
         moved += rounds < text.anchors - 1e-6
     return moved
 
@@ -127,7 +134,11 @@ def test_chains_that_stop_when_unsure(rule: str) -> None:
     """Earlier tokens decide whether a chain continues, so acceptance up to its end does not depend on its length."""
     for seed in range(PAIRS):
         pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
-        rounds = [pair.rounds_by_text(policy, rule, 4, frozenset()) for policy in (ConfidenceChain(0.7, 3), Chain(3))]
+        policies = (ConfidenceChain(0.7, 3), Chain(3))
+        rounds = [
+            {text: counts[0, 0] for text, (_, counts) in pair.rounds_by_text(policy, rule, 4, frozenset()).items()}
+            for policy in policies
+        ]
         assert rounds[0] != rounds[1], "the chain never stopped"
         assert assert_exact(pair, ConfidenceChain(0.7, 3), rule, 4) > 0
 
@@ -197,7 +208,7 @@ def test_the_block_rule_saves_rounds() -> None:
     for seed in range(PAIRS):
         pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
         by_rule = [
-            sum(mass * rounds for mass, rounds in pair.rounds_by_text(Chain(2), rule, 4, frozenset()).values())
+            sum(mass * counts[0, 0] for mass, counts in pair.rounds_by_text(Chain(2), rule, 4, frozenset()).values())
             for rule in ("token", "block")
         ]
         gains.append(by_rule[0] - by_rule[1])

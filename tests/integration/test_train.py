@@ -500,8 +500,8 @@ def test_a_sample_says_who_wrote_what(tiny_tokenizer: PreTrainedTokenizerFast) -
     rounds = [
         Round(drafted=3, depth=3, accepted=2, committed=3, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
         Round(drafted=3, depth=3, accepted=0, committed=1, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
-        # The text ends within what was accepted.
-        Round(drafted=3, depth=3, accepted=3, committed=1, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
+        # The text ends with an accepted token.
+        Round(drafted=3, depth=3, accepted=1, committed=1, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
     ]
     tokens = tiny_tokenizer("abcdef")["input_ids"]
     output = DecodeOutput(tiny_tokenizer("xy")["input_ids"], tokens, rounds, 0.0, "length")

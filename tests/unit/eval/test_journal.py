@@ -92,11 +92,11 @@ def test_where_tokens_came_from() -> None:
         Round(2, 2, 1, 2, (1.0, 0.3), 0, 0, 0),  # the second refused: a correction
         Round(0, 0, 0, 1, (), 0, 0, 0),  # no draft
         Round(3, 2, 1, 2, (1.0,), 0, 0, 0),  # a tree whose accepted leaf has no child, though another path is deeper
-        Round(3, 3, 3, 2, (1.0, 1.0, 1.0), 0, 0, 0),  # an EOS among the accepted tokens cut the rest off
+        Round(3, 3, 2, 2, (1.0, 1.0), 0, 0, 0),  # the second token is an EOS: nothing follows it
     ]
     text = TextRecord.of("a", output(rounds))
     assert text.rounds == ["t", "aab", "ac", "t", "ab", "aa"]
     assert len("".join(text.rounds)) == len(text.tokens)
-    assert text.tested == [4, 3, 1], "the fourth round's accepted path had no second token"
-    assert text.accepted == [4, 2, 1]
+    assert text.tested == [4, 3], "the fourth round's accepted path had no second token"
+    assert text.accepted == [4, 2]
     assert (text.decode_tokens, text.decode_rounds) == (10, 5)
