@@ -23,7 +23,7 @@ class Bars(Progress):
 
     def stop(self) -> None:
         self._ended.set()
-        super().stop()
+        self.live.stop()  # rich also prints an empty line where there is no terminal
 
     def _print_lines(self) -> None:
         while not self._ended.wait(self.seconds):

@@ -3,24 +3,34 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from draftsmith.bars import Bars
 from draftsmith.safe_text import Terminal
 
 
-@contextmanager
-def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Show `name` and the elapsed time, and a progress bar if the number of parts is known.
+class _Stage(Bars):
+    """The bar of a stage, whose lines come often: it is shorter than a run."""
 
-    Yields a function to call after each part. If stderr is not a terminal, print only the name.
+    seconds = 10.0
+
+
+@contextmanager
+def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[..., None]]:
+    """Show `name` and the elapsed time and, if the number of parts is known, a progress bar and the time left.
+
+    Yields a function to call after each part, or with a number of parts. If stderr is not a terminal, print the name,
+    and a line every ten seconds.
     """
     console = Terminal(stderr=True)
-    moving = shown and console.is_terminal
-    if shown and not moving:
+    if shown and not console.is_terminal:
         console.print(f"  stage: {name}", markup=False, soft_wrap=True)
-    parts = () if total is None else (BarColumn(), MofNCompleteColumn())
-    with Progress(
-        TextColumn("{task.description}"), *parts, TimeElapsedColumn(), console=console, disable=not moving
-    ) as bar:
+    left = () if total is None else (BarColumn(), MofNCompleteColumn(), TextColumn("left:"), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn(), *left)
+    with _Stage(*columns, console=console, disable=not shown, transient=not console.is_terminal) as bar:
         task = bar.add_task(name, total=total)
-        yield lambda: bar.advance(task)
+
+        def done(parts: int = 1) -> None:
+            bar.advance(task, parts)
+
+        yield done
