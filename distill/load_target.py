@@ -1,4 +1,4 @@
-"""Load a target by name: the embedded one, a local folder, or a Hub id."""
+"""Load a target by name: the embedded one, a local folder, a GGUF file, or a Hub id."""
 
 import re
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
+from draftsmith.distill import gguf_target
 from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError, reason_of
@@ -47,10 +48,13 @@ class LoadedTarget:
 
 def check_target_name(name: str) -> None:
     """Raise ConfigError if a name looks like a local path that does not exist; nothing is loaded."""
+    if name.endswith(gguf_target.SUFFIX) and not Path(name).expanduser().is_dir():
+        gguf_target.check_gguf_name(name)
+        return
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if name != EMBEDDED and looks_local and not Path(name).expanduser().is_dir():
         raise ConfigError(
-            f"target={name}; expected 'embedded', an existing folder or a Hub id, and there is no such folder"
+            f"target={name}; expected 'embedded', an existing folder, a GGUF file or a Hub id; there is no such folder"
         )
 
 
@@ -74,15 +78,16 @@ def load_tokenizer(
     folder = Path(name).expanduser()
     if is_adapter(folder):
         return load_tokenizer(adapter_base(folder), revision=revision, trust_remote_code=trust_remote_code)
-    source = str(embedded_target()) if name == EMBEDDED else str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
+        gguf = gguf_target.gguf_file(name, revision)
+        source = str(gguf_target.description(gguf)) if gguf else _source(name)
         _require_regular(folder)
         return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
+    except ConfigError:
+        raise
     except Exception as error:  # tokenizers, configs and weights raise errors without a common base
-        raise ConfigError(
-            f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})"
-        ) from error
+        raise _unreadable(name, None, error) from error
 
 
 def load_processor(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -104,6 +109,11 @@ def load_processor(name: str, *, revision: str | None = None, trust_remote_code:
     return processor
 
 
+def _source(name: str) -> str:
+    """Return the folder or the Hub id from which transformers reads a target that is no GGUF file."""
+    return str(embedded_target()) if name == EMBEDDED else str(Path(name).expanduser())
+
+
 def _require_regular(folder: Path) -> None:
     if folder.is_dir():
         require_regular(folder)
@@ -123,7 +133,8 @@ def load_target(
     """Load and freeze a target.
 
     Args:
-        name: "embedded", a local folder, or a Hub id; a folder may hold a peft adapter, as joint training saves it.
+        name: "embedded", a local folder, a GGUF file, or a Hub id; a folder may hold a peft adapter, as joint training
+            saves it, and a folder or a Hub repository a GGUF file. The revision of such a target is the file's hash.
         dtype: one of float32, bfloat16, float16.
         attn_implementation: sdpa, eager or a flash attention, see `check_attention`; default: transformers chooses.
         trust_remote_code: run code from the repository.
@@ -149,8 +160,9 @@ def load_target(
         base = load_target(adapter_base(folder), device=device, **kind, **options)
         model = with_adapter(base.model, folder).eval().requires_grad_(False)
         return LoadedTarget(model, base.tokenizer, name, revision)
-    source = str(embedded_target()) if name == EMBEDDED else str(folder)
     try:
+        gguf = gguf_target.gguf_file(name, revision)
+        source = str(gguf_target.model(gguf, DTYPES[dtype])) if gguf else _source(name)
         _require_regular(folder)
         require_whole_model("target", source, revision)
         model, tokenizer = _read(source, dtype, attn_implementation, images, tensor_parallel, options)
@@ -163,7 +175,7 @@ def load_target(
     elif device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _freeze(model, device)
-    return LoadedTarget(model, tokenizer, name, revision)
+    return LoadedTarget(model, tokenizer, name, f"sha256:{gguf_target.sha256_of(gguf)}" if gguf else revision)
 
 
 def _read(
@@ -201,7 +213,9 @@ def _unreadable(name: str, attn_implementation: str | None, error: Exception) ->
             f"target.attn_implementation={attn_implementation}; expected one that target={name} can use here, such "
             f"as eager ({reason_of(error)})"
         )
-    return ConfigError(f"target={name}; expected 'embedded', a local folder or a Hub id ({reason_of(error)})")
+    return ConfigError(
+        f"target={name}; expected 'embedded', a local folder, a GGUF file or a Hub id ({reason_of(error)})"
+    )
 
 
 def _freeze(model: nn.Module, device: torch.device | str) -> None:

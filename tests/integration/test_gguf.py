@@ -1,0 +1,84 @@
+"""A GGUF file as the target of every command: from the file to a drafter that llama-server loads beside it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from gguf_files import tiny_llama, write_gguf
+from integration.test_exchange import run
+
+from draftsmith.distill.load_target import load_target
+
+pytest.importorskip("gguf")
+
+RECIPE = """\
+name: circle
+output: {output}
+target: {{model: {target}}}
+drafter: {{type: draft_model, num_hidden_layers: 1, init: target_layers}}
+data: {{prompts: {prompts}, count: 8, prompt_tokens: 48, response_tokens: 8}}
+train: {{steps: 2, batch_size: 4, evaluate_every: 2, draft_length: 2}}
+evaluation: {{count: 2, max_new_tokens: 6}}
+"""
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    asked = [{"messages": [{"role": "user", "content": f"Count to {number}, then {number}."}]} for number in range(16)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    found = {"target": write_gguf(tmp_path / "target.gguf", tiny_llama(), "Q8_0"), "prompts": prompts}
+    found |= {"output": tmp_path / "run", "recipe": tmp_path / "recipe.yaml"}
+    found["recipe"].write_text(RECIPE.format(**found))
+    return found
+
+
+def test_from_a_file_to_a_drafter_for_llama_server(
+    paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target, prompts, drafter = str(paths["target"]), str(paths["prompts"]), str(tmp_path / "run" / "drafter")
+    code, said, err = run(capsys, "memory", str(paths["recipe"]))
+    assert code == 0, err
+    assert "in training" in said
+    code, said, err = run(capsys, "data", "preview", prompts, "--target", target, "--response", "target")
+    assert code == 0, err
+    assert "assistant:" in said, "the file's chat template"
+    code, _, err = run(capsys, "train", str(paths["recipe"]))
+    assert code == 0, err
+    described = json.loads((Path(drafter) / "config.json").read_text())["draftsmith"]["target"]
+    assert described["name"] == target
+    assert described["revision"] == load_target(target, device="cpu").revision
+    common = ["--target", target, "--drafter", drafter, "--prompts", prompts]
+    code, said, err = run(
+        capsys, "eval", *common, "--out", "eval", "--count", "2", "--max-new-tokens", "6", "--temperature", "0"
+    )
+    assert code == 0, err
+    rows = json.loads((tmp_path / "eval" / "eval.json").read_text())["rows"]
+    assert rows
+    code, said, err = run(capsys, "check", *common, "--temperature", "0", "--count", "4", "--tokens", "500")
+    assert code in (0, 3), said + err
+    code, said, err = run(
+        capsys, "generate", "--target", target, "--drafter", drafter, "Count", "--max-new-tokens", "4"
+    )
+    assert code == 0, err
+    code, said, err = run(capsys, "export", drafter, "--format", "gguf", "--target", target, "--out", "exported")
+    assert code == 0, err
+    assert load_target(str(tmp_path / "exported"), device="cpu").model.config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "memory", "train"])
+def test_a_broken_file_ends_in_one_line(
+    command: str, paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    paths["target"].write_bytes(paths["target"].read_bytes()[:5000])
+    target, prompts = str(paths["target"]), str(paths["prompts"])
+    arguments = {
+        "eval": ["--target", target, "--drafter", "suffix", "--prompts", prompts],
+        "generate": ["--target", target, "--drafter", "suffix", "Count"],
+    }
+    code, _, err = run(capsys, command, *arguments.get(command, [str(paths["recipe"])]))
+    assert code == 2
+    assert "Traceback" not in err
+    assert "target.gguf cannot be read" in err.splitlines()[-1]
