@@ -6,6 +6,7 @@ the file's SHA-256, so that a changed file is another target.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from draftsmith.storage import atomic_folder, cache_dir
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 FORMAT = 1
 """Part of the key: increased when another version of this module would write other folders."""
 
@@ -62,6 +64,10 @@ def check_gguf_name(name: str) -> None:
         return
     if not path.is_file():
         raise ConfigError(f"target={name}; expected a GGUF file, and there is no such file")
+    if PART.search(name):
+        raise ConfigError(
+            f"target={name} is one of several parts; expected one file (llama-gguf-split --merge joins them)"
+        )
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ConfigError(f"target={name} is not a GGUF file: it does not begin with {MAGIC.decode()}")
@@ -83,7 +89,9 @@ def model(file: Path, dtype: torch.dtype) -> Path:
 
     def write(folder: Path) -> None:
         options: dict[str, Any] = {"gguf_file": file.name, "dtype": dtype, **_dequantized()}
-        loaded = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+        loaded, info = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **options)
+        for name in sorted(info["missing_keys"]):
+            raise ConfigError(f"target={file} has no tensor {name}; expected all weights of the model")
         # transformers refuses to save a model that it loaded from a GGUF file; the state of a plain one it saves.
         with torch.device("meta"):
             plain = AutoModelForCausalLM.from_config(_plain(loaded.config), dtype=dtype)
@@ -113,7 +121,7 @@ def _converted(file: Path, part: str, write: Callable[[Path], None]) -> Path:
             try:
                 with atomic_folder(folder) as temporary, without_warnings():
                     write(temporary)
-            except OSError:
+            except (ConfigError, OSError):
                 raise
             except Exception as error:  # readers of GGUF raise errors without a common base
                 raise ConfigError(

@@ -23,8 +23,15 @@ def tiny_llama() -> LlamaForCausalLM:
     return make_llama(**SIZES).requires_grad_(False)
 
 
-def write_gguf(file: Path, model: LlamaForCausalLM, quantization: str | None = None) -> Path:
-    """Write `model` with a byte-level tokenizer and a chat template; matrices in the type `quantization` of ggml."""
+def write_gguf(
+    file: Path, model: LlamaForCausalLM, quantization: str | None = None, without: str | None = None
+) -> Path:
+    """Write `model` with a byte-level tokenizer and a chat template.
+
+    Args:
+        quantization: type of ggml for the matrices.
+        without: name of a tensor that is left out; needs `quantization`.
+    """
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -33,11 +40,11 @@ def write_gguf(file: Path, model: LlamaForCausalLM, quantization: str | None = N
     written = export_drafter(DraftModel(model), model, "gguf", out, **options).folder / "drafter.gguf"
     if quantization is None:
         return written.rename(file)
-    _requantize(written, file, quantization)
+    _requantize(written, file, quantization, without)
     return file
 
 
-def _requantize(source: Path, file: Path, quantization: str) -> None:
+def _requantize(source: Path, file: Path, quantization: str, without: str | None) -> None:
     import gguf
 
     reader, kind = gguf.GGUFReader(source), gguf.GGMLQuantizationType[quantization]
@@ -47,6 +54,8 @@ def _requantize(source: Path, file: Path, quantization: str) -> None:
             item = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=item)
     for part in reader.tensors:
+        if part.name == without:
+            continue
         values = torch.from_numpy(part.data.copy()).view(torch.float32).reshape(part.shape.tolist()[::-1]).numpy()
         if values.ndim == 1:
             writer.add_tensor(part.name, values)

@@ -120,3 +120,15 @@ def test_a_missing_file_is_refused_before_anything_is_read(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"no\.gguf; expected a GGUF file, and there is no such file"):
         check_target_name(str(tmp_path / "no.gguf"))
     check_target_name("user/repository/file.gguf")  # on the Hub
+
+
+def test_a_file_without_a_tensor_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "target.gguf", model, "Q8_0", without="blk.1.ffn_down.weight")
+    with pytest.raises(ConfigError, match=r"has no tensor model\.layers\.1\.mlp\.down_proj\.weight"):
+        load_target(str(file))
+
+
+def test_one_of_several_parts_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "target-00001-of-00002.gguf", model)
+    with pytest.raises(ConfigError, match="one of several parts; expected one file"):
+        load_target(str(file))
