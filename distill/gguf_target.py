@@ -12,11 +12,11 @@ from contextlib import suppress
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from draftsmith.errors import ConfigError, reason_of
@@ -89,7 +89,9 @@ def model(file: Path, dtype: torch.dtype) -> Path:
 
     def write(folder: Path) -> None:
         options: dict[str, Any] = {"gguf_file": file.name, "dtype": dtype, **_dequantized()}
-        loaded, info = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **options)
+        # With output_loading_info the result is a pair, unlike its annotation.
+        read = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **options)
+        loaded, info = cast(tuple[PreTrainedModel, dict[str, Any]], read)
         for name in sorted(info["missing_keys"]):
             raise ConfigError(f"target={file} has no tensor {name}; expected all weights of the model")
         # transformers refuses to save a model that it loaded from a GGUF file; the state of a plain one it saves.
