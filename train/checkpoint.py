@@ -1,5 +1,6 @@
-"""Training state on disk: safetensors and JSON, written atomically."""
+"""Training state on disk: safetensors and JSON, written atomically, with hashes that show damage."""
 
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,11 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftsmith.errors import DraftsmithError, reason_of
+from draftsmith.provenance import fingerprint
 from draftsmith.reading import read_json, require_regular
 from draftsmith.storage import atomic_folder, write_json
 from draftsmith.train.step import Last
 
 STATE, AVERAGE = "state.json", "average.safetensors"
+HASHES = "sha256"
+"""Key of `state.json`: SHA-256 of each tensor file by name, and the fingerprint of the other keys of `state.json`."""
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
 
 
@@ -66,7 +70,9 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
         save_file(moments, temporary / "optimizer.safetensors")
         if state.average:
             save_file(state.average, temporary / AVERAGE)
-        write_json(temporary / STATE, {**asdict(progress), "recipe": recipe})
+        values = {**asdict(progress), "recipe": recipe}
+        hashes = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
+        write_json(temporary / STATE, {**values, HASHES: {**hashes, STATE: fingerprint(values)}})
     for old in _newest_first(folder):
         if _step(old) > progress.step:  # damaged: the run was resumed from an earlier one
             shutil.rmtree(old)
@@ -84,7 +90,7 @@ def stored_recipes(folder: Path) -> dict[str, dict[str, Any]]:
     recipes: dict[str, dict[str, Any]] = {}
     for checkpoint in _newest_first(folder):
         try:
-            recipe = read_json(checkpoint / STATE)["recipe"]
+            recipe = read_state(checkpoint)["recipe"]
         except (OSError, ValueError, TypeError, KeyError):
             continue
         recipes[str(checkpoint)] = recipe
@@ -151,9 +157,24 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of the checkpoint's `state.json`; raise ValueError where it is not as it was written."""
+    state = read_json(checkpoint / STATE)
+    if not isinstance(state, dict):
+        raise ValueError(f"{STATE} is not an object")
+    values = {key: value for key, value in state.items() if key != HASHES}
+    if HASHES in state and state[HASHES][STATE] != fingerprint(values):
+        raise ValueError(f"{STATE} does not have its stored fingerprint")
+    return state
+
+
 def _put(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
     require_regular(checkpoint)
-    progress = TypeAdapter(Progress).validate_python(read_json(checkpoint / STATE))
+    state = read_state(checkpoint)
+    progress = TypeAdapter(Progress).validate_python(state)
+    for name, digest in state.get(HASHES, {}).items():  # checkpoints of earlier versions have none
+        if name != STATE and _sha256(checkpoint / name) != digest:
+            raise ValueError(f"{name} does not have its stored SHA-256")
     weights = load_file(checkpoint / "model.safetensors")
     moments: dict[str, dict[str, Tensor]] = {}
     for place, value in load_file(checkpoint / "optimizer.safetensors").items():
@@ -162,6 +183,11 @@ def _put(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
     average = load_file(checkpoint / AVERAGE) if (checkpoint / AVERAGE).exists() else {}
     put(TrainState(weights, moments, average))
     return progress
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.locks import LOCK, hold_folder
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
-from draftsmith.train.checkpoint import STATE, checkpoint_folder, stored_recipes
+from draftsmith.train.checkpoint import checkpoint_folder, read_state, stored_recipes
 from draftsmith.train.learning_rates import decay_steps, warmup_steps
 from draftsmith.train.recipe import Recipe, parse_recipe
 
@@ -64,7 +64,7 @@ def check_continuation(recipe: Recipe) -> None:
     folder = Path(recipe.continue_from).expanduser()
     key = f"continue_from={recipe.continue_from}"
     try:
-        state = read_json(folder / STATE)
+        state = read_state(folder)
         changed = {**state["recipe"]["train"], **recipe.train.model_dump(mode="json", include=MAY_CHANGE)}
         own = {"name": recipe.name, "tracker": recipe.tracker, "continue_from": recipe.continue_from, "train": changed}
         step, stored = int(state["step"]), {**state["recipe"], **own}
@@ -273,8 +273,8 @@ def is_finished(recipe: Recipe) -> bool:
 def lost_for_good(folder: Path, step: int) -> DraftsmithError:
     """Return the error for a best drafter that was deleted together with its checkpoint."""
     return DraftsmithError(
-        f"{folder / DRAFTER} was deleted: it held the best drafter, of step {step}, and no checkpoint of that step is "
-        f"kept in {folder / CHECKPOINTS}; expected another output, to train it again"
+        f"{folder / DRAFTER} was deleted: it held the best drafter, of step {step}, and no intact checkpoint of that "
+        f"step is kept in {folder / CHECKPOINTS}; expected another output, to train it again"
     )
 
 

@@ -348,21 +348,29 @@ def test_a_killed_run_resumes_bit_by_bit(recipe_file: Path, tmp_path: Path, fork
     assert weights[0] == weights[1]
 
 
-def test_a_torn_checkpoint_falls_back_to_the_one_before(
-    recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("torn", [True, False], ids=["torn", "one bit"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    torn: bool, recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load_recipe(str(recipe_file))
     loop.train(recipe)
-    expected = _comparable(tmp_path / "run")
+    expected, drafter = _comparable(tmp_path / "run"), tmp_path / "run" / "drafter" / "model.safetensors"
+    before = drafter.read_bytes()
     (tmp_path / "run" / "finished.json").unlink()
-    newest = max((tmp_path / "run" / "checkpoints").iterdir())
-    weights = newest / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
+    checkpoints = tmp_path / "run" / "checkpoints"
+    weights = max(checkpoints.iterdir()) / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:100] if torn else whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])
     loop.train(recipe)
     said = " ".join(capfd.readouterr().err.split())
     assert "checkpoint step-000012 cannot be read" in said
     assert "resuming after step 8" in said
     assert _comparable(tmp_path / "run") == expected
+    assert drafter.read_bytes() == before
+    (tmp_path / "run" / "finished.json").unlink()
+    shutil.copytree(checkpoints / "step-000008", checkpoints / "step-000002")  # a kill came before its deletion
+    loop.train(recipe)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000008", "step-000012"]
 
 
 def test_a_finished_run_is_left_alone(recipe_file: Path, tmp_path: Path) -> None:
@@ -408,7 +416,7 @@ def test_a_drafter_that_was_deleted_is_written_again(
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
     monkeypatch.setattr(drafters, "load_target", None)  # refused before anything is loaded
     with pytest.raises(
-        DraftsmithError, match=rf"drafter was deleted: .* of step {step}, and no checkpoint of that step"
+        DraftsmithError, match=rf"drafter was deleted: .* of step {step}, and no intact checkpoint of that step"
     ):
         loop.train(recipe)
 

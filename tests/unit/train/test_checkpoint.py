@@ -1,6 +1,9 @@
 """Checkpoints that are kept, the one that is resumed, and the files on disk before a rename."""
 
+import json
 import os
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,19 @@ from accelerate import Accelerator
 from torch import nn
 
 from draftsmith import storage
+from draftsmith.errors import DraftsmithError
 from draftsmith.storage import atomic_folder, clear_leftovers, write_text
-from draftsmith.train.checkpoint import Progress, load_state, save_state
+from draftsmith.train.checkpoint import (
+    HASHES,
+    STATE,
+    Progress,
+    load_from,
+    load_state,
+    load_step,
+    prune,
+    save_state,
+    stored_recipes,
+)
 from draftsmith.train.engine import TorchEngine
 
 
@@ -25,6 +39,7 @@ def _save(folder: Path, step: int, keep: int = 2) -> None:
     module.weight.sum().backward()
     optimizer.step()
     state = _engine(module, optimizer).state()
+    state = replace(state, average={name: weight.clone() for name, weight in state.weights.items()})
     save_state(folder, Progress(step, 1.0, 0), {"name": "x"}, state, keep)
 
 
@@ -55,6 +70,58 @@ def test_a_torn_checkpoint_ahead_does_not_push_out_a_good_one(tmp_path: Path) ->
     assert len(problems) == 1
     _save(tmp_path, 5, keep=1)
     assert _load(tmp_path) == (5, [])
+
+
+FILES = ("model.safetensors", "optimizer.safetensors", "average.safetensors", STATE)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_flipped_bit_in_any_file_falls_back_to_the_checkpoint_before(file: str, tmp_path: Path) -> None:
+    """Bits at random places of headers and tensors; in the state those of its values, as its hashes prove nothing."""
+    for step in (4, 8):
+        _save(tmp_path, step)
+    damaged = tmp_path / "step-000008" / file
+    whole = damaged.read_bytes()
+    end = whole.index(HASHES.encode()) - 8 if file == STATE else len(whole)  # up to the end of the last value
+    dice = random.Random(0)
+    for _ in range(40):
+        place = dice.randrange(end)
+        if file == STATE and whole[place : place + 1].isspace():
+            continue  # the values stay the same
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << dice.randrange(8)
+        damaged.write_bytes(flipped)
+        step, problems = _load(tmp_path)
+        assert step == 4, f"byte {place}"
+        assert problems[0].startswith("checkpoint step-000008 cannot be read (")
+        assert not load_step(tmp_path, 8, lambda state: None)
+        with pytest.raises(DraftsmithError, match="expected an intact checkpoint"):
+            load_from(tmp_path / "step-000008", lambda state: None)
+        if file == STATE:
+            assert stored_recipes(tmp_path) == {str(tmp_path / "step-000004"): {"name": "x"}}
+    damaged.write_bytes(whole)
+    assert _load(tmp_path) == (8, [])
+    damaged.unlink()
+    assert _load(tmp_path)[0] == 4
+
+
+def test_a_checkpoint_without_hashes_is_read(tmp_path: Path) -> None:
+    _save(tmp_path, 4)
+    file = tmp_path / "step-000004" / STATE
+    state = json.loads(file.read_text())
+    del state[HASHES]
+    file.write_text(json.dumps(state))
+    assert _load(tmp_path) == (4, [])
+
+
+def test_the_newest_are_kept_and_those_ahead_are_not_counted(tmp_path: Path) -> None:
+    """One ahead of the step is damaged, or the run would have resumed from it: only the good ones count."""
+    for step in (2, 4, 6, 8):
+        _save(tmp_path, step, keep=9)
+    prune(tmp_path, 6, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000006", "step-000008"]
+    _save(tmp_path, 7, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000006", "step-000007"]
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "renamed twice"])
