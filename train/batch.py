@@ -3,7 +3,7 @@
 The rows depend on seed and step alone, so that resuming needs no saved state.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +23,20 @@ ReadImages = Callable[[str, list[int]], ProcessorInputs | None]
 """Returns the processor's tensors for a text, from the column `images` and the tokens of its row."""
 
 
-def batch_indices(seed: int, step: int, batch_size: int, length: int) -> list[int]:
-    """Return the rows of global batch `step`; epochs are shuffled separately and follow each other without a gap."""
+def batch_indices(
+    seed: int, step: int, batch_size: int, length: int, excluded: Collection[int] = frozenset()
+) -> list[int]:
+    """Return the rows of global batch `step`; epochs are shuffled separately and follow each other without a gap.
+
+    The next row takes the place of one that is excluded, so that nothing else changes; at least one row must remain.
+    """
     indices = []
     for position in range(step * batch_size, (step + 1) * batch_size):
         epoch, place = divmod(position, length)
-        indices.append(_permutation(seed, epoch, length)[place])
+        row = _permutation(seed, epoch, length)[place]
+        while row in excluded:
+            row = (row + 1) % length
+        indices.append(row)
     return indices
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from draftsmith.config import Count, Number, Section, no_as_written, no_truth_value
+from draftsmith.config import Count, Number, Section, Whole, no_as_written, no_truth_value
 from draftsmith.decode.sampling import LARGEST_SEED
 from draftsmith.distill.server.settings import ServerSection
 
@@ -87,6 +87,9 @@ class DataSection(Section):
     """Folder of the images that messages name; needed for rows with images. A change inside it reads the rows again."""
     deduplicate: bool = True
     """Leave out samples that repeat an earlier one of the file."""
+    exclude_rows: list[Annotated[Whole, Field(ge=0)]] = Field(default_factory=list)
+    """Rows to leave out of training and validation, by their number in failed_batch.json, such as one for which the
+    target's states are not finite; may be changed when a run continues."""
     validation: Count | None = None
     """Keep the samples of this many prompts out of training, and compute the mean objective over them at every
     evaluation."""

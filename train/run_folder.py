@@ -140,12 +140,11 @@ def _unknown(place: str, error: Exception) -> ConfigError:
 
 def comparable(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain values, without the keys that may differ between two starts of one run."""
-    # Keys about where weights and activations are stored and about timeouts, which change no number.
+    # Keys about where weights and activations are stored and about timeouts change no number.
     placed = {"sharded", "offload", "tensor_parallel"}
     recomputed = {"activation_checkpointing", "sequence_parallel", "timeout_minutes"}
-    return recipe.model_dump(
-        mode="json", exclude={"output": True, "publish": True, "target": placed, "train": recomputed}
-    )
+    excluded = {"output": True, "publish": True, "target": placed, "train": recomputed, "data": {"exclude_rows"}}
+    return recipe.model_dump(mode="json", exclude=excluded)
 
 
 def _first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, Any] | None:

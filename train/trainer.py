@@ -4,9 +4,10 @@ import math
 import os
 import shlex
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -15,10 +16,8 @@ from accelerate.utils import broadcast_object_list
 from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.load_target import EMBEDDED
-from draftsmith.errors import DraftsmithError
 from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.locks import hold_folder
-from draftsmith.storage import write_json
 from draftsmith.train.accelerator import make_accelerator
 from draftsmith.train.averaging import WeightAverage
 from draftsmith.train.batch import Batch, batch_indices, collate, response_tokens
@@ -35,6 +34,7 @@ from draftsmith.train.context import RunContext
 from draftsmith.train.data import read_images, resample
 from draftsmith.train.early_stop import EarlyEnd, early_end
 from draftsmith.train.engine import reduced
+from draftsmith.train.failed_batch import check_excluded, failure
 from draftsmith.train.interrupts import leave
 from draftsmith.train.learning_rates import described, learning_rate, rate_warning, watched_steps, width_of, with_rate
 from draftsmith.train.preflight import preflight
@@ -42,9 +42,7 @@ from draftsmith.train.progress import PARTS, Console, MemoryMeter, in_units
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recorder import BestDrafter, Record, evaluate_drafter
 from draftsmith.train.run_folder import (
-    CHECKPOINTS,
     DRAFTER,
-    FAILED,
     check_continuation,
     check_output,
     claimed_output,
@@ -146,6 +144,8 @@ class Run:
         self.width = width_of(model.config)
         self.console.say(described(recipe, self.width))
         self.draft_length, self.data, self.drafter, self.quantization = data_and_drafter(context, self.target)
+        self.excluded = frozenset(recipe.data.exclude_rows)
+        check_excluded(recipe.data.exclude_rows, self.data)
         self.round, self.last, self.end = 0, Last(), recipe.train.steps
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
         self.record = Record(context, best)
@@ -232,7 +232,8 @@ class Run:
         norm = self.engine.step() if math.isfinite(loss) else math.nan
         self.clock.end("optimizer")
         if not math.isfinite(norm):
-            self._stop_at(step, indices, loss, norm)
+            values = {"step": step + 1, "round": self.round, "loss": str(loss), "gradient_norm": str(norm)}
+            self._stop_at(step, indices, values)
         if self.average is not None:
             with self.engine.gathered():
                 self.average.update(step)
@@ -277,20 +278,11 @@ class Run:
         self.record.log({"step": step, "sampling": {"round": number, **sampled, "tokens_per_second": rate}})
         self.console.say(f"  round {number}: sampled {rate:.0f} tokens/s with tau {sampled['tau']:.2f}")
 
-    def _stop_at(self, step: int, indices: list[int], loss: float, norm: float) -> None:
-        """Save the state before the step and the rows of its batch, for debugging, and raise DraftsmithError."""
+    def _stop_at(self, step: int, indices: Sequence[int], values: dict[str, str | int]) -> NoReturn:
+        """Save the state after `step`, and raise the error of a batch that gave `values` which are not finite."""
         if self.engine.finite():
             self._checkpoint(step)
-        file = self.folder / FAILED
-        if self.accelerator.is_main_process:
-            rows = [{"row": index, **self.data.rows[index]} for index in indices]
-            values = {"step": step + 1, "round": self.round, "loss": str(loss), "gradient_norm": str(norm)}
-            write_json(file, {**values, "rows": rows})
-        raise DraftsmithError(
-            f"loss={loss} with gradient norm {norm} at step {step + 1} (rows {indices}); expected finite numbers. "
-            f"The batch is in {file}, the state before it in {self.folder / CHECKPOINTS}; try a lower "
-            "train.learning_rate"
-        )
+        raise failure(self.context, self.target, self.teacher, self.data, indices, values, self.batch)
 
     def _accumulate(self, indices: list[int], tokens: int, done: float) -> StepSums:
         """Run forward and backward pass over this process's part of the batch, and return its sums."""
@@ -310,9 +302,9 @@ class Run:
 
     def _indices(self, step: int) -> list[int]:
         """Return the rows of the global batch of `step`, which is in the present round."""
-        settings = self.recipe.train
+        settings, trained = self.recipe.train, self.data.trained
         in_round = step - self.round * (self.recipe.data.refresh_every or settings.steps)
-        return batch_indices(settings.seed + self.round, in_round, settings.batch_size, self.data.trained)
+        return batch_indices(settings.seed + self.round, in_round, settings.batch_size, trained, self.excluded)
 
     def _own(self, indices: list[int]) -> list[list[int]]:
         """Return this process's rows of a global batch, by accumulation step."""
@@ -335,6 +327,9 @@ class Run:
         placement, validation = self.context.placement, self.validation(self.data, step, self.last)
         if self.stopping.agreed is not None:
             return
+        if validation is not None and not math.isfinite(validation["loss"]):
+            values = {"step": step, "round": self.round, "validation_loss": str(validation["loss"])}
+            self._stop_at(step, self.validation.rows(self.data), values)
         with self.engine.gathered():
             if placement.share.index == 0:
                 results: dict[str, Any] = {} if validation is None else {"validation": validation}

@@ -24,10 +24,15 @@ class Validation:
         """`module`: the step, as the engine wraps it. `batch` returns the rows of these indices."""
         self._context, self._module, self._record, self._batch = context, module, record, batch
 
+    def rows(self, data: TrainingData) -> list[int]:
+        """Return the indices of the validation rows, without those that the recipe excludes."""
+        excluded = self._context.recipe.data.exclude_rows
+        return [row for row in range(data.trained, len(data.rows)) if row not in excluded]
+
     @torch.no_grad()
     def __call__(self, data: TrainingData, step: int, last: Last) -> dict[str, Any] | None:
         """Return the means after `step`, the same on all processes; None without such rows, and where a signal came."""
-        rows, settings = range(data.trained, len(data.rows)), self._context.recipe.train
+        rows, settings = self.rows(data), self._context.recipe.train
         if not rows:
             return None
         shares, share = self._context.text_share
@@ -35,7 +40,7 @@ class Validation:
         totals: StepSums | None = None
         self._module.eval()
         for begin in range(0, len(rows), shares * size):
-            mine = list(rows[begin + share * size : begin + (share + 1) * size])
+            mine = rows[begin + share * size : begin + (share + 1) * size]
             torch.manual_seed(begin + share)  # block drafters draw the positions that they are trained at
             # All processes run the same passes, as sharded weights need; one without rows of its own counts none.
             sums: StepSums = self._module(self._batch(mine or [rows[0]]), step / settings.steps, last)
@@ -51,7 +56,7 @@ class Validation:
         loss, alpha_K, match_K, count_K = (reduced(self._context.accelerator, value) for value in totals[:4])
         count_K = count_K.clamp_min(1)
         return {
-            "loss": loss.item() / response_tokens(data.rows, list(rows)),
+            "loss": loss.item() / response_tokens(data.rows, rows),
             "alpha": (alpha_K / count_K).tolist(),
             "top1": (match_K / count_K).tolist(),
         }

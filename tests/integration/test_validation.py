@@ -35,7 +35,7 @@ def test_the_loss_is_the_mean_objective_over_samples_that_are_not_trained_on(
     """It is computed without the noise of training, and the training loss is another one."""
     trained: list[int] = []
 
-    def recorded(*arguments: int) -> list[int]:
+    def recorded(*arguments: Any) -> list[int]:
         indices = batch_indices(*arguments)
         trained.extend(indices)
         return indices

@@ -37,6 +37,8 @@ def test_every_row_once_an_epoch() -> None:
     assert seen[:10] != seen[10:]
     assert seen == [index for step in range(5) for index in batch_indices(3, step, 4, 10)]
     assert seen[:10] != [index for step in range(3) for index in batch_indices(4, step, 4, 10)][:10]
+    others = [index for step in range(5) for index in batch_indices(3, step, 4, 10, {6, 7})]
+    assert others == [8 if index in (6, 7) else index for index in seen], "the next row takes their place"
 
 
 def test_the_mask_marks_positions_that_predict_responses() -> None:

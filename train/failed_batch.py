@@ -1,0 +1,97 @@
+"""A loss that is not finite: the rows that it comes from, and the error that stops the run."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.storage import write_json
+from draftsmith.train.accelerator import autocast
+from draftsmith.train.batch import Batch
+from draftsmith.train.context import RunContext
+from draftsmith.train.data import TrainingData
+from draftsmith.train.run_folder import CHECKPOINTS, FAILED
+from draftsmith.train.step import Teacher
+
+NAMED = 8
+"""Rows that a message names."""
+SHOWN = 60
+"""Characters of a row's text in a message."""
+
+
+def check_excluded(excluded: Sequence[int], data: TrainingData) -> None:
+    """Raise ConfigError for `data.exclude_rows` that the data lacks, or that leave nothing to train on."""
+    if (largest := max(excluded, default=0)) >= len(data.rows):
+        raise ConfigError.of("data.exclude_rows", [largest], f"rows below {len(data.rows)}, which is what the data has")
+    if data.trained and not set(range(data.trained)) - set(excluded):
+        raise ConfigError(f"data.exclude_rows leaves none of {data.trained} rows; expected at least one to train on")
+
+
+def failure(
+    context: RunContext,
+    target: LoadedTarget,
+    teacher: Teacher,
+    data: TrainingData,
+    indices: Sequence[int],
+    values: dict[str, str | int],
+    batch: Callable[[list[int]], Batch],
+) -> DraftsmithError:
+    """Write the batch to `failed_batch.json`, and return the error that names the rows of which the loss is not finite.
+
+    All processes must call it.
+
+    Args:
+        indices: rows of the global batch.
+        values: what is not finite, and when.
+        batch: returns the rows of these indices.
+    """
+    folder = Path(context.recipe.output)
+    wrong = _wrong_rows(context, teacher, indices, batch)
+    if context.accelerator.is_main_process:
+        rows = [{"row": index, **data.rows[index]} for index in indices]
+        write_json(folder / FAILED, {**values, "not_finite": wrong, "rows": rows})
+    what = ", ".join(f"{name}={value}" for name, value in values.items())
+    kept = f"the state before it is in {folder / CHECKPOINTS}, and its rows are in {folder / FAILED}"
+    if not wrong:
+        cause = f"the teacher's numbers are finite in all {len(indices)} rows, so the drafter's are not"
+        return DraftsmithError(f"{what}; expected finite numbers: {cause}. Try a lower train.learning_rate; {kept}")
+    named = ", ".join(map(str, wrong[:NAMED])) + ", …" * (len(wrong) > NAMED)
+    begins = json.dumps(target.tokenizer.decode(data.rows[wrong[0]]["input_ids"])[:SHOWN], ensure_ascii=False)
+    subject = f"row {named}, which begins {begins}" if len(wrong) == 1 else f"rows {named}; the first begins {begins}"
+    cause = f"the teacher's states or logits are not finite in {len(wrong)} of {len(indices)} rows ({subject})"
+    listed = json.dumps(sorted({*context.recipe.data.exclude_rows, *wrong}), separators=(",", ":"))
+    then = f"The same command with data.exclude_rows={listed} continues without"
+    return DraftsmithError(f"{what}; expected finite numbers: {cause}. {then}; {kept}")
+
+
+@torch.no_grad()
+def _wrong_rows(
+    context: RunContext, teacher: Teacher, indices: Sequence[int], batch: Callable[[list[int]], Batch]
+) -> list[int]:
+    """Return the rows for which the teacher's states or logits are not finite, each read by itself."""
+    shares, share = context.text_share
+    each = -(-len(indices) // shares)  # as many passes on each process, as sharded weights need
+    own = [indices[place % len(indices)] for place in range(share * each, (share + 1) * each)]
+    wrong: list[int] = []
+    with autocast(context.recipe, context.accelerator.device):
+        for row in own:
+            signals = teacher.signals(**vars(batch([row])))
+            seen_BT = signals.attention_mask_BT.bool()
+            states = [part[seen_BT] for part in (signals.hidden_BTH, signals.features_BTF) if part is not None]
+            hidden_NH = signals.hidden_BTH[signals.mask_BT]
+            if hidden_NH.shape[1] == 0:  # log-probabilities of a file, without states
+                continue
+            parts = hidden_NH.split(context.recipe.objective.chunk_tokens)
+            if not all(map(_is_finite, states)) or not all(_is_finite(teacher.lm_head(part)) for part in parts):
+                wrong.append(row)
+    return sorted(set(gather_object(wrong)))
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or positive infinity; a logit of -inf is a token that the target never gives."""
+    return not bool((values.isnan() | values.isposinf()).any())
