@@ -272,7 +272,7 @@ def test_a_loss_that_is_no_number_changes_no_weight(engine: str, runs: Runs) -> 
     """Steps of 1e30 blow the weights up, and the next loss is none; what is kept is the state before that step."""
     name = f"{engine}-none"
     runs.run(name, engine, "train.learning_rate=1e30", "train.weight_decay=0.5", "evaluation.count=1", code=2)
-    assert "DraftsmithError: loss=" in runs.said(name)
+    assert ", loss=" in runs.said(name)
     assert json.loads((runs.place / name / "failed_batch.json").read_text())["rows"]
     losses = [row["loss"] for row in runs.rows(name) if "loss" in row]
     assert all(torch.tensor(losses).isfinite())
