@@ -155,6 +155,16 @@ class ModelRunner:
         self.states = states[rows_B, place_B] if states is not None else self.states
         return logits[rows_B, place_B]
 
+    def _kept(self, columns: list[int], width: int) -> int | Tensor:
+        """Return `logits_to_keep` for some of `width` columns.
+
+        A number makes transformers take a view of the states, which bf16 products on a CPU read 60 times slower than a
+        copy (torch 2.13): 6.7 s instead of 0.1 s for 262,144 tokens.
+        """
+        if columns == [width - 1] and not (self._device.type == "cpu" and self._dtype == torch.bfloat16):
+            return 1
+        return torch.tensor(columns, device=self._device)
+
     def read_prompts(self, tokens: list[list[int]], inputs: Sequence[ProcessorInputs | None]) -> Tensor:
         """Read whole prompts one after another, with the processor's tensors; return the logits [B, V] after them.
 
@@ -170,7 +180,7 @@ class ModelRunner:
                 plain_1T = torch.arange(len(ids), device=self._device)[None]
                 arguments[self._positions_name] = plain_1T if positions is None else positions
             if self._takes_keep:
-                arguments["logits_to_keep"] = 1
+                arguments["logits_to_keep"] = self._kept([len(ids) - 1], len(ids))
             self._cache.aim_at(row, len(ids))
             with self._mixers.reading(len(ids), [len(ids)]), self._watching():
                 output = self.model(**arguments, use_cache=True)
@@ -384,7 +394,7 @@ class ModelRunner:
         if self._positions_name is not None:
             inputs[self._positions_name] = positions_BQ if self._shift_B1 is None else positions_BQ + self._shift_B1
         if self._takes_keep and keep is not None:
-            inputs["logits_to_keep"] = 1 if keep == [width - 1] else torch.tensor(keep, device=self._device)
+            inputs["logits_to_keep"] = self._kept(keep, width)
         if self._encoded is not None:
             inputs |= self._encoded.inputs(ids_BQ, mask, self._cache)
         else:

@@ -52,12 +52,13 @@ def read(model: PreTrainedModel, prompt: Prompt, texts_BT: Tensor, *, width: int
     accepted = inspect.signature(model.forward).parameters
     keeps, held = "logits_to_keep" in accepted, cache_name(accepted)
     if width is None:
-        keep = {"logits_to_keep": T} if keeps else {}
+        kept_T = torch.arange(ids.shape[1] - T, ids.shape[1], device=device)  # a view is slow in bf16 on a CPU
+        keep = {"logits_to_keep": kept_T} if keeps else {}
         return model(**{name: ids}, **fixed, **keep, use_cache=False).logits[:, -T:]
     logits, cache = [], None
     ends = [*range(first, ids.shape[1], width), ids.shape[1]]
     for start, end in zip([0, *ends], ends, strict=False):
-        keep = {"logits_to_keep": 1} if keeps and start == 0 else {}
+        keep = {"logits_to_keep": torch.tensor([end - 1], device=device)} if keeps and start == 0 else {}
         output = model(**{name: ids[:, start:end]}, **fixed, **keep, **{held: cache}, use_cache=True)
         cache = output[held]
         logits.append(output.logits[:, -1:] if start == 0 else output.logits)
@@ -75,7 +76,7 @@ def _read_one_by_one(model: PreTrainedModel, prompt: Prompt, text_1T: Tensor, wi
     accepted = inspect.signature(model.forward).parameters
     held = cache_name(accepted)
     _, shift = prompt_positions(model, prompt_1P, inputs)
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+    keep = {"logits_to_keep": torch.tensor([first - 1], device=device)} if "logits_to_keep" in accepted else {}
     output = model(input_ids=prompt_1P, **inputs, **keep, use_cache=True)
     logits = [output.logits[:, -1:]]
     width = width or text_1T.shape[1]

@@ -36,6 +36,17 @@ def test_same_logits_as_the_dynamic_cache(tiny_target: LlamaForCausalLM) -> None
 
 
 @torch.inference_mode()
+def test_the_lm_head_in_16_bits_reads_no_view_of_the_last_states(tiny_target: LlamaForCausalLM) -> None:
+    """On a CPU: such a view has the stride of the whole text, and its product takes 60 times as long."""
+    target, strides = tiny_target.bfloat16(), list[tuple[int, ...]]()
+    target.lm_head.register_forward_pre_hook(lambda _, arguments: strides.append(arguments[0].stride()))
+    ModelRunner(target, 1).append([list(range(2, 22))])
+    runner = ModelRunner(target, 1)
+    runner.read_prompts([list(range(2, 22))], [None])
+    assert strides == [(32, 32, 1)] * 2
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("path", [[], [0], [0, 1], [2], [2, 3]])
 def test_only_the_accepted_path_is_kept(tiny_target: LlamaForCausalLM, path: list[int]) -> None:
     draft = Draft((10, 11, 12, 13), (-1, 0, -1, 2))
