@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.decode.contexts import CommittedTokens, StoredContexts
 from draftsmith.decode.draws import Draws, SeededDraws
-from draftsmith.decode.sampling import Processors, precise
+from draftsmith.decode.sampling import Processors, index_at, precise
 from draftsmith.heads.base import Chain, Drafter, Level, WantedChain
 from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, chain_parents, path_to, stacked
 
@@ -106,7 +106,8 @@ class FixedDrafts:
         """Return the drafts; the drafter reads the nodes that have children."""
         depth = min(len(self._shape.levels), max(self._rooms))
         logits_BV = drafter.begin([row for row, room in enumerate(self._rooms) if room > 0])
-        if (wanted := self._whole_chain()) is not None and (chain := drafter.chain(logits_BV, wanted)) is not None:
+        wanted = self._whole_chain()
+        if wanted is not None and (chain := _at_once(drafter, logits_BV, wanted)) is not None:
             return self._of_chain(chain)
         logits_BnV = logits_BV[:, None]
         nodes = [ROOT]
@@ -213,6 +214,18 @@ class FixedDrafts:
             return self._drawing.batch()
         tokens_BN = torch.stack(self._tokens, 1)
         return DraftBatch(tokens_BN, tuple(self._parents), stacked(self._valid, tokens_BN))
+
+
+def _at_once(drafter: Drafter, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+    """Return a chain whose tokens the drafter need not read one by one; None where it has to."""
+    logits_BDV = drafter.chain_logits(wanted.length)
+    if logits_BDV is None:
+        return drafter.chain(logits_BV, wanted)
+    scores_BDV = precise(logits_BDV)
+    if wanted.uniform_BD is None:
+        return Chain(scores_BDV.argmax(-1), [])
+    q_BDV = (scores_BDV / wanted.temperature).softmax(-1)
+    return Chain(index_at(q_BDV, wanted.uniform_BD[..., None])[..., 0], list(q_BDV.unbind(1)))
 
 
 def contexts_of(

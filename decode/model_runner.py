@@ -234,6 +234,31 @@ class ModelRunner:
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
         return self._branch(tokens_BQ, range(1, tokens_BQ.shape[1] + 1), None, features_BQF)
 
+    def block(self, tokens_Bb: Tensor, features_BCF: Tensor, counts: list[int]) -> Tensor:
+        """Read the features of the next `counts` committed tokens and a block of b tokens after them in one pass.
+
+        Return the logits [B, n, V] that the model computes for the block, which is then discarded. Rows with fewer
+        features are padded between features and block, with slots that the block does not see.
+        """
+        most, size = features_BCF.shape[1], tokens_Bb.shape[1]
+        if compiled := self._compiles(self._usual):
+            held = self._usual - size
+            if most > held:  # after drafts that were retrieved
+                self.block(tokens_Bb, features_BCF[:, :held], [min(count, held) for count in counts])
+                return self.block(tokens_Bb, features_BCF[:, held:], [max(count - held, 0) for count in counts])
+            features_BCF, most = nn.functional.pad(features_BCF, (0, 0, 0, held - most)), held
+        depths: Depths = range(1, most + size + 1)
+        visible_B1R = None
+        if compiled or min(counts) < most:
+            depths = [[*range(1, most + 1), *range(count + 1, count + size + 1)] for count in counts]
+            column_R = torch.arange(most + size, device=self._device)
+            count_B11 = torch.tensor(counts, device=self._device)[:, None, None]
+            visible_B1R = (column_R < count_B11) | (column_R >= most)
+        tokens_BQ = nn.functional.pad(tokens_Bb, (most, 0))
+        logits_BnV = self._branch(tokens_BQ, depths, visible_B1R, features_BCF)
+        self.commit([list(range(count)) for count in counts])
+        return logits_BnV
+
     def tree(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
         """Read roots and the drafts after them and return the logits [B, Q, V]; `shapes`: one for each row, or one.
 
@@ -311,6 +336,8 @@ class ModelRunner:
         """Return the width of a pass over this number of tokens after others."""
         if self._passes is None:
             return self._widths.get(count, count)
+        if max(self.lengths) == 0:  # not compiled
+            return count
         if count <= self._usual:
             return self._usual
         power = 1 << (count - 1).bit_length()

@@ -114,6 +114,15 @@ class ModelRunner(Protocol):
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
         ...
 
+    def block(self, tokens_Bb: Tensor, features_BCF: Tensor, counts: list[int]) -> Tensor:
+        """Read the features of the next `counts` committed tokens and a block of b tokens after them in one pass.
+
+        Return the logits [B, n, V] that the model computes for the block, which is then discarded.
+
+        `features_BCF`: padded on the right to the longest row.
+        """
+        ...
+
     def commit(self, slots: list[list[int]]) -> None:
         """End the round: keep these draft slots of each row, in order, and discard all other draft tokens."""
         ...
@@ -272,6 +281,13 @@ class Drafter(nn.Module):
     def extend(self, level: Level) -> Tensor:
         """Return the logits [B, n, V] after the nodes of the next level, whose parents were in the one before it."""
         raise NotImplementedError(f"{self.type} drafters only retrieve")
+
+    def chain_logits(self, length: int) -> Tensor | None:
+        """Return logits [B, length, V] for the tokens of a chain, the first included; None: they depend on the tokens.
+
+        Called after `begin`; no token of the chain is read then.
+        """
+        return None
 
     def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
         """Return a chain for all texts, whose first token has these logits; None: `extend` is called for each token."""

@@ -31,7 +31,10 @@ class Windows:
 
 
 class CachedBlock:
-    """Attention in decoding: every position of the block sees the cache slots that its last position sees."""
+    """Attention in decoding: every position of the block sees the cache slots that its last position sees.
+
+    The block takes the last slots that it sees; there may be others between the features and the block.
+    """
 
     def __init__(self, cache: Any, mask: Tensor | None, windows: Windows) -> None:
         self._cache, self._windows = cache, windows
@@ -42,10 +45,13 @@ class CachedBlock:
         (block, S), window, mask = (q_BhTd.shape[2], k_BhSd.shape[2]), self._windows.sizes[layer], self._mask_B11S
         if window is not None:
             slots_S = torch.arange(S, device=q_BhTd.device)
-            anchor = S - block if mask is None else mask.sum(-1, keepdim=True) - block
-            near = slots_S >= anchor - window
+            features = first = S - block
+            if mask is not None:
+                features = mask.sum(-1, keepdim=True) - block
+                first = (mask * slots_S).amax(-1, keepdim=True) - block + 1
+            near = slots_S >= features - window
             if self._windows.causal:
-                near = near & (slots_S <= anchor + torch.arange(block, device=q_BhTd.device)[:, None])
+                near = near & (slots_S <= first + torch.arange(block, device=q_BhTd.device)[:, None])
             mask = near if mask is None else mask & near
         return attention(q_BhTd, k_BhSd, v_BhSd, None if mask is None else mask.expand(*mask.shape[:-2], block, S))
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkDrafter, NetworkOutput
@@ -30,7 +30,7 @@ from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
 from draftsmith.heads.block_attention import AnchoredBlocks, CachedBlock, Windows
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import positions_like
-from draftsmith.heads.layers import Attend, Attention, Rope, last_gain, layer_config, norm
+from draftsmith.heads.layers import Attend, Attention, Rope, last_gain, layer_config, norm, turned
 from draftsmith.heads.lm_head import scaled_weight, weight_of
 from draftsmith.heads.markov import Kind, MarkovBias
 from draftsmith.heads.model_config import text_config
@@ -49,14 +49,18 @@ class BlockLayer(nn.Module):
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = norm(config), norm(config)
 
-    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        x_BTH = x_BTH + self.self_attn(self.input_layernorm(x_BTH), rope, attend)
+    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend, context_BKH: Tensor | None = None) -> Tensor:
+        """Run the layer on the block; `context_BKH`: features whose keys and values enter before the block's own."""
+        read_BTH, own = self.input_layernorm(x_BTH), None
+        if context_BKH is not None:
+            read_BTH, own = torch.cat([context_BKH, read_BTH], 1), slice(context_BKH.shape[1], None)
+        x_BTH = x_BTH + self.self_attn(read_BTH, rope, attend, own)
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
 
     def context_keys(self, context_BTH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values of the features, both [B, h, T, d]."""
         k_BhTd, v_BhTd = self.self_attn.keys(context_BTH)
-        return apply_rotary_pos_emb(k_BhTd, k_BhTd, *rope)[0], v_BhTd
+        return turned(k_BhTd, rope), v_BhTd
 
 
 class DFlashNetwork(DraftNetwork):
@@ -124,23 +128,29 @@ class DFlashNetwork(DraftNetwork):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # ModelRunner looks for logits_to_keep
         self,
         input_ids: Tensor,
-        features: Tensor | None = None,
+        features: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool = True,
     ) -> NetworkOutput:
-        """Write `features` [B, T, H] into the cache; without them, predict a block of an anchor and masks."""
-        if features is not None:
-            rope = self.rotary(features, position_ids)
-            for index, (keys, values) in enumerate(self.context_keys(features, rope)):
+        """Store the keys and values of `features` [B, C, F], and predict the block of an anchor and masks after them.
+
+        `input_ids` [B, C + b]: only the anchor, after the C tokens of the features, is read. Without a block (b = 0),
+        nothing is predicted.
+        """
+        context_BCH, count = self.project(features.to(self.dtype)), features.shape[1]
+        rope, size = self.rotary(context_BCH, position_ids), input_ids.shape[1] - count
+        if size == 0:
+            for index, (keys, values) in enumerate(self.context_keys(context_BCH, rope)):
                 past_key_values.update(keys, values, index)
-            empty = features[..., :1]
+            empty = context_BCH[..., :1]
             return NetworkOutput(empty, empty)
-        embeds_BTH = self.block(input_ids[:, 0], input_ids.shape[1])
+        x_BbH = self.block(input_ids[:, count], size)
         attend = CachedBlock(past_key_values, attention_mask, self.windows)
-        states_BTH = self.step(embeds_BTH, None, self.rotary(embeds_BTH, position_ids), attend)
-        states_BKH = states_BTH[:, self.first :]
+        for layer in self.layers:
+            x_BbH = layer(x_BbH, rope, attend, context_BCH)
+        states_BKH = self.norm(x_BbH)[:, self.first :]
         return NetworkOutput(self.head(states_BKH), states_BKH)
 
 
@@ -253,27 +263,23 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
 
     def start(self, context: Context) -> None:
         super().start(context)
-        self._runner = context.runner(self.body, width=self.block_size)
-        self._read([text.tokens[:-1] for text in context.texts])
-
-    def _read(self, tokens: list[list[int]]) -> None:
-        """Write the features of committed tokens into the cache."""
-        features_BTF = self.context.take_features([len(row) for row in tokens])
-        self._runner.append(tokens, self.body.project(features_BTF.to(self.body.dtype)))
+        # A block, and after a round at most as many features of committed tokens.
+        self._runner = context.runner(self.body, width=2 * self.block_size + 1)
+        # The last feature of the prompt is read with the first block.
+        unread = [text.tokens[:-2] for text in context.texts]
+        if any(unread):
+            self._runner.append(unread, context.take_features([len(row) for row in unread]))
 
     def begin(self, rows: list[int]) -> Tensor:
-        texts = self.context.texts
-        unread: list[list[int]] = [[] for _ in texts]
+        texts, counts = self.context.texts, [0] * len(self.context.texts)
         for row in rows:
-            unread[row] = texts[row].tokens[self._runner.lengths[row] : -1]
-        if any(unread):
-            self._read(unread)
+            counts[row] = len(texts[row].tokens) - 1 - self._runner.lengths[row]
         self._before_Bn = torch.tensor([[text.tokens[-1]] for text in texts], device=self.body.mask_embedding.device)
         self._depth = 0
         # The network reads the anchor, the first token of the block; masks take the other slots.
-        logits_BKD = self._runner.line(nn.functional.pad(self._before_Bn, (0, self.block_size - 1)))
-        self._logits_BKD, self._states_BKH = logits_BKD, self._runner.states
-        self._runner.commit([[] for _ in texts])
+        block_Bb = nn.functional.pad(self._before_Bn, (0, self.block_size - 1))
+        self._logits_BKD = self._runner.block(block_Bb, self.context.take_features(counts), counts)
+        self._states_BKH = self._runner.states
         if self.markov is not None:
             self._carried_Bnr = self._states_BKH.new_zeros(len(texts), 1, self.markov.markov_w2.in_features)
         return self._biased()[:, 0]
@@ -283,6 +289,9 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         if self.markov is not None:
             self._carried_Bnr = level.of_parents(self._carried_Bnr)
         return self._biased()
+
+    def chain_logits(self, length: int) -> Tensor | None:
+        return None if self.markov is not None else self._expanded(self._logits_BKD[:, :length])
 
     def confidences(self) -> Tensor | None:
         if self.confidence is None:
@@ -308,6 +317,10 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             inputs = self._carried_Bnr, self._before_Bn, self._node_states()
             bias_BnD, self._carried_Bnr = self.context.run(self.markov, *inputs)
             logits_BnD = logits_BnD + bias_BnD
+        return self._expanded(logits_BnD)
+
+    def _expanded(self, logits_BnD: Tensor) -> Tensor:
+        """Return logits [B, n, V] over the target's vocabulary."""
         return logits_BnD if self.body.vocabulary is None else self.body.vocabulary.expand(logits_BnD)
 
     def drop(self, rows: list[int]) -> None:

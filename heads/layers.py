@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    rotate_half,
+)
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.lm_head import weight_of
@@ -102,14 +107,14 @@ class Attention(nn.Module):
         self.q_norm = norm(config, self.head_dim, centred=centred) if qk_norm else nn.Identity()
         self.k_norm = norm(config, self.head_dim, centred=centred) if qk_norm else nn.Identity()
 
-    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | slice | None = None) -> Tensor:
         k_BhTd, v_BhTd = self.keys(x_BTH)
         if read_Q is None:
             q_BhTd, gate_BTA = self._queries(x_BTH)
             q_BhTd, k_BhTd = rotated(q_BhTd, k_BhTd, rope)
         else:
-            q_BhTd, gate_BTA = self._queries(x_BTH.index_select(1, read_Q))
-            cos, sin = (part.index_select(1, read_Q) for part in rope)
+            q_BhTd, gate_BTA = self._queries(selected(x_BTH, read_Q))
+            cos, sin = (selected(part, read_Q) for part in rope)
             q_BhTd, k_BhTd = turned(q_BhTd, (cos, sin)), turned(k_BhTd, rope)
         out_BTA = attend(self.layer, q_BhTd, k_BhTd, v_BhTd).transpose(1, 2).flatten(2)
         return self.o_proj(out_BTA if gate_BTA is None else out_BTA * gate_BTA.sigmoid())
@@ -141,8 +146,17 @@ def rotated(q_BhTd: Tensor, k_BhTd: Tensor, rope: Rope) -> tuple[Tensor, Tensor]
 
 
 def turned(x_BhTd: Tensor, rope: Rope) -> Tensor:
-    """Return queries or keys alone, rotated."""
-    return rotated(x_BhTd, x_BhTd[:, :0], rope)[0]
+    """Return queries or keys alone, rotated as `rotated` does."""
+    cos_B1Tr, sin_B1Tr = (part[:, None] for part in rope)
+    size = cos_B1Tr.shape[-1]
+    x_BhTr = x_BhTd[..., :size]
+    x_BhTr = x_BhTr * cos_B1Tr + rotate_half(x_BhTr) * sin_B1Tr
+    return x_BhTr if size == x_BhTd.shape[-1] else torch.cat([x_BhTr, x_BhTd[..., size:]], -1)
+
+
+def selected(x_BTH: Tensor, read_Q: Tensor | slice) -> Tensor:
+    """Return the values [B, Q, H] of some positions; a view for a slice."""
+    return x_BTH[:, read_Q] if isinstance(read_Q, slice) else x_BTH.index_select(1, read_Q)
 
 
 class DecoderLayer(nn.Module):

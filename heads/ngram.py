@@ -211,6 +211,9 @@ class Hybrid(Drafter):
     def extend(self, level: Level) -> Tensor:
         return self.drafter.extend(level)
 
+    def chain_logits(self, length: int) -> Tensor | None:
+        return self.drafter.chain_logits(length)
+
     def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
         return self.drafter.chain(logits_BV, wanted)
 

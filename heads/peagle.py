@@ -127,6 +127,9 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
     def logits_at(self, depth: int) -> Tensor:
         return self._logits_BKV[:, depth]
 
+    def chain_logits(self, length: int) -> Tensor:
+        return self._logits_BKV[:, :length]
+
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)
 
