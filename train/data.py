@@ -123,7 +123,7 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
 
 
 def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Drafter, examples: Dataset) -> Dataset:
-    """Return the target's responses, from servers where the recipe names some."""
+    """Return the target's responses, from a server where the recipe names one."""
     from draftsmith.distill.regeneration import Sampler, target_samples
 
     recipe, console = context.recipe, context.console
@@ -132,12 +132,12 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Dra
         writer = drafter if recipe.data.drafter_share else None
         sampler = Sampler(target, chat, settings, writer, speculate=False)
         return target_samples(sampler, examples, share=context.placement.share, progress=console.visible)
-    from draftsmith.distill.server.probe import check_servers
+    from draftsmith.distill.server.probe import check_server
     from draftsmith.distill.server.sampling import ServerSampler, server_samples
 
     divided = recipe.target.sharded or recipe.target.tensor_parallel > 1
     model = None if divided else target.model
-    check = partial(check_servers, target=target.name, model=model)
+    check = partial(check_server, target=target.name, model=model)
     identity = fingerprint_of_numbers(target.model)
     asker = ServerSampler(recipe.data.server, chat, settings, context_limit(target.model.config), identity)
     with context.accelerator.main_process_first():  # the others read what it has stored

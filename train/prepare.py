@@ -144,7 +144,7 @@ def regenerate(
 ) -> None:
     """Sample the target's response to every prompt, and write JSON lines that recipes can use as data.
 
-    After an interruption, the same call continues with the batch that was not finished. With `server`, running servers
+    After an interruption, the same call continues with the batch that was not finished. With `server`, a running server
     answer, of the target only the tokenizer is loaded, and the call continues with what was not answered.
 
     Raises:
@@ -195,8 +195,8 @@ def _chat(request: DataRequest, tokenizer: PreTrainedTokenizerBase, config: PreT
 
 
 def _regenerate_from(server: ServerSection, request: DataRequest, settings: SampleSettings, out: Path) -> None:
-    """Write the responses that servers sample, each with the model, the settings and the usage."""
-    from draftsmith.distill.server.probe import check_servers
+    """Write the responses that a server samples, each with the model, the settings and the usage."""
+    from draftsmith.distill.server.probe import check_server
     from draftsmith.distill.server.sampling import ServerSampler, server_samples
 
     tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
@@ -206,7 +206,7 @@ def _regenerate_from(server: ServerSection, request: DataRequest, settings: Samp
     questions = read_examples(chat, request.examples(answered=False), context_limit(config), console.say)
     sampler = ServerSampler(server, chat, settings, context_limit(config), request.target)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
-    check = partial(check_servers, target=request.target)
+    check = partial(check_server, target=request.target)
     rows = server_samples(sampler, questions, console.say, check, folder=folder)
     source, count, made_with = sampler.described(), len(rows), tokenizer_fingerprint(tokenizer)
     _write_lines(

@@ -75,7 +75,7 @@ class DataSection(Section):
     refresh_every: Count | None = None
     """Sample all responses again every so many steps, with the current drafter."""
     server: ServerSection | None = None
-    """Sample the responses from running servers of the target instead of in this process; see
+    """Sample the responses from a running server of the target instead of in this process; see
     distill/server/settings.py."""
     speculate: bool = True
     """Speed up that sampling with the drafter; false is faster where verifying a batch costs as much as decoding."""

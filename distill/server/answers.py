@@ -23,7 +23,7 @@ USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 @dataclass(frozen=True)
 class Accepts:
-    """Request fields beyond OpenAI's API that the servers accept, found by the greedy probe."""
+    """Request fields beyond OpenAI's API that the server accepts, found by the greedy probe."""
 
     token_ids: bool = True
     """The field `return_token_ids`."""

@@ -1,4 +1,4 @@
-"""The answers of servers on disk, a line each: nothing that was answered is asked again after a kill."""
+"""The answers of a server on disk, a line each: nothing that was answered is asked again after a kill."""
 
 import json
 import os

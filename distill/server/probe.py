@@ -1,4 +1,4 @@
-"""The check that servers serve the target: its name, and greedy answers to a few prompts."""
+"""The check that a server serves the target: its name, and greedy answers to a few prompts."""
 
 import asyncio
 import itertools
@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.server.answers import COMPLETION, Accepts, Answer, AnswerReader, NoTokens
-from draftsmith.distill.server.client import RequestFailed, Servers
+from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.sampling import ServerSampler
 from draftsmith.errors import ConfigError
 
 PROBES = 3
-"""Prompts that every server answers greedily."""
+"""Prompts that the server answers greedily."""
 PROBE_TOKENS = 24
 """Tokens of such an answer."""
 AGREEMENT = 0.9
@@ -24,10 +24,15 @@ AGREEMENT = 0.9
 model of the same family agrees less."""
 
 
-async def check_servers(
-    sampler: ServerSampler, questions: Dataset, servers: Servers, *, target: str, model: PreTrainedModel | None = None
+async def check_server(
+    sampler: ServerSampler,
+    questions: Dataset,
+    client: ServerClient,
+    *,
+    target: str,
+    model: PreTrainedModel | None = None,
 ) -> None:
-    """Check that the servers serve `target`, and set what they accept (`sampler.accepts`).
+    """Check that the server serves `target`, and set what it accepts (`sampler.accepts`).
 
     Args:
         target: the name of the target.
@@ -39,14 +44,13 @@ async def check_servers(
     """
     name = sampler.server.model
     require_related(target, name)
-    for url, names in zip(servers.settings.urls, await servers.models(), strict=True):
-        if names and name not in names:
-            raise ConfigError(f"server {url} does not serve {name}; expected one of {', '.join(names)}")
+    names = await client.models()
+    if names and name not in names:
+        raise ConfigError(f"server {client.url} does not serve {name}; expected one of {', '.join(names)}")
     shortest = sorted(range(len(questions)), key=lambda index: len(questions[index]["input_ids"]))[:PROBES]
-    sampler.accepts = await _accepted(sampler, questions, shortest[0], servers)
-    for only in servers.alone():
-        answers = await asyncio.gather(*(_probe(sampler, questions, index, only) for index in shortest))
-        _require_target(sampler, answers, only.settings.urls[0], model)
+    sampler.accepts = await _accepted(sampler, questions, shortest[0], client)
+    answers = await asyncio.gather(*(_probe(sampler, questions, index, client) for index in shortest))
+    _require_target(sampler, answers, client.url, model)
 
 
 def require_related(target: str, name: str) -> None:
@@ -61,15 +65,15 @@ def require_related(target: str, name: str) -> None:
         raise ConfigError(f"server.model={name} with the target {target}; expected the name of the target")
 
 
-async def _accepted(sampler: ServerSampler, questions: Dataset, index: int, servers: Servers) -> Accepts:
-    """Return the most that the servers accept: their own token ids, and prompts as tokens."""
+async def _accepted(sampler: ServerSampler, questions: Dataset, index: int, client: ServerClient) -> Accepts:
+    """Return the most that the server accepts: its own token ids, and prompts as tokens."""
     asked = _asked(questions, index)
     token_prompts = (True, False) if sampler.path(asked) == COMPLETION else (True,)
     refusals: list[str] = []
     for prompts, ids in itertools.product(token_prompts, (True, False)):
         trial = replace(sampler, accepts=Accepts(token_ids=ids, token_prompts=prompts))
         try:
-            await trial.ask(servers, asked, [index], temperature=0.0, max_tokens=1)
+            await trial.ask(client, asked, [index], temperature=0.0, max_tokens=1)
         except (RequestFailed, NoTokens) as error:
             refusals.append(str(error))
         else:
@@ -82,11 +86,11 @@ def _asked(questions: Dataset, index: int) -> Asked:
     return Asked(index, list(row["input_ids"]), row["turns"])
 
 
-async def _probe(sampler: ServerSampler, questions: Dataset, index: int, servers: Servers) -> tuple[Asked, Answer]:
+async def _probe(sampler: ServerSampler, questions: Dataset, index: int, client: ServerClient) -> tuple[Asked, Answer]:
     asked = _asked(questions, index)
     most = min(PROBE_TOKENS, sampler.settings.response_tokens)
     try:
-        return asked, await sampler.ask(servers, asked, [index], temperature=0.0, max_tokens=most)
+        return asked, await sampler.ask(client, asked, [index], temperature=0.0, max_tokens=most)
     except (RequestFailed, NoTokens) as error:
         raise ConfigError(f"server does not answer the greedy probe ({error}); expected an answer") from error
 

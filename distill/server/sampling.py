@@ -1,4 +1,4 @@
-"""Responses of the target that running servers sample, as rows like those of `draftsmith.distill.regeneration`."""
+"""Responses of the target that a running server samples, as rows like those of `draftsmith.distill.regeneration`."""
 
 import asyncio
 import hashlib
@@ -28,7 +28,7 @@ from draftsmith.distill.server.answers import (
     prompt_fields,
     read_answer,
 )
-from draftsmith.distill.server.client import LOST, RequestFailed, Servers
+from draftsmith.distill.server.client import LOST, RequestFailed, ServerClient
 from draftsmith.distill.server.journal import KEPT, Journal
 from draftsmith.distill.server.settings import ServerSection, require_client
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -55,10 +55,10 @@ FEATURES = Features(
 
 @dataclass
 class ServerSampler:
-    """Ask servers for the responses to all questions.
+    """Ask a server for the responses to all questions.
 
     Args:
-        chat: the target's tokenizer, with the chat template that the servers use.
+        chat: the target's tokenizer, with the chat template that the server uses.
         settings: the parts for responses; batches and drafters are the server's own.
         context: the target's context limit.
         target: for the cache key: the fingerprint of its numbers or, where it is not loaded, its name.
@@ -102,7 +102,7 @@ class ServerSampler:
         """Return whether a prompt and the longest response fit the target's context."""
         return self.context is None or len(prompt) + self.settings.response_tokens <= self.context
 
-    async def ask(self, servers: Servers, asked: Asked, seed: list[int], **instead: Any) -> Answer:
+    async def ask(self, client: ServerClient, asked: Asked, seed: list[int], **instead: Any) -> Answer:
         """Return the answer to the last question; `instead` replaces fields of the request.
 
         Raises:
@@ -119,7 +119,7 @@ class ServerSampler:
             **self.server.extra_body,
             **instead,
         }
-        return await servers.ask(path, body, lambda payload: read_answer(payload, path, asked.prompt))
+        return await client.ask(path, body, lambda payload: read_answer(payload, path, asked.prompt))
 
     def add(self, asked: Asked, answer: Answer, turn: int) -> bool:
         """Append an answer and the next question; return False when the conversation is complete.
@@ -141,23 +141,23 @@ def server_samples(
     sampler: ServerSampler,
     questions: Dataset,
     say: Callable[[str], None],
-    check: Callable[[ServerSampler, Dataset, Servers], Any],
+    check: Callable[[ServerSampler, Dataset, ServerClient], Any],
     *,
     folder: Path | None = None,
     progress: bool = True,
 ) -> Dataset:
-    """Return the servers' responses to all questions as rows (`FEATURES`), those of the first response first.
+    """Return the server's responses to all questions as rows (`FEATURES`), those of the first response first.
 
     Answers are stored as they come. After a kill the same call asks only for the others; if more responses are asked
     for later, only the new ones.
 
     Args:
         say: called with the numbers and reasons of what is left out.
-        check: an async function that checks the servers before anything is asked, see `check_servers`.
+        check: an async function that checks the server before anything is asked, see `check_server`.
         folder: store the answers here instead of in the cache.
 
     Raises:
-        ConfigError: for servers that serve another model, and if no answer can be used.
+        ConfigError: for a server of another model, and if no answer can be used.
         DraftsmithError: for too many failures; the answers are kept.
     """
     folder = folder or cache_dir() / "samples" / f"server-{sampler.key(questions)}"
@@ -213,31 +213,28 @@ class _Run:
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         state = TextColumn("{task.fields[state]}")
-        async with Servers(self.sampler.server) as servers:
-            await check(self.sampler, self.questions, servers)
+        async with ServerClient(self.sampler.server) as client:
+            await check(self.sampler, self.questions, client)
             with Bars(*columns, state, console=Terminal(stderr=True), disable=not progress) as bar:
                 task = bar.add_task("asking the server", total=total, completed=total - len(pending), state="")
                 todo = iter(pending)
-                most = len(servers.settings.urls) * servers.settings.concurrency
-                await together(
-                    [self._work(todo, servers, bar, task) for _ in range(min(most, len(pending)))],
-                )
+                workers = min(self.sampler.server.concurrency, len(pending))
+                await together([self._work(todo, client, bar, task) for _ in range(workers)])
 
-    async def _work(self, todo: Iterator[tuple[int, int]], servers: Servers, bar: Bars, task: TaskID) -> None:
+    async def _work(self, todo: Iterator[tuple[int, int]], client: ServerClient, bar: Bars, task: TaskID) -> None:
         for response, question in todo:
             try:
-                await self._converse(response, question, servers)
+                await self._converse(response, question, client)
             except RequestFailed as error:
                 self._failed(str(error))
             except NoTokens as reason:
                 self.left_out[str(reason)] += 1
-            state = f"{servers.running} running" + (f", {len(self.failures)} failed" if self.failures else "")
-            bar.update(task, advance=1, state=state)
+            bar.update(task, advance=1, state=f"{len(self.failures)} failed" if self.failures else "")
 
-    async def _converse(self, response: int, question: int, servers: Servers) -> None:
+    async def _converse(self, response: int, question: int, client: ServerClient) -> None:
         asked, turn = self.replay(response, question)
         while turn is not None:
-            answer = await self.sampler.ask(servers, asked, [response, question, turn])
+            answer = await self.sampler.ask(client, asked, [response, question, turn])
             self.journal.add((response, question, turn), answer)
             turn = turn + 1 if self._add(asked, answer, turn) else None
             self._require_usable()

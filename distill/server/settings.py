@@ -11,17 +11,16 @@ from draftsmith.config import Count, Number, Section, Whole
 from draftsmith.errors import ConfigError
 
 KEY = "DRAFTSMITH_SERVER_KEY"
-"""Environment variable with the servers' key. Keys of other services are never sent."""
+"""Environment variable with the server's key. Keys of other services are never sent."""
 OWN_FIELDS = ("model", "messages", "prompt", "tools", "max_tokens", "temperature", "top_p", "seed", "n", "stream")
 """Fields of a request that `extra_body` cannot replace."""
 
 
 class ServerSection(Section):
-    url: str | Annotated[list[str], Field(min_length=1)]
-    """Address of a server that speaks OpenAI's API, such as http://localhost:8000, or of several with the same
-    model."""
+    url: str
+    """Address of a server that speaks OpenAI's API, such as http://localhost:8000; of a router before several."""
     model: str
-    """The name under which the servers serve the target."""
+    """The name under which the server has the target."""
     route: Literal["auto", "chat", "completion"] = "auto"
     """'chat' sends messages, and the server applies its chat template; 'completion' sends tokens, or text where the
     server takes no tokens. 'auto' sends conversations to the first and plain text to the second."""
@@ -32,20 +31,16 @@ class ServerSection(Section):
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of every request, such as top_k."""
     concurrency: Count = 64
-    """Most requests to each server at a time; fewer are sent where it answers that it is overloaded."""
+    """Requests at a time."""
     timeout_seconds: Annotated[Number, Field(gt=0)] = 600.0
-    """Longest time for one answer."""
+    """Longest time for one answer; the request is then sent again, three times in all."""
     failures: Annotated[Whole, Field(ge=0)] = 20
     """Conversations that may fail after all retries before the run stops; they are left out and counted."""
 
     @field_validator("url")
     @classmethod
-    def _require_addresses(cls, value: str | list[str]) -> str | list[str]:
-        addresses = [value] if isinstance(value, str) else value
-        for address in addresses:
-            require_address("url", address)
-        if len(set(map(base_url, addresses))) < len(addresses):
-            raise ConfigError.of("url", addresses, "each only once")
+    def _require_address(cls, value: str) -> str:
+        require_address("url", value)
         return value
 
     @field_validator("extra_body")
@@ -57,9 +52,9 @@ class ServerSection(Section):
         return value
 
     @property
-    def urls(self) -> list[str]:
-        """The addresses with which OpenAI's routes begin."""
-        return [base_url(address) for address in ([self.url] if isinstance(self.url, str) else self.url)]
+    def base_url(self) -> str:
+        """The address with which OpenAI's routes begin."""
+        return base_url(self.url)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -100,7 +95,7 @@ def base_url(address: str) -> str:
 
 
 def server_key() -> str | None:
-    """Return the servers' key from the environment."""
+    """Return the server's key from the environment."""
     return os.environ.get(KEY) or None
 
 

@@ -34,8 +34,7 @@ SourceArgument = Annotated[
 PromptTokensOption = Annotated[int, typer.Option("--prompt-tokens", help="Longer prompts are left out and counted.")]
 ResponseTokensOption = Annotated[int, typer.Option("--response-tokens", "--max-tokens", help="The longest response.")]
 ServerOption = Annotated[
-    list[str] | None,
-    typer.Option("--server", help="Address of a server that speaks OpenAI's API and answers instead; repeatable."),
+    str | None, typer.Option("--server", help="Address of a server that speaks OpenAI's API and answers instead.")
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The name under which the server has the target.")]
 RouteOption = Annotated[
@@ -48,7 +47,7 @@ ExtraBodyOption = Annotated[
     str | None, typer.Option("--extra-body", help="JSON object with further fields of every request, such as top_k.")
 ]
 ConcurrencyOption = Annotated[
-    int | None, typer.Option("--concurrency", help="Most requests to a server at a time; default: 64.")
+    int | None, typer.Option("--concurrency", help="Requests to the server at a time; default: 64.")
 ]
 TimeoutOption = Annotated[float | None, typer.Option("--timeout", help="Seconds for one answer; default: 600.")]
 FailuresOption = Annotated[
@@ -140,9 +139,9 @@ def _suggest_recipe(target: str, prompts: str | Path, response: str, data: dict[
     suggest("draftsmith", "memory", "draft_model/any_prompts", *words, to_stderr=True)
 
 
-def _server(addresses: list[str] | None, drafter: str | None, options: dict[str, Any]) -> "ServerSection | None":
+def _server(address: str | None, drafter: str | None, options: dict[str, Any]) -> "ServerSection | None":
     """Return the section that `--server` and its options describe; ConfigError for options that do not fit."""
-    if not addresses:
+    if address is None:
         given = next((name for name, value in options.items() if value is not None), None)
         if given is not None:
             raise ConfigError(f"--{given.replace('_', '-')} without --server; expected the address of a server")
@@ -153,7 +152,7 @@ def _server(addresses: list[str] | None, drafter: str | None, options: dict[str,
         raise ConfigError("--model is missing; expected the name under which the server has the target")
     from draftsmith.distill.server.settings import server_section
 
-    return server_section(url=addresses, **{**options, "extra_body": _json_object(options["extra_body"])})
+    return server_section(url=address, **{**options, "extra_body": _json_object(options["extra_body"])})
 
 
 def _json_object(text: str | None) -> Any:

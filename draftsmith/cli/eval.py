@@ -163,7 +163,7 @@ def serve(
     from draftsmith.safe_text import Terminal
 
     sizes = tuple(concurrency or (1, 2, 4))
-    section = server_section(url=address, model=model, top_p=top_p, concurrency=max(1, *sizes))
+    section = server_section(url=address, model=model, top_p=top_p)
     settings = settings_of(
         Settings,
         locals(),

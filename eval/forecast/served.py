@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from draftsmith.decode.policies import Chain
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.server.answers import COMPLETION
-from draftsmith.distill.server.client import BadAnswer, Servers
+from draftsmith.distill.server.client import BadAnswer, ServerClient
 from draftsmith.distill.server.settings import ServerSection, require_client, server_section
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings, best_of
@@ -69,9 +69,10 @@ class ServedRequest:
             )
         if self.context is not None and self.context < 1:
             raise ConfigError.of("context", self.context, "at least 1")
-        server_section(url=list(self.urls), model=self.model)  # each address once
-        most = max(settings.batch_sizes)
-        return [server_section(url=url, model=self.model, concurrency=most) for url in self.urls]
+        sections = [server_section(url=url, model=self.model) for url in self.urls]
+        if len({section.base_url for section in sections}) < len(sections):
+            raise ConfigError.of("server", list(self.urls), "each only once")
+        return sections
 
 
 def measure_servers(request: ServedRequest, settings: ForecastSettings, session: Session) -> CostModel:
@@ -113,15 +114,15 @@ def _prompts(prompts: list[list[int]], context: int | None, limit: int | None) -
 async def _turns(
     sections: list[ServerSection], prompts: list[list[int]], settings: ForecastSettings, done: Any
 ) -> list[Seconds]:
-    routes = [CounterRoutes(section.urls[0]) for section in sections]
+    routes = [CounterRoutes(section.base_url) for section in sections]
     async with AsyncExitStack() as stack:
-        opened = [await stack.enter_async_context(Servers(section, first=section.concurrency)) for section in sections]
+        opened = [await stack.enter_async_context(ServerClient(section)) for section in sections]
         asked = [_Asking(server, route, settings.temperatures[0]) for server, route in zip(opened, routes, strict=True)]
         for each in asked:
             await each.round_seconds(prompts, 1)  # warm-up, which also tells the draft length
         lengths = [each.draft_length for each in asked]
         if 0 not in lengths or len(set(lengths)) < len(lengths):
-            named = zip((section.urls[0] for section in sections), lengths, strict=True)
+            named = zip((section.base_url for section in sections), lengths, strict=True)
             shown = ", ".join(f"{url} drafts {length}" for url, length in named)
             raise ConfigError(f"servers: {shown}; expected one without a drafter and different draft lengths")
         turns: list[Seconds] = []
@@ -137,7 +138,7 @@ async def _turns(
 
 @dataclass
 class _Asking:
-    servers: Servers
+    client: ServerClient
     routes: CounterRoutes
     temperature: float
     draft_length: int = 0
@@ -170,10 +171,10 @@ class _Asking:
         def body(place: int) -> dict[str, Any]:
             prompt = prompts[place % len(prompts)]
             sampling = {"temperature": self.temperature, "seed": place, "ignore_eos": True}
-            return {"model": self.servers.settings.model, "prompt": prompt, "max_tokens": tokens, **sampling}
+            return {"model": self.client.settings.model, "prompt": prompt, "max_tokens": tokens, **sampling}
 
         started = time.perf_counter()
-        counts = await asyncio.gather(*(self.servers.ask(COMPLETION, body(n), _tokens) for n in range(batch)))
+        counts = await asyncio.gather(*(self.client.ask(COMPLETION, body(n), _tokens) for n in range(batch)))
         return time.perf_counter() - started, sum(counts)
 
 

@@ -16,8 +16,8 @@ from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.regeneration import SampleSettings
 from draftsmith.distill.server.answers import Answer, NoTokens
-from draftsmith.distill.server.client import RequestFailed, Servers
-from draftsmith.distill.server.probe import check_servers
+from draftsmith.distill.server.client import RequestFailed, ServerClient
+from draftsmith.distill.server.probe import check_server
 from draftsmith.distill.server.sampling import ServerSampler
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
@@ -163,16 +163,16 @@ class ServerRun:
         """Raise ConfigError unless the server serves the target."""
 
         async def ask() -> None:
-            async with Servers(self.server) as servers:
-                await self.checked(servers)
+            async with ServerClient(self.server) as client:
+                await self.checked(client)
 
-        CounterRoutes(self.server.urls[0]).counters()
+        CounterRoutes(self.server.base_url).counters()
         asyncio.run(ask())
 
-    async def checked(self, servers: Servers) -> ServerSampler:
+    async def checked(self, client: ServerClient) -> ServerSampler:
         """Return what asks the server, after the checks that it serves the target."""
         sampler = self.sampler(self.settings.temperatures[0], 0)
-        await check_servers(sampler, self._questions(), servers, target=self.settings.target)
+        await check_server(sampler, self._questions(), client, target=self.settings.target)
         return sampler
 
     def sampler(self, temperature: float, repeat: int) -> ServerSampler:
@@ -183,7 +183,7 @@ class ServerRun:
     def _questions(self) -> Dataset:
         return Dataset.from_list([{"input_ids": p.input_ids, "turns": _turns(p)} for p in self.prompts])
 
-    async def batch(self, sampler: ServerSampler, servers: Servers, group: Batch, unit: int) -> tuple[int, float]:
+    async def batch(self, sampler: ServerSampler, client: ServerClient, group: Batch, unit: int) -> tuple[int, float]:
         """Return the tokens and the seconds of a batch: all its prompts at a time, turn by turn.
 
         The first token of an answer is no round's, and does not count; the seconds are those of whole requests.
@@ -192,7 +192,7 @@ class ServerRun:
         tokens, seconds, turn = 0, 0.0, 0
         while texts:
             started = time.perf_counter()
-            answers = await asyncio.gather(*(_answer(sampler, servers, text, [unit, turn]) for text in texts))
+            answers = await asyncio.gather(*(_answer(sampler, client, text, [unit, turn]) for text in texts))
             seconds += time.perf_counter() - started
             tokens += sum(answer.usage["completion_tokens"] - 1 for answer in answers)
             texts = [
@@ -207,7 +207,7 @@ class _Asked:
     """A server while it is measured."""
 
     run: ServerRun
-    servers: Servers
+    client: ServerClient
     sampler: ServerSampler
     routes: CounterRoutes
 
@@ -215,7 +215,7 @@ class _Asked:
         """Return a batch's tokens and seconds, and the engine's counts."""
         asking = replace(self.run.sampler(temperature, repeat), accepts=self.sampler.accepts)
         before = await settled(self.routes)
-        tokens, seconds = await self.run.batch(asking, self.servers, group, unit)
+        tokens, seconds = await self.run.batch(asking, self.client, group, unit)
         counted = (await settled(self.routes)).since(before)
         return Numbers(tokens, seconds, counted.rounds, counted.accepted)
 
@@ -235,10 +235,10 @@ async def _measured(runs: dict[str, ServerRun], journal: BatchJournal, done: Any
     async with AsyncExitStack() as stack:
         asked: dict[str, _Asked] = {}
         for name, run in reversed(runs.items()):  # the baseline first: nothing is asked where it cannot be used
-            servers = await stack.enter_async_context(Servers(run.server, first=run.server.concurrency))
-            asked[name] = _Asked(run, servers, await run.checked(servers), CounterRoutes(run.server.urls[0]))
+            client = await stack.enter_async_context(ServerClient(run.server))
+            asked[name] = _Asked(run, client, await run.checked(client), CounterRoutes(run.server.base_url))
         for each in (asked[name] for name in runs):
-            await each.run.batch(each.sampler, each.servers, batches(each.run.prompts, 1)[0], 0)  # warm-up
+            await each.run.batch(each.sampler, each.client, batches(each.run.prompts, 1)[0], 0)  # warm-up
         run, found = next(iter(runs.values())), {name: dict[Condition, ServerSeries]() for name in runs}
         drafted = dict.fromkeys(runs, 0.0)
         for temperature, size in run.conditions:
@@ -268,9 +268,9 @@ def _turns(prompt: Prompt) -> str:
     return "" if asked is None else json.dumps({"turns": asked.turns, "tools": asked.tools}, default=str)
 
 
-async def _answer(sampler: ServerSampler, servers: Servers, text: Asked, place: list[int]) -> Answer:
+async def _answer(sampler: ServerSampler, client: ServerClient, text: Asked, place: list[int]) -> Answer:
     try:
-        answer = await sampler.ask(servers, text, [text.index, *place])
+        answer = await sampler.ask(client, text, [text.index, *place])
     except (RequestFailed, NoTokens) as error:
         raise DraftsmithError(f"server: a prompt was not answered ({error}); expected an answer to each") from error
     if not answer.usage.get("completion_tokens"):

@@ -97,7 +97,7 @@ def measure_server(
         (name,) = settings.drafters
         identity = {"prompts": prompts_fingerprint(prompts), "drafters": {}}
         run, alone = ServerRun(server, settings, chat, context, prompts), dict[Condition, Series]()
-        runs, urls = {name: run}, [*server.urls]
+        runs, urls = {name: run}, [server.base_url]
         if baseline is not None and baseline.startswith(("http://", "https://")):
             runs[BASELINE[0]] = replace(run, server=server.model_copy(update={"url": baseline}))
             urls.append(baseline)

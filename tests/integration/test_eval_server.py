@@ -114,7 +114,7 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
     async def watched(self: measure.ServerRun, *arguments: Any) -> tuple[int, float]:
         if len(order) == 7:
             raise KeyboardInterrupt
-        order.append(self.server.urls[0])
+        order.append(self.server.base_url)
         return await batch(self, *arguments)
 
     with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
@@ -131,7 +131,7 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
         asked: list[str] = []
 
         async def counted(self: measure.ServerRun, *arguments: Any) -> tuple[int, float]:
-            asked.append(self.server.urls[0])
+            asked.append(self.server.base_url)
             return await batch(self, *arguments)
 
         monkeypatch.setattr(measure.ServerRun, "batch", counted)
