@@ -17,7 +17,6 @@ from transformers_server import free_port, serving
 
 from draftsmith.cli import main
 from draftsmith.distill.load_target import load_target
-from draftsmith.distill.server import client
 from draftsmith.distill.server.sampling import request_seed
 from draftsmith.errors import ConfigError
 from draftsmith.train import prepare as module
@@ -30,7 +29,7 @@ from draftsmith.train.recipe import load_recipe
 def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(client, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
 
 
 @pytest.fixture
