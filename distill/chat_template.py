@@ -6,14 +6,9 @@ rendering each conversation up to a turn and including it. Text is never searche
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -31,10 +26,6 @@ SHIPPED = ("vicuna",)
 """Templates in distill/templates, for models whose tokenizer has none."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "\ue000"
-RENDERING_SECONDS = 5.0
-"""CPU time that a chat template may take for one conversation."""
-IMAGE_SECONDS = 60.0
-"""CPU time that a processor may take for the images of one."""
 LARGEST_TEMPLATE = 2**20
 """Bytes."""
 LONGEST_TEXT = 2**22
@@ -134,7 +125,7 @@ class Chat:
             raise ConfigError(f"{of.place}: an image, and the target has no {what}; expected a vision-language target")
         parts = as_parts(messages, [opened(of.place, source) for source in sources])
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        encoded = self._apply(parts, of, IMAGE_SECONDS, **options)
+        encoded = self._apply(parts, of, **options)
         inputs = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
         return inputs.pop("input_ids")[0].tolist(), inputs
 
@@ -297,21 +288,14 @@ class Chat:
             messages = as_parts(messages, images_in(messages))
         return self._apply(messages, of, tokenize=False, add_generation_prompt=opened)
 
-    def _apply(self, messages: list[Message], of: Conversation, seconds: float | None = None, **how: Any) -> Any:
-        seconds = RENDERING_SECONDS if seconds is None else seconds
+    def _apply(self, messages: list[Message], of: Conversation, **how: Any) -> Any:
         render = (self.tokenizer if self.processor is None else self.processor).apply_chat_template
         try:
-            with _computing_at_most(seconds):
-                try:
-                    return render(messages, tools=of.tools, **how, **self.options)
-                except TypeError:  # DeepSeek's templates add the arguments of tool calls to a text
-                    messages = [with_arguments(message, json.dumps) for message in messages]
-                    return render(messages, tools=of.tools, **how, **self.options)
-        except _OutOfTime as error:
-            raise ConfigError(
-                f"{of.place}: the chat template is still running after {seconds:g} seconds; expected one "
-                "that ends (data.chat_template names another template)"
-            ) from error
+            try:
+                return render(messages, tools=of.tools, **how, **self.options)
+            except TypeError:  # DeepSeek's templates add the arguments of tool calls to a text
+                messages = [with_arguments(message, json.dumps) for message in messages]
+                return render(messages, tools=of.tools, **how, **self.options)
         except Exception as error:  # expressions of a template may raise anything
             raise ConfigError(
                 f"{of.place}: the chat template refuses it ({reason_of(error)}); expected messages that it accepts"
@@ -356,32 +340,6 @@ def _checked(whole: Conversation, vocab_size: int) -> Encoded:
 
 def _whole_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int for value in values)
-
-
-class _OutOfTime(BaseException):
-    """The time limit is exceeded. Not an Exception, so that no `except Exception` of the template catches it."""
-
-
-@contextmanager
-def _computing_at_most(seconds: float) -> Iterator[None]:
-    """Raise `_OutOfTime` in the block once the process has used `seconds` of CPU time in it.
-
-    No effect where Python delivers no signals: outside the main thread, and on Windows.
-    """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise _OutOfTime
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def template_text(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Readers for untrusted text: YAML and JSON as plain values, within bounds, and settings `key=value`."""
+"""Readers of YAML and, within bounds, of untrusted JSON as plain values, and settings `key=value`."""
 
 import difflib
 import json
@@ -12,73 +12,42 @@ import yaml
 from draftsmith.errors import ConfigError
 
 LARGEST_YAML = 2**18
-"""Characters; the YAML parser may read as few as 60,000 a second."""
+"""Bytes of a recipe or a profile."""
 LARGEST_JSON = 2**30
 """Bytes of a file that is read as a whole."""
 DEEPEST = 64
 """Levels of nested lists and mappings."""
-MOST_VALUES = 100_000
-"""Values of a YAML document; what an alias repeats counts each time."""
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`, which may stand several times: its mappings are merged."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """JSON escape of a surrogate code point."""
 
 
-class _BoundedLoader(yaml.SafeLoader):
-    """Refuse a document that is too deep, too large with its aliases expanded, or repeats a key of a mapping.
+class _Loader(yaml.SafeLoader):
+    """`yaml.safe_load`, but a key that a mapping repeats is refused, and 1e-6 is a number as in YAML 1.2."""
 
-    All of this is known before any value is built.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-        self._sizes: dict[int, int] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise ValueError(f"more than {DEEPEST} levels")
-        alias = self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)
-        if alias and id(node) not in self._sizes:
-            raise ValueError("an alias inside the value that it refers to")
-        if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
-            raise ValueError("a zero byte")
-        if not alias:
-            _require_distinct_keys(node)
-            self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in _children(node))
-        if self._sizes[id(node)] > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} values")
-        self._depth -= 1
-        return node
-
-
-_STARTS_OF_NUMBERS = list("-+0123456789.")
-# Dates stay text, and so do numbers of base 60: YAML 1.1 reads 1:30 as 90.
-_BoundedLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _kind in ("int", "float"):
-    _tag = f"tag:yaml.org,2002:{_kind}"
-    _pattern = next(p for found in yaml.SafeLoader.yaml_implicit_resolvers.values() for tag, p in found if tag == _tag)
-    _plain = re.compile(rf"(?!.*:)(?:{_pattern.pattern})", re.VERBOSE)
-    _BoundedLoader.add_implicit_resolver(_tag, _plain, _STARTS_OF_NUMBERS)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                place, line = (key.tag, key.value), key.start_mark.line + 1
+                if place in lines:
+                    raise ValueError(f"key {key.value!r} in line {lines[place]} and again in line {line}")
+                lines[place] = line
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
     """Quote text that `parse_yaml` would read as a number."""
 
 
-# YAML 1.2 reads 1e-6 as a number. Longer exponents occur in revisions alone, such as 12e4567.
+# Longer exponents occur in revisions alone, such as 12e4567.
 _EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d{1,2}$", re.ASCII)
-for _yaml in (_BoundedLoader, _Dumper):
-    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, _STARTS_OF_NUMBERS)
+for _yaml in (_Loader, _Dumper):
+    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
 
 
-class _ValueLoader(_BoundedLoader):
+class _ValueLoader(_Loader):
     """Refuse comments: in the value of `key=value`, `#` is part of the text."""
 
     def scan_to_next_token(self) -> None:
@@ -88,23 +57,6 @@ class _ValueLoader(_BoundedLoader):
             raise ValueError("a comment")
 
 
-def _require_distinct_keys(node: Any) -> None:
-    """Raise ValueError for a key that a mapping has twice; PyYAML would drop the first value."""
-    lines: dict[tuple[str, str], int] = {}
-    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-        if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
-            place, line = (key.tag, key.value), key.start_mark.line + 1
-            if place in lines:
-                raise ValueError(f"key {key.value!r} in line {lines[place]} and again in line {line}")
-            lines[place] = line
-
-
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
-
-
 def parse_yaml(text: str, *, comments: bool = True) -> Any:
     """Return the mappings, lists, strings, numbers and booleans of a YAML document.
 
@@ -112,12 +64,10 @@ def parse_yaml(text: str, *, comments: bool = True) -> Any:
         comments: whether the document may have comments.
 
     Raises:
-        ValueError: for text that is not YAML, holds values of other types, or is too large.
+        ValueError: for text that is not YAML, and for values of other types.
     """
-    if len(text) > LARGEST_YAML:
-        raise ValueError(f"{len(text)} characters; expected at most {LARGEST_YAML}")
     try:
-        value = (_BoundedLoader if comments else _ValueLoader)(text).get_single_data()
+        value = (_Loader if comments else _ValueLoader)(text).get_single_data()
     except Exception as error:  # constructors raise what int(), datetime and dict raise
         raise ValueError(str(error) or type(error).__name__) from error
     require_plain(value)

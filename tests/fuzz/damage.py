@@ -48,43 +48,6 @@ SIMPLE = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
 JUNK = st.recursive(
     SIMPLE, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=4
 )
-NESTED = st.integers(1, 3000).map(lambda depth: "[" * depth + "]" * depth)
-BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
-)
-YAML_TRAPS = st.sampled_from(
-    [
-        "2024-13-45",
-        "2024-01-01",
-        "1" * 5000,
-        "!!int xyz",
-        "!!float x",
-        "!!bool x",
-        "!!timestamp x",
-        "!!binary '%'",
-        "!!set {a, b}",
-        "!!python/object:os.system x",
-        "&a [*a]",
-        "? [a, b]\n: c",
-        "<<: 3",
-        "!!null x",
-        "0x",
-        "1:2:3",
-        '"\\ud800"',
-        '"\\0"',
-        "- " * 500,
-        "{" * 500,
-        "'",
-        "\t",
-        "%TAG",
-        "--- a\n--- b",
-        "!<tag:x> y",
-        "0o9",
-        "1_000",
-        "=",
-        ".",
-    ]
-)
 
 
 @st.composite
@@ -146,9 +109,3 @@ def encoded(text: str) -> bytes:
 def as_json(value: Any) -> bytes:
     """As JSON, whatever stands in it."""
     return encoded(json.dumps(value, ensure_ascii=False))
-
-
-def argument(text: str) -> str:
-    """Return `text` as a command line can hold it: halves of characters only where they stand for bytes."""
-    text = text.replace("\0", "")[:100_000]
-    return encoded(text).decode("utf-8", "surrogateescape")

@@ -1,4 +1,4 @@
-"""Inputs of the cases: a tiny target, drafters trained for it, a run, a measurement; made once a session."""
+"""Inputs of the cases: a tiny target and drafters trained for it; made once a session."""
 
 import json
 from collections.abc import Callable
@@ -62,12 +62,6 @@ def make(root: Path, main: Callable[[list[str]], object]) -> Material:
         file, drafter = root / f"{kind}.yaml", {"type": kind, **options}
         file.write_text(yaml.safe_dump({**recipe, "output": str(material.run(kind)), "drafter": drafter}))
         _require(Case("train", ["train", str(file)]), root, main, material.run(kind) / "drafter" / "config.json")
-    measured = ["eval", "--target", str(target), "--drafter", f"a={material.drafter()}"]
-    measured += ["--drafter", "suffix", "--prompts", str(prompts), "--count", "2", "--max-new-tokens", "6"]
-    measured += ["--repeats", "1", "--temperature", "0", "--out"]
-    for name in ("a", "b"):
-        out = root / "measured" / name
-        _require(Case("eval", [*measured, str(out)]), root, main, out / "eval.json")
     return material
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from draftsmith.reading import parse_assignment, parse_yaml
-
 CPU_SECONDS = 20
 """Of the process itself: other work on the machine makes no case unclean."""
 WALL_SECONDS = 120.0
@@ -55,7 +53,7 @@ class Case:
     arguments: list[str]
     files: dict[str, Content] = field(default_factory=dict)
     writes: tuple[str, ...] = ("out", "runs")
-    """Files and folders at the top, beside those that the command line or the recipe names as its output."""
+    """Files and folders at the top, beside those that the command line names as its output."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +92,11 @@ def run(case: Case, folder: Path, main: Callable[[list[str]], object]) -> Unclea
 
 
 def _outputs(case: Case) -> list[str]:
-    """Return the first part of every path that the case names as its output; '.' for the folder that it is run in."""
+    """Return the first part of every path that the case names as its output."""
     words = case.arguments
     found = [value for word, value in pairwise(words) if word == "--out"]
-    found += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
-    found += [str(parse_assignment(word, word, "")[1]) for word in words if word.startswith("output=")]
-    recipe = case.files.get("r.yaml", b"")
-    try:
-        section = parse_yaml(recipe.decode()) if isinstance(recipe, bytes) else None
-        found += [str(section["output"])] if isinstance(section, dict) and "output" in section else []
-    except ValueError:  # refused by the command, too
-        pass
-    return [(Path(value).parts or (".",))[0] for value in found]
+    found += [word.removeprefix("output=") for word in words if word.startswith("output=")]
+    return [Path(value).parts[0] for value in found]
 
 
 def _write(file: Path, content: Content) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates that raise, compute without end, or write what is no text; and commands that render them."""
+"""Chat templates that raise or write what is no text; and commands that render them."""
 
 from hypothesis import strategies as st
 
@@ -12,15 +12,11 @@ PIECES = (
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "{{ raise_exception('') }}",
     "{{ raise_exception('no\nlines') }}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}aaaa{% endfor %}{% endfor %}",
     "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{{ 1 / 0 }}",
     "{{ messages[9].content }}",
     "{{ nothing.at.all }}",
     "{{ 'a' * 100000000 }}",
-    "{{ 9 ** 9 ** 9 }}",
     "{{ [1] + 3 }}",
     "{{ messages | map('length') | sum }}",
     "{% set x = namespace(a=1) %}{% set x.b.c = 2 %}",

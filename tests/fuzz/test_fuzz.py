@@ -1,4 +1,4 @@
-"""Whatever anyone writes into recipes, prompts, templates, checkpoints, results and command lines: it works, or exits 2
+"""Files that are downloaded (data rows, chat templates, drafters): whatever stands in them, a command works or exits 2
 with one line, within 20 seconds, and changes nothing outside of its output folder.
 
     DRAFTSMITH_FUZZ_CASES=10000 pytest tests/fuzz -m "not slow" -s
@@ -17,13 +17,9 @@ import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
 from draftsmith.cli import main
-from draftsmith.decode import compiled
-from fuzz.command_lines import command_cases
 from fuzz.drafter_folders import drafter_cases
 from fuzz.material import Material, make
 from fuzz.prompt_files import SAVED, prompts_cases, saved_data
-from fuzz.recipe_files import override_cases, recipe_cases
-from fuzz.result_files import result_cases
 from fuzz.running import Case, Unclean, run
 from fuzz.templates import template_cases
 
@@ -32,13 +28,9 @@ MORE = 42
 """Times as many under `make test-slow`."""
 SEED = int(os.environ.get("DRAFTSMITH_FUZZ_SEED", "0"))
 KINDS = {
-    "recipe": (recipe_cases, 0.2),
-    "override": (override_cases, 0.2),
     "prompts": (prompts_cases, 0.15),
     "template": (template_cases, 0.1),
     "drafter": (drafter_cases, 0.15),
-    "result": (result_cases, 0.1),
-    "command": (command_cases, 0.1),
 }
 """Strategy of each kind of case, and its share."""
 
@@ -61,8 +53,6 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
             patch.setattr(module, "embedded_target", lambda *_: root / "target")
         # A run goes on whatever fails in its estimate of memory; `draftsmith memory` is among the commands.
         patch.setattr("draftsmith.train.estimate.memory.announce_memory", lambda context: None)
-        # The passes of `--compile` run with their shapes, but without the minutes that torch takes to compile them.
-        patch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
         torch.set_num_threads(1)
         SAVED.update(saved_data(root / "saved"))
         yield make(root, main)

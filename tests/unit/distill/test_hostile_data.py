@@ -9,14 +9,12 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill import chat_template as chat_module
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.dataset import ExampleSettings, read_examples
 from draftsmith.distill.sources import conversation, read_source
 from draftsmith.errors import ConfigError
 
 ROW = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def refusal(source: Path) -> str:
@@ -76,7 +74,6 @@ def test_what_is_far_too_long_is_not_tokenised(
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        (LOOPS, "is still running after 0.2 seconds"),
         ("{{ raise_exception('') }}", "refuses it (TemplateError)"),
         ("{{ 1 / 0 }}", "refuses it (division by zero)"),
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "refuses it (maximum recursion depth"),
@@ -85,10 +82,7 @@ def test_what_is_far_too_long_is_not_tokenised(
         ("{{ messages[0].content * 4000000 }}", "characters; expected at most"),
     ],
 )
-def test_templates_that_are_refused(
-    template: str, why: str, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_module, "RENDERING_SECONDS", 0.2)
+def test_templates_that_are_refused(template: str, why: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tiny_tokenizer.chat_template = template
     asked = conversation("f:1", ROW)
     with pytest.raises(ConfigError) as refused:

@@ -1,4 +1,4 @@
-"""Untrusted YAML and JSON: plain values within bounds, or a ValueError; settings `key=value`; errors of one line."""
+"""YAML and untrusted JSON: plain values, or a ValueError; settings `key=value`; errors of one line."""
 
 import json
 import math
@@ -11,7 +11,6 @@ from draftsmith.cli import main
 from draftsmith.errors import ConfigError, one_line, reason_of
 from draftsmith.reading import (
     DEEPEST,
-    LARGEST_YAML,
     assignment,
     dump_yaml,
     parse_assignment,
@@ -23,29 +22,22 @@ from draftsmith.reading import (
     specified_name,
 )
 
-BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
-)
-
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (BOMB, "more than 100000 values"),
-        ("a: &a [*a]", "an alias inside the value that it refers to"),
-        ("[" * 10_000, "more than 64 levels"),
+        ("[" * 10_000, "recursion depth"),
         ("a: " + "1" * 5000, "integer string conversion"),
         ("!!int xyz", "invalid literal"),
         ("!!bool x", "x"),
         ("!!timestamp x", "groupdict"),
         ("!!binary aGk=", "a value of type bytes"),
+        ("a: 2024-01-01", "a value of type date; expected text"),
         ("!!set {a, b}", "a value of type set"),
         ("? [a, b]\n: c", "constructing a mapping"),
         ("data: {a: 1}\nb: 2\n'data': {c: 3}", "key 'data' in line 1 and again in line 3"),
         ("- {a: 1, b: &x {c: 2, c: 3}}", "key 'c' in line 1 and again in line 1"),
         ('"\\ud800"', "unpaired surrogate"),
-        ('"\\0"', "a zero byte"),
-        ("x" * (LARGEST_YAML + 1), "characters; expected at most"),
     ],
 )
 def test_yaml_that_is_refused(text: str, why: str) -> None:
@@ -60,11 +52,6 @@ def test_yaml_that_is_read() -> None:
         "c": {"d": 1},
         "e": {"d": 2},
     }
-    assert parse_yaml("a: 2024-01-01\nb: 2024-13-45") == {"a": "2024-01-01", "b": "2024-13-45"}
-
-
-def test_numbers_have_no_base_60() -> None:
-    assert parse_yaml("[1:30, 1:2:3, 1:30.5]") == ["1:30", "1:2:3", "1:30.5"]
     assert parse_yaml("[7, -3, +1, 0x10, 1_000, 1.5, .5, 1.0e-3, .inf]") == [
         7,
         -3,
