@@ -29,6 +29,8 @@ SECRET = re.compile(
     r"|\beyJ[\w-]{10,}\.[\w-]{10,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 """Access tokens in the formats of well-known services, and user and password in a URL."""
+NAMES_SECRET = re.compile(r"(?i)(?:^|[._-])(?:\w*token|(?:\w+_)?key|apikey|secret|passw(?:or)?d|credentials?|auth\w*)$")
+"""Ends of option and key names whose values are hidden: `--token`, `api_key`, `Authorization`."""
 HIDDEN = "***"
 
 
@@ -68,8 +70,18 @@ class Terminal(Console):
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return a command as a shell reads it, with access tokens and passwords in URLs hidden."""
-    return shlex.join(SECRET.sub(HIDDEN, argument) for argument in arguments)
+    """Return a command as a shell reads it, in which values that look like secrets are hidden."""
+    shown, hide = [], False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if hide and not argument.startswith("--"):
+            argument = HIDDEN
+        elif equals and value and NAMES_SECRET.search(name):
+            argument = f"{name}={HIDDEN}"
+        hide = not equals and argument.startswith("-") and NAMES_SECRET.search(argument) is not None
+        argument = re.sub(r"(?i)\b((?:authorization|cookie)\s*[:=]\s*|bearer\s+).*", rf"\1{HIDDEN}", argument)
+        shown.append(SECRET.sub(HIDDEN, argument))
+    return shlex.join(shown)
 
 
 def markdown(text: str) -> str:

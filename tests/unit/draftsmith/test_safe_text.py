@@ -99,10 +99,15 @@ TOKEN = "hf_" + "a1B2" * 8
 @pytest.mark.parametrize(
     ("arguments", "kept"),
     [
-        (["--token", TOKEN, f"x={TOKEN}"], f"--token '{HIDDEN}' 'x={HIDDEN}'"),
+        (["eval", "--token", "abc", "--out", "x"], f"eval --token '{HIDDEN}' --out x"),
+        (["--api-key=abc", "--key", "k"], f"'--api-key={HIDDEN}' --key '{HIDDEN}'"),
+        (["w.api_key=abc", "key=1", "password=p q"], f"'w.api_key={HIDDEN}' 'key={HIDDEN}' 'password={HIDDEN}'"),
+        (["--target", TOKEN, f"x={TOKEN}"], f"--target '{HIDDEN}' 'x={HIDDEN}'"),
+        (["Authorization: Bearer abc"], f"'Authorization: {HIDDEN}'"),
         (["https://me:secret@host/x"], f"'https://{HIDDEN}@host/x'"),
         (["sk-proj-" + "a" * 24, "AKIA" + "A" * 16], f"'{HIDDEN}' '{HIDDEN}'"),
         (["--prompts", "a b/it's.jsonl", ""], """--prompts 'a b/it'"'"'s.jsonl' ''"""),
+        (["--token"], "--token"),
         (["--max-new-tokens", "12", "data.prompt_tokens=5"], "--max-new-tokens 12 data.prompt_tokens=5"),
         (["--drafter", "d=runs/monkey=1/drafter", "--seed", "1"], "--drafter d=runs/monkey=1/drafter --seed 1"),
     ],
