@@ -26,7 +26,7 @@ from draftsmith.decode.rollback_check import check_rollback
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import evaluating
-from draftsmith.heads.model_config import context_limit, rotary_switch, text_config
+from draftsmith.heads.model_config import context_limit, rotary_switch, text_config, uncompiled
 from draftsmith.provenance import has_cxx_compiler
 
 # Shapes: B texts, N draft nodes of one text, V vocabulary.
@@ -71,6 +71,9 @@ UNVERIFIED = {
 }
 """Model types whose texts in `generate` differ from those of forward passes, beyond what the comparison reads."""
 RECURRENT = "its recurrent layers read one token after the other"
+COUNTS = "it takes positions from the number of tokens in the cache"
+CLAIMED = 2**17
+"""A number of tokens beyond those at which models change their attention (Llama 4: 8,192)."""
 _AGAIN: dict[Passes, str] = {
     "copied": "each round copies its own cache and reads up to 16 committed tokens again",
     "whole": "each round reads the whole text again",
@@ -99,7 +102,7 @@ def capability_of(model: PreTrainedModel) -> Capability:
             break
         run_with(model, passes)
         try:
-            with evaluating(model):
+            with evaluating(model), uncompiled(model):
                 found = _measured(model)
         except ConfigError as error:
             refused = error
@@ -159,8 +162,13 @@ def _measured(model: PreTrainedModel) -> Capability:
     if passes == "native":
         own = "it takes its masks and positions from indices in the cache"
         return Capability(kind, no_trees=_structural(model) or own, no_ragged=own)
-    found = Capability(kind, no_trees=_structural(model) or _reason(lambda: _tree_gap(model), model))
-    return replace(found, no_ragged=_reason(lambda: _ragged_gap(model), model))
+    trees, ragged = (
+        _structural(model) or _reason(lambda: _tree_gap(model), model),
+        _reason(lambda: _ragged_gap(model), model),
+    )
+    if not (trees and ragged) and _reason(lambda: _count_gap(model), model):
+        trees, ragged = trees or COUNTS, ragged or COUNTS
+    return Capability(kind, trees, ragged)
 
 
 def _read_again(model: PreTrainedModel, kind: str, passes: Passes) -> Capability:
@@ -246,6 +254,15 @@ def _ragged_gap(model: PreTrainedModel) -> float:
     roots = [[context[-1], token] for context in contexts]
     read_BNV = _after(model, contexts).tree(_ids(model, roots), [(-1,)])
     return _worst([_gap(model, read_BNV[row, 1], [*context, token]) for row, context in enumerate(contexts)])
+
+
+def _count_gap(model: PreTrainedModel) -> float:
+    """Compare a chain with the same one in a cache that claims to be longer: only positions and masks should count."""
+    context, tokens = _tokens(model, _context(model)), _tokens(model, DRAFT - 1, seed=1)
+    true, other = (_after(model, [context]) for _ in range(2))
+    other.claim(CLAIMED)
+    true_NV, other_NV = (runner.tree(_ids(model, [[context[-1], *tokens]]), [(-1, 0)])[0] for runner in (true, other))
+    return float((true_NV - other_NV).abs().max() / true_NV.float().std().clamp_min(1e-6))
 
 
 def _generate_gap(model: PreTrainedModel) -> float:

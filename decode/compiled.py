@@ -15,7 +15,7 @@ pass on a CPU. This happens once in each call of the decoder: no model may chang
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from threading import Lock, RLock
+from threading import Lock
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -31,7 +31,8 @@ from draftsmith.decode.masks import Attention
 from draftsmith.decode.sampling import index_at, precise
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import Watched
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import STANCE, context_limit
+from draftsmith.heads.query_scales import QueryScales
 
 FEWEST_SLOTS, MOST_WIDTH = 128, 128
 MOST_LAYERS = 32
@@ -118,7 +119,7 @@ class CompiledPasses:
         self.rows, self.slots, self._device, self._dtype = rows, slots, parameter.device, parameter.dtype
         self.cache = RollbackCache(model.config, rows, slots, fixed=True)
         self.states = FixedStates(model, self.cache, rows, MOST_WIDTH)
-        self.attention = Attention.of(model)
+        self.attention, self.scales = Attention.of(model), QueryScales(model)
         accepted = signature(model.forward).parameters
         self._cache_name, self._takes_positions = cache_name(accepted), "position_ids" in accepted
         self._last_position = min(slots, context_limit(model.config) or slots) - 1
@@ -173,7 +174,7 @@ class CompiledPasses:
             replaced = self.states.saved if inputs.again_B is None else list
             self._graphs[key] = Graph(CompiledPasses._pass, f"pass_of_{width}", self._device, replaced)
         inputs = _filled(inputs, self.rows)
-        with self.watching(modules), self.attention.running(chain=False):
+        with self.watching(modules), self.attention.running(chain=False), self.scales.reading():
             output = self._graphs[key].run(model, self, model, inputs, HEAD in modules, layers, most_again)
         return PassOutput._make(output).part(count, width)
 
@@ -191,14 +192,16 @@ class CompiledPasses:
         place.row, place.start, place.end, place.slots_BQ = None, None, self.slots, slots_BQ
         self.states.aim(inputs.again_B, most_again, ids_BQ.shape[1])
         arguments: dict[str, Any] = {"input_ids": ids_BQ, self._cache_name: self.cache}
+        shifted_BQ = positions_BQ if inputs.shift_B1 is None else positions_BQ + inputs.shift_B1
         if self._takes_positions:
-            shift_B1 = inputs.shift_B1
-            arguments["position_ids"] = positions_BQ if shift_B1 is None else positions_BQ + shift_B1
+            arguments["position_ids"] = shifted_BQ
+        if self.scales:
+            self.scales.positions_BQ = shifted_BQ
         if inputs.features_BQF is not None:
             arguments["features"] = inputs.features_BQF
         mask = self.attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)
         output = model(**arguments, attention_mask=mask, use_cache=True)
-        place.slots_BQ = None
+        place.slots_BQ = self.scales.positions_BQ = None
         self.states.aim(None, 0, 0)
         states = self.seen[HEAD] if remember else getattr(output, "states", None)
         features = torch.cat([self.seen[layer] for layer in layers], -1) if layers else None
@@ -217,7 +220,7 @@ class CompiledPasses:
         if key not in self._graphs:
             self._graphs[key] = Graph(CompiledPasses._chain, f"chain_of_{length}", self._device)
         inputs = ChainInputs._make(None if x is None else in_one_layout(x) for x in inputs)
-        with self.attention.running(chain=False):
+        with self.attention.running(chain=False), self.scales.reading():
             output = self._graphs[key].run(model, self, model, _filled(inputs, self.rows), length)
         tokens_BD, *q = (x[:count] for x in output if x is not None)
         return tokens_BD, q
@@ -309,7 +312,7 @@ class Graph:
             output = self._run(*arguments)
             self._checked = _TAKEN
             return output
-        with _STANCE, torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+        with STANCE, torch.compiler.set_stance(skip_guard_eval_unsafe=True):
             return self._run(*arguments)
 
 
@@ -350,8 +353,6 @@ _STEPS: "WeakKeyDictionary[nn.Module, dict[tuple, Graph]]" = WeakKeyDictionary()
 """The compiled steps of drafters."""
 _BUILT = _TAKEN = 0
 """Graphs that have been built, and calls of `take_passes`."""
-_STANCE = RLock()
-"""torch has one stance for all threads."""
 _FREE: "WeakKeyDictionary[nn.Module, list[CompiledPasses]]" = WeakKeyDictionary()
 """Passes that no text uses; graphs and storage stay for the next call."""
 _FREE_LOCK = Lock()

@@ -3,53 +3,62 @@
 Prompts are lists of tokens or padded tensors.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from draftsmith.decode.capability import Capability, capability_of, require_compilable
+from draftsmith.decode.capability import require_compilable
 from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.loop import DecodeLoop, example_draft
-from draftsmith.decode.policies import MAY_BRANCH, Policy, default_policy, exploring, plans, policy_named
+from draftsmith.decode.fitting import (
+    capabilities,
+    require_fitting,
+    require_reach,
+    require_readable,
+    require_same_vocabulary,
+)
+from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.policies import Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.policies.base import most_nodes, usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.prompt_check import usable_inputs
-from draftsmith.decode.prompts import one_seed_each, prompt_rows, require_known
+from draftsmith.decode.prompts import Ids, one_seed_each, prompt_rows, require_known
 from draftsmith.decode.recurrent_state import is_recurrent
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
-from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops
+from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops, stop_string_criteria
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.turns import turn, turn_of_others
-from draftsmith.decode.verification import Rule, rule_named
-from draftsmith.errors import ConfigError, reason_of
+from draftsmith.decode.verification import rule_named
+from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.draft_tree import Draft
-from draftsmith.heads.model_config import eos_tokens, rotary_switch, start_token
+from draftsmith.heads.model_config import eos_tokens, plain_model, rotary_switch, start_token, token_set
 from draftsmith.heads.processor_inputs import ProcessorInputs
 
 OnTokens = Callable[[list[int], Round | None], None]
 OnBatchTokens = Callable[[int, list[int], Round | None], None]
-EosTokens = int | list[int] | Literal["model"] | None
+EosTokens = int | Sequence[int] | Tensor | np.ndarray | Literal["model"] | None
+NEW_TOKENS = 128
+"""Default of `max_new_tokens`."""
 
 
 class GenerateSettings(TypedDict, total=False):
     """Keyword arguments that `generate` and `generate_batch` share."""
 
-    max_new_tokens: int
-    temperature: float
+    max_new_tokens: int | None
+    temperature: float | None
     top_k: int | None
     top_p: float | None
     eos_token_id: EosTokens
-    logits_processor: Sequence[LogitsProcessor]
-    stopping_criteria: Sequence[StoppingCriteria]
-    stop_strings: str | Sequence[str]
+    logits_processor: Sequence[LogitsProcessor] | None
+    stopping_criteria: Sequence[StoppingCriteria] | None
+    stop_strings: str | Sequence[str] | None
     tokenizer: PreTrainedTokenizerBase | None
 
 
@@ -82,6 +91,7 @@ class SpeculativeDecoder:
         costs: Costs | None = None,
         compile: bool = False,
     ) -> None:
+        target = plain_model(target)
         self._target, self.drafter = TransformersTarget(target), drafter
         with self._turn(target):
             models = capabilities(target, drafter)
@@ -97,11 +107,11 @@ class SpeculativeDecoder:
         if draft_length is not None:
             policy = Chain(draft_length)
             if drafter is not None:
-                _require_reach(drafter, draft_length)
+                require_reach(drafter, draft_length)
         self.policy: Policy | None = None
         """None without a drafter, and for one that only retrieves."""
         if drafter is not None and not drafter.only_retrieves:
-            _require_same_vocabulary(drafter, target)
+            require_same_vocabulary(drafter, target)
             if isinstance(policy, str):
                 if costs is None and plans(policy):
                     with self._turn(target):
@@ -109,7 +119,7 @@ class SpeculativeDecoder:
                 policy = policy_named(policy, costs)
             self.policy = default_policy(drafter) if policy is None else policy
         if self.rule is not None and drafter is not None:
-            _require_fitting(self.rule, drafter, self.policy)
+            require_fitting(self.rule, drafter, self.policy)
         if self.policy is not None:
             require_readable(self.policy, models)
             if compile:
@@ -125,18 +135,20 @@ class SpeculativeDecoder:
 
     def generate(
         self,
-        input_ids: Tensor | list[int],
+        input_ids: Ids | Mapping[str, Any],
         *,
+        attention_mask: Ids | None = None,
         inputs: ProcessorInputs | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         on_tokens: OnTokens | None = None,
         **settings: Unpack[GenerateSettings],
     ) -> DecodeOutput:
         """Decode one prompt.
 
         Args:
-            input_ids: the prompt, [T] or [1, T] or a list, at least one token; for an encoder-decoder target, the input
-                of its encoder.
+            input_ids: the prompt, [T] or [1, T] as a tensor, array or list, or a tokenizer's output; for an
+                encoder-decoder target, the input of its encoder.
+            attention_mask: 0 or False at padding.
             inputs: the processor's tensors for a prompt with images, see `generate_batch`.
             seed: seed of all random draws in this call.
             on_tokens: called when tokens are committed: `([first], None)` after the prefill, then `(tokens, round)`,
@@ -146,38 +158,42 @@ class SpeculativeDecoder:
         Raises:
             ConfigError: for an empty prompt, a prompt that fills the context, or settings out of range.
         """
-        rows, _ = prompt_rows(input_ids)
+        rows, _ = prompt_rows(input_ids, may_be_empty=True)
         if len(rows) != 1:
             raise ConfigError.of("input_ids batch", len(rows), "1 prompt per call; `generate_batch` takes several")
-
         forward = None if on_tokens is None else _without_place(on_tokens)
-        return self.generate_batch(rows, inputs=[inputs], seeds=[seed], on_tokens=forward, **settings)[0]
+        return self.generate_batch(
+            input_ids, attention_mask=attention_mask, inputs=[inputs], seeds=seed, on_tokens=forward, **settings
+        )[0]
 
     @torch.inference_mode()
     def generate_batch(
         self,
-        input_ids: Tensor | Sequence[list[int]],
+        input_ids: Ids | Mapping[str, Any],
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Ids | None = None,
         inputs: Sequence[ProcessorInputs | None] | None = None,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
+        max_new_tokens: int | None = NEW_TOKENS,
+        temperature: float | None = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        seeds: Sequence[int] | int = 0,
+        seeds: Sequence[int] | int | None = 0,
         eos_token_id: EosTokens = "model",
-        logits_processor: Sequence[LogitsProcessor] = (),
-        stopping_criteria: Sequence[StoppingCriteria] = (),
-        stop_strings: str | Sequence[str] = (),
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        stopping_criteria: Sequence[StoppingCriteria] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        decoder_input_ids: Sequence[list[int]] | None = None,
+        decoder_input_ids: Ids | None = None,
         encoder_states: Sequence[Tensor] | None = None,
         on_tokens: OnBatchTokens | None = None,
     ) -> list[DecodeOutput]:
         """Decode several prompts together; each text equals the output of `generate` for its prompt and seed.
 
+        None is the default of every argument, except that no token ends a text with `eos_token_id=None`.
+
         Args:
-            input_ids: lists of tokens, or [B, T] with `attention_mask` where rows are padded, on either side.
+            input_ids: lists of tokens, or a tensor or array [B, T], or the output of a tokenizer, which names the mask.
+            attention_mask: 0 or False at padding, on either side.
             inputs: for each prompt the processor's tensors besides its token ids, such as pixel_values, as a batch of
                 one; None for a prompt without images. `input_ids` and `attention_mask` in them are ignored.
             max_new_tokens: maximum number of new tokens for each prompt; reduced to the space in the target's context.
@@ -196,14 +212,16 @@ class SpeculativeDecoder:
             on_tokens: called with (index of the text, tokens, round); see `generate`.
         """
         rows, paddings = prompt_rows(input_ids, attention_mask, may_be_empty=encoder_states is not None)
-        processors = Processors(Sampling(temperature, top_k, top_p), logits_processor, texts=len(rows))
-        stops = Stops(self._eos(eos_token_id), [*stopping_criteria, *_stop_strings(stop_strings, tokenizer)])
-        prompt_seeds = one_seed_each(seeds, len(rows))
+        processors = Processors(Sampling(temperature or 0.0, top_k, top_p), logits_processor or (), texts=len(rows))
+        criteria = [*(stopping_criteria or ()), *stop_string_criteria(stop_strings or (), tokenizer)]
+        stops = Stops(self._eos(eos_token_id), criteria)
+        prompt_seeds = one_seed_each(0 if seeds is None else seeds, len(rows))
+        most = NEW_TOKENS if max_new_tokens is None else max_new_tokens
         prompts, sources = self._prompts(rows, decoder_input_ids)
         require_known(prompts, self._model)
         require_known(sources, self._model)
         sequences = [
-            self._sequence(number, prompt, max_new_tokens, stops, seed)
+            self._sequence(number, prompt, most, stops, seed)
             for number, (prompt, seed) in enumerate(zip(prompts, prompt_seeds, strict=True))
         ]
         for sequence, source, padding in zip(sequences, sources, paddings, strict=True):
@@ -238,6 +256,10 @@ class SpeculativeDecoder:
         crossing = switch is not None and _cross(sequences, switch)
         if len(sequences) > 1 and (alone or crossing or not self._together):
             return sum(self._decode([sequence], processors, on_tokens) for sequence in sequences)
+        beyond = [sequence for sequence in sequences if self._is_beyond(sequence.tokens)]
+        if 0 < len(beyond) < len(sequences):
+            others = [sequence for sequence in sequences if sequence not in beyond]
+            return sum(self._decode(group, processors, on_tokens) for group in (others, beyond))
         if switch is None or not crossing:
             return self._decode_together(sequences, processors, on_tokens)
         (sequence,) = sequences
@@ -248,17 +270,27 @@ class SpeculativeDecoder:
             self._decode_together(sequences, processors, on_tokens)
         return prefill_seconds
 
+    def _is_beyond(self, tokens: list[int]) -> bool:
+        """Return whether a text fills the drafter's context."""
+        limit = None if self.drafter is None else self.drafter.context_limit
+        return limit is not None and len(tokens) >= limit
+
     def _decode_together(
         self, sequences: list[DecodeSequence], processors: Processors, on_tokens: OnBatchTokens | None
     ) -> float:
-        """Decode sequences that share passes, or go on with one; return the seconds of the prefill."""
+        """Decode sequences that share passes, or go on with one; return the seconds of the prefill.
+
+        Without the drafter, if its context is shorter than the texts are now.
+        """
         widths = None if self.costs is None else self.costs.draft_widths
-        policy, target = self.policy, self._target
-        target.width = 1 if self.drafter is None else usual_width(policy, greedy=processors.greedy)
+        drafter, policy, target = self.drafter, self.policy, self._target
+        if self._is_beyond(sequences[0].tokens):
+            drafter = policy = None
+        target.width = 1 if drafter is None else usual_width(policy, greedy=processors.greedy)
         target.nodes = most_nodes(policy, greedy=processors.greedy).verified if target.compile else 0
         loop = DecodeLoop(
             target,
-            self.drafter,
+            drafter,
             policy,
             sequences,
             processors,
@@ -303,8 +335,7 @@ class SpeculativeDecoder:
             for seed, prompt in enumerate(prompts):
                 self.policy = exploring(policy, True)
                 self.generate(prompt, inputs=None if inputs is None else inputs[seed], seed=seed, **settings)
-                policy = self._last.policy
-                assert policy is not None, "every text of this call had a policy"
+                policy = self._last.policy or policy  # none beyond the drafter's context
             self.policy = exploring(policy, False)
 
     @property
@@ -316,18 +347,18 @@ class SpeculativeDecoder:
         if max_new_tokens < 1:
             raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
         limit = self._target.context_limit
-        reach = [limit, None if self.drafter is None else self.drafter.context_limit]
-        shortest = min((value for value in reach if value is not None), default=None)
-        if shortest is not None and len(prompt) >= shortest:
-            raise ConfigError(
-                f"prompt={len(prompt)} tokens; expected fewer than the context of {shortest}: a new token needs room"
-            )
+        if limit is not None and len(prompt) >= limit:
+            fits = f"fewer than the target's context of {limit}: a new token needs room"
+            raise ConfigError(f"prompt={len(prompt)} tokens; expected {fits}")
+        if self.drafter is not None and self._is_beyond(prompt):
+            of_drafter = f"the {self.drafter.type} drafter's context of {self.drafter.context_limit}"
+            warnings.warn(f"prompt={len(prompt)} tokens fill {of_drafter}: decoded without drafts", stacklevel=4)
         length = len(prompt) + max_new_tokens
         length = length if limit is None else min(length, limit)
         return DecodeSequence(list(prompt), length, SeededRng(seed), stops, number=number)
 
     def _prompts(
-        self, rows: list[list[int]], decoder_input_ids: Sequence[list[int]] | None
+        self, rows: list[list[int]], decoder_input_ids: Ids | None
     ) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
         """Return (decoder tokens, encoder tokens) of each text; a decoder-only target has no encoder tokens."""
         if not self._model.config.is_encoder_decoder:
@@ -336,18 +367,15 @@ class SpeculativeDecoder:
             return rows, [[] for _ in rows]
         if decoder_input_ids is None:
             return [[start_token(self._model)] for _ in rows], rows
-        if len(decoder_input_ids) != len(rows) or not all(decoder_input_ids):
-            raise ConfigError(
-                f"decoder_input_ids={len(decoder_input_ids)} rows; expected {len(rows)}, none of them empty"
-            )
-        return decoder_input_ids, rows
+        starts, _ = prompt_rows(decoder_input_ids, may_be_empty=True)
+        if len(starts) != len(rows) or not all(starts):
+            raise ConfigError(f"decoder_input_ids={len(starts)} rows; expected {len(rows)}, none of them empty")
+        return starts, rows
 
-    def _eos(self, eos_token_id: EosTokens) -> frozenset[int]:
-        if eos_token_id == "model":
+    def _eos(self, given: EosTokens) -> frozenset[int]:
+        if isinstance(given, str) and given == "model":
             return eos_tokens(self._model.config, getattr(self._model, "generation_config", None))
-        if eos_token_id is None:
-            return frozenset()
-        return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+        return frozenset() if given is None else token_set(given)
 
 
 def _cross(sequences: Sequence[DecodeSequence], switch: int) -> bool:
@@ -374,64 +402,3 @@ def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
         on_tokens(tokens, record)
 
     return forward
-
-
-def _stop_strings(
-    stop_strings: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None
-) -> list[StoppingCriteria]:
-    """Return the criterion that ends texts there; ConfigError if no text of the tokenizer holds any of the strings."""
-    if not stop_strings:
-        return []
-    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-    if tokenizer is None:
-        raise ConfigError(f"stop_strings={strings!r} without a tokenizer; expected the target's tokenizer")
-    try:
-        return [StopStringCriteria(tokenizer, strings)]
-    except ValueError as error:
-        expected = f"at least one string that the tokenizer can produce ({reason_of(error)})"
-        raise ConfigError.of("stop_strings", strings, expected) from error
-
-
-def capabilities(target: PreTrainedModel, drafter: Drafter | None) -> list[Capability]:
-    """Return the capabilities of the target and of the models that `drafter` runs with a cache of their own."""
-    modules = () if drafter is None else drafter.modules()
-    models = [target, *(module.model for module in modules if isinstance(module, DraftModel))]
-    return [capability_of(model) for model in models]
-
-
-def require_readable(policy: Policy, models: Sequence[Capability]) -> None:
-    """Raise ConfigError if drafts of `policy` may have branches, and one of the models reads chains only."""
-    for capability in models:
-        if capability.no_trees and (
-            isinstance(policy, MAY_BRANCH) or any(not draft.is_chain for draft in _examples(policy))
-        ):
-            raise ConfigError(capability.refusal(f"policy={policy}"))
-
-
-def _examples(policy: Policy) -> list[Draft]:
-    return [example_draft(policy, sharpness) for sharpness in (0.0, 4.0)]
-
-
-def _require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> None:
-    """Raise ConfigError if `rule` does not apply to retrieved drafts or to drafts of `policy`."""
-    if type(drafter).retrieve is not Drafter.retrieve and not rule.fits(Draft.chain([0, 0])):
-        raise ConfigError(f"rule={rule.name!r} needs {rule.takes}; a {drafter.type} drafter also retrieves drafts")
-    for draft in [] if policy is None else _examples(policy):
-        rule.require(draft)
-
-
-def _require_reach(drafter: Drafter, draft_length: int) -> None:
-    """Raise ConfigError for more draft tokens than the drafter proposes."""
-    most = drafter.max_draft_length
-    if most is not None and draft_length > most:
-        raise ConfigError.of(
-            "draft_length", draft_length, f"at most {most}, which is what this {drafter.type} drafter proposes"
-        )
-
-
-def _require_same_vocabulary(drafter: Drafter, target: PreTrainedModel) -> None:
-    """Raise ConfigError for a drafter with another vocabulary size, unless the number of shared tokens is known."""
-    vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    if drafter.vocab_size in (None, vocabulary) or drafter.shared_vocabulary is not None:
-        return
-    raise ConfigError(f"drafter vocabulary={drafter.vocab_size}; expected the target's {vocabulary}")

@@ -52,6 +52,8 @@ class WritePosition:
         """The slots written; None where they are the same for all rows."""
         self.row: int | None = None
         """The only row that is read; None for all."""
+        self.claimed: int | None = None
+        """The number of tokens that models are told, to measure whether they read it; None: `start`."""
 
 
 class RollbackLayer(CacheLayerMixin):
@@ -150,7 +152,7 @@ class RollbackLayer(CacheLayerMixin):
         return self._place.end, 0
 
     def get_seq_length(self) -> int:
-        return self._place.start or 0
+        return (self._place.start or 0) if self._place.claimed is None else self._place.claimed
 
     def get_max_length(self) -> int:
         return -1

@@ -3,8 +3,8 @@
 import inspect
 import sys
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,8 +36,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Chain, Level, WantedChain
 from draftsmith.heads.draft_tree import Parents, chain_parents, depths_of
 from draftsmith.heads.hidden_states import Watched, feature_modules
-from draftsmith.heads.model_config import context_limit, rotary_switch, text_config
+from draftsmith.heads.model_config import context_limit, is_compiled, rotary_switch, text_config, uncompiled
 from draftsmith.heads.processor_inputs import ProcessorInputs, prompt_positions
+from draftsmith.heads.query_scales import QueryScales
 
 # Shapes: B rows, Q tokens fed to each, S slots of the cache, H hidden size, V vocabulary.
 
@@ -87,6 +88,8 @@ class ModelRunner:
         self._mixers = self._new_mixers(text_config(model), rows)
         self._drafted = Drafted()
         self._attention = Attention.of(model)
+        self._scales = QueryScales(model)
+        self._is_plain = not self._scales and not is_compiled(model)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
         self._widths = widths if widths and rows == 1 and not self._attention.is_flash else {}
         self._layers, self._modules = layers, feature_modules(model, layers)
@@ -124,6 +127,10 @@ class ModelRunner:
     def lengths(self) -> list[int]:
         """Number of committed tokens that the model has read, for each row."""
         return self._cache.lengths
+
+    def claim(self, count: int) -> None:
+        """Let later passes tell the model that the cache has this number of tokens, see `capability_of`."""
+        self._cache.place.claimed = count
 
     def append(self, tokens: list[list[int]], features_BQF: Tensor | None = None) -> Tensor:
         """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped."""
@@ -175,14 +182,14 @@ class ModelRunner:
             ids_1T = self._ids([ids], len(ids))
             positions, shift = (None, 0) if not given else prompt_positions(self.model, ids_1T, given)
             shifts.append(shift)
-            arguments: dict[str, object] = {"input_ids": ids_1T, self._cache_name: self._cache, **(given or {})}
+            arguments: dict[str, Any] = {"input_ids": ids_1T, self._cache_name: self._cache, **(given or {})}
             if self._positions_name is not None:
                 plain_1T = torch.arange(len(ids), device=self._device)[None]
                 arguments[self._positions_name] = plain_1T if positions is None else positions
             if self._takes_keep:
                 arguments["logits_to_keep"] = self._kept([len(ids) - 1], len(ids))
             self._cache.aim_at(row, len(ids))
-            with self._mixers.reading(len(ids), [len(ids)]), self._watching():
+            with self._mixers.reading(len(ids), [len(ids)]), self._watching(arguments.get(self._positions_name or "")):
                 output = self.model(**arguments, use_cache=True)
             self._cache.lengths[row] = len(ids)
             logits.append(output.logits[:, -1])
@@ -418,8 +425,10 @@ class ModelRunner:
         else:
             mask = attention.plain(visible_BQS, self._dtype)
         inputs: dict[str, Any] = {"use_cache": True}
+        if self._shift_B1 is not None:
+            positions_BQ = positions_BQ + self._shift_B1
         if self._positions_name is not None:
-            inputs[self._positions_name] = positions_BQ if self._shift_B1 is None else positions_BQ + self._shift_B1
+            inputs[self._positions_name] = positions_BQ
         if self._takes_keep and keep is not None:
             inputs["logits_to_keep"] = self._kept(keep, width)
         if self._encoded is not None:
@@ -429,7 +438,7 @@ class ModelRunner:
         if features_BQF is not None:
             inputs["features"] = features_BQF
         seen = self._seen
-        with relative, attention.running(chain=is_chain), self._watching():
+        with relative, attention.running(chain=is_chain), self._watching(positions_BQ):
             if self._again is None:
                 output = self.model(**inputs)
             else:  # whose last columns are the new tokens'
@@ -469,9 +478,17 @@ class ModelRunner:
         self.features_BQF = output.features_BQF
         return output.logits_BQV, output.states_BQH
 
-    def _watching(self) -> AbstractContextManager[None]:
-        """Return a context in which `_seen` is filled where no hooks of this runner do that."""
+    def _watching(self, positions_BQ: Tensor | None) -> AbstractContextManager[None]:
+        """Return a context of a pass at these positions, in which `_seen` is filled."""
+        if not self._is_plain:
+            return self._watching_scaled(positions_BQ)
         return NO_CONTEXT if self._passes is None else self._passes.watching(self._modules)
+
+    @contextmanager
+    def _watching_scaled(self, positions_BQ: Tensor | None) -> Iterator[None]:
+        watching = NO_CONTEXT if self._passes is None else self._passes.watching(self._modules)
+        with watching, uncompiled(self.model), self._scales.reading(positions_BQ):
+            yield
 
     def _again_before(self) -> Tensor | None:
         """Return `again_B` of the compiled pass that follows."""

@@ -1,45 +1,71 @@
-"""The prompts of a call: lists of tokens from lists and padded tensors, and the check of their ids."""
+"""The prompts of a call: lists of tokens from lists, arrays and padded tensors, and the check of their ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.sampling import require_seed
 from draftsmith.errors import ConfigError
 
+Ids = Tensor | np.ndarray | Sequence
+"""Tokens of one prompt or of several, or a mask over them."""
+_OF_TOKENIZER = ("input_ids", "attention_mask", "token_type_ids")
+"""What tokenizers return for a text; all its tokens are of one type."""
+
 
 def prompt_rows(
-    input_ids: Tensor | Sequence, attention_mask: Tensor | None = None, *, may_be_empty: bool = False
+    input_ids: Ids | Mapping[str, Any], attention_mask: Ids | None = None, *, may_be_empty: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the tokens of each prompt, and the padding on its left.
 
-    Accepts [T], [B, T], a list of tokens, or a list of such lists. The model does not read the padding; logits
-    processors and stopping criteria do, as in transformers' `generate`.
+    Accepts [T] and [B, T] as a tensor, an array or lists, rows of different lengths, and a tokenizer's output. The
+    model does not read tokens at which the mask is 0; logits processors and stopping criteria read the padding on the
+    left, as in transformers' `generate`.
     """
-    paddings: list[list[int]] | None = None
-    if isinstance(input_ids, Tensor):
-        ids = input_ids if input_ids.dim() > 1 else input_ids[None]
-        if attention_mask is not None:
-            mask = attention_mask if attention_mask.dim() > 1 else attention_mask[None]
-            if mask.shape != ids.shape:
-                raise ConfigError.of("attention_mask shape", list(mask.shape), f"that of input_ids, {list(ids.shape)}")
-            rows = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
-            paddings = [row[: int(keep.argmax())].tolist() for row, keep in zip(ids, mask, strict=True)]
-        else:
-            rows = ids.tolist()
-    else:
-        if attention_mask is not None:
-            raise ConfigError("attention_mask with lists of tokens; expected it with a tensor of input_ids only")
-        nested = bool(input_ids) and isinstance(input_ids[0], (list, tuple, Tensor))
-        rows = [torch.as_tensor(row).tolist() for row in input_ids] if nested else [list(input_ids)]
+    if isinstance(input_ids, Mapping):
+        if others := sorted(set(input_ids) - set(_OF_TOKENIZER)):
+            raise ConfigError(f"input_ids[{others[0]!r}]; expected it in `inputs`, see `generate_batch`")
+        attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
+        input_ids = input_ids["input_ids"]
+    rows = _rows("input_ids", input_ids)
+    paddings: list[list[int]] = [[] for _ in rows]
+    if attention_mask is not None:
+        masks = _rows("attention_mask", attention_mask)
+        if (shape := list(map(len, masks))) != (expected := list(map(len, rows))):
+            raise ConfigError.of("attention_mask lengths", shape, f"those of input_ids, {expected}")
+        if not set().union(*masks) <= {0, 1}:
+            raise ConfigError("attention_mask with other values than 0 and 1; expected True or 1 at tokens")
+        paired = list(zip(rows, masks, strict=True))
+        paddings = [row[: [*mask, 1].index(1)] for row, mask in paired]
+        rows = [[token for token, kept in zip(row, mask, strict=True) if kept] for row, mask in paired]
     for number, row in enumerate(rows):
         if not row and not may_be_empty:
             raise ConfigError(f"prompt{f' {number}' if len(rows) > 1 else ''}=0 tokens; expected at least 1")
     if not rows:
         raise ConfigError("prompts=0; expected at least 1")
-    return rows, paddings or [[] for _ in rows]
+    return rows, paddings
+
+
+def _rows(name: str, values: Ids) -> list[list[int]]:
+    """Return rows of numbers; ConfigError for values that are not whole numbers."""
+    if not isinstance(values, Tensor | np.ndarray):
+        nested = len(values) > 0 and np.ndim(values[0]) > 0
+        return [_row(name, row) for row in values] if nested else [_row(name, values)]
+    if values.ndim > 2:
+        raise ConfigError.of(f"{name} shape", list(values.shape), "[T] or [B, T]")
+    return [_row(name, row) for row in (values if values.ndim > 1 else values[None])]
+
+
+def _row(name: str, values: Ids) -> list[int]:
+    array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    whole = array.astype(np.int64) if array.dtype.kind in "biuf" else None
+    if whole is None or not (whole == array).all():
+        raise ConfigError(f"{name} of {array.dtype}; expected whole numbers")
+    return whole.tolist()
 
 
 def require_known(rows: Sequence[list[int]], model: PreTrainedModel) -> None:
@@ -55,10 +81,10 @@ def require_known(rows: Sequence[list[int]], model: PreTrainedModel) -> None:
                 )
 
 
-def one_seed_each(seeds: Sequence[int] | int, count: int) -> Sequence[int]:
+def one_seed_each(seeds: Sequence[int] | Integral | int, count: int) -> Sequence[int]:
     """Return one seed for each of `count` prompts; ConfigError for another number of seeds or seeds out of range."""
-    if isinstance(seeds, int):
-        seeds = range(seeds, seeds + count)
+    if isinstance(seeds, Integral):
+        seeds = range(int(seeds), int(seeds) + count)
     for seed in (seeds[0], seeds[-1]) if isinstance(seeds, range) else seeds:
         require_seed("seed", seed, 2**64 - 1)
     if len(seeds) != count:

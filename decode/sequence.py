@@ -6,10 +6,11 @@ from typing import Literal, cast
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
 from draftsmith.decode.policies.base import Policy
 from draftsmith.decode.sampling import Rng
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.processor_inputs import ProcessorInputs
 
 
@@ -115,6 +116,22 @@ class Stops:
     eos: frozenset[int] = frozenset()
     criteria: Sequence[StoppingCriteria] = ()
     """Criteria of transformers, including stop strings; called after every committed token, as in `generate`."""
+
+
+def stop_string_criteria(
+    stop_strings: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None
+) -> list[StoppingCriteria]:
+    """Return the criterion that ends texts there; ConfigError if no text of the tokenizer holds any of the strings."""
+    if not stop_strings:
+        return []
+    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    if tokenizer is None:
+        raise ConfigError(f"stop_strings={strings!r} without a tokenizer; expected the target's tokenizer")
+    try:
+        return [StopStringCriteria(tokenizer, strings)]
+    except ValueError as error:
+        expected = f"at least one string that the tokenizer can produce ({reason_of(error)})"
+        raise ConfigError.of("stop_strings", strings, expected) from error
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.decoder import capabilities, require_readable
+from draftsmith.decode.fitting import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
 from draftsmith.distill.load_target import load_processor, load_target, load_tokenizer
 from draftsmith.eval.prompts import Prompt, PromptRows

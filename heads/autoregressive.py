@@ -35,6 +35,7 @@ from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import require_layers
 from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary, windows_of
 from draftsmith.heads.lm_head import logits_head, weight_of
+from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
@@ -140,7 +141,7 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
         super().__init__()
         self.body = body
         self.needs = Needs(hidden=True, layers=layers)
-        self.vocab_size, self.context_limit = body.config.vocab_size, body.config.max_position_embeddings
+        self.vocab_size, self.context_limit = body.config.vocab_size, context_limit(body.config)
 
     def attach(self, target: PreTrainedModel) -> None:
         require_layers(target, self.needs.layers)

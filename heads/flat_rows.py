@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from draftsmith.heads.model_config import SPECIAL_ATTENTION, Implementation, configs_of, text_config
+from draftsmith.heads.query_scales import QueryScales
 
 # Shapes: B rows, T positions, N positions of the flat row, X any states, K key/value heads, d head size.
 
@@ -40,13 +41,18 @@ class FlatRows:
         attention_mask_BT: 1 at tokens; rows are padded on the right.
         documents_BT: see `TeacherSignals`; None where each row is one text.
         configs: attributes of the configs of the layers that call `attend`.
+        scales: the layers whose queries depend on positions otherwise than by rotation.
     """
 
     def __init__(
-        self, attention_mask_BT: Tensor, documents_BT: Tensor | None = None, configs: tuple[dict[str, Any], ...] = ()
+        self,
+        attention_mask_BT: Tensor,
+        documents_BT: Tensor | None,
+        configs: tuple[dict[str, Any], ...],
+        scales: QueryScales,
     ) -> None:
         self.shape, device = attention_mask_BT.shape, attention_mask_BT.device
-        self._configs = configs
+        self._configs, self._scales = configs, scales
         B, T = self.shape
         texts_BT = (torch.arange(B, device=device)[:, None] * (T + 1)).expand(B, T)
         texts_BT = texts_BT if documents_BT is None else texts_BT + documents_BT
@@ -62,15 +68,15 @@ class FlatRows:
         self.width = tokens + self.filling
         self.groups = [(length, len(list(equal))) for length, equal in groupby(lengths)]
         """Length and number of texts that are equally long."""
-        self._positions = [torch.arange(length, device=device) for length in lengths]
+        restarting = [torch.arange(length, device=device) for length in lengths]
+        self._positions_1N = torch.cat([*restarting, kept_N.new_zeros(self.filling)])[None]
 
     def arguments(self, input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model's inputs: tokens, and positions that restart in each text."""
         ids_N = input_ids_BT.flatten()[self.places_N]
-        positions_N = torch.cat([*self._positions, ids_N.new_zeros(self.filling)])
         ids_1N = nn.functional.pad(ids_N, (0, self.filling))[None]
         # With a mask, transformers does not search the positions for documents to make a mask of its own.
-        return {"input_ids": ids_1N, "attention_mask": torch.ones_like(ids_1N), "position_ids": positions_N[None]}
+        return {"input_ids": ids_1N, "attention_mask": torch.ones_like(ids_1N), "position_ids": self._positions_1N}
 
     def rows(self, states_1NX: Tensor) -> Tensor:
         """Return states [B, T, X] in the rows, zero at padding."""
@@ -84,7 +90,7 @@ class FlatRows:
         """Let the layers with these configs attend within the texts of this flat row."""
         token = _READ.set(self)
         try:
-            with Implementation(self._configs, NAME):
+            with Implementation(self._configs, NAME), self._scales.reading(self._positions_1N):
                 yield
         finally:
             _READ.reset(token)
@@ -131,7 +137,7 @@ def flat_rows(model: PreTrainedModel, attention_mask_BT: Tensor, documents_BT: T
     configs = _FITTING.get(model)
     if not configs or (documents_BT is None and attention_mask_BT.device.type != "cpu"):
         return None
-    flat = FlatRows(attention_mask_BT, documents_BT, configs)
+    flat = FlatRows(attention_mask_BT, documents_BT, configs, QueryScales(model))
     return flat if documents_BT is not None or flat.width < attention_mask_BT.numel() else None
 
 

@@ -19,8 +19,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.flat_rows import as_rows, flat_rows
 from draftsmith.heads.lm_head import logits_map
-from draftsmith.heads.model_config import text_config
+from draftsmith.heads.model_config import text_config, uncompiled
 from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.heads.query_scales import QueryScales
 
 # Shapes: B rows, T positions.
 
@@ -94,7 +95,7 @@ def final_states(
     assert lm_head is not None, "a model without an lm_head is refused when its logits are measured"
     handle = lm_head.register_forward_pre_hook(record)
     try:
-        with nullcontext() if flat is None else flat.reading():
+        with uncompiled(model), nullcontext() if flat is None else flat.reading():
             model(**arguments, use_cache=False)
     finally:
         handle.remove()
@@ -112,6 +113,11 @@ def _packed(
         raise ConfigError(
             f"data.pack=True with an encoder-decoder model (model_type={model.config.model_type!r}); "
             "expected data.pack=false"
+        )
+    if QueryScales(model):
+        raise ConfigError(
+            f"data.pack=True with model_type={model.config.model_type!r}, which scales queries by places in the row; "
+            "expected attn_implementation=sdpa, or data.pack=false"
         )
     # Padding stays at position 0: no token attends to it, and it needs no more learned positions than the text.
     return {"input_ids": input_ids_BT, "position_ids": document_positions(documents_BT) * attention_mask_BT}

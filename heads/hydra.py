@@ -107,7 +107,7 @@ class Hydra(TokenHeads):
         self.prefix = None if prefix is None else PrefixNetwork(prefix)
         if prefix is not None:
             self.needs = Needs(hidden=True, layers=(FINAL,))
-            self.context_limit = prefix.max_position_embeddings
+            self.context_limit = context_limit(prefix)
         self._embeddings: tuple[nn.Module, ...] = ()
 
     @classmethod

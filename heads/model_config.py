@@ -1,9 +1,14 @@
 """Values of a transformers model's config that architectures store in different ways; its attention implementation."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import index
 from threading import RLock
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
@@ -23,15 +28,27 @@ def layer_value(config: PreTrainedConfig, name: str, layer: int = 0) -> Any:
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:
-    """Return the number of positions that a model of this config can read; None when the config states no limit."""
+    """Return the number of positions that a model of this config can read; None when the config states no limit.
+
+    YaRN reads `original_max_position_embeddings * factor` positions, and `max_position_embeddings` may state fewer:
+    users enable it in a config whose other values stay.
+    """
     if getattr(config, "relative_attention_num_buckets", None):
         return None  # relative positions: T5's n_positions is the length that it was trained with, not a limit
     decoder = config.get_text_config(decoder=True)
     for key in ("max_position_embeddings", "n_positions"):
         limit = getattr(decoder, key, None)
         if limit and limit > 0:  # -1: none
-            return int(limit)
+            yarn = [rope for rope in _rotary(config) if rope.get("rope_type") == "yarn"]
+            reach = [rope["original_max_position_embeddings"] * (rope.get("factor") or 1) for rope in yarn]
+            return int(max([limit, *reach]))
     return None
+
+
+def _rotary(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of rotary embeddings: one entry, or one for each type of layer."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [rope, *(part for part in rope.values() if isinstance(part, dict))]
 
 
 def rotary_switch(config: PreTrainedConfig) -> int | None:
@@ -40,9 +57,7 @@ def rotary_switch(config: PreTrainedConfig) -> int | None:
     A pass that reads a later position computes all its tokens with the frequencies of long texts, to which keys that
     were cached before do not belong. transformers' `generate` therefore reads the text again there.
     """
-    text, limit = config.get_text_config(decoder=True), context_limit(config)
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for each type of layer
+    limit, kinds = context_limit(config), _rotary(config)
     lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     switch = min(lengths, default=None)
     return None if switch is None or (limit is not None and limit <= switch) else int(switch)
@@ -62,8 +77,17 @@ def eos_tokens(config: PreTrainedConfig, generation: Any = None) -> frozenset[in
     for each in (generation, config, config.get_text_config(decoder=True)):
         ends = getattr(each, "eos_token_id", None)
         if ends is not None:
-            return frozenset([ends] if isinstance(ends, int) else ends)
+            return token_set(ends)
     return frozenset()
+
+
+def token_set(tokens: Any) -> frozenset[int]:
+    """Return the tokens of a number, or of a list, set, tensor or array of numbers; ConfigError for anything else."""
+    values = tokens.flatten().tolist() if hasattr(tokens, "flatten") else tokens
+    try:
+        return frozenset(map(index, values if isinstance(values, Iterable) else [values]))
+    except TypeError:
+        raise ConfigError.of("eos_token_id", tokens, "a token, or several") from None
 
 
 _NAME = "_attn_implementation_internal"
@@ -102,3 +126,38 @@ class Implementation:
         for config, name in zip(self._configs, self._before, strict=True):
             config[_NAME] = name
         _LOCK.release()
+
+
+STANCE = RLock()
+"""torch has one stance for all threads."""
+NO_CONTEXT = nullcontext()
+
+
+def plain_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model itself, also of `torch.compile(model)`; warn of a target that its user compiled."""
+    plain = getattr(model, "_orig_mod", model)
+    if plain is not model or is_compiled(plain):
+        warnings.warn(
+            "the target was compiled with torch.compile, and runs uncompiled here; compile=True compiles its passes",
+            stacklevel=3,
+        )
+    return plain
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a user compiled the forward pass of `model`."""
+    return model._compiled_call_impl is not None or hasattr(model.forward, "_torchdynamo_orig_callable")
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a model that its user compiled runs as it is.
+
+    Compiled passes do not call hooks that were placed after they were built.
+    """
+    return _uncompiled() if is_compiled(model) else NO_CONTEXT
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    with STANCE, torch.compiler.set_stance("force_eager"):
+        yield

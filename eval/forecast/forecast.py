@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.decoder import capabilities
+from draftsmith.decode.fitting import capabilities
 from draftsmith.decode.policies import Chain, Policy, StaticTree, default_policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from rich.table import Table
 
-from draftsmith.decode.decoder import capabilities
+from draftsmith.decode.fitting import capabilities
 from draftsmith.decode.policies import check_policy
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate

@@ -81,24 +81,47 @@ def test_masks_that_were_made_outside_are_made_again() -> None:
         tree_mask((-1, 0, 0), DEVICE) & (weights()[:1, :1] > 0)
 
 
+def texts_of(name: str) -> list[list[int]]:
+    """Return greedy and sampled texts with drafts of each kind."""
+    target, texts = target_model().to(DEVICE), []
+    drafter = make_drafter(name, target)
+    for policy in ("chain:draft_length=3", "sampled-tree:width=3,depth=2", "dynamic-tree:size=6,depth=2,top_k=2"):
+        decoder = SpeculativeDecoder(target, drafter, policy=policy)
+        for temperature in (0.0, 1.0):
+            settings = {"max_new_tokens": 5, "eos_token_id": None, "top_p": 0.9, "logits_processor": [PENALTY]}
+            outs = decoder.generate_batch(PROMPTS, temperature=temperature, **settings)
+            assert sum(record.drafted for out in outs for record in out.rounds) > 0
+            texts += [out.tokens for out in outs]
+    return texts
+
+
 @pytest.mark.parametrize("name", mostly_slow(FAMILIES, "draft_model", "hydra", "eagle3", "dspark"))
 def test_families_decode(name: str) -> None:
+    """With the same texts as where nothing is told apart."""
     with two_places():
-        target = target_model().to(DEVICE)
-        drafter = make_drafter(name, target)
-        for policy in ("chain:draft_length=3", "sampled-tree:width=3,depth=2", "dynamic-tree:size=6,depth=2,top_k=2"):
-            decoder = SpeculativeDecoder(target, drafter, policy=policy)
-            for temperature in (0.0, 1.0):
-                settings = {"max_new_tokens": 5, "eos_token_id": None, "top_p": 0.9, "logits_processor": [PENALTY]}
-                decoder.generate_batch(PROMPTS, temperature=temperature, **settings)
+        texts = texts_of(name)
+    assert texts == texts_of(name)
+
+
+def loss_and_gradients(name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    target = target_model().to(DEVICE)
+    drafter = make_drafter(name, target, noise=0.1).train()
+    step = AgreementStep(drafter, Objective(dpace=0.5), OnlineTeacher(target, drafter.needs.layers))
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = step(batch_on(DEVICE), 0.5, Last([0.4] * 8))[0]
+    loss.backward()
+    return loss.detach(), {key: x.grad for key, x in drafter.named_parameters() if x.grad is not None}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_learn(name: str) -> None:
+    """With the same loss and gradients, up to rounding in bf16."""
     with two_places():
-        target = target_model().to(DEVICE)
-        drafter = make_drafter(name, target, noise=0.1).train()
-        step = AgreementStep(drafter, Objective(dpace=0.5), OnlineTeacher(target, drafter.needs.layers))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = step(batch_on(DEVICE), 0.5, Last([0.4] * 8))[0]
-        loss.backward()
+        loss, gradients = loss_and_gradients(name)
+    expected, own = loss_and_gradients(name)
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+    assert gradients.keys() == own.keys()
+    assert max(gradient.norm() for gradient in gradients.values()) > 0
+    for key, gradient in gradients.items():
+        assert (gradient - own[key]).norm() <= 0.02 * own[key].norm(), key

@@ -28,8 +28,11 @@ SIZES: dict[str, Any] = {
     "index_n_heads": 16, "rotary_dim": 4, "num_experts_per_token": 2, "num_expert_group": 1,
     "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_encoder_layers": 2,
     "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4,
+    "floor_scale": 4, "attn_scale": 1.0, "log_scaling_n_floor": 4, "local_attention": 8,
+    "relative_attention_max_distance": 12, "relative_max_distance": 12, "max_window_layers": 1,
+    "use_sliding_window": True,
 }  # fmt: skip
-"""Passed to every config that has an attribute of that name."""
+"""Passed to every config that has an attribute of that name; texts reach every length at which attention changes."""
 IDS = {"bos_token_id": 2, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 2}
 
 
@@ -102,6 +105,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"layer_types": None, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},
+    "llama4_text": {"no_rope_layers": [1, 0]},
     "longcat_flash": MLA,
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 4},
     "minicpm3": MLA,

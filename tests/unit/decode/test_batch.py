@@ -110,7 +110,7 @@ def test_bad_batches_are_refused(tiny_target: LlamaForCausalLM) -> None:
         decoder.generate_batch([[3], []])
     with pytest.raises(ConfigError, match=r"seeds=\[1\]; expected one for each of the 2 prompts"):
         decoder.generate_batch([[3], [4]], seeds=[1])
-    with pytest.raises(ConfigError, match=r"attention_mask shape=\[1, 2\]; expected that of input_ids, \[1, 3\]"):
+    with pytest.raises(ConfigError, match=r"attention_mask lengths=\[2\]; expected those of input_ids, \[3\]"):
         decoder.generate_batch(torch.tensor([[3, 4, 5]]), attention_mask=torch.ones(1, 2))
     with pytest.raises(ConfigError, match="input_ids batch=2; expected 1 prompt per call"):
         decoder.generate(torch.tensor([[3, 4], [5, 6]]))

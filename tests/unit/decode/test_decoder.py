@@ -128,7 +128,7 @@ def test_settings_out_of_range_are_refused(decoder: SpeculativeDecoder, options:
 
 
 def test_prompts_that_do_not_fit_are_refused(decoder: SpeculativeDecoder) -> None:
-    with pytest.raises(ConfigError, match="prompt=128 tokens; expected fewer than the context of 128"):
+    with pytest.raises(ConfigError, match="prompt=128 tokens; expected fewer than the target's context of 128"):
         decoder.generate([3] * 128)
     with pytest.raises(ConfigError, match="prompt=0 tokens"):
         decoder.generate([])

@@ -13,7 +13,6 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.decode import reread
 from draftsmith.decode.attention import passes_of, run_with
 from draftsmith.decode.capability import capability_of
-from draftsmith.decode.kv_cache import RollbackLayer
 from draftsmith.decode.model_runner import ModelRunner
 from draftsmith.decode.recurrent_state import MOST_AGAIN
 from draftsmith.decode.reread import Reread
@@ -70,20 +69,30 @@ def test_the_check_notices_wrong_caches(
     assert rollback_gap(model, 1) > 0.1
 
 
+@pytest.mark.parametrize("family", ["rwkv", "deepseek_v4"])
 @torch.inference_mode()
-def test_the_cache_moves_on_so_that_few_tokens_are_read_again() -> None:
-    model, widths = build("rwkv"), []
+def test_few_tokens_are_read_again_and_logits_stay_those_of_plain_passes(family: str) -> None:
+    """Over more rounds than the cache moves on after, with drafts that are discarded in part."""
+    model, longest = build(family), 0
     run_with(model, "copied")
-    runner = ModelRunner(model, 1, widths={3: 8})  # padding would be in the cache
-    runner.append([[5, 6, 7, 8]])
-    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
-    for _ in range(MOST_AGAIN):
-        runner.tree(torch.tensor([[9, 10, 11]]), [(-1, 0)])
-        runner.commit([[0, 1]])
-    # The first draft after the prompt, then two committed tokens more in each round, up to the pass that moves on.
-    rounds = MOST_AGAIN // 2
-    cycle = [3 + 2 * before for before in range(rounds)]
-    assert widths == [*cycle, MOST_AGAIN, *cycle]
+    runner, text = ModelRunner(model, 1, widths={3: 8}), [5, 6, 7, 8, 9]  # padding would be in the cache
+    runner.append([text[:-1]])
+    for number in range(2 * MOST_AGAIN):
+        draft = [10 + number % 7, 11 + number % 5]
+        read: list[int] = []
+        embeddings = model.get_input_embeddings()
+        counter = embeddings.register_forward_pre_hook(lambda _, inputs, read=read: read.append(inputs[0].shape[1]))
+        read_NV = runner.tree(torch.tensor([[text[-1], *draft]]), [(-1, 0)])[0]
+        counter.remove()
+        longest = max(longest, *read)
+        if number % 8 == 7:
+            expected_NV = model(input_ids=torch.tensor([[*text, *draft]]), use_cache=False).logits[0, -3:]
+            torch.testing.assert_close(read_NV, expected_NV, rtol=ROUNDING, atol=ROUNDING)
+        kept = number % 2
+        runner.commit([[0, *range(1, 1 + kept)]])
+        text += draft[: 1 + kept] if kept else [12]
+    assert len(text) > 3 * MOST_AGAIN
+    assert longest < MOST_AGAIN + 3
 
 
 @pytest.mark.parametrize(("family", "first"), [("openai-gpt", 1), ("rwkv", 0)])
@@ -148,14 +157,17 @@ def test_a_tree_after_more_tokens_than_an_indexer_chooses(monkeypatch: pytest.Mo
     assert gap() > 0.1
 
 
-def test_the_keys_of_an_indexer_follow_those_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.inference_mode()
+def test_the_keys_of_an_indexer_follow_those_of_its_layer() -> None:
+    """After a path whose tokens move to other slots, in a text of more tokens than the indexer chooses."""
     model = build("deepseek_v32")
-    moves: list[int] = []
-    move = RollbackLayer.move
-    monkeypatch.setattr(RollbackLayer, "move", lambda self, *args: (moves.append(1), move(self, *args)))
-    with torch.inference_mode():
-        runner = ModelRunner(model, 1)
-        runner.append([[5, 6, 7]])
-        runner.tree(torch.tensor([[8, 9, 10]]), [(-1, -1)])
-        runner.commit([[0, 2]])
-    assert len(moves) == 2 * model.config.num_hidden_layers
+    run_with(model, "masked")
+    context = [*range(3, 33)]
+    runner = ModelRunner(model, 1)
+    runner.append([context[:-1]])
+    runner.tree(torch.tensor([[context[-1], 50, 51, 52, 53]]), [(-1, -1, 1, 2)])
+    runner.commit([[0, 2, 3, 4]])
+    text = [*context, 51, 52, 53, 44]
+    read_NV = runner.tree(torch.tensor([text[-1:]]), [()])[0]
+    expected_V = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(read_NV[0], expected_V, rtol=ROUNDING, atol=ROUNDING)

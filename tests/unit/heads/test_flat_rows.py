@@ -28,6 +28,16 @@ KINDS: dict[str, dict[str, Any]] = {
     **{kind: options for kind, options in PACKABLE.items() if kind != "gemma2"},
     "mistral": {"head_dim": 8, "sliding_window": 5},
     "starcoder2": {"sliding_window": None},
+    "llama4_text": {  # chunks of 5 tokens, and queries that are scaled by position where nothing is rotated
+        "attention_chunk_size": 5,
+        "no_rope_layers": [1, 0],
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64,
+        "floor_scale": 4,
+        "attn_scale": 1.0,
+    },
 }
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 

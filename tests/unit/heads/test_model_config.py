@@ -1,10 +1,23 @@
 """Limits and start tokens that configs state in different ways."""
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.model_config import context_limit, start_token
+
+
+def yarn(original: int = 64, factor: float = 4.0) -> dict:
+    values = {"factor": factor, "original_max_position_embeddings": original}
+    return {"rope_type": "yarn", "rope_theta": 1e4, **values}
 
 
 @pytest.mark.parametrize(
@@ -13,6 +26,31 @@ from draftsmith.heads.model_config import context_limit, start_token
     ids=["llama", "gpt2", "t5"],
 )
 def test_the_context_limit_is_the_number_of_positions(config: PreTrainedConfig, limit: int | None) -> None:
+    assert context_limit(config) == limit
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (Qwen3Config(max_position_embeddings=64, rope_parameters=yarn()), 256),
+        (Qwen3Config(max_position_embeddings=80, rope_parameters=yarn()), 256),
+        (Qwen3Config(max_position_embeddings=300, rope_parameters=yarn()), 300),
+        (Qwen3Config(max_position_embeddings=64, rope_parameters={**yarn(), "rope_type": "linear"}), 64),
+        (
+            Gemma3TextConfig(
+                max_position_embeddings=64,
+                rope_parameters={
+                    "full_attention": yarn(),
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            ),
+            256,
+        ),
+    ],
+    ids=["as the original", "a little more", "all of it", "linear", "by type of layer"],
+)
+def test_yarn_reads_its_factor_times_the_original_positions(config: PreTrainedConfig, limit: int) -> None:
+    """Qwen advises to add YaRN to config.json, where `max_position_embeddings` stays as it is."""
     assert context_limit(config) == limit
 
 

@@ -8,7 +8,7 @@ from unit.heads.test_families import FAMILIES, make, target_model
 from unit.heads.test_packing import OBJECTIVES, packed_and_apart, sums_and_gradients
 
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.heads import read_positions
+from draftsmith.heads import Eagle3, read_positions
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.hidden_states import document_positions
 from draftsmith.heads.read_positions import ReadPositions
@@ -51,6 +51,27 @@ def test_the_loss_is_that_of_states_everywhere(name: str, kind: str, monkeypatch
         assert gradients.keys() == expected.keys()
         for key, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[key], **EXACT, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("length", [26, 30, 48])
+def test_as_many_keys_as_queries_once_both_are_filled(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers after the first of an EAGLE-3 have states at queries only, and know them by their number."""
+    target = target_model()
+    drafter = Eagle3.from_target(target, layers=[1], num_hidden_layers=2).double().eval()
+    for parameter in drafter.parameters():
+        parameter.data.normal_(std=0.3)
+    teacher = OnlineTeacher(target.double(), drafter.needs.layers)
+    rows = [{"input_ids": torch.randint(2, 64, (length,)).tolist(), "spans": [[14, length]]}]
+    signals = teacher.signals(**vars(collate(Dataset.from_list(rows), [0], torch.device("cpu"))))
+    read = ReadPositions(signals, drafter.train_steps)
+    assert read.among_N is not None
+    assert read.count != len(read.queries_N)
+    some, gradients = sums_and_gradients(drafter, signals, teacher.lm_head, OBJECTIVES["kl"])
+    monkeypatch.setattr(read_positions, "_trained", lambda given, _: torch.ones_like(given.mask_BT))
+    every, expected = sums_and_gradients(drafter, signals, teacher.lm_head, OBJECTIVES["kl"])
+    torch.testing.assert_close((some.loss, some.alpha_K), (every.loss, every.alpha_K), **EXACT)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key], **EXACT, msg=lambda text, key=key: f"{key}: {text}")
 
 
 @pytest.mark.parametrize("packed", [False, True])
