@@ -1,7 +1,6 @@
 """The prompts of a call: lists of tokens from lists, arrays and padded tensors, and the check of their ids."""
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,13 @@ def prompt_rows(
     model does not read tokens at which the mask is 0; logits processors and stopping criteria read the padding on the
     left, as in transformers' `generate`.
     """
+    given: Any = input_ids
     if isinstance(input_ids, Mapping):
         if others := sorted(set(input_ids) - set(_OF_TOKENIZER)):
             raise ConfigError(f"input_ids[{others[0]!r}]; expected it in `inputs`, see `generate_batch`")
         attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
-        input_ids = input_ids["input_ids"]
-    rows = _rows("input_ids", input_ids)
+        given = input_ids["input_ids"]
+    rows = _rows("input_ids", given)
     paddings: list[list[int]] = [[] for _ in rows]
     if attention_mask is not None:
         masks = _rows("attention_mask", attention_mask)
@@ -81,9 +81,9 @@ def require_known(rows: Sequence[list[int]], model: PreTrainedModel) -> None:
                 )
 
 
-def one_seed_each(seeds: Sequence[int] | Integral | int, count: int) -> Sequence[int]:
+def one_seed_each(seeds: Sequence[int] | int, count: int) -> Sequence[int]:
     """Return one seed for each of `count` prompts; ConfigError for another number of seeds or seeds out of range."""
-    if isinstance(seeds, Integral):
+    if isinstance(seeds, int | np.integer):
         seeds = range(int(seeds), int(seeds) + count)
     for seed in (seeds[0], seeds[-1]) if isinstance(seeds, range) else seeds:
         require_seed("seed", seed, 2**64 - 1)
