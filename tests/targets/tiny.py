@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
     "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_encoder_layers": 2,
     "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4,
     "floor_scale": 4, "attn_scale": 1.0, "log_scaling_n_floor": 4, "local_attention": 8,
-    "relative_attention_max_distance": 12, "relative_max_distance": 12, "max_window_layers": 1,
+    "max_window_layers": 1,
     "use_sliding_window": True,
 }  # fmt: skip
 """Passed to every config that has an attribute of that name; texts reach every length at which attention changes."""
