@@ -181,23 +181,21 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
     def start(self, context: Context) -> None:
         super().start(context)
         self._runner = context.runner(self.body)
-        # All of the prompt except its last token, whose logits `begin` returns.
-        unread = [text.tokens[1:-1] for text in context.texts]
-        if any(unread):
-            self._read(unread)
+        self._read([text.tokens[1:] for text in context.texts])
 
     def begin(self, rows: list[int]) -> Tensor:
         unread: list[list[int]] = [[] for _ in self.context.texts]
         for row in rows:
             unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] + 1 :]
-        logits_BV = self._read(unread)
+        if any(unread):  # not in the first round, whose logits follow from the pass over the prompt
+            self._read(unread)
         self._states_BnH = self._runner.states[:, None]
-        return logits_BV
+        return self._logits_BV
 
-    def _read(self, tokens: list[list[int]]) -> Tensor:
-        """Read committed tokens, each with the features of the token before it; return logits after the last ones."""
+    def _read(self, tokens: list[list[int]]) -> None:
+        """Read committed tokens, each with the features of the token before it."""
         features_BTF = self.context.take_features([len(row) for row in tokens])
-        return self._runner.append(tokens, self.body.project(features_BTF.to(self.body.dtype)))
+        self._logits_BV = self._runner.append(tokens, self.body.project(features_BTF.to(self.body.dtype)))
 
     def extend(self, level: Level) -> Tensor:
         logits_BnV = self._runner.extend(level, level.of_parents(self._states_BnH))

@@ -136,17 +136,11 @@ class DFlashNetwork(DraftNetwork):
     ) -> NetworkOutput:
         """Store the keys and values of `features` [B, C, F], and predict the block of an anchor and masks after them.
 
-        `input_ids` [B, C + b]: only the anchor, after the C tokens of the features, is read. Without a block (b = 0),
-        nothing is predicted.
+        `input_ids` [B, C + b]: only the anchor, after the C tokens of the features, is read.
         """
         context_BCH, count = self.project(features.to(self.dtype)), features.shape[1]
-        rope, size = self.rotary(context_BCH, position_ids), input_ids.shape[1] - count
-        if size == 0:
-            for index, (keys, values) in enumerate(self.context_keys(context_BCH, rope)):
-                past_key_values.update(keys, values, index)
-            empty = context_BCH[..., :1]
-            return NetworkOutput(empty, empty)
-        x_BbH = self.block(input_ids[:, count], size)
+        x_BbH = self.block(input_ids[:, count], input_ids.shape[1] - count)
+        rope = self.rotary(context_BCH, position_ids)
         attend = CachedBlock(past_key_values, attention_mask, self.windows)
         for layer in self.layers:
             x_BbH = layer(x_BbH, rope, attend, context_BCH)
@@ -265,21 +259,24 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         super().start(context)
         # A block, and after a round at most as many features of committed tokens.
         self._runner = context.runner(self.body, width=2 * self.block_size + 1)
-        # The last feature of the prompt is read with the first block.
-        unread = [text.tokens[:-2] for text in context.texts]
-        if any(unread):
-            self._runner.append(unread, context.take_features([len(row) for row in unread]))
+        self._read([len(text.tokens) - 1 for text in context.texts])
+
+    def _read(self, counts: list[int]) -> None:
+        """Read the features of the next `counts` committed tokens and the block after them."""
+        texts, device = self.context.texts, self.body.mask_embedding.device
+        self._before_Bn = torch.tensor([[text.tokens[-1]] for text in texts], device=device)
+        # The network reads the anchor, the first token of the block; masks take the other slots.
+        block_Bb = nn.functional.pad(self._before_Bn, (0, self.block_size - 1))
+        self._logits_BKD = self._runner.block(block_Bb, self.context.take_features(counts), counts)
+        self._states_BKH = self._runner.states
 
     def begin(self, rows: list[int]) -> Tensor:
         texts, counts = self.context.texts, [0] * len(self.context.texts)
         for row in rows:
             counts[row] = len(texts[row].tokens) - 1 - self._runner.lengths[row]
-        self._before_Bn = torch.tensor([[text.tokens[-1]] for text in texts], device=self.body.mask_embedding.device)
+        if any(counts):  # not in the first round, whose block was read with the prompt
+            self._read(counts)
         self._depth = 0
-        # The network reads the anchor, the first token of the block; masks take the other slots.
-        block_Bb = nn.functional.pad(self._before_Bn, (0, self.block_size - 1))
-        self._logits_BKD = self._runner.block(block_Bb, self.context.take_features(counts), counts)
-        self._states_BKH = self._runner.states
         if self.markov is not None:
             self._carried_Bnr = self._states_BKH.new_zeros(len(texts), 1, self.markov.markov_w2.in_features)
         return self._biased()[:, 0]

@@ -108,14 +108,20 @@ class DraftModel(TrainableDrafter):
     def start(self, context: Context) -> None:
         super().start(context)
         self._runner = context.runner(self.model)
-        self._runner.append([self._known(text.tokens[:-1]) for text in context.texts])
+        # The logits of the first round, too. After a text longer than the context nothing is drafted.
+        self._logits_BV = self._runner.append(
+            [self._known(text.tokens[: self.context_limit]) for text in context.texts]
+        )
 
     def begin(self, rows: list[int]) -> Tensor:
-        # Unread are the last committed token, and after a round with full acceptance also the one before it.
+        # Unread are the last committed token, and after a round with full acceptance also the one before it; in the
+        # first round none.
         unread: list[list[int]] = [[] for _ in self.context.texts]
         for row in rows:
             unread[row] = self._known(self.context.texts[row].tokens[self._runner.lengths[row] :])
-        return self._runner.append(unread)
+        if any(unread):
+            self._logits_BV = self._runner.append(unread)
+        return self._logits_BV
 
     def _known(self, tokens: list[int]) -> list[int]:
         """Return `tokens` with 0 for ids beyond this model's vocabulary, which a larger padded target may have."""

@@ -153,9 +153,7 @@ class Hydra(TokenHeads):
         super().start(context)
         if self.prefix is not None:
             self._runner = context.runner(self.prefix)
-            unread = [text.tokens[:-2] for text in context.texts]
-            if any(unread):
-                self._read(unread)
+            self._read([text.tokens[:-1] for text in context.texts])
 
     def committed_states(self, rows: list[int]) -> Tensor:
         if self.prefix is None:
@@ -163,12 +161,14 @@ class Hydra(TokenHeads):
         unread: list[list[int]] = [[] for _ in self.context.texts]
         for row in rows:
             unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] : -1]
-        return self._read(unread)
+        if any(unread):  # not in the first round
+            self._read(unread)
+        return self._states_BH
 
-    def _read(self, tokens: list[list[int]]) -> Tensor:
-        """Read the final states of committed tokens; return the prefix layer's states [B, H] after the last ones."""
+    def _read(self, tokens: list[list[int]]) -> None:
+        """Read the final states of committed tokens, and keep the prefix layer's states after the last ones."""
         features_BTH = self.context.take_features([len(row) for row in tokens])
-        return self._runner.append(tokens, features_BTH.to(self.dtype))
+        self._states_BH = self._runner.append(tokens, features_BTH.to(self.dtype))
 
     def drop(self, rows: list[int]) -> None:
         if self.prefix is not None:

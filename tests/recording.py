@@ -94,14 +94,22 @@ def planned_rounds(
     return policy.recorded
 
 
+class _Started(DecodeSequence):
+    """A text whose first new token is `first`, whatever the target generates."""
+
+    first: int
+
+    def commit(self, new: list[int]) -> list[int]:
+        return super().commit([self.first] if len(self.tokens) == self.prompt_length else new)
+
+
 def decoded_logits(drafter: TrainableDrafter, target: LlamaForCausalLM, prompt: list[int], after: list[int]) -> Tensor:
     """Return [K, V]: the drafter's logits after `prompt` and along the tokens `after`, from the decoder."""
     policy = Recorder(after[1:])
-    text = DecodeSequence(list(prompt), len(prompt) + 40, SeededRng(0))
+    text = _Started(list(prompt), len(prompt) + 40, SeededRng(0))
+    text.first = after[0]
     decoding = DecodeLoop(TransformersTarget(target), drafter, policy, [text], Processors(Sampling(0.0)))
     decoding.prefill()
-    if text.tokens[-1] != after[0]:  # the target generated another token
-        text.tokens[-1] = after[0]
     decoding.round()
     return torch.stack(policy.logits)
 

@@ -330,8 +330,9 @@ def _memories_agree(a: Memory, b: Memory) -> bool:
     """Return whether the texts have equal entries of the tokens that both have read."""
     if any(x_HLD.shape[1] != memory.length - 1 for memory in (a, b) for x_HLD in memory.target):
         return False
-    # A drafter may or may not have read the tokens that it drafted in the last round and that were accepted.
-    if any(x_HLD.shape[1] >= a.length for own in (*a.drafter, *b.drafter) for x_HLD in own):
+    # A drafter may or may not have read the tokens that it drafted in the last round and that were accepted, and the
+    # first token after the prompt.
+    if any(x_HLD.shape[1] > a.length for own in (*a.drafter, *b.drafter) for x_HLD in own):
         return False
     if a.features_nF is not None and b.features_nF is not None:  # nor taken their features, which are the last ones
         common = min(len(a.features_nF), len(b.features_nF))
