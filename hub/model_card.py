@@ -278,6 +278,8 @@ def write_card(
         section=section,
         target=request.base_model or _target_name(section),
         base_model=base_model,
+        on_hub=hub_target(section) is not None,
+        chats=(folder / "chat_template.jinja").is_file(),  # saved with the target's tokenizer
         numbers=sum(math.prod(shape) for shape in shapes_in(folder).values()),
         rows=overall,
         evaluation=evaluation,
@@ -285,6 +287,7 @@ def write_card(
         outlook=outlook(metrics),
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
         recipe_text=dump_yaml(recipe),
+        steps=max((row["step"] for row in metrics if "loss" in row), default=(recipe.get("train") or {}).get("steps")),
         generates=(folder / CODE / "generate.py").is_file(),
         engines=_engines(section, base_model),
     )

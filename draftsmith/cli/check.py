@@ -66,6 +66,8 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Test that decoding with drafters is lossless. Exit code 0: lossless, 1: lossy, 3: inconclusive."""
+    if tokens < LEAST_TOKENS:  # before torch is imported
+        raise ConfigError.of("tokens", tokens, f">= {LEAST_TOKENS}")
     from draftsmith.eval.lossless.check import CheckSettings
 
     settings = settings_of(
@@ -99,8 +101,6 @@ def _validated(settings: "CheckSettings", out: Path | None) -> "PromptRows":
     if not settings.drafters:
         raise ConfigError("drafter is missing; expected at least one")
     require_valid(settings, counts={"gamma": [settings.draft_length], "count": [settings.count]}, out=out)
-    if settings.tokens < LEAST_TOKENS:
-        raise ConfigError.of("tokens", settings.tokens, f">= {LEAST_TOKENS}")
     if settings.draft_length is not None and settings.policies:
         raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
     return PromptRows.read(settings.prompts, images=settings.images)

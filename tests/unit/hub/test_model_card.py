@@ -8,9 +8,10 @@ import pytest
 from conftest import make_llama
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.eval.made import evaluation, row
 
+from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
@@ -119,6 +120,68 @@ def test_a_card_says_what_more_training_would_bring(tmp_path: Path, tiny_target:
     write_card(folder, None, None, metrics=metrics[:3])
     card = (folder / "README.md").read_text().replace("\\", "")
     assert "during training.\n\n<details>" in card
+
+
+def test_a_card_has_the_steps_that_ran(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    folder = _saved("medusa", tmp_path / "d", tiny_target, "embedded", train={"steps": 200})
+    for metrics, said in (
+        ([{"step": n, "loss": 1.0, "alpha": []} for n in range(1, 201)], "; 200 steps of 16 sequences"),
+        ([{"step": n, "loss": 1.0, "alpha": []} for n in range(1, 71)], "; 70 of 200 planned steps of 16 sequences"),
+        ([], "; 200 steps of 16 sequences"),
+    ):
+        write_card(folder, None, None, metrics=metrics)
+        assert said in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "inputs"),
+    [
+        ("org/target", "{{ messages[0].content }}", "tokenizer.apply_chat_template(chat, add_generation_prompt=True,"),
+        ("org/target", None, 'tokenizer("The sky is blue because", return_tensors="pt")'),
+        ("embedded", None, 'tokenizer("def main(", return_tensors="pt")'),
+    ],
+)
+@pytest.mark.parametrize("kind", ["medusa", "draft_model"])
+def test_the_usage_fits_the_target(
+    kind: str,
+    name: str,
+    template: str | None,
+    inputs: str,
+    tmp_path: Path,
+    tiny_target: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """The example runs as it stands, with the target and the drafter of this test in place of those that it loads."""
+    folder = _saved(kind, tmp_path / "d", tiny_target, name)
+    tiny_tokenizer.chat_template = template
+    tiny_tokenizer.save_pretrained(folder)
+    write_card(folder, None, None)
+    card = (folder / "README.md").read_text()
+    assert f"inputs = {inputs}" in card
+    assert card.count("inputs = ") == 1, "both examples read the same prompt"
+    lines = [line for line in card.partition("```python\n")[2].partition("```")[0].splitlines() if line[:3] in _RUN]
+    run: dict[str, object] = {"SpeculativeDecoder": SpeculativeDecoder, "tokenizer": tiny_tokenizer}
+    exec("\n".join(lines), {**run, "target": tiny_target, "drafter": load_drafter(folder, tiny_target)})
+
+
+_RUN = ("cha", "inp", "out", "pri")
+"""Beginnings of the lines that load nothing."""
+
+
+def test_a_local_target_has_no_revision(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    for name, revision, said in (
+        ("/models/mine", None, ""),
+        ("embedded", None, ""),
+        ("org/target", None, ", revision `main`"),
+        ("org/target", "v2", ", revision `v2`"),
+    ):
+        folder = _saved("medusa", tmp_path / "d", tiny_target, name)
+        config = json.loads((folder / "config.json").read_text())
+        config["draftsmith"]["target"]["revision"] = revision
+        (folder / "config.json").write_text(json.dumps(config))
+        write_card(folder, None, None)
+        row = next(line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| target |"))
+        assert row.startswith(f"| target | `{name.removeprefix('/models/')}`{said}, weights"), row
 
 
 def test_a_card_shows_names_as_text(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
