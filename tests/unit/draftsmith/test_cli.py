@@ -123,8 +123,9 @@ def test_commands_bound_the_log_lines_of_libraries(start: Callable, monkeypatch:
     assert logging.getLogRecordFactory() is LogLines
 
 
-def test_help_does_not_load_torch() -> None:
-    program = "import sys; from draftsmith.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+@pytest.mark.parametrize("command", [["--help"], ["check", "--target", "t", "--drafter", "d", "--tokens", "120"]])
+def test_help_and_few_tokens_do_not_load_torch(command: list[str]) -> None:
+    program = f"import sys; from draftsmith.cli import main\ntry: main({command})\nexcept SystemExit: pass\n"
     program += "assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 

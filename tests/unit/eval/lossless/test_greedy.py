@@ -1,5 +1,7 @@
 """Greedy divergences, near ties and bugs on targets that were made to have them."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from conftest import make_llama
@@ -61,6 +63,35 @@ def test_what_is_a_bug_in_fp32_can_be_rounding_in_bf16() -> None:
     assert {divergence.kind for divergence in divergences(target, PROMPT, other, own)} == {"bug"}
     target, own, other, _ = with_rival(0.003, torch.bfloat16)
     assert {divergence.kind for divergence in divergences(target, PROMPT, other, own)} <= {"near tie"}
+
+
+def test_in_16_bits_gap_and_bound_come_from_a_pass_in_float32() -> None:
+    """The target itself, and where its weights are stored, stay as they are."""
+    target, own, other, place = with_rival(0.003, torch.bfloat16)
+    places = [weight.data_ptr() for weight in target.state_dict().values()]
+    found = divergences(target, PROMPT, other, own)[0]
+    assert [weight.data_ptr() for weight in target.state_dict().values()] == places
+    text = torch.tensor([other])
+    readings = [read(target, PROMPT, text, width=width)[0].float() for width in (None, 1, 5)]
+    exact_TV = read(deepcopy(target).float(), PROMPT, text)[0]
+    assert found.gap == pytest.approx(float(exact_TV[place].max() - exact_TV[place, other[place]]), abs=1e-5)
+    best_K = exact_TV[place].topk(10).indices
+    error = max(float((reading[place] - exact_TV[place])[best_K].abs().max()) for reading in readings)
+    assert found.bound == pytest.approx(4 * max(error, 2**-7 * float(exact_TV[place].max())), abs=1e-5)
+
+
+def test_a_target_that_runs_in_16_bits_only_is_compared_with_itself() -> None:
+    target, own, other, _ = with_rival(0.003, torch.bfloat16)
+
+    def refuse(module: torch.nn.Module, _: object) -> None:
+        if module.get_parameter("weight").dtype != torch.bfloat16:
+            raise RuntimeError("a kernel of 16 bits only")
+
+    target.lm_head.register_forward_pre_hook(refuse)
+    found = divergences(target, PROMPT, other, own)
+    assert {divergence.kind for divergence in found} <= {"near tie"}
+    assert 0 < found[0].bound < 0.5
+    assert {weight.dtype for weight in target.parameters()} == {torch.bfloat16}
 
 
 def test_another_token_is_a_bug_even_after_a_near_tie() -> None:
