@@ -1,6 +1,6 @@
 """Statistics of how target and drafter differ, by draft position."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from draftsmith.distill.alignment import at_least_float32
 from draftsmith.errors import ConfigError
 from draftsmith.eval.results import Diagnostics, PositionDiagnostics
-from draftsmith.eval.teacher_forced import Measure, PositionStats, Rows, agreement, target_text
+from draftsmith.eval.teacher_forced import Done, Measure, PositionStats, Rows, agreement, target_text
 from draftsmith.heads.base import Drafter
 
 # Shapes: N tokens, V vocabulary, A anchors, K draft positions.
@@ -24,14 +24,16 @@ BINS = 10
 def diagnose(
     target: PreTrainedModel,
     drafter: Drafter,
-    texts: Sequence[tuple[list[int], int]],
+    texts: Mapping[str, Sequence[tuple[list[int], int]]],
     *,
     temperature: float,
     draft_length: int,
-) -> Diagnostics:
-    """Compare target and drafter on `texts`, each (token ids, length of its prompt).
+    done: Done = lambda _: None,
+) -> dict[str, Diagnostics]:
+    """Compare target and drafter on each group of `texts`, each (token ids, length of its prompt).
 
-    The target should have generated the texts at this temperature.
+    The target should have generated the texts at this temperature. A text that is in several groups is read once, and
+    groups without a text of two new tokens are left out. `done`: see `agreement`; it counts texts, each once.
 
     Position k is the k-th draft token after every token of a text, given that the draft so far equals the text; numbers
     are means over these tokens. p and q are those of `temperature`, without top-k or top-p; of temperature 1 for 0.
@@ -56,12 +58,20 @@ def diagnose(
         raise ConfigError.of("draft_length", draft_length, ">= 1")
     if not temperature >= 0:
         raise ConfigError.of("temperature", temperature, ">= 0 (0 is greedy)")
-    known = [target_text(target, list(t[:length]), list(t[length:]), len(t) - length) for t, length in texts]
-    known = [text for text in known if text.anchors > 0]
+    keys = {name: [(tuple(ids), length) for ids, length in group] for name, group in texts.items()}
+    distinct = dict.fromkeys(key for group in keys.values() for key in group)
+    known = {
+        (ids, length): target_text(target, list(ids[:length]), list(ids[length:]), len(ids) - length)
+        for ids, length in distinct
+    }
+    known = {key: text for key, text in known.items() if text.anchors > 0}
     if not known:
-        raise ConfigError(f"texts={len(texts)} without two new tokens in any; expected longer ones")
-    tables = agreement(target, drafter, known, draft_length, [difference_measure(drafter, temperature)])
-    return summary(tables)
+        raise ConfigError(f"texts={len(distinct)} without two new tokens in any; expected longer ones")
+    measures = [difference_measure(drafter, temperature)]
+    tables = dict(zip(known, agreement(target, drafter, [*known.values()], draft_length, measures, done), strict=True))
+    done(len(distinct) - len(known))
+    groups = {name: [tables[key] for key in group if key in tables] for name, group in keys.items()}
+    return {name: summary(group) for name, group in groups.items() if group}
 
 
 def difference_measure(drafter: Drafter, temperature: float) -> Measure:

@@ -102,9 +102,9 @@ def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase, prompt: l
 
 
 EVALUATION = "eval.json"
-Diagnose = Callable[..., Diagnostics]
-"""`diagnose(target, drafter, texts, *, temperature, draft_length)`: statistics by draft position, of texts given as
-(token ids, length of the prompt)."""
+Diagnose = Callable[..., dict[str, Diagnostics]]
+"""`diagnose(target, drafter, texts, *, temperature, draft_length, done)`: statistics by draft position for each group
+of texts, which are given as (token ids, length of the prompt)."""
 
 
 @dataclass(frozen=True)
@@ -269,26 +269,27 @@ def _diagnose(run: Run, rows: list[EvalRow], diagnose: Diagnose, progress: bool)
 
     Returns a note for each drafter without diagnostics; its measured rows are kept.
     """
-    by_place: dict[tuple[str, float, str], list[EvalRow]] = {}
+    by_place: dict[tuple[str, float], dict[str, list[EvalRow]]] = {}
     for row in rows:
         if not run.drafters[row["drafter"]].only_retrieves:
-            by_place.setdefault((row["drafter"], row["temperature"], row["category"]), []).append(row)
+            categories = by_place.setdefault((row["drafter"], row["temperature"]), {})
+            categories.setdefault(row["category"], []).append(row)
     refused: dict[str, str] = {}
-    with stage("comparing each drafter with the target by draft position", len(by_place), shown=progress) as done:
-        for (name, temperature, category), same in by_place.items():
-            deepest = max(len(other["acceptance_at"]) for other in rows if other["drafter"] == name)
-            texts = _texts(run, temperature, None if category == OVERALL else category)
-            length = max(1, deepest)
+    for number, ((name, temperature), categories) in enumerate(by_place.items(), 1):
+        deepest = max(len(other["acceptance_at"]) for other in rows if other["drafter"] == name)
+        texts = {of: _texts(run, temperature, None if of == OVERALL else of) for of in categories}
+        total = len({(tuple(ids), length) for group in texts.values() for ids, length in group})
+        title = f"comparing {name} with the target by draft position (T={temperature:g}, {number} of {len(by_place)})"
+        with stage(title, total, shown=progress) as done:
+            options = {"temperature": temperature, "draft_length": max(1, deepest), "done": done}
             try:
-                statistics = diagnose(
-                    run.target, run.drafters[name], texts, temperature=temperature, draft_length=length
-                )
+                statistics = diagnose(run.target, run.drafters[name], texts, **options)
             except ConfigError as error:
                 refused[name] = f"{name}: no diagnostics by draft position ({error})."
-            else:
-                for row in same:
-                    row["diagnostics"] = statistics
-            done()
+                continue
+        for category, found in statistics.items():
+            for row in categories[category]:
+                row["diagnostics"] = found
     return list(refused.values())
 
 

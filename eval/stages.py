@@ -30,7 +30,7 @@ def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterato
     with _Stage(*columns, console=console, disable=not shown, transient=not console.is_terminal) as bar:
         task = bar.add_task(name, total=total)
 
-        def done(parts: int = 1) -> None:
+        def done(parts: float = 1) -> None:
             bar.advance(task, parts)
 
         yield done

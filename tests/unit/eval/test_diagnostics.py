@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from draftsmith.errors import ConfigError
+from draftsmith.eval import teacher_forced
 from draftsmith.eval.diagnostics import LEAST_Q, calibration_error, diagnose
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.heads.base import Drafter
@@ -85,7 +86,7 @@ def test_statistics_are_those_of_the_definitions(kind: str, temperature: float, 
         drafter = DraftModel(make_llama(4).double())
     else:
         drafter = make_medusa(target, list(range(0, 64, 2)) if "few" in kind else None)
-    result = diagnose(target, drafter, TEXTS, temperature=temperature, draft_length=HEADS)
+    result = diagnose(target, drafter, {"all": TEXTS}, temperature=temperature, draft_length=HEADS)["all"]
     assert json.loads(json.dumps(result, allow_nan=False)) == result, "plain JSON values"
     assert [row["position"] for row in result["positions"]] == [1, 2]
     cosines, alphas = [], []
@@ -109,7 +110,7 @@ def test_statistics_are_those_of_the_definitions(kind: str, temperature: float, 
 
 
 def test_a_drafter_that_is_the_target(target: LlamaForCausalLM) -> None:
-    result = diagnose(target, DraftModel(target), TEXTS, temperature=1.0, draft_length=1)
+    result = diagnose(target, DraftModel(target), {"all": TEXTS}, temperature=1.0, draft_length=1)["all"]
     row = result["positions"][0]
     assert row["forward_kl"] == row["tv"] == pytest.approx(0, abs=1e-12)
     assert row["top1_agreement"] == row["entropy_overlap"] == pytest.approx(1)
@@ -117,7 +118,27 @@ def test_a_drafter_that_is_the_target(target: LlamaForCausalLM) -> None:
 
 
 def test_a_head_that_reaches_less_far_has_fewer_positions(target: LlamaForCausalLM) -> None:
-    assert len(diagnose(target, make_medusa(target), TEXTS, temperature=1.0, draft_length=5)["positions"]) == HEADS
+    result = diagnose(target, make_medusa(target), {"all": TEXTS}, temperature=1.0, draft_length=5)["all"]
+    assert len(result["positions"]) == HEADS
+
+
+@pytest.mark.parametrize("kind", ["medusa", "draft_model"])
+def test_groups_that_share_texts_are_as_by_themselves(
+    kind: str, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of one row too; `done` counts each text once, parts of one among them."""
+    drafter = make_medusa(target) if kind == "medusa" else DraftModel(make_llama(4).double())
+    options = {"temperature": 1.0, "draft_length": HEADS}
+    groups = {"all": TEXTS, "one": TEXTS[:1], "none": [([1, 2], 1)]}
+    expected = {name: diagnose(target, drafter, {name: groups[name]}, **options)[name] for name in ("all", "one")}
+    monkeypatch.setattr(teacher_forced, "BLOCK", 1)
+    parts: list[float] = []
+    found = diagnose(target, drafter, groups, **options, done=parts.append)
+    assert found.keys() == expected.keys(), "a group without two new tokens is left out"
+    for name, result in found.items():
+        for row, other in zip(result["positions"], expected[name]["positions"], strict=True):
+            assert row == pytest.approx(other, abs=1e-12)
+    assert sum(parts) == pytest.approx(len(TEXTS) + 1)
 
 
 def test_calibration_error_of_known_numbers() -> None:
@@ -142,4 +163,4 @@ def test_what_cannot_be_diagnosed_is_refused(
 ) -> None:
     options = {"drafter": make_medusa(target), "texts": TEXTS, "temperature": 1.0, "draft_length": 1} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
-        diagnose(target, options.pop("drafter"), options.pop("texts"), **options)
+        diagnose(target, options.pop("drafter"), {"all": options.pop("texts")}, **options)

@@ -118,16 +118,21 @@ def test_diagnoses_reach_the_rows_they_belong_to(
 ) -> None:
     asked = []
 
-    def diagnose(target: object, drafter: object, texts: list, *, temperature: float, draft_length: int) -> dict:
-        asked.append((temperature, draft_length, len(texts)))
-        assert all(0 < start < len(ids) for ids, start in texts)
-        return {"positions": [{"position": 1, "tokens": len(texts)}], "cosine_correlation": None}
+    def diagnose(
+        target: object, drafter: object, texts: dict, *, temperature: float, draft_length: int, done: object
+    ) -> dict:
+        asked.append((temperature, draft_length, {name: len(group) for name, group in texts.items()}))
+        assert all(0 < start < len(ids) for group in texts.values() for ids, start in group)
+        return {
+            name: {"positions": [{"position": 1, "tokens": len(group)}], "cosine_correlation": None}
+            for name, group in texts.items()
+        }
 
     settings = replace(SETTINGS, draft_lengths=(1, 2))
     drafters = {"d": DraftModel(make_llama(seed=1))}
     options = {"tokenizer": tiny_tokenizer, "progress": False}
     found = evaluate(tiny_target, drafters, prompts, settings, diagnose=diagnose, **options)
-    assert sorted(asked) == [(t, 2, n) for t in (0.0, 1.0) for n in (1, 3, 4)], "once for all policies"
+    assert asked == [(t, 2, {"all": 4, "c": 3, "k": 1}) for t in (0.0, 1.0)], "once for all policies"
     counts = {(row["category"], row["diagnostics"]["positions"][0]["tokens"]) for row in found.rows}
     assert counts == {("all", 4), ("c", 3), ("k", 1)}
 
