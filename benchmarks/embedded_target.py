@@ -23,12 +23,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.bars import Bars
 from draftsmith.distill.embedded.corpus import read_modules
-from draftsmith.distill.load_target import load_target
+from draftsmith.distill.load_target import bf16_is_fast, load_target
 from draftsmith.distill.muon import Muon
 from draftsmith.provenance import environment
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, write_json
-from draftsmith.train.accelerator import bf16_is_fast
 
 # Shapes: B batch, T positions, V vocabulary.
 

@@ -44,6 +44,26 @@ class LoadedTarget:
     revision: str | None
     processor: Any = None
     """The processor of a target that reads images; see `load_processor`."""
+    stored: torch.dtype | None = None
+    """The dtype of its files, as its config says."""
+
+    def dtype_note(self, option: str) -> str | None:
+        """Return a line on a target that is stored in bfloat16, computed in float32, and faster in bfloat16 here.
+
+        `option`: how the user sets bfloat16.
+        """
+        slow = self.stored == torch.bfloat16 and self.model.dtype == torch.float32
+        if not slow or not bf16_is_fast(self.model.device):
+            return None
+        return f"  target: stored in bfloat16, computed in float32; {option} is faster on this machine"
+
+
+def bf16_is_fast(device: torch.device) -> bool:
+    """Return True if bf16 matrix products run in hardware; emulated, they are slower than fp32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(supported and supported())
 
 
 def check_target_name(name: str) -> None:
@@ -159,13 +179,13 @@ def load_target(
         kind: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "images": images}
         base = load_target(adapter_base(folder), device=device, **kind, **options)
         model = with_adapter(base.model, folder).eval().requires_grad_(False)
-        return LoadedTarget(model, base.tokenizer, name, revision)
+        return LoadedTarget(model, base.tokenizer, name, revision, stored=base.stored)
     try:
         gguf = gguf_target.gguf_file(name, revision)
         source = str(gguf_target.model(gguf, DTYPES[dtype])) if gguf else _source(name)
         _require_regular(folder)
         require_whole_model("target", source, revision)
-        model, tokenizer = _read(source, dtype, attn_implementation, images, tensor_parallel, options)
+        model, tokenizer, stored = _read(source, dtype, attn_implementation, images, tensor_parallel, options)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers, configs and weights raise errors without a common base
@@ -175,7 +195,8 @@ def load_target(
     elif device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _freeze(model, device)
-    return LoadedTarget(model, tokenizer, name, f"sha256:{gguf_target.sha256_of(gguf)}" if gguf else revision)
+    revision = f"sha256:{gguf_target.sha256_of(gguf)}" if gguf else revision
+    return LoadedTarget(model, tokenizer, name, revision, stored=None if gguf else stored)
 
 
 def _read(
@@ -185,18 +206,19 @@ def _read(
     images: bool,
     tensor_parallel: int,
     options: dict[str, Any],
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer of `source`."""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype | None]:
+    """Return the model and the tokenizer of `source`, and the dtype of its weights there."""
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     config = AutoConfig.from_pretrained(source, **options)
+    stored = config.dtype or config.get_text_config().dtype
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder_class(config, images)
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     options = {**options, **attention, "dtype": DTYPES[dtype], "use_safetensors": True}
     if tensor_parallel == 1:
-        return auto.from_pretrained(source, **options), tokenizer
+        return auto.from_pretrained(source, **options), tokenizer, stored
     from draftsmith.distill.tensor_parallel import load_in_parts
 
-    return load_in_parts(auto, source, config, tensor_parallel, options), tokenizer
+    return load_in_parts(auto, source, config, tensor_parallel, options), tokenizer, stored
 
 
 def decoder_class(config: PreTrainedConfig, images: bool) -> Any:

@@ -16,6 +16,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import is_named, load_drafter, parse_named
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.validation import local_folder, read_config
+from draftsmith.safe_text import Terminal
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def load_session(
         drafters = {
             name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
         }
+    if (note := loaded.dtype_note("--dtype bfloat16")) is not None:
+        Terminal(stderr=True).print(note, markup=False, soft_wrap=True)
     _require_readable(settings, loaded.model, drafters)
     limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
     shortest = min((value for value in limits if value is not None), default=None)

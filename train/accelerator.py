@@ -16,6 +16,7 @@ from accelerate.utils import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from draftsmith.distill.load_target import bf16_is_fast
 from draftsmith.errors import ConfigError
 from draftsmith.train.preflight import require_divisible
 from draftsmith.train.recipe import Recipe
@@ -127,11 +128,3 @@ def _fsdp(recipe: Recipe) -> FullyShardedDataParallelPlugin:
             "cotrain under FSDP2; expected DDP or one process: adapters inside the target are not sharded"
         )
     return plugin
-
-
-def bf16_is_fast(device: torch.device) -> bool:
-    """Return True if bf16 matrix products run in hardware; emulated, they are slower than fp32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(supported and supported())

@@ -56,7 +56,10 @@ def load_frozen_target(context: RunContext) -> LoadedTarget:
         options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
         processor = load_processor(settings.model, **options) if images else None
         if together == 1:
-            return replace(_load(context, images=images), processor=processor)
+            loaded = _load(context, images=images)
+            if (note := loaded.dtype_note("target.dtype=bfloat16")) is not None:
+                context.console.say(note)
+            return replace(loaded, processor=processor)
         load_tokenizer(settings.model, **options)
     return _load(context, images=images, tensor_parallel=together)  # all processes at once: each reads its part
 

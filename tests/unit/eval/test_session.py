@@ -10,6 +10,7 @@ from conftest import make_llama
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
+from draftsmith.distill.load_target import DTYPES
 from draftsmith.errors import ConfigError
 from draftsmith.eval import prompts
 from draftsmith.eval.session import load_session
@@ -101,3 +102,28 @@ def test_prompts_have_to_fit_every_drafter(
     assert "prompt=20 tokens; expected fewer than the context of 16" in _refused(capsys, *call)
     assert reads == [str(file)]
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "fast", "said"),
+    [
+        ("bfloat16", "float32", True, True),
+        ("bfloat16", "bfloat16", True, False),
+        ("bfloat16", "float32", False, False),
+        ("float32", "float32", True, False),
+    ],
+)
+def test_a_target_of_16_bits_that_is_computed_in_32_is_told(
+    stored: str,
+    dtype: str,
+    fast: bool,
+    said: bool,
+    tiny_target_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    make_llama().to(DTYPES[stored]).save_pretrained(tiny_target_folder)
+    monkeypatch.setattr("draftsmith.distill.load_target.bf16_is_fast", lambda _: fast)
+    load_session(PairSettings(str(tiny_target_folder), {}, dtype=dtype), None, progress=False)
+    line = "target: stored in bfloat16, computed in float32; --dtype bfloat16 is faster on this machine"
+    assert (line in capsys.readouterr().err) == said
