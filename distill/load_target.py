@@ -211,6 +211,7 @@ def _read(
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     config = AutoConfig.from_pretrained(source, **options)
     stored = config.dtype or config.get_text_config().dtype
+    stored = stored if isinstance(stored, torch.dtype) else None
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder_class(config, images)
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     options = {**options, **attention, "dtype": DTYPES[dtype], "use_safetensors": True}

@@ -254,10 +254,9 @@ def _blocks(rows: Rows) -> list[Rows]:
     """Return the rows in parts that fit a CPU's caches; on an accelerator all at once."""
     count = len(rows.labels_N)
     size = count if rows.p_NV.is_cuda else max(1, BLOCK // rows.p_NV.shape[1])
-    return [
-        Rows(*(None if value is None else value[start : start + size] for value in rows))
-        for start in range(0, count, size)
-    ]
+    sure = [None] * count if rows.sure_N is None else rows.sure_N.split(size)
+    parts = (rows.p_NV, rows.q_NV, rows.labels_N, rows.target_NH, rows.states_ND)
+    return [Rows(*part) for part in zip(*(part.split(size) for part in parts), sure, strict=False)]
 
 
 def states_of(teacher: OnlineTeacher, text: TargetText) -> tuple[Tensor, Tensor | None]:

@@ -66,7 +66,7 @@ STAGES = [
     "measuring",
     "comparing the target alone with transformers' generate",
     "computing the numbers and their intervals",
-    "comparing each drafter with the target by draft position",
+    "with the target by draft position (T=0, 1 of ",
     "drawing and writing the report",
 ]
 
