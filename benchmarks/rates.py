@@ -3,12 +3,14 @@
     python benchmarks/rates.py --targets w128 --families eagle3 --settings muon:6e-3 adamw:1e-3 --steps 150
     python benchmarks/rates.py --targets FOLDER --schedules cosine wsd
     python benchmarks/rates.py --targets FOLDER --families draft_model@OTHER    # starts from the model in OTHER
+    python benchmarks/rates.py --targets embedded STORIES260K SMOLLM2 GEMMA3 --draft-vocab 8192 --samples 128 --new 16
     python benchmarks/rates.py --show                                    # print the table of all measurements
 
 All runs of a target share its samples: the target continues its own openings, which it generates from BOS at T=1. Each
 run is `*/embedded` of the family with --batch sequences of at most 128 tokens a step. tau is exact on the target's own
 held-out texts at T=0 and T=1 (the forecast's teacher-forced pass), for a chain of the recipe's draft length. One JSON
-line per run is appended to --out; runs that are in it are skipped.
+line per run is appended to --out; runs that are in it are skipped. Folders of two published models: real_models.py; the
+losses of the first step alone: starts.py.
 """
 
 import argparse
@@ -66,7 +68,10 @@ TARGETS = {
 }
 """Trained on this machine on the embedded corpus; w128 has 0.93M parameters, w256 8M."""
 OPENING, RESPONSE, SAMPLES, HELDOUT, NEW = 16, 112, 1280, 32, 64
-"""Tokens of an opening and of the longest response, training samples, held-out openings and their new tokens."""
+"""Tokens of an opening and of the longest response, training samples, held-out openings and their new tokens. The last
+four are options, for large targets."""
+OWN_LM_HEAD = ("medusa", "hydra", "mlp_speculator", "eagle3", "peagle")
+"""Families whose lm_head may have fewer rows than the target's, with --draft-vocab."""
 
 
 def arguments() -> argparse.Namespace:
@@ -78,6 +83,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--draft-vocab", type=int, help="for targets with a larger vocabulary")
+    for name, value in {"response": RESPONSE, "samples": SAMPLES, "heldout": HELDOUT, "new": NEW}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/rates.jsonl"))
     parser.add_argument("--show", action="store_true", help="print the table without running anything")
     return parser.parse_args()
@@ -168,6 +176,9 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
     family, _, start = wanted["family"].partition("@")
     if start:
         overrides |= {"drafter.model": start, "drafter.init": "random"}
+    rows = wanted.get("draft_vocab")
+    if rows is not None and family in OWN_LM_HEAD and target.model.get_output_embeddings().weight.shape[0] > rows:
+        overrides["drafter.draft_vocab_size"] = rows
     depth = target.model.config.num_hidden_layers
     if family in FEATURES and depth < 4:  # too few for the default choice of layers
         overrides["drafter.layers"] = list(range(1, depth))
@@ -213,7 +224,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
+    global RESPONSE, SAMPLES, HELDOUT, NEW
     options = arguments()
+    RESPONSE, SAMPLES, HELDOUT, NEW = options.response, options.samples, options.heldout, options.new
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.is_file() else []
     keys = ("target", "family", "schedule", "optimizer", "rate", "steps", "batch", "seed")
     done = {tuple(row[key] for key in keys) for row in rows}  # folders by their last part
@@ -229,7 +242,8 @@ def main() -> None:
         names = {"target": Path(target).name, "family": "@".join(Path(part).name for part in family.split("@"))}
         if (*names.values(), *rest) in done:
             continue
-        rows.append({**run(dict(zip(keys, values, strict=True))), **names})
+        more = {} if options.draft_vocab is None else {"draft_vocab": options.draft_vocab}
+        rows.append({**run({**dict(zip(keys, values, strict=True)), **more}), **names})
         print(json.dumps(rows[-1]), flush=True)
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(rows[-1]) + "\n")

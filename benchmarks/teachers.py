@@ -23,8 +23,9 @@ from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.batch import batch_indices, collate
-from draftsmith.train.builders import data_and_drafter, optimizers
+from draftsmith.train.builders import data_and_drafter
 from draftsmith.train.context import RunContext
+from draftsmith.train.optimizers import optimizers
 from draftsmith.train.progress import Console as TrainConsole
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, Last

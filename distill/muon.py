@@ -6,6 +6,7 @@ Keller Jordan et al., 2024 (kellerjordan.github.io/posts/muon); the step is size
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +33,14 @@ class Muon(torch.optim.Optimizer):
     """Muon for the 2-D weights inside the blocks; use AdamW for embeddings and gains.
 
     Args:
+        parameters: weights or groups of them. A group's `columns` [columns] are the sizes of the inputs of its weight,
+            which is then updated as if each input were divided by its size and the weight multiplied by it.
         dtype: of the matrix products; bf16 is precise enough and fast where the hardware has it.
     """
 
     def __init__(
         self,
-        parameters: Iterable[Tensor],
+        parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
@@ -56,7 +59,8 @@ class Muon(torch.optim.Optimizer):
             for shape, parameters in by_shape.items():
                 # Sharded parameters are gathered: a matrix is orthogonalised as a whole, on every process.
                 momenta = torch.stack([whole(self._momentum(parameter, group["momentum"])) for parameter in parameters])
-                updates = orthogonalised(momenta, dtype=group["dtype"])
+                columns = group.get("columns", 1.0)
+                updates = orthogonalised(momenta / columns, dtype=group["dtype"]) / columns
                 # An orthogonal update has RMS 1/sqrt(longer side); this brings it to the 0.2 that is usual for Adam.
                 scale = 0.2 * max(shape) ** 0.5
                 for parameter, update in zip(parameters, updates, strict=True):

@@ -37,6 +37,7 @@ from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary
 from draftsmith.heads.lm_head import logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
+from draftsmith.heads.start import inputs_of, sampled
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: B rows, T tokens read, n tokens or nodes, F size of the target's features per position, H hidden size,
@@ -150,6 +151,14 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
         return self.body.vocabulary
+
+    def feature_inputs(self, signals: TeacherSignals) -> Tensor:
+        """Return the inputs [n, F] of the feature layer at trained positions, sampled."""
+        layer = self.feature_layer()
+        assert layer is not None, "`input_sizes` asks drafters that have one"
+        assert signals.features_BTF is not None, "the drafter's needs name layers"
+        features_nF = sampled(signals.features_BTF[signals.mask_BT])
+        return inputs_of(layer, lambda: self.body.project(features_nF.to(self.body.dtype)))
 
     def config(self) -> dict[str, Any]:
         return {"body": self.body.config.to_diff_dict(), "layers": list(self.needs.layers), **self.options()}

@@ -207,6 +207,15 @@ class TeacherSignals:
 
 
 @dataclass(frozen=True)
+class FirstBatch:
+    """What an untrained drafter is started from, see heads/start.py."""
+
+    signals: TeacherSignals
+    frequencies_V: Tensor
+    """Probability of each token in the responses; none is zero."""
+
+
+@dataclass(frozen=True)
 class DraftStates:
     """Teacher-forced states of a drafter for one draft position; logits are computed from them in chunks."""
 
@@ -339,6 +348,24 @@ class TrainableDrafter(Drafter, ABC):
     @abstractmethod
     def from_target(cls, target: PreTrainedModel, *_: Any, **options: Any) -> Self:
         """Return a new drafter with shapes that fit `target`; `options` are the recipe's drafter keys."""
+
+    def own_lm_heads(self) -> list[nn.Linear]:
+        """Return the lm_head of each draft position that `unroll` trains; none where it is the target's."""
+        return []
+
+    def feature_layer(self) -> nn.Linear | None:
+        """Return the layer that reads the outputs of the target's layers; None where there is none."""
+        return None
+
+    def feature_inputs(self, signals: TeacherSignals) -> Tensor:
+        """Return the inputs [n, F] of the feature layer at trained positions, some of them."""
+        raise NotImplementedError(f"{self.type} drafters have no feature layer")
+
+    def start_body(self, first: FirstBatch) -> None:
+        """Change the weights of an untrained drafter before its own lm_heads, see heads/start.py.
+
+        Where the lm_head is the target's, the drafter then predicts about as well as a constant distribution.
+        """
 
     @abstractmethod
     def config(self) -> dict[str, Any]:

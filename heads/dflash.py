@@ -26,15 +26,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkDrafter, NetworkOutput
-from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
+from draftsmith.heads.base import Context, DraftStates, FirstBatch, Level, TeacherSignals
 from draftsmith.heads.block_attention import AnchoredBlocks, CachedBlock, Windows
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import positions_like
-from draftsmith.heads.layers import Attend, Attention, Rope, last_gain, layer_config, norm, turned
+from draftsmith.heads.layers import Attend, Attention, Rope, layer_config, norm, turned
 from draftsmith.heads.lm_head import scaled_weight, weight_of
 from draftsmith.heads.markov import Kind, MarkovBias
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.peagle import default_mask_token
+from draftsmith.heads.start import best_state, final_states_of, silence, typical_sizes
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
 # anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.
@@ -239,8 +240,27 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             place = weight_of(target.get_input_embeddings()).device
             token = torch.tensor(default_mask_token(target, mask_token), device=place)
             drafter.body.mask_embedding.copy_(drafter.body.embed(token))
-            drafter.body.norm.weight.copy_(last_gain(target, drafter.body.norm.weight))
         return drafter
+
+    def own_lm_heads(self) -> list[nn.Linear]:
+        return [] if self.body.lm_head is None else [self.body.lm_head] * (self.block_size - self.body.first)
+
+    def feature_layer(self) -> nn.Linear:
+        return self.body.fc
+
+    @torch.no_grad()
+    def start_body(self, first: FirstBatch) -> None:
+        """Begin with masks whose state, which no layer changes yet, predicts the tokens' frequencies."""
+        body = self.body
+        body.fc.weight.div_(typical_sizes(self.feature_inputs(first.signals)))
+        silence(body)
+        if body.lm_head is None:
+            state_H = best_state(body.target_head, first.frequencies_V, body.config.hidden_size)
+            nn.init.constant_(body.norm.weight, float(state_H.square().mean().sqrt().clamp_min(1e-3)))
+        else:
+            body.lm_head.weight.mul_(typical_sizes(final_states_of(first.signals)))
+            state_H = body.mask_embedding
+        body.mask_embedding.copy_(state_H / state_H.square().mean().sqrt().clamp_min(1e-6))
 
     def options(self) -> dict[str, Any]:
         return {

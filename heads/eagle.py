@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
-from draftsmith.heads.base import FINAL
+from draftsmith.heads.base import FINAL, FirstBatch
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config
+from draftsmith.heads.start import best_state, copied_share, final_states_of, silence
 
 
 class EagleNetwork(DraftNetwork):
@@ -74,6 +75,20 @@ class Eagle(AutoregressiveDrafter[EagleNetwork]):
             hidden = drafter.body.config.hidden_size
             drafter.body.fc.weight[:, hidden:] += torch.eye(hidden)
         return drafter
+
+    @torch.no_grad()
+    def start_body(self, first: FirstBatch) -> None:
+        """Begin with the target's state, drawn towards the state that predicts the tokens' frequencies."""
+        body, hidden_nH = self.body, final_states_of(first.signals)
+        hidden, device = body.config.hidden_size, body.fc.weight.device
+        mean_H, state_H = hidden_nH.mean(0), best_state(body.target_head, first.frequencies_V, hidden)
+        # The next step reads the state of this one, so its distance from the mean counts as well.
+        read = (hidden_nH, torch.stack([state_H, 2 * mean_H - state_H]))
+        share = min(copied_share(body.target_head(states_nH).float(), first.frequencies_V) for states_nH in read)
+        silence(body)
+        body.fc.weight.zero_()
+        body.fc.weight[:, hidden:] = share * torch.eye(hidden, device=device)
+        body.fc.bias.copy_(state_H - share * mean_H)
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), "noise": self.noise}

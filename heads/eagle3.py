@@ -17,10 +17,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
+from draftsmith.heads.base import FirstBatch
 from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, last_gain, layer_config, norm
+from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import scaled_weight
 from draftsmith.heads.model_config import text_config
+from draftsmith.heads.start import final_states_of, silence, typical_sizes
 
 
 class FirstLayer(nn.Module):
@@ -93,6 +95,16 @@ class Eagle3Network(DraftNetwork):
     def head(self, states_nH: Tensor) -> Tensor:
         return self.lm_head(states_nH if self.norm_output else self.norm(states_nH))
 
+    def start(self, features_nF: Tensor, hidden_nH: Tensor) -> None:
+        """Give state and lm_head inputs of typical size 1, whatever the target's sizes are.
+
+        The features of published models have sizes of up to a thousand, and single values of a hundred thousand: next
+        to them the layers' outputs would be nothing, and updates of `fc` and lm_head would move the logits by hundreds.
+        """
+        silence(self)
+        self.fc.weight.div_(typical_sizes(features_nF))
+        self.lm_head.weight.mul_(typical_sizes(hidden_nH))
+
     def head_parameters(self) -> tuple[nn.Parameter, ...]:
         own = tuple(self.lm_head.parameters())
         return own if self.norm_output else (*own, *self.norm.parameters())
@@ -144,6 +156,16 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         start_from_target(drafter.body, target, draft_vocabulary)
         return drafter
 
+    def own_lm_heads(self) -> list[nn.Linear]:
+        return [self.body.lm_head] * self.train_steps
+
+    def feature_layer(self) -> nn.Linear:
+        return self.body.fc
+
+    @torch.no_grad()
+    def start_body(self, first: FirstBatch) -> None:
+        self.body.start(self.feature_inputs(first.signals), final_states_of(first.signals))
+
     def options(self) -> dict[str, Any]:
         return {**super().options(), **vocabulary_size(self), **self._options}
 
@@ -167,16 +189,14 @@ def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
 def start_from_target(body: Eagle3Network, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
     """Initialise the network from the target.
 
-    The lm_head becomes the target's (its rows of the draft vocabulary), with the target's scale of logits. The norm
-    gets the gain of the target's last norm, and fc selects the highest feature, which is closest to the input of the
-    lm_head.
+    The lm_head becomes the target's (its rows of the draft vocabulary), with the target's scale of logits. fc selects
+    the highest feature, which is closest to the input of the lm_head.
     """
     weight_VH = scaled_weight(target)
     if draft_vocabulary is not None:
         body.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_VH.shape[0])
         weight_VH = weight_VH[body.vocabulary.tokens_D]
     body.lm_head.weight.copy_(weight_VH)
-    body.norm.weight.copy_(last_gain(target, body.norm.weight))
     hidden = body.config.hidden_size
     body.fc.weight.zero_()
     body.fc.weight[:, -hidden:] = torch.eye(hidden)

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import DraftNetwork
-from draftsmith.heads.base import FINAL, Context, Needs, TeacherSignals
+from draftsmith.heads.base import FINAL, Context, FirstBatch, Needs, TeacherSignals
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.medusa import ResidualBlock
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 from draftsmith.heads.read_positions import ReadPositions
+from draftsmith.heads.start import silence
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: n nodes, B rows, T positions, H hidden size, E size of the embeddings, S = H + kE size of the carried state of
@@ -148,6 +149,16 @@ class Hydra(TokenHeads):
     def from_config(cls, config: dict[str, Any]) -> Self:
         prefix = config.get("prefix")
         return cls(**{**config, "prefix": None if prefix is None else LlamaConfig(**prefix)})
+
+    @torch.no_grad()
+    def start_body(self, first: FirstBatch) -> None:
+        """Begin as Medusa's heads do: what is added to the target's state starts at zero."""
+        for head in self.heads:
+            assert isinstance(head, HydraHead)
+            nn.init.zeros_(head.mix.weight)
+            nn.init.zeros_(head.mix.bias)
+        if self.prefix is not None:
+            silence(self.prefix)
 
     def start(self, context: Context) -> None:
         super().start(context)

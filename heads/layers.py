@@ -207,14 +207,6 @@ def norm(config: LlamaConfig, size: int | None = None, *, centred: bool = False)
     return (CentredRMSNorm if centred else RMSNorm)(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
-def last_gain(target: PreTrainedModel, default_H: Tensor) -> Tensor:
-    """Return the gain of the target's last norm, whose output its lm_head reads; `default_H` where it has none."""
-    weight_H: Tensor | None = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
-    if weight_H is None or weight_H.shape != default_H.shape:
-        return default_H
-    return weight_H.float() + last_norm_is_centred(target)
-
-
 @torch.no_grad()
 def last_norm_is_centred(target: PreTrainedModel) -> Tensor:
     """Return whether the gain of the target's last norm is 1 + weight, measured, as a bool tensor; False without one.

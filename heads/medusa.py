@@ -89,6 +89,9 @@ class Medusa(PathIndependentDrafter):
     def draft_vocabulary(self) -> DraftVocabulary | None:
         return self.lm_heads.vocabulary
 
+    def own_lm_heads(self) -> list[nn.Linear]:
+        return [self.lm_heads[k] for k in range(self.num_heads)]
+
     @property
     def dtype(self) -> torch.dtype:
         return next(self.blocks.parameters()).dtype

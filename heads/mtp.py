@@ -11,12 +11,14 @@ on its own states with weights that decrease with the step: FastMTP (Cai et al. 
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+from torch import nn
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter
-from draftsmith.heads.base import FINAL
+from draftsmith.heads.base import FINAL, FirstBatch
 from draftsmith.heads.layers import layer_config
 from draftsmith.heads.mtp_network import MtpNetwork
+from draftsmith.heads.start import best_state, constant_reader, copied_share, final_states_of, silence
 
 
 class Mtp(AutoregressiveDrafter[MtpNetwork]):
@@ -54,6 +56,23 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
             hidden = drafter.body.config.hidden_size
             drafter.body.input_proj.weight[:, :hidden] += torch.eye(hidden)
         return drafter
+
+    @torch.no_grad()
+    def start_body(self, first: FirstBatch) -> None:
+        """Begin with the target's normed state, drawn towards the state that predicts the tokens' frequencies."""
+        body = self.body
+        hidden, device = body.config.hidden_size, body.input_proj.weight.device
+        state_H = best_state(body.target_head, first.frequencies_V, hidden)
+        gain = state_H.square().mean().sqrt().clamp_min(1e-3)
+        normed_nH = body.hidden_layernorm(final_states_of(first.signals))
+        share = copied_share(body.target_head(gain * normed_nH).float(), first.frequencies_V)
+        # The next step reads the state of this one, for which m.z should be 1, too.
+        fed_back_nH = body.hidden_layernorm(state_H).expand(max(1, len(normed_nH) // 4), -1)
+        silence(body)
+        body.input_proj.weight.zero_()
+        body.input_proj.weight[:, :hidden] = share * torch.eye(hidden, device=device)
+        body.input_proj.weight[:, :hidden].addr_(state_H / gain, constant_reader(torch.cat([normed_nH, fed_back_nH])))
+        nn.init.constant_(body.final_layernorm.weight, float(gain))
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), **self._options}

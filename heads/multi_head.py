@@ -129,6 +129,9 @@ class TokenHeads(TrainableDrafter):
     def draft_vocabulary(self) -> DraftVocabulary | None:
         return self.lm_heads.vocabulary
 
+    def own_lm_heads(self) -> list[nn.Linear]:
+        return [self.lm_heads[k] for k in range(self.num_heads)]
+
     @property
     def dtype(self) -> torch.dtype:
         return self.lm_heads[0].weight.dtype

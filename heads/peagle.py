@@ -18,12 +18,13 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import NetworkDrafter
-from draftsmith.heads.base import Context, DraftStates, TeacherSignals
+from draftsmith.heads.base import Context, DraftStates, FirstBatch, TeacherSignals
 from draftsmith.heads.eagle3 import Eagle3Network, start_from_target, three_depths, vocabulary_size
 from draftsmith.heads.layers import layer_config, windows_of
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.multi_head import PathIndependentDrafter
 from draftsmith.heads.read_positions import ReadPositions
+from draftsmith.heads.start import final_states_of
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: B rows, T positions, H hidden size, K draft tokens.
@@ -82,6 +83,21 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         drafter.attach(target)
         start_from_target(drafter.body, target, draft_vocabulary)
         return drafter
+
+    def own_lm_heads(self) -> list[nn.Linear]:
+        return [self.body.lm_head] * self.num_tokens
+
+    def feature_layer(self) -> nn.Linear:
+        return self.body.fc
+
+    @torch.no_grad()
+    def start_body(self, first: FirstBatch) -> None:
+        """Begin as EAGLE-3; masks begin with the state of median features."""
+        body = self.body
+        features_nF = self.feature_inputs(first.signals)
+        body.start(features_nF, final_states_of(first.signals))
+        median_F = features_nF.median(0).values
+        self.mask_hidden.copy_(median_F if self.mask_before_fc else body.fc(median_F))
 
     def options(self) -> dict[str, Any]:
         sizes = {"num_tokens": self.num_tokens, "mask_token": self.mask_token, "mask_before_fc": self.mask_before_fc}

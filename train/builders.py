@@ -34,16 +34,12 @@ from draftsmith.train.accelerator import autocast, precision
 from draftsmith.train.context import RunContext
 from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data
 from draftsmith.train.engine import Engine, Optimizers, TorchEngine
+from draftsmith.train.optimizers import Sizes, optimizers
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Teacher
 
 if TYPE_CHECKING:
     from draftsmith.heads.sequence_part import SequencePart
-
-BETAS = (0.9, 0.95)
-"""AdamW's."""
-OUTSIDE_LAYERS = ("lm_head", "embed", "markov", "confidence")
-"""Parts of the names of matrices that Muon does not optimize, whatever module they belong to."""
 
 
 def load_frozen_target(context: RunContext) -> LoadedTarget:
@@ -272,9 +268,12 @@ class TrainedStep(NamedTuple):
 
 
 def step_and_optimizers(
-    recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter, teacher: Teacher
+    recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter, teacher: Teacher, sizes: Sizes | None = None
 ) -> TrainedStep:
-    """Build the step module and its optimizers, with adapters on the target where the recipe trains them too."""
+    """Build the step module and its optimizers, with adapters on the target where the recipe trains them too.
+
+    `sizes`: see `optimizers`.
+    """
     settings, cotrain = recipe.train, recipe.cotrain
     objective = Objective(**recipe.objective_options(recipe.draft_length(drafter.max_draft_length)))
     if settings.activation_checkpointing:
@@ -282,10 +281,11 @@ def step_and_optimizers(
     dtype = torch.bfloat16 if precision(recipe) == "bf16" else torch.float32
     beside = settings.adamw_learning_rate
     adamw_ratio = 1.0 if beside is None else beside / (settings.learning_rate or beside)
+    shared = {"dtype": dtype, "adamw_ratio": adamw_ratio, "sizes": sizes}
+    made = partial(optimizers, drafter, settings.optimizer, settings.weight_decay, **shared)
     if cotrain is None:
         step = AgreementStep(drafter, objective, teacher)
-        made = optimizers(drafter, settings.optimizer, settings.weight_decay, dtype=dtype, adamw_ratio=adamw_ratio)
-        return TrainedStep(step, made, None)
+        return TrainedStep(step, made(), None)
     torch.manual_seed(settings.seed)
     adapters = Adapters.on(target, rank=cotrain.lora_rank, alpha=cotrain.lora_alpha, modules=cotrain.modules)
     if settings.activation_checkpointing:
@@ -293,56 +293,8 @@ def step_and_optimizers(
     assert isinstance(teacher, OnlineTeacher), "the recipe refuses other teachers with cotrain"
     weights = CotrainSettings(**{field.name: getattr(cotrain, field.name) for field in fields(CotrainSettings)})
     step = CotrainStep(drafter, objective, teacher, adapters, weights)
-    ratio = cotrain.learning_rate_ratio
-    made = optimizers(drafter, settings.optimizer, settings.weight_decay, step.adapters, ratio, dtype, adamw_ratio)
-    return TrainedStep(step, made, adapters)
-
-
-def optimizers(
-    drafter: nn.Module,
-    kind: str,
-    weight_decay: float,
-    adapters: nn.ParameterList | None = None,
-    ratio: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    adamw_ratio: float = 1.0,
-) -> Optimizers:
-    """Return optimizers with a learning rate of 0, which every step sets.
-
-    Muon optimizes the matrices inside the layers and AdamW the rest, as Muon's authors recommend. The fused AdamW needs
-    no memory beside the moments; an accelerator's default, which updates lists of tensors, needs that of the weights.
-
-    Args:
-        kind: the recipe's `train.optimizer`.
-        adapters: on the target, for AdamW at `ratio` times the drafter's rate; the group stores it as `ratio`.
-        dtype: of Muon's matrix products.
-        adamw_ratio: AdamW's rate for the drafter's other weights relative to the drafter's rate.
-    """
-    trained, outside = [weight for weight in drafter.parameters() if weight.requires_grad], _outside_layers(drafter)
-    matrices = [weight for weight in trained if kind == "muon" and weight.ndim == 2 and id(weight) not in outside]
-    taken = {id(weight) for weight in matrices}
-    rest = [weight for weight in trained if id(weight) not in taken]
-    made: Optimizers = []
-    if matrices:
-        from draftsmith.distill.muon import Muon
-
-        made.append(Muon(matrices, lr=0.0, weight_decay=weight_decay, dtype=dtype))
-    if adapters is not None:
-        group = {"params": list(adapters), "ratio": ratio}
-        made.append(torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True))
-    if rest:
-        group = {"params": rest, "ratio": adamw_ratio}
-        made.append(torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True))
-    return made
-
-
-def _outside_layers(drafter: nn.Module) -> set[int]:
-    """Return the ids of the weights that are no matrices of a layer: embeddings, lm_heads and those named so."""
-    modules = [module for module in drafter.modules() if isinstance(module, nn.Embedding)]
-    modules += [model.get_output_embeddings() for model in drafter.modules() if isinstance(model, PreTrainedModel)]
-    weights = [weight for module in modules if module is not None for weight in module.parameters()]
-    weights += [weight for name, weight in drafter.named_parameters() if any(part in name for part in OUTSIDE_LAYERS)]
-    return {id(weight) for weight in weights}
+    trained = made(adapters=step.adapters, ratio=cotrain.learning_rate_ratio)
+    return TrainedStep(step, trained, adapters)
 
 
 def make_engine(recipe: Recipe, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers) -> Engine:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from datasets import Dataset, concatenate_datasets
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.distill.chat_template import Chat
@@ -270,15 +271,21 @@ def logit_count(model: PreTrainedModel) -> int:
     return lm_head.weight.shape[0]
 
 
-def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Console) -> list[int]:
-    """Return the `size` most frequent tokens of the responses, always with EOS, and print the share they cover."""
-    vocab_size = logit_count(target.model)
+def token_counts(rows: Dataset, vocab_size: int) -> Tensor:
+    """Return how often each token occurs in the responses, [V]."""
     counts_V = torch.zeros(vocab_size, dtype=torch.long)
     for start in range(0, len(rows), ROWS_COUNTED):
         part = rows[start : start + ROWS_COUNTED]
         texts = zip(part["input_ids"], part["spans"], strict=True)
         responses = [ids[start:end] for ids, spans in texts for start, end in spans]
         counts_V += torch.bincount(torch.tensor(list(chain.from_iterable(responses))), minlength=vocab_size)
+    return counts_V
+
+
+def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Console) -> list[int]:
+    """Return the `size` most frequent tokens of the responses, always with EOS, and print the share they cover."""
+    vocab_size = logit_count(target.model)
+    counts_V = token_counts(rows, vocab_size)
     eos = target.tokenizer.eos_token_id
     tokens = most_frequent(counts_V, size, always=(eos,) if isinstance(eos, int) else ())
     covered = float(counts_V[tokens].sum() / counts_V.sum())

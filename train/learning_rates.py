@@ -150,6 +150,30 @@ def watched_steps(recipe: Recipe) -> int:
     return round(recipe.train.steps * recipe.train.warmup_fraction) + 4 * window(recipe)
 
 
+LAST, MOST, MARGIN = 8, 5, 0.2
+"""A run diverges if the losses of `MOST` of its `LAST` steps exceed that of the first step by this share, which is
+larger for batches of fewer than `LAST` sequences, as their losses vary more."""
+
+
+def divergence_warning(recipe: Recipe, losses: Sequence[float], width: int) -> str | None:
+    """Return a warning if most of the last losses are above that of the first step; None otherwise.
+
+    A run that diverges from its first steps is warned of after the sixth step at the earliest. Losses that are not
+    positive are not judged.
+    """
+    if not losses or min(losses) <= 0:
+        return None
+    limit = losses[0] * (1 + MARGIN * max(1.0, math.sqrt(LAST / recipe.train.batch_size)))
+    above = sum(loss > limit for loss in losses[1:][-LAST:])
+    if above < MOST:
+        return None
+    return (
+        f"train.learning_rate={recipe.peak_rate:g} is probably far too high: {above} of the last {LAST} losses are "
+        f"above the first one ({max(losses[-LAST:]):.3g} instead of {losses[0]:.3g}); the default for this drafter is "
+        f"{default_rate(recipe, width):g}"
+    )
+
+
 def rate_warning(recipe: Recipe, losses: Sequence[float], width: int) -> str | None:
     """Return a warning if the losses of the first `watched_steps` show a rate that is far off; None otherwise.
 

@@ -36,7 +36,15 @@ from draftsmith.train.early_stop import EarlyEnd, early_end
 from draftsmith.train.engine import reduced
 from draftsmith.train.failed_batch import check_excluded, failure
 from draftsmith.train.interrupts import leave
-from draftsmith.train.learning_rates import described, learning_rate, rate_warning, watched_steps, width_of, with_rate
+from draftsmith.train.learning_rates import (
+    described,
+    divergence_warning,
+    learning_rate,
+    rate_warning,
+    watched_steps,
+    width_of,
+    with_rate,
+)
 from draftsmith.train.preflight import preflight
 from draftsmith.train.progress import PARTS, Console, MemoryMeter, in_units
 from draftsmith.train.recipe import Recipe
@@ -49,6 +57,7 @@ from draftsmith.train.run_folder import (
     is_finished,
     read_metrics,
 )
+from draftsmith.train.start import start_drafter
 from draftsmith.train.step import Last, StepSums
 from draftsmith.train.validation import Validation
 
@@ -147,13 +156,18 @@ class Run:
         self.excluded = frozenset(recipe.data.exclude_rows)
         check_excluded(recipe.data.exclude_rows, self.data)
         self.round, self.last, self.end = 0, Last(), recipe.train.steps
+        self.rate_judged = False
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
         self.record = Record(context, best)
         self.stopping = self.record.stopping
         self.drafter.part = sequence_part(context)
         self.teacher = make_teacher(context, model, self.drafter, self.data)
         self.expect = getattr(self.teacher, "expect", None)  # of teachers that read ahead
-        step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher)
+        self.start_token = start_token(model) if model.config.is_encoder_decoder else None
+        self.limit = context_limit(model.config)
+        self.read_images = read_images(recipe.data, self.target)
+        sizes = start_drafter(recipe, self.drafter, self.teacher, self.data, self.batch)
+        step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher, sizes)
         best.adapters = self.adapters
         self.clock = step.clock = PartClock(accelerator.device, PARTS)
         if recipe.train.compile:
@@ -162,9 +176,6 @@ class Run:
         self.module, self.optimizers = self.engine.module, self.engine.optimizers
         decay, kept = recipe.train.average, context.placement.share.index == 0
         self.average = None if decay is None else WeightAverage(step, decay, kept)
-        self.start_token = start_token(model) if model.config.is_encoder_decoder else None
-        self.limit = context_limit(model.config)
-        self.read_images = read_images(recipe.data, self.target)
         self.validation = Validation(context, self.module, self.record, self.batch)
 
     def train(self) -> None:
@@ -255,11 +266,17 @@ class Run:
 
     def _judge_rate(self, step: int) -> None:
         """Print a warning, once, where the losses of the first steps show a learning rate that is far off."""
-        watched = watched_steps(self.recipe) if self.recipe.continue_from is None else None
-        if step == watched and self.accelerator.is_main_process:
-            losses = [row["loss"] for row in read_metrics(self.folder) if "loss" in row]
-            if (warning := rate_warning(self.recipe, losses, self.width)) is not None:
-                self.console.say(warning)
+        recipe, watched = self.recipe, watched_steps(self.recipe)
+        over = self.rate_judged or step > watched or recipe.continue_from is not None
+        if over or not self.accelerator.is_main_process:
+            return
+        losses = [row["loss"] for row in read_metrics(self.folder) if "loss" in row]
+        warning = divergence_warning(recipe, losses, self.width)
+        if warning is None and step == watched:
+            warning = rate_warning(recipe, losses, self.width)
+        if warning is not None:
+            self.rate_judged = True
+            self.console.say(warning)
 
     def _refresh(self, step: int) -> None:
         """At the beginning of a round, sample all responses again with the current drafter."""

@@ -12,6 +12,7 @@ from draftsmith.train.learning_rates import (
     TRAINED,
     default_rate,
     described,
+    divergence_warning,
     rate_warning,
     watched_steps,
     with_rate,
@@ -144,3 +145,33 @@ def test_the_first_steps_are_judged_by_windows() -> None:
     trained = recipe_of(train={"steps": 100, "batch_size": 8, "learning_rate": 1e-2}, start_from="before")
     assert rate_warning(trained, flat, 256) is None, "it may have little left to learn"
     assert rate_warning(recipe, [-value for value in flat], 256) is None
+
+
+def test_a_diverging_run_is_warned_of_by_step_12() -> None:
+    recipe = recipe_of(train={"steps": 100, "batch_size": 8, "learning_rate": 1e-2})
+    at_once = [42, 55, 90, 120, 150, 178, 323]
+    assert divergence_warning(recipe, at_once[:5], 256) is None
+    assert "5 of the last 8 losses are above the first one (178 instead of 42)" in divergence_warning(
+        recipe, at_once[:6], 256
+    )
+    late = [10, 9, 8, 8, 9, 10, 11, 13, 16, 20, 25, 31]
+    assert divergence_warning(recipe, late, 256) is not None
+    falling = [10 * 0.99**step * (1 + 0.1 * (-1) ** step) for step in range(41)]
+    assert not any(divergence_warning(recipe, falling[:step], 256) for step in range(42))
+    single = recipe_of(train={"steps": 100, "batch_size": 1, "learning_rate": 1e-2})
+    assert divergence_warning(single, [10] + [14] * 11, 256) is None, "losses of single sequences vary more"
+    assert divergence_warning(recipe, [-value for value in at_once], 256) is None
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_the_warning_comes_while_a_run_diverges(
+    kind: str, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    layers = ["drafter.layers=[1,2]", "drafter.train_steps=2"] if kind == "eagle3" else []
+    overrides = [f"drafter.type={kind}", *layers, "train.steps=12", "train.evaluate_every=40", "evaluation.count=1"]
+    file = silent(recipe_file)
+    train(load_recipe(file, [*overrides, f"output={tmp_path / 'default'}"]))
+    assert "far too" not in capsys.readouterr().err
+    train(load_recipe(file, [*overrides, f"output={tmp_path / 'high'}", "train.learning_rate=20"]))
+    printed = capsys.readouterr().err
+    assert printed.count("train.learning_rate=20 is probably far too high") == 1

@@ -17,8 +17,9 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.train.batch import collate
-from draftsmith.train.builders import optimizers, step_and_optimizers
+from draftsmith.train.builders import step_and_optimizers
 from draftsmith.train.estimate.fake_run import LiveBytes
+from draftsmith.train.optimizers import optimizers
 from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Last

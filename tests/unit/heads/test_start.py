@@ -1,0 +1,168 @@
+"""Untrained drafters predict no worse than a constant distribution, whatever the sizes of the target's states."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import make_llama
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.distill.objective import Objective
+from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.heads import HEADS
+from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
+from draftsmith.heads.start import best_state, constant_reader, copied_share, fit_start, frequencies, typical_sizes
+
+EVEN = list(range(0, 64, 2))
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {}),
+    "medusa, 32 tokens": ("medusa", {"draft_vocabulary": EVEN, "shared_lm_head": True}),
+    "hydra": ("hydra", {"num_layers": 2}),
+    "hydra++": ("hydra", {"prefix_layer": True, "original": True}),
+    "mlp_speculator": ("mlp_speculator", {}),
+    "mlp_speculator, narrow": ("mlp_speculator", {"inner_size": 16, "tie_weights": False}),
+    "eagle": ("eagle", {}),
+    "hass": ("hass", {}),
+    "eagle3": ("eagle3", {}),
+    "eagle3, 32 tokens": ("eagle3", {"draft_vocabulary": EVEN, "num_hidden_layers": 2}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
+    "mtp": ("mtp", {}),
+    "peagle": ("peagle", {"num_tokens": 3}),
+    "peagle, masks before fc": ("peagle", {"num_tokens": 3, "mask_before_fc": True}),
+    "dflash": ("dflash", {"block_size": 4}),
+    "dflash, 32 tokens": ("dflash", {"block_size": 4, "draft_vocabulary": EVEN}),
+    "dspark": ("dflash", {"block_size": 4, "markov_rank": 3}),
+}
+
+
+@torch.no_grad()
+def plain() -> LlamaForCausalLM:
+    """A target whose states have a constant part, as those of published models; its tokens differ in frequency."""
+    target = make_llama(num_hidden_layers=6)
+    target.model.embed_tokens.weight[:, 3] += 2
+    target.lm_head.weight.mul_(3)
+    return target
+
+
+@torch.no_grad()
+def large_gain() -> LlamaForCausalLM:
+    """Like Gemma 3: large gains, one much larger than the others."""
+    target = plain()
+    target.model.norm.weight.mul_(5)
+    target.model.norm.weight[7] = 40
+    return target
+
+
+@torch.no_grad()
+def tiny_lm_head() -> LlamaForCausalLM:
+    """Large gains and an lm_head that is as much smaller: the probabilities of `plain`."""
+    target = plain()
+    target.model.norm.weight.mul_(50)
+    target.lm_head.weight.div_(50)
+    return target
+
+
+TARGETS = {make.__name__: make for make in (plain, large_gain, tiny_lm_head)}
+
+
+class Samples(NamedTuple):
+    """A target, texts that it sampled, and the counts of their tokens."""
+
+    target: LlamaForCausalLM
+    first_BT: Tensor
+    others_BT: Tensor
+    counts_V: Tensor
+
+
+@cache
+def samples(name: str) -> Samples:
+    target = TARGETS[name]()
+    prompts = [[2 + seed % 60] for seed in range(96)]
+    outputs = SpeculativeDecoder(target).generate_batch(
+        prompts, max_new_tokens=23, temperature=1.0, eos_token_id=None, seeds=0
+    )
+    texts_BT = torch.tensor([prompt + list(output.tokens) for prompt, output in zip(prompts, outputs, strict=True)])
+    return Samples(target, texts_BT[:48], texts_BT[48:], texts_BT[:, 1:].flatten().bincount(minlength=64))
+
+
+def signals_of(target: LlamaForCausalLM, drafter: TrainableDrafter, ids_BT: Tensor) -> TeacherSignals:
+    mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+    mask_BT[:, -1] = False
+    return OnlineTeacher(target, drafter.needs.layers).signals(ids_BT, torch.ones_like(ids_BT), mask_BT)
+
+
+@torch.no_grad()
+def loss_by_position(drafter: TrainableDrafter, signals: TeacherSignals, target: LlamaForCausalLM) -> Tensor:
+    """KL divergence by draft position, in nats."""
+    torch.manual_seed(0)
+    losses = []
+    unrolled = drafter.unroll(signals)
+    for k in range(len(unrolled)):
+        only = tuple(float(k == i) for i in range(len(unrolled)))
+        sums = Objective(position_weights=only)(unrolled, signals, target.lm_head)
+        losses.append(sums.loss / sums.count_K[k])
+    return torch.stack(losses)
+
+
+@torch.no_grad()
+def best_constant_loss(signals: TeacherSignals, target: LlamaForCausalLM, tokens_D: Tensor | None) -> float:
+    """KL divergence of the mean of p, the best constant q for these positions, weighted by p of the vocabulary."""
+    p_NV = target.lm_head(signals.hidden_BTH[signals.mask_BT]).softmax(-1)
+    p_ND = p_NV if tokens_D is None else p_NV[:, tokens_D]
+    q_D, within_ND = p_ND.mean(0) / p_ND.mean(0).sum(), p_ND / p_ND.sum(-1, keepdim=True)
+    return float((p_ND * (within_ND.clamp_min(1e-30).log() - q_D.log())).sum(-1).mean())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_worse_than_a_constant(family: str, target: str) -> None:
+    """On texts that the start was not fitted to, and without a tensor that the drafter did not have."""
+    model, first_BT, others_BT, counts_V = samples(target)
+    kind, options = FAMILIES[family]
+    torch.manual_seed(0)
+    drafter = HEADS[kind].from_target(model, **options).eval()
+    shapes = {name: value.shape for name, value in drafter.state_dict().items()}
+    fit_start(drafter, FirstBatch(signals_of(model, drafter, first_BT), frequencies(counts_V)))
+    assert {name: value.shape for name, value in drafter.state_dict().items()} == shapes
+    signals = signals_of(model, drafter, others_BT)
+    losses = loss_by_position(drafter, signals, model)
+    tokens_D = None if drafter.draft_vocabulary is None else drafter.draft_vocabulary.tokens_D
+    assert losses.mean() <= best_constant_loss(signals, model, tokens_D) + 0.3, losses
+
+
+def test_frequencies_of_tokens_that_never_occurred() -> None:
+    """Of ten tokens two occurred once: a fifth of the probability is shared by all tokens."""
+    counts_V = torch.tensor([5, 3, 1, 1, 0])
+    expected = torch.tensor([0.8 * 0.5 + 0.04, 0.8 * 0.3 + 0.04, 0.8 * 0.1 + 0.04, 0.8 * 0.1 + 0.04, 0.04])
+    torch.testing.assert_close(frequencies(counts_V), expected)
+    assert frequencies(torch.zeros(4)).min() > 0
+
+
+def test_the_best_state_gives_the_frequencies() -> None:
+    """With as many states as tokens the logits can be anything; with fewer the gradient of the KL vanishes."""
+    torch.manual_seed(0)
+    wanted_V = torch.softmax(2 * torch.randn(24), -1)
+    whole = torch.nn.Linear(24, 24, bias=False).requires_grad_(False)
+    torch.testing.assert_close(whole(best_state(whole, wanted_V, 24)).softmax(-1), wanted_V, atol=2e-3, rtol=0)
+    narrow = torch.nn.Linear(8, 24, bias=False).requires_grad_(False)
+    q_V = narrow(best_state(narrow, wanted_V, 8)).softmax(-1)
+    torch.testing.assert_close((q_V - wanted_V) @ narrow.weight, torch.zeros(8), atol=2e-3, rtol=0)
+
+
+def test_a_constant_is_read_from_inputs_that_have_one() -> None:
+    torch.manual_seed(0)
+    inputs_nF, others_nF = (torch.randn(200, 32) + torch.linspace(-2, 2, 32) for _ in range(2))
+    read_n = others_nF @ constant_reader(inputs_nF)
+    assert abs(float(read_n.mean()) - 1) < 0.05
+    assert float(read_n.std()) < 0.2
+
+
+def test_sizes_of_columns_ignore_single_positions() -> None:
+    torch.manual_seed(0)
+    inputs_nF = torch.randn(400, 3) * torch.tensor([1.0, 50.0, 1000.0])
+    inputs_nF[0] = 1e5
+    torch.testing.assert_close(typical_sizes(inputs_nF), torch.tensor([1.0, 50.0, 1000.0]), rtol=0.2, atol=0)
+    assert copied_share(1e-3 * inputs_nF[1:, :2], torch.tensor([0.5, 0.5])) == 1.0

@@ -1,0 +1,83 @@
+"""The start of a run's drafter: the loss of the first step, exact resumption, and no change of trained weights."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_llama
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.heads.medusa import Medusa
+from draftsmith.heads.start import InputSizes
+from draftsmith.train.optimizers import MEASURED_TOTAL, optimizers
+from draftsmith.train.recipe import Recipe, load_recipe
+from draftsmith.train.run_folder import read_metrics
+from draftsmith.train.trainer import train
+
+UNIFORM = math.log(64)
+
+
+def recipe_of(recipe_file: Path, kind: str, output: Path, *more: str) -> Recipe:
+    overrides = [f"drafter.type={kind}", f"output={output}", "objective.position_decay=1", *more]
+    return load_recipe(str(recipe_file), overrides)
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("medusa", ["drafter.num_heads=3"]), ("eagle3", ["drafter.layers=[1,2]", "drafter.train_steps=3"])],
+)
+def test_a_run_starts_below_equal_probabilities(
+    kind: str,
+    options: list[str],
+    recipe_file: Path,
+    tmp_path: Path,
+    tiny_target_folder: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """On a target with large states, whose copied lm_head alone would give a loss of tens of nats; and it resumes."""
+    target = make_llama()
+    with torch.no_grad():
+        target.model.norm.weight.fill_(20)
+        target.lm_head.weight.mul_(0.3)
+    target.save_pretrained(tiny_target_folder)
+    recipe = recipe_of(recipe_file, kind, tmp_path / "whole", *options)
+    train(recipe)
+    losses = losses_of(tmp_path / "whole")
+    assert losses[0] / 3 < UNIFORM, "per draft position; KL is at most the uniform distribution's cross-entropy"
+    cut = recipe_of(recipe_file, kind, tmp_path / "cut", *options)
+    train(cut)
+    (tmp_path / "cut" / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")
+    train(cut)
+    assert losses_of(tmp_path / "cut") == losses
+
+
+def test_trained_weights_are_left_as_they_are(recipe_file: Path, tmp_path: Path) -> None:
+    steps = ["train.steps=1", "train.evaluate_every=1"]
+    train(recipe_of(recipe_file, "medusa", tmp_path / "first", *steps))
+    more = [f"start_from={tmp_path / 'first' / 'drafter'}", "train.learning_rate=1e-12"]
+    train(recipe_of(recipe_file, "medusa", tmp_path / "second", *steps, *more))
+    first, second = (load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("first", "second"))
+    torch.testing.assert_close(first, second)
+
+
+def test_rates_hold_for_inputs_of_ordinary_sizes() -> None:
+    drafter = Medusa.from_target(make_llama(), num_heads=1)
+    head = drafter.lm_heads[0].weight
+    large = {head: InputSizes(torch.full((32,), 8.0), 4 * MEASURED_TOTAL)}
+    _, beside_muon = optimizers(drafter, "muon", 0.0, sizes=large, adamw_ratio=0.5)
+    (alone,) = optimizers(drafter, "adamw", 0.0, sizes=large)
+    small = {head: InputSizes(torch.full((32,), 0.1), 1.0)}
+    (unchanged,) = optimizers(drafter, "adamw", 0.0, sizes=small)
+    ratios = [
+        next(group["ratio"] for group in made.param_groups if group["params"][0] is head)
+        for made in (beside_muon, alone, unchanged)
+    ]
+    assert ratios == [0.5 / 4, 32 / (4 * MEASURED_TOTAL), 1.0]

@@ -1,0 +1,57 @@
+"""The start of a run's drafter: untrained weights are fitted to a first batch, and the sizes of its inputs measured."""
+
+from collections.abc import Callable
+
+import torch
+
+from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
+from draftsmith.heads.start import fit_start, frequencies, input_sizes
+from draftsmith.train.batch import Batch, batch_indices
+from draftsmith.train.data import TrainingData, token_counts
+from draftsmith.train.learning_rates import starts_trained
+from draftsmith.train.optimizers import Sizes
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.step import Teacher
+
+TOKENS = 2048
+"""Tokens of the first batch: rows of the run's first step, at least one, until there are so many."""
+
+
+@torch.no_grad()
+def start_drafter(
+    recipe: Recipe,
+    drafter: TrainableDrafter,
+    teacher: Teacher,
+    data: TrainingData,
+    batch: Callable[[list[int]], Batch],
+) -> Sizes:
+    """Fit the weights of an untrained drafter, see heads/start.py, and return the sizes of inputs by weight.
+
+    Every process does the same with the same rows. A resumed run measures the sizes again and loads its weights.
+    """
+    if drafter.type == "draft_model":  # starts as a model of its own
+        return {}
+    part, drafter.part = drafter.part, None
+    drafter.eval()  # without noise
+    signals = _signals(recipe, teacher, data, batch)
+    torch.manual_seed(recipe.train.seed)  # block drafters draw the positions that they are trained at
+    if not starts_trained(recipe):
+        counts_V = token_counts(data.rows.select(range(data.trained)), teacher.lm_head.weight.shape[0])
+        fit_start(drafter, FirstBatch(signals, frequencies(counts_V).to(signals.hidden_BTH.device)))
+    sizes = input_sizes(drafter, signals)
+    drafter.train()
+    drafter.part = part
+    return sizes
+
+
+def _signals(
+    recipe: Recipe, teacher: Teacher, data: TrainingData, batch: Callable[[list[int]], Batch]
+) -> TeacherSignals:
+    """Return the target's signals for the first rows of the first step."""
+    indices, tokens = [], 0
+    for index in batch_indices(recipe.train.seed, 0, recipe.train.batch_size, data.trained):
+        indices.append(index)
+        tokens += len(data.rows[index]["input_ids"])
+        if tokens >= TOKENS:
+            break
+    return teacher.signals(**vars(batch(indices)))
