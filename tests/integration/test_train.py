@@ -97,8 +97,8 @@ def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Pa
     folder = loop.train(load_recipe(str(recipe_file), [*overrides, "train.evaluate_every=15", *LEARNERS[drafter]]))
     losses = _losses(tmp_path / "run")
     assert len(losses) == 30
-    # With 20 of 64 tokens much of the target's mass is out of reach, and pruned layers begin near their goal. Others begin
-    # with the loss of the tokens' frequencies; the entropies in HASS's and DSpark's terms are a large part of theirs.
+    # With 20 of 64 tokens much of the target's mass is out of reach, and pruned layers begin near their goal.
+    # Others begin with the loss of the tokens' frequencies; entropies are a large part of HASS's and DSpark's terms.
     near = drafter in ("hass", "dflash with all of it") or "tokens" in drafter or "lora" in drafter
     assert sum(losses[-5:]) < (0.97 if near else 0.9) * sum(losses[:5])
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target")
