@@ -194,6 +194,10 @@ def _speedups(
 
 ENOUGH = 0.1
 """Difference between two acceptance rates at a position that rounding does not explain."""
+GREEDY_DRAFTS = (
+    "vLLM drafts the most likely tokens, of which fewer are accepted above T=0, unless --speculative-config has "
+    '"draft_sample_method": "probabilistic".'
+)
 
 
 def _explained(
@@ -222,6 +226,9 @@ def _explained(
         cause = f"The engine drafts {len(served)} tokens, the local decoder {len(local)}."
     else:
         cause = "No position differs by much: dtype, quantisation or kernels are the likely cause."
+    lower = (comparison.tau.ratio < 1) == ("server" in b)
+    if comparison.temperature > 0 and lower:
+        cause = f"{cause} {GREEDY_DRAFTS}"
     return replace(comparison, cause=cause)
 
 

@@ -76,6 +76,8 @@ class Engine:
     fault: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None
     """Returns the name of the fault for a request, from its number and body; None for none."""
     key: str | None = None
+    loses_temperatures: bool = False
+    """Sample in the same way at every temperature above 0."""
     answer: Callable[[list[int], int, int], list[int]] = answer_tokens
     metrics: Callable[["Engine"], str] | None = None
     info: dict[str, Any] | None = None
@@ -129,7 +131,8 @@ class Engine:
     def reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer as the engines write it."""
         prompt = self.prompt_of(body)
-        tokens = self.answer(prompt, 0 if body["temperature"] == 0 else body["seed"], body["max_tokens"])
+        greedy = body["temperature"] <= (0 if self.loses_temperatures else 0.01)
+        tokens = self.answer(prompt, 0 if greedy else body["seed"], body["max_tokens"])
         finish = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
         shown = self.tokenizer.decode(tokens, skip_special_tokens=True)
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None, "stop_reason": None}

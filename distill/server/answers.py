@@ -147,7 +147,8 @@ class AnswerReader:
             message["tool_calls"] = answer.tool_calls
         ids, start = self._tokens(asked, answer, message)
         if len(ids) - start > self.most:
-            raise NoTokens(f"have answers of more than the {self.most} tokens that were asked for")
+            again = "" if self._has_tokens(answer) else " after their text is tokenised again"
+            raise NoTokens(f"have answers of more than the {self.most} tokens that were asked for{again}")
         if start == len(ids):
             raise NoTokens("have answers without a token")
         if path == COMPLETION:
@@ -157,13 +158,17 @@ class AnswerReader:
 
     def _tokens(self, asked: Asked, answer: Answer, message: Message) -> tuple[list[int], int]:
         """Return the tokens of the conversation up to the end of the answer, and the place where the answer begins."""
-        if answer.tokens is not None and (self.thinking or not answer.reasoning):
-            return [*asked.prompt, *self._returned(asked.prompt, answer, answer.tokens)], len(asked.prompt)
+        if self._has_tokens(answer):
+            return [*asked.prompt, *self._returned(asked.prompt, answer, answer.tokens or [])], len(asked.prompt)
         if answer.tool_calls:
             raise NoTokens("have tool calls without the tokens that wrote them")
         if answer.reasoning:
             return self._rendered(asked, answer, message)
         return [*asked.prompt, *self._again(asked.prompt, answer)], len(asked.prompt)
+
+    def _has_tokens(self, answer: Answer) -> bool:
+        """Return whether the server returned the tokens of what is kept of an answer."""
+        return answer.tokens is not None and (self.thinking or not answer.reasoning)
 
     def _returned(self, prompt: list[int], answer: Answer, tokens: list[int]) -> list[int]:
         size = len(self.chat.tokenizer)

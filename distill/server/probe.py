@@ -1,4 +1,4 @@
-"""The check that a server serves the target: its name, and greedy answers to a few prompts."""
+"""The check that a server serves the target: its name, greedy answers to a few prompts, and its temperatures."""
 
 import asyncio
 import itertools
@@ -22,6 +22,10 @@ PROBE_TOKENS = 24
 AGREEMENT = 0.9
 """Share of the tokens that have to be the target's own most likely ones: an engine rounds differently, and another
 model of the same family agrees less."""
+COLD = 0.01
+"""A temperature at which a token is drawn that is not the most likely one only where two are nearly as likely."""
+COLD_ANSWERS = 8
+"""Answers at this temperature; more than half of them must be the greedy text."""
 
 
 async def check_server(
@@ -47,10 +51,38 @@ async def check_server(
     names = await client.models()
     if names and name not in names:
         raise ConfigError(f"server {client.url} does not serve {name}; expected one of {', '.join(names)}")
-    shortest = sorted(range(len(questions)), key=lambda index: len(questions[index]["input_ids"]))[:PROBES]
+    shortest = _shortest(questions, PROBES)
     sampler.accepts = await _accepted(sampler, questions, shortest[0], client)
     answers = await asyncio.gather(*(_probe(sampler, questions, index, client) for index in shortest))
     _require_target(sampler, answers, client.url, model)
+
+
+async def check_temperatures(sampler: ServerSampler, questions: Dataset, client: ServerClient) -> None:
+    """Raise ConfigError for a server whose answers at T=0.01 are mostly other texts than its greedy ones.
+
+    A request's temperature is lost in some engines where they draft; tau and speed above T=0 are then those of noise.
+    """
+    shortest = _shortest(questions, COLD_ANSWERS)
+    greedy = await asyncio.gather(*(_probe(sampler, questions, index, client) for index in shortest))
+    texts = {index: _text(answer) for index, (_, answer) in zip(shortest, greedy, strict=True)}
+    asked = [(index, n) for n, index in zip(range(COLD_ANSWERS), itertools.cycle(shortest), strict=False)]
+    cold = await asyncio.gather(*(_probe(sampler, questions, index, client, n, COLD) for index, n in asked))
+    other = sum(_text(answer) != texts[index] for (index, _), (_, answer) in zip(asked, cold, strict=True))
+    if 2 * other > len(asked):
+        raise ConfigError(
+            f"server {client.url}: {other} of {len(asked)} answers at T={COLD:g} are other texts than the greedy ones; "
+            "expected the same: the server does not sample at the temperature that it is asked for (builds of vLLM "
+            "0.32 for CPUs with a drafter do not), so that nothing above T=0 can be measured"
+        )
+
+
+def _text(answer: Answer) -> tuple[str, str]:
+    return answer.reasoning, answer.text
+
+
+def _shortest(questions: Dataset, count: int) -> list[int]:
+    """Return the indices of the shortest prompts."""
+    return sorted(range(len(questions)), key=lambda index: len(questions[index]["input_ids"]))[:count]
 
 
 def require_related(target: str, name: str) -> None:
@@ -86,13 +118,16 @@ def _asked(questions: Dataset, index: int) -> Asked:
     return Asked(index, list(row["input_ids"]), row["turns"])
 
 
-async def _probe(sampler: ServerSampler, questions: Dataset, index: int, client: ServerClient) -> tuple[Asked, Answer]:
+async def _probe(
+    sampler: ServerSampler, questions: Dataset, index: int, client: ServerClient, seed: int = 0, temperature: float = 0
+) -> tuple[Asked, Answer]:
     asked = _asked(questions, index)
     most = min(PROBE_TOKENS, sampler.settings.response_tokens)
     try:
-        return asked, await sampler.ask(client, asked, [index], temperature=0.0, max_tokens=most)
+        return asked, await sampler.ask(client, asked, [index, seed], temperature=temperature, max_tokens=most)
     except (RequestFailed, NoTokens) as error:
-        raise ConfigError(f"server does not answer the greedy probe ({error}); expected an answer") from error
+        what = "greedy probe" if temperature == 0 else f"probe at T={temperature:g}"
+        raise ConfigError(f"server does not answer the {what} ({error}); expected an answer") from error
 
 
 def _require_target(

@@ -1,7 +1,7 @@
 """An engine's counters of its drafts, read before and after a measurement.
 
-vLLM counts drafts, and accepted tokens by position; SGLang counts verifications. Both are Prometheus counters of the
-whole server, so other requests during the measurement would count too.
+vLLM and llama-server count drafts, and accepted tokens by position; SGLang counts verifications. They are Prometheus
+counters of the whole server, so other requests during the measurement would count too.
 """
 
 import re
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
 POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
-DRAFTS = "vllm:spec_decode_num_drafts"
-DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
-PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-VERIFICATIONS = "sglang:spec_verify_calls"
-GENERATED = ("vllm:generation_tokens", "sglang:generation_tokens")
+ROUNDS = ("vllm:spec_decode_num_drafts", "llamacpp:spec_decode_num_drafts", "sglang:spec_verify_calls")
+DRAFT_TOKENS = ("vllm:spec_decode_num_draft_tokens", "llamacpp:spec_decode_num_draft_tokens")
+PER_POSITION = ("vllm:spec_decode_num_accepted_tokens_per_pos", "llamacpp:spec_decode_num_accepted_tokens_per_pos")
+GENERATED = ("vllm:generation_tokens", "llamacpp:tokens_predicted", "sglang:generation_tokens")
 """Counters that exist without speculation, too: with them a server without drafts is told from one without metrics."""
 SECONDS = 30.0
 
@@ -57,11 +56,10 @@ def parse_counters(text: str) -> Counters:
         if match is None:
             continue
         name, value = match["name"].removesuffix("_total"), _number(match["value"])
-        known |= name in GENERATED or name in (DRAFTS, VERIFICATIONS)
-        if name in (DRAFTS, VERIFICATIONS):
-            rounds += value
-        drafted += value if name == DRAFT_TOKENS else 0.0
-        position = POSITION.search(match["labels"] or "") if name == PER_POSITION else None
+        known |= name in GENERATED + ROUNDS
+        rounds += value if name in ROUNDS else 0.0
+        drafted += value if name in DRAFT_TOKENS else 0.0
+        position = POSITION.search(match["labels"] or "") if name in PER_POSITION else None
         if position is not None:
             place = int(position[1])
             accepted[place] = accepted.get(place, 0.0) + value

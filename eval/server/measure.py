@@ -17,7 +17,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.regeneration import SampleSettings
 from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
-from draftsmith.distill.server.probe import check_server
+from draftsmith.distill.server.probe import check_server, check_temperatures
 from draftsmith.distill.server.sampling import ServerSampler
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
@@ -173,6 +173,8 @@ class ServerRun:
         """Return what asks the server, after the checks that it serves the target."""
         sampler = self.sampler(self.settings.temperatures[0], 0)
         await check_server(sampler, self._questions(), client, target=self.settings.target)
+        if max(self.settings.temperatures) > 0:
+            await check_temperatures(sampler, self._questions(), client)
         return sampler
 
     def sampler(self, temperature: float, repeat: int) -> ServerSampler:

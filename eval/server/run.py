@@ -209,7 +209,7 @@ def _notes(measured: Measured) -> list[str]:
     if not measured.counted:
         found.append(
             "The server's metrics count no drafts: it does not speculate, or its metrics are off (SGLang: "
-            "--enable-metrics), so tau and acceptance are not known."
+            "--enable-metrics, llama-server: --metrics), so tau and acceptance are not known."
         )
     if measured.sglang_tau is not None:
         found.append(f"SGLang's own mean acceptance length since its start is {measured.sglang_tau:.2f}.")

@@ -34,6 +34,13 @@ class Drafting:
 
     def _metrics(self, _: Engine) -> str:
         rounds, label = self.answers * ROUNDS, '{engine="0",model_name="tiny"}'
+        if self.style == "llamacpp":  # as its source prints them: labels of positions alone, whole numbers
+            names = {"tokens_predicted": 7 * self.answers, "spec_decode_num_draft_tokens": 2 * rounds}
+            names |= {"spec_decode_num_accepted_tokens": rounds, "spec_decode_num_drafts": rounds}
+            lines = [f"# TYPE llamacpp:{name}_total counter\nllamacpp:{name}_total {n}" for name, n in names.items()]
+            at = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [f'{at}{{position="0"}} {rounds}', f'{at}{{position="1"}} 0'] if rounds else []
+            return "\n".join(lines) + "\n"
         lines = ["# HELP some help", f"{self.style}:generation_tokens_total{label} {7 * self.answers}.0"]
         if self.style == "vllm":
             at = [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{p}"}}' for p in (0, 1)]
@@ -147,6 +154,37 @@ def test_tau_of_sglang(folder: Path, prompts: Path, tmp_path: Path) -> None:
         assert run(folder, prompts, engine, tmp_path / "out") == 0
     rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
     assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in rows] == [(2.0, [], None)] * 2
+
+
+def test_tau_and_acceptance_of_llama_server(folder: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
+    with Drafting("llamacpp").engine.running() as engine:
+        assert run(folder, prompts, engine, tmp_path / "out") == 0
+    rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
+    assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in rows] == [(2.0, [1.0, 0.0], 0.5)] * 2
+    assert "count no drafts" not in capsys.readouterr().out
+    drafting = Drafting("llamacpp")
+    drafting.answers = 3
+    assert parse_counters(drafting._metrics(drafting.engine)) == Counters(True, 9.0, (9.0, 0.0), 18.0)
+
+
+def test_a_server_that_loses_temperatures_is_refused(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its answers at T=0.01 are as those at T=1, and it is measured at T=0 alone."""
+    with Engine(loses_temperatures=True).running() as engine, Engine().running() as other:
+        assert run(folder, prompts, engine, tmp_path / "out") == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"server {engine.url}/v1: 8 of 8 answers at T=0.01 are other texts than the greedy ones" in said
+        assert "does not sample at the temperature that it is asked for" in said
+        assert not (tmp_path / "out" / "eval.json").exists()
+        assert all(body["temperature"] <= 0.01 for body in engine.asked), "nothing was measured"
+        assert run(folder, prompts, other, tmp_path / "out", "--baseline", engine.url) == 2
+        assert f"server {engine.url}/v1: 8 of 8 answers" in " ".join(capsys.readouterr().err.split())
+        command = ["eval", "server", engine.url, "--target", folder, "--model", "tiny", "--prompts", prompts]
+        with pytest.raises(SystemExit) as left:
+            main([str(part) for part in [*command, "--temperature", 0, "--repeats", 1, "--out", tmp_path / "zero"]])
+        assert not left.value.code
+        assert run(folder, prompts, other, tmp_path / "out") == 0
 
 
 def test_a_local_measurement_is_compared_with_a_server(

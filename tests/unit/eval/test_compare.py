@@ -122,4 +122,13 @@ def test_the_likely_cause_of_an_engine_that_accepts_less(local: list[float], ser
     assert cause in comparison.sentence
     (other,) = compare_evaluations(b, a)
     assert cause in other.sentence
+    for side in (a, b):
+        for entry in [*side["measurements"], *side["rows"], *side.get("server", [])]:
+            entry["temperature"] = 1.0
+    greedy = '"draft_sample_method": "probabilistic"'
+    assert greedy not in comparison.sentence + other.sentence, "at T=0 drafts are greedy"
+    for pair in ((a, b), (b, a)):
+        (sampled,) = compare_evaluations(*pair)
+        assert (greedy in sampled.sentence) == (sampled.tau.ratio < 1 if pair[0] is a else sampled.tau.ratio > 1)
+        assert cause in sampled.sentence
     assert comparison_table([comparison]).row_count == 1
