@@ -180,7 +180,7 @@ def agreement(
     order = sorted(range(len(texts)), key=lambda place: len(texts[place].tokens))
     for start in range(0, len(texts), BATCH):
         batch = [texts[place] for place in order[start : start + BATCH]]
-        signals = _signals(teacher, batch)
+        signals = signals_of(teacher, batch)
         result += agreement_of(signals, teacher.lm_head, drafter, batch, positions, measures, done)
     return [stats for _, stats in sorted(zip(order, result, strict=True), key=lambda pair: pair[0])]
 
@@ -261,11 +261,12 @@ def _blocks(rows: Rows) -> list[Rows]:
 
 def states_of(teacher: OnlineTeacher, text: TargetText) -> tuple[Tensor, Tensor | None]:
     """Return the target's final states [T, H] and the drafter's features [T, F] on a text; None if it reads none."""
-    signals = _signals(teacher, [text])
+    signals = signals_of(teacher, [text])
     return signals.hidden_BTH[0], None if signals.features_BTF is None else signals.features_BTF[0]
 
 
-def _signals(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignals:
+def signals_of(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignals:
+    """Return the target's signals for a batch of texts, whose new tokens are marked."""
     device = next(teacher.model.parameters()).device
     ids_BT, attention_BT = _padded([text.tokens for text in texts], device)
     mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.load_target import EMBEDDED, LoadedTarget, check_target_name, load_target
 from draftsmith.errors import ConfigError
-from draftsmith.eval.conventions import Reading, readings_of
+from draftsmith.eval.conventions import Reading, readings_of, self_test_lines
 from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, is_named, load_drafter, save_drafter
@@ -335,12 +335,8 @@ def show_import(request: ImportRequest, imported: Imported) -> None:
     console = Terminal(soft_wrap=True)
     console.print(f"{request.out}: a drafter of type {drafter.type}, {count:,} parameters, draft length", end=" ")
     console.print(drafter.draft_length_hint)
-    for number, reading in enumerate(imported.readings):
-        if number == 0:
-            console.print(f"self-test: alpha {reading.alpha:.3f} at the first draft position, {reading.tokens} tokens")
-        elif reading.better:
-            said = f"alpha would be {reading.alpha:.3f} with {reading.convention}"
-            console.print(f"warning: {said}: config.json may mean another convention than the one it was read by")
+    for line in self_test_lines(imported.readings):
+        console.print(line)
     for command in ("eval", "check"):
         words = ("draftsmith", command, "--target", request.target, "--drafter", str(request.out))
         console.print(f"next: {shlex.join(words)}")
