@@ -258,7 +258,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         MtpSection,
         "mtp.Mtp",
         card_name="multi-token prediction module",
-        exports={"vllm": "speculators.write_mtp_speculator", "native": "native_mtp.write_native", **CUSTOM_GENERATE},
+        exports={"native": "native_mtp.write_native", **CUSTOM_GENERATE},
     ),
     "peagle": DrafterEntry(
         ParallelEagleSection,

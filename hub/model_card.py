@@ -25,7 +25,6 @@ from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.formats.common import (
     RARE_IN_SGLANG,
     SGLANG,
-    UNSERVED,
     VLLM,
     sglang_command,
     vllm_command,
@@ -331,7 +330,7 @@ def _engines(section: dict[str, Any], base_model: str | None) -> _Engines:
     """Return the commands for vLLM and SGLang; `base_model` is the target on the Hub."""
     kind, length = vllm_type(section["type"], section["drafter"]), section["draft_length"]
     served = MERGED if section["target"].get("quality") else base_model or SERVED
-    vllm = vllm_command(served, VLLM[kind], EXPORTED, length) if kind in VLLM and kind not in UNSERVED else None
+    vllm = vllm_command(served, VLLM[kind], EXPORTED, length) if kind in VLLM else None
     algorithm = None if section["type"] in RARE_IN_SGLANG else SGLANG.get(section["type"])
     sglang = None if algorithm is None else sglang_command(served, algorithm, EXPORTED, length)
     own = base_model or last_part(_target_name(section))

@@ -11,8 +11,6 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.safe_text import printable
 
 OutOption = Annotated[Path, typer.Option("--out", help="A new folder.")]
-SERVED = ("vllm", "sglang", "gguf", "native")
-"""Formats that are measured where they are served; `eval` reads the others."""
 
 
 def export(
@@ -37,9 +35,12 @@ def export(
     from draftsmith.hub.export import ExportRequest, export_to, show_export
 
     request = ExportRequest(drafter, target, format, out, dtype, revision, trust_remote_code)
-    show_export(export_to(request))
-    if format in SERVED:
-        return suggest("draftsmith", "eval", "server", "http://localhost:8000", "--target", target, "--model", target)
+    exported = export_to(request)
+    show_export(exported)
+    serving = exported.serving
+    if serving.port is not None:
+        where = f"http://localhost:{serving.port}"
+        return suggest("draftsmith", "eval", "server", where, "--target", target, "--model", serving.model)
     suggest("draftsmith", "eval", *measuring(target, [str(out)], "embedded"))
 
 

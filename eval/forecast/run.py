@@ -261,9 +261,10 @@ def _engine_lines(outcome: Outcome) -> list[str]:
     """Return the settings of engines by load."""
     if outcome.engine is None:
         return []
-    vllm, off = outcome.engine["vllm"], outcome.engine["off_from"]
+    vllm, off, exports = (outcome.engine[key] for key in ("vllm", "off_from", "export"))
     lines = [] if vllm is None else [f"vLLM: --speculative-config {shlex.quote(json.dumps(vllm))}"]
     lines += [f"SGLang, {load} requests: {flags or 'no drafter'}" for load, flags in outcome.engine["sglang"].items()]
+    lines = [f"first: {command}" for command in exports.values()] + lines
     where = f"off from {off} requests at a time" if off else "faster at every measured number of requests"
     return [*lines, f"speculation: {where}"]
 

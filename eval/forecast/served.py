@@ -31,13 +31,18 @@ from draftsmith.eval.session import Session
 from draftsmith.eval.settings import Settings
 from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter, TrainableDrafter
-from draftsmith.heads.formats.common import SGLANG, VLLM, vllm_type
+from draftsmith.heads.checkpoint import is_named
+from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type
+from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.validation import local_folder, read_config
 
 SHORT, LONG = 8, 72
 """Tokens of short and long answers."""
 TURNS = 5
 """Times that every server answers at every batch size, in turns; at least two have to be usable."""
+EXPORTED = "exports/{}"
+"""Folder for the export to an engine."""
 Seconds = dict[int, dict[int, float]]
 """Seconds of a round by draft length (0: without a drafter) and batch size."""
 
@@ -161,7 +166,8 @@ class _Asking:
         length = round(drafted) or self.routes.sglang_draft_length()
         if not length:
             raise ConfigError(
-                f"server {self.routes.root} does not tell how many tokens it drafts; expected vLLM or SGLang"
+                f"server {self.routes.root} does not tell how many tokens it drafts; expected vLLM, SGLang or "
+                "llama-server"
             )
         return length
 
@@ -245,19 +251,37 @@ def loads(predicted: Forecast) -> list[Load]:
     return found
 
 
+def _exports(settings: ForecastSettings, path: str, drafter: Drafter) -> dict[str, str]:
+    """Return by engine the command that exports a checkpoint of draftsmith; engines load a draft model's as it is."""
+    own = drafter.type != "draft_model" and (Path(path).is_dir() or not is_named(path))
+    if not own or read_config(local_folder(path), path)[1] is None:
+        return {}
+    words = ("draftsmith", "export", path, "--target", settings.target)
+    return {
+        engine: shlex.join([*words, "--format", engine, "--out", EXPORTED.format(engine)])
+        for engine in ("vllm", "sglang")
+        if drafter.type in LAYOUTS[engine] and (engine == "vllm" or drafter.type not in RARE_IN_SGLANG)
+    }
+
+
 def engine_settings(predicted: Forecast, drafter: Drafter) -> dict[str, Any]:
-    """Return the engines' settings: vLLM's `--speculative-config`, SGLang's flags by load, and from where none pays."""
+    """Return the engines' settings: vLLM's `--speculative-config`, SGLang's flags by load, and from where none pays.
+
+    `export` has the commands that write the folders which these settings name, for a drafter that no engine loads.
+    """
     (path,), plan = predicted.settings.drafters.values(), loads(predicted)
+    exports = _exports(predicted.settings, path, drafter)
     off = plan[-1].first if plan[-1].draft_length == 0 else None
     longest = max(load.draft_length for load in plan)
     method = VLLM.get(vllm_type(drafter.type, drafter.config() if isinstance(drafter, TrainableDrafter) else {}))
-    settings: dict[str, Any] = {"off_from": off, "vllm": None, "sglang": {}}
+    settings: dict[str, Any] = {"off_from": off, "vllm": None, "sglang": {}, "export": exports}
     if longest and method is not None:
-        settings["vllm"] = {**method, "model": path, "num_speculative_tokens": longest}
+        folder = EXPORTED.format("vllm") if "vllm" in exports else path
+        settings["vllm"] = {**method, "model": folder, "num_speculative_tokens": longest}
         settings["vllm"]["num_speculative_tokens_per_batch_size"] = [list(load) for load in plan]
-    for load in plan if drafter.type in SGLANG else ():
-        size = load.draft_length
-        flags = f"--speculative-algorithm {SGLANG[drafter.type]} --speculative-draft-model-path {shlex.quote(path)} "
+    for load in plan if drafter.type in SGLANG.keys() - RARE_IN_SGLANG else ():
+        size, folder = load.draft_length, EXPORTED.format("sglang") if "sglang" in exports else shlex.quote(path)
+        flags = f"--speculative-algorithm {SGLANG[drafter.type]} --speculative-draft-model-path {folder} "
         flags += f"--speculative-num-steps {size} --speculative-eagle-topk 1 --speculative-num-draft-tokens {size + 1}"
         settings["sglang"][f"{load.first}-{load.last}"] = flags if size else ""
     return settings

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.formats.common import SGLANG, Serving, Source, llama_fields, name_of, with_output_biases
+from draftsmith.heads.formats.common import (
+    SGLANG,
+    Serving,
+    Source,
+    llama_fields,
+    name_of,
+    on_sglang,
+    with_output_biases,
+)
 from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
 from draftsmith.heads.formats.speculators import mask_token_of
 from draftsmith.heads.layers import windows_of
@@ -39,11 +47,14 @@ PLAIN |= {"conv_kernel_size": None, "selector_rank": None, "use_correction_targe
 def read_speculators_block(published: Published) -> DFlash:
     """Read DFlash and DSpark in the layout of vLLM's speculators."""
     published.require_plain_embeddings()
-    config = published.config
-    body = published.body(published.part("transformer_layer_config"))
+    config, layers = published.config, published.part("transformer_layer_config")
+    body = published.body(layers)
     windows = windows_of(body)
     body.layer_types = body.sliding_window = None  # a block counts its windows from the anchor
     key = "sliding_window_non_causal"
+    non_causal = published.allow(key, config.get(key, False), BOTH)
+    causal = any(windows) and not non_causal
+    published.allow("is_causal", layers.get("is_causal"), (None,) if causal else (None, False))  # read by vLLM alone
     return _read(
         published,
         config,
@@ -51,7 +62,7 @@ def read_speculators_block(published: Published) -> DFlash:
         layers=published.layers("aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids")),
         anchored=config.get("sample_from_anchor", config["speculators_model_type"] == "dspark"),
         windows=windows,
-        causal_windows=not published.allow(key, config.get(key, False), BOTH),
+        causal_windows=causal or not any(windows),
     )
 
 
@@ -70,13 +81,11 @@ def read_zlab(published: Published) -> DFlash:
                 f"{key}='vp_drafter' in config.json (it continues the drafts of another drafter)",
                 "one that drafts from the anchor alone",
             )
-    count = body.num_hidden_layers
-    evenly = [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)] if count > 1 else [depth // 2]
     return _read(
         published,
         config,
         body,
-        layers=published.layers("target_layer_ids", config.get("target_layer_ids", evenly), 1),
+        layers=published.layers("target_layer_ids", config.get("target_layer_ids"), 1),
         anchored=config.get("sample_from_anchor", False),
     )
 
@@ -189,9 +198,9 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
     usage = (
         f"python -m sglang.launch_server --model-path {shlex.quote(source.target_name)} --dtype {dtype} \\\n"
         f"  --speculative-algorithm {algorithm} \\\n"
-        f"  --speculative-draft-model-path {{folder}} --speculative-{size} {drafter.block_size}"
+        f"  --speculative-draft-model-path {{folder}} --speculative-{size} {drafter.block_size} --enable-metrics"
     )
-    return Serving("SGLang", usage, notes=[*_flat_notes(source, named), note])
+    return on_sglang(source, [*_flat_notes(source, named), note], usage)
 
 
 def write_dflash_for_specforge(source: Source[DFlash]) -> Serving:
@@ -206,7 +215,7 @@ def write_dflash_for_specforge(source: Source[DFlash]) -> Serving:
 
 def write_dflash_for_angelslim(source: Source[DFlash]) -> Serving:
     """Write DFlash for AngelSlim, whose class of z-lab's tensors has another name."""
-    source.require(source.drafter.body.first == 1, "sample_from_anchor=True", "false, or format=vllm or sglang")
+    source.require(source.drafter.body.first == 1, "sample_from_anchor=True", "false, or format=sglang or transformers")
     named = _flat_fields(source)
     _write_flat(source, "QwenDFlashDraftModel", {"dflash_config": named})
     return Serving(

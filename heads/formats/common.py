@@ -18,18 +18,17 @@ from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.storage import write_json
 
+SAMPLED: dict[str, Any] = {"draft_sample_method": "probabilistic"}
+"""Makes vLLM draw draft tokens from q at the request's temperature; by default it drafts the most likely ones."""
 VLLM: dict[str, dict[str, Any]] = {
-    "draft_model": {"method": "draft_model"},
+    "draft_model": {"method": "draft_model", **SAMPLED},
     "medusa": {"method": "medusa"},
-    "eagle3": {"method": "eagle3"},
-    "peagle": {"method": "eagle3", "parallel_drafting": True},
-    "dflash": {"method": "dflash"},
-    "dspark": {"method": "dspark"},
-    "mtp": {"method": "mtp"},
+    "eagle3": {"method": "eagle3", **SAMPLED},
+    "peagle": {"method": "eagle3", "parallel_drafting": True, **SAMPLED},
+    "dflash": {"method": "dflash", **SAMPLED},
+    "dspark": {"method": "dspark", **SAMPLED},
 }
 """Values of `--speculative-config` by type of drafter; dflash with DSpark's options is `dspark`."""
-UNSERVED = ("mtp",)
-"""Types that are exported in vLLM's layout but not served by vLLM without changes, see docs/serving.md."""
 SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "hass": "EAGLE", "eagle3": "EAGLE3"}
 SGLANG |= {"dflash": "DFLASH"}
 """Values of `--speculative-algorithm` by type of drafter."""
@@ -53,7 +52,7 @@ def sglang_command(target: str, algorithm: str, folder: str, draft_length: int, 
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} \\\n"
         f"  --speculative-draft-model-path {folder} --speculative-num-steps {draft_length} \\\n"
-        f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_length + 1}"
+        f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_length + 1} --enable-metrics"
         + ("" if dtype is None else f" --dtype {dtype}")
     )
 
@@ -124,6 +123,10 @@ class Serving:
     """Code in the language `language`; `{folder}` is replaced by the export's folder or repository."""
     language: str = "sh"
     notes: list[str] = field(default_factory=list)
+    port: int | None = None
+    """The port on which `usage` starts a server; None where it starts none."""
+    model: str = ""
+    """The name under which this server has the target."""
 
 
 def scales_embeddings(target: PreTrainedModel) -> bool:
@@ -161,7 +164,15 @@ def with_output_biases(tensors: dict[str, Tensor], body: LlamaConfig) -> dict[st
     }
 
 
-def sglang_usage(source: Source[Any]) -> str:
-    """Return the command that serves the export in SGLang."""
-    algorithm, dtype = SGLANG[source.drafter.type], name_of(source.dtype)
-    return sglang_command(source.target_name, algorithm, "{folder}", source.draft_length, dtype)
+def on_vllm(source: Source[Any], kind: str, notes: list[str]) -> Serving:
+    """Return how vLLM serves the export; `kind` is a key of `VLLM`."""
+    usage = vllm_command(source.target_name, VLLM[kind], "{folder}", source.draft_length)
+    return Serving("vLLM", usage, notes=notes, port=8000, model=source.target_name)
+
+
+def on_sglang(source: Source[Any], notes: list[str], usage: str | None = None) -> Serving:
+    """Return how SGLang serves the export; `usage`: the command for other drafts than chains."""
+    if usage is None:
+        algorithm, dtype = SGLANG[source.drafter.type], name_of(source.dtype)
+        usage = sglang_command(source.target_name, algorithm, "{folder}", source.draft_length, dtype)
+    return Serving("SGLang", usage, notes=notes, port=30000, model=source.target_name)

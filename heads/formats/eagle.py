@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.heads.eagle import Eagle
 from draftsmith.heads.eagle3 import OPTIONS, Eagle3
-from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, sglang_usage, with_output_biases
+from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, on_sglang, with_output_biases
 from draftsmith.heads.formats.published import LAYER_IDS, POSITIVE, Published
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
@@ -129,7 +129,7 @@ def write_eagle1(source: Source[Eagle]) -> Serving:
 def write_eagle1_for_sglang(source: Source[Eagle]) -> Serving:
     """Write EAGLE-1 for SGLang, without embeddings, which it takes from the target."""
     source.write(_eagle1_config(source, "LlamaForCausalLMEagle"), source.weights(source.drafter.body))
-    return Serving("SGLang", sglang_usage(source), notes=_hass(source))
+    return on_sglang(source, _hass(source))
 
 
 def _eagle1_config(source: Source[Eagle], architecture: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def write_eagle3_for_sglang(source: Source[Eagle3]) -> Serving:
         notes.append(
             "EAGLE-3.1's `fc_norm` and `norm_output` need an SGLang that reads them; older versions ignore them."
         )
-    return Serving("SGLang", sglang_usage(source), notes=notes)
+    return on_sglang(source, notes)
 
 
 def _write_midlayer(source: Source[Eagle3], architecture: str = "LlamaForCausalLMEagle3") -> None:

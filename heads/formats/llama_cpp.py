@@ -7,6 +7,7 @@ counted from 0. `d2t` holds the tokens themselves.
 """
 
 import re
+import shlex
 from importlib import import_module
 from typing import Any
 
@@ -119,7 +120,11 @@ def write_dflash(source: Source[DFlash]) -> Serving:
     length = drafter.max_draft_length or drafter.block_size
     notes = [f"Blocks were trained with {drafter.block_size} positions: keep --spec-draft-n-max {length}."]
     if embeddings:
-        notes.append(f"The mask's embedding was trained: it is row {mask_token} of `token_embd`.")
+        notes.append(
+            f"The mask's embedding was trained: it is row {mask_token} of `token_embd`. llama.cpp 0c1e57098 (that of "
+            "llama-cpp-python 0.3.36) reads this tensor. Build 10434 has only the target's embeddings, and refuses the "
+            'file ("wrong number of tensors").'
+        )
     return _serving(source, "draft-dspark" if rank else "draft-dflash", length, notes)
 
 
@@ -247,11 +252,16 @@ def gguf_package() -> Any:
 
 def _serving(source: Source[Any], kind: str, length: int, notes: list[str]) -> Serving:
     """Return the command that serves the export."""
+    target = shlex.quote(source.target_name)
     usage = (
-        "llama-server -m TARGET.gguf -md {folder}/" + FILE + f" \\\n  --spec-type {kind} --spec-draft-n-max {length}"
+        "llama-server -m TARGET.gguf -md {folder}/" + FILE + f" \\\n"
+        f"  --spec-type {kind} --spec-draft-n-max {length} --metrics --alias {target}"
     )
+    own = f"`draftsmith export {target} --target {target} --format gguf --out FOLDER` writes it as FOLDER/{FILE}"
+    converter = "`python convert_hf_to_gguf.py` in llama.cpp's repository makes it"
     first = (
-        f"TARGET.gguf is {source.target_name} in GGUF, with the same tokenizer: `python convert_hf_to_gguf.py` in "
-        "llama.cpp's repository makes it. Norms and biases are in float32."
+        f"TARGET.gguf is {source.target_name} in GGUF, with the same tokenizer: "
+        + (f"{own}, or {converter}." if source.text.model_type in ARCHITECTURES else f"{converter}.")
+        + " Norms and biases are in float32."
     )
-    return Serving("llama.cpp", usage, notes=[first, *notes])
+    return Serving("llama.cpp", usage, notes=[first, *notes], port=8080, model=source.target_name)

@@ -1,11 +1,12 @@
 """Medusa heads in vLLM's layout and in the original one (FasterDecoding/Medusa)."""
 
 import re
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from draftsmith.heads.formats.common import VLLM, Serving, Source, name_of, vllm_command
+from draftsmith.heads.formats.common import Serving, Source, name_of, on_vllm
 from draftsmith.heads.formats.published import POSITIVE, Published
 from draftsmith.heads.medusa import Medusa
 
@@ -72,10 +73,13 @@ def write_medusa_for_vllm(source: Source[Medusa]) -> Serving:
         "dtype": name_of(source.dtype),
     }
     source.write(config, tensors)
-    notes = ["`medusa_fc_bias` is written as true: without the key vLLM drops the biases."]
+    notes = [
+        "vLLM 0.32 serves Medusa heads; 0.33 no longer does.",
+        "`medusa_fc_bias` is written as true: without the key vLLM drops the biases.",
+    ]
     if vocabulary is not None:
         notes.append("`token_map` is the token of each row, not an offset as EAGLE-3's `d2t`.")
-    return Serving("vLLM", vllm_command(source.target_name, VLLM["medusa"], "{folder}", drafter.num_heads), notes=notes)
+    return on_vllm(replace(source, draft_length=drafter.num_heads), "medusa", notes)
 
 
 def write_medusa(source: Source[Medusa]) -> Serving:

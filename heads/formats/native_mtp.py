@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.formats.common import Serving, Source, vllm_command
+from draftsmith.heads.formats.common import SAMPLED, Serving, Source, vllm_command
 from draftsmith.heads.layers import last_norm_is_centred, layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
@@ -316,14 +316,14 @@ def write_native(source: Source[Any]) -> Serving:
         whole |= {name: written[name].to(whole[name].dtype).contiguous() for name in names if name in written}
         save_file(whole, source.folder / file.name, metadata=held.metadata())
     usage = "cp {folder}/*.safetensors TARGET_FOLDER/\n" + vllm_command(
-        "TARGET_FOLDER", {"method": "mtp"}, "{folder}", source.draft_length
+        "TARGET_FOLDER", {"method": "mtp", **SAMPLED}, "{folder}", source.draft_length
     ).replace('"model": "{folder}", ', "")
     notes = [
         f"TARGET_FOLDER is a copy of {source.target_name}: these are its files that contain the module ({prefix}*), "
         "with every other tensor unchanged, in the dtypes of the target's files.",
         "The state is the output of the target's last norm, in every step; engines feed later steps as they see fit.",
     ]
-    return Serving("vLLM, SGLang or transformers", usage, notes=notes)
+    return Serving("vLLM, SGLang or transformers", usage, notes=notes, port=8000, model="TARGET_FOLDER")
 
 
 def _refusal(problem: str, expected: str) -> ConfigError:

@@ -1,4 +1,7 @@
-"""The layout of vLLM's speculators: EAGLE-3, P-EAGLE, DFlash, DSpark and MTP. EAGLE-3's reader is in `eagle`."""
+"""The layout of vLLM's speculators: EAGLE-3, P-EAGLE, DFlash and DSpark, and MTP, which vLLM does not load in it.
+
+EAGLE-3's reader is in `eagle`, those of DFlash and DSpark are in `blocks`.
+"""
 
 import re
 from typing import Any
@@ -11,12 +14,11 @@ from draftsmith.heads.base import FINAL
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.eagle3 import OPTIONS, Eagle3
 from draftsmith.heads.formats.common import (
-    VLLM,
     Serving,
     Source,
     llama_fields,
     name_of,
-    vllm_command,
+    on_vllm,
     with_output_biases,
 )
 from draftsmith.heads.formats.native_mtp import OWN, represented
@@ -35,6 +37,8 @@ ACCURATE = 1e-4
 """Maximum relative distance of fc(`mask_hidden`) from P-EAGLE's mask state; rounding stays below it."""
 
 
+UNANCHORED = ("sample_from_anchor=True without markov_rank or confidence_head", "false, or format=transformers")
+"""A DFlash that vLLM refuses to start with, and what it serves."""
 OWN_LAYERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types of MTP layers that are built from the target's own config; the package's others are Llama-like."""
 
@@ -74,7 +78,7 @@ def write_eagle3_speculator(source: Source[Eagle3]) -> Serving:
     config |= {"draft_vocab_size": body.config.vocab_size if vocabulary is None else len(vocabulary)}
     tensors = source.weights(body, lambda name: name.removeprefix("vocabulary."))
     _write(source, "eagle3", "Eagle3DraftModel", config, tensors)
-    return Serving("vLLM", _command(source, "eagle3"), notes=_eagle3_notes(source))
+    return on_vllm(source, "eagle3", _eagle3_notes(source))
 
 
 def write_peagle_speculator(source: Source[ParallelEagle]) -> Serving:
@@ -93,7 +97,7 @@ def write_peagle_speculator(source: Source[ParallelEagle]) -> Serving:
     notes = _eagle3_notes(source)
     if solved:
         notes.append("`mask_hidden` is a feature vector that `fc` maps to the trained mask state, the shortest one.")
-    return Serving("vLLM", _command(source, "peagle"), notes=notes)
+    return on_vllm(source, "peagle", notes)
 
 
 def _before_fc(source: Source[ParallelEagle], fc_HF: Tensor) -> Tensor:
@@ -116,14 +120,17 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
     kind, architecture = ("dspark", "DSparkDraftModel") if rank or confident else ("dflash", "DFlashDraftModel")
     markov_type = drafter.options()["markov_type"]  # vLLM reads vanilla ones only
     source.require(markov_type == "vanilla", f"markov_type={markov_type}", "vanilla, or format=sglang or transformers")
+    anchored = drafter.body.first == 0
+    source.require(kind == "dspark" or not anchored, *UNANCHORED)
     source.require_plain_embeddings("format=transformers")
+    non_causal, layer_changes = _causality(source, kind)
     mask_token, embeddings = mask_token_of(source)
     config: dict[str, Any] = {
         "aux_hidden_state_layer_ids": _layer_ids(source),
         "block_size": drafter.block_size,
         "mask_token_id": mask_token,
-        "sample_from_anchor": drafter.body.first == 0,
-        "sliding_window_non_causal": not drafter.body.windows.causal,
+        "sample_from_anchor": anchored,
+        "sliding_window_non_causal": non_causal,
         "draft_vocab_size": drafter.vocab_size if drafter.draft_vocabulary is None else len(drafter.draft_vocabulary),
     }
     if kind == "dspark":
@@ -134,24 +141,41 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
         drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name).removeprefix("vocabulary.")
     )
     del tensors["mask_embedding"]
-    _write(source, kind, architecture, config, tensors | embeddings, model_type="qwen3")
-    notes = [_ids_note(source), _anchor_note(drafter)]
+    _write(source, kind, architecture, config, tensors | embeddings, model_type="qwen3", **layer_changes)
+    notes = [_ids_note(source), _anchor_note(anchored)]
+    if any(drafter.body.windows.sizes):
+        notes.append(
+            "A window was trained from the anchor of a block. vLLM counts it from each position, so that position k "
+            "of a block, counted from 0, sees k + 1 features fewer."
+        )
     if embeddings:
         notes.append(
             f"The mask's embedding was trained. It is row {mask_token} of `embed_tokens`, whose other rows are the "
             "target's. An engine that uses the target's embeddings instead drafts worse (the speculators package does; "
             "vLLM keeps the file's), and this token is read as a mask where a text contains it."
         )
-    return Serving("vLLM", _command(source, kind), notes=notes)
+    return on_vllm(source, kind, notes)
 
 
-def _anchor_note(drafter: DFlash) -> str:
+def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]]:
+    """Return `sliding_window_non_causal` and further keys of the layers, with which vLLM sees what the drafter was
+    trained to see; raise ConfigError where there are none.
+
+    vLLM 0.32 and 0.33 take the first of these that is there: `is_causal` of the layers; for DFlash the opposite of
+    `sliding_window_non_causal`, both for all layers; otherwise only layers with a window are causal.
+    """
+    windows = source.drafter.body.windows
+    sliding = [size is not None for size in windows.sizes]
+    causal = windows.causal and any(sliding)
+    fits = kind == "dspark" or not causal or all(sliding)
+    source.require(fits, "causal windows on some of its layers", "windows on all of them, or format=transformers")
+    return not causal, {"is_causal": False} if kind == "dspark" and any(sliding) and not causal else {}
+
+
+def _anchor_note(anchored: bool) -> str:
     """Return the note on the position that predicts the first draft token."""
-    if drafter.body.first == 0:
-        return (
-            "The anchor's position predicts the first draft token: `sample_from_anchor` is true. vLLM reads it for "
-            "DSpark and refuses it for DFlash (source of November 2026)."
-        )
+    if anchored:
+        return "The anchor's position predicts the first draft token: `sample_from_anchor` is true."
     return "The anchor's position predicts nothing: `sample_from_anchor` is false, for DSpark too."
 
 
@@ -166,40 +190,6 @@ def mask_token_of(source: Source[DFlash]) -> tuple[int, dict[str, Tensor]]:
         return int(same[-1]), {}
     embeddings_VH[-1] = mask_H
     return len(embeddings_VH) - 1, {"embed_tokens.weight": embeddings_VH}
-
-
-def write_mtp_speculator(source: Source[Mtp]) -> Serving:
-    """Write MTP, whose stored `input_proj` reads [embedding; state].
-
-    The config has the target's number of layers; it is the target's for layers that are not Llama's or Qwen3's.
-    """
-    body, options, otherwise = source.drafter.body, source.drafter.options(), "or format=native or transformers"
-    count, kind = body.config.num_hidden_layers, source.text.model_type
-    source.require(count == 1, f"{count} layers", "one layer, or format=transformers")
-    source.require(not options.get("target_norm"), "target_norm=True", f"false, {otherwise}")
-    if body.config.model_type != "llama" or options.get("gated") or options.get("centred"):
-        types = ", ".join(OWN_LAYERS)
-        source.require(kind in OWN_LAYERS, f"a layer of model_type={kind!r}", f"one of {types}, {otherwise}")
-        layer = source.text.to_diff_dict()
-    else:
-        part = (body.config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-        source.require(part == 1, f"partial_rotary_factor={part}", f"1.0, {otherwise}")
-        kind = "qwen3" if options.get("qk_norm") else "llama"
-        layer = llama_fields(body.config, num_hidden_layers=source.text.num_hidden_layers, model_type=kind)
-    tensors = source.weights(body, lambda name: f"mtp_layers.0.{name.removeprefix('layers.0.')}")
-    state_HH, embedding_HH = tensors["mtp_layers.0.input_proj.weight"].chunk(2, 1)
-    tensors["mtp_layers.0.input_proj.weight"] = torch.cat([embedding_HH, state_HH], 1)
-    _write(source, "mtp", "MTPDraftModel", {"num_nextn_predict_layers": 1}, tensors, layer)
-    notes = [
-        "`input_proj` reads [embedding; state], as speculators does. (MiMo's own modules: [state; embedding].)",
-        "The state is the output of the target's last norm.",
-    ]
-    if layer["model_type"] == "llama":
-        notes.append(
-            "The speculators package and vLLM register modules of Qwen3's types only; this one has Llama's layer. Use "
-            "it where such a module can be registered, or use `--format transformers`."
-        )
-    return Serving("vLLM", _command(source, "mtp"), notes=notes)
 
 
 def _eagle3_options(source: Source[Eagle3] | Source[ParallelEagle]) -> dict[str, bool]:
@@ -225,12 +215,11 @@ def _write(
     architecture: str,
     config: dict[str, Any],
     tensors: dict[str, Tensor],
-    layer: dict[str, Any] | None = None,
     **layer_changes: Any,
 ) -> None:
     """Write config.json, with `config` and the keys that all types share, and the tensors.
 
-    The config of the layers is `layer`, by default the body's with `layer_changes`.
+    The config of the layers is the body's with `layer_changes`.
     """
     body, dtype = source.drafter.body.config, name_of(source.dtype)
     windows = source.drafter.body.windows.sizes if isinstance(source.drafter, DFlash) else windows_of(body)
@@ -251,7 +240,7 @@ def _write(
             "proposal_methods": methods,
             "verifier": {"name_or_path": source.target_name, "architectures": source.target_architectures},
         },
-        "transformer_layer_config": layer or llama_fields(body, **layer_changes),
+        "transformer_layer_config": llama_fields(body, **layer_changes),
         "target_hidden_size": source.text.hidden_size,
         "tie_word_embeddings": False,
         "dtype": dtype,
@@ -263,11 +252,6 @@ def _write(
     parts["lm_head.weight"] = source.target.get_output_embeddings()
     shared = {name: source.stored(weight_of(parts[name])) for name in source.drafter.shared_tensors}
     source.write({**common, **config}, with_output_biases(shared | tensors, body))
-
-
-def _command(source: Source[Any], kind: str) -> str:
-    """Return the command that serves the export in vLLM."""
-    return vllm_command(source.target_name, VLLM[kind], "{folder}", source.draft_length)
 
 
 def _ids_note(source: Source[Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.formats.common import VLLM, Serving, Source, name_of, sglang_usage, vllm_command
+from draftsmith.heads.formats.common import Serving, Source, name_of, on_sglang, on_vllm
 from draftsmith.heads.lora import merged_state
 from draftsmith.storage import write_json, write_text
 
@@ -72,14 +72,14 @@ def write_for_vllm(source: Source[DraftModel]) -> Serving:
     """Write a draft model for vLLM."""
     _require_one_vocabulary(source)
     _write(source)
-    return Serving("vLLM", vllm_command(source.target_name, VLLM["draft_model"], "{folder}", source.draft_length))
+    return on_vllm(source, "draft_model", [])
 
 
 def write_for_sglang(source: Source[DraftModel]) -> Serving:
     """Write a draft model for SGLang."""
     _require_one_vocabulary(source)
     _write(source)
-    return Serving("SGLang", sglang_usage(source))
+    return on_sglang(source, [])
 
 
 def _require_one_vocabulary(source: Source[DraftModel]) -> None:

@@ -1,6 +1,7 @@
 """`draftsmith forecast --server` against servers whose rounds take known times."""
 
 import json
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -12,9 +13,11 @@ from engine_server import Engine, chat_tokenizer
 
 from draftsmith.cli import main
 from draftsmith.eval.forecast import served
-from draftsmith.eval.forecast.hardware import CostModel
+from draftsmith.eval.forecast.hardware import CostModel, DrafterSeconds
 from draftsmith.eval.server import measure
 from draftsmith.eval.server.counters import CounterRoutes
+from draftsmith.heads import HEADS
+from draftsmith.heads.checkpoint import describe_target, save_drafter
 
 ROUND = 0.01
 """Seconds of a round; of a drafting server 16 times as many where several requests run: noise decides nothing."""
@@ -42,9 +45,9 @@ class Timed:
 
     def _metrics(self, _: Engine) -> str:
         lines = [f"{self.style}:generation_tokens_total {self.tokens}"]
-        if self.length and self.style == "vllm":
-            lines += [f"vllm:spec_decode_num_drafts_total {self.rounds}"]
-            lines += [f"vllm:spec_decode_num_draft_tokens_total {self.rounds * self.length}"]
+        if self.length and self.style in ("vllm", "llamacpp"):
+            lines += [f"{self.style}:spec_decode_num_drafts_total {self.rounds}"]
+            lines += [f"{self.style}:spec_decode_num_draft_tokens_total {self.rounds * self.length}"]
         if self.length and self.style == "sglang":
             lines += [f"sglang:spec_verify_calls_total {self.rounds}"]
         return "\n".join(lines)
@@ -83,7 +86,9 @@ def test_the_best_length_by_load_and_where_drafting_ends(folder: Path, capsys: p
     written = json.loads(plan.read_text())
     assert written["vllm"]["num_speculative_tokens"] == 3
     assert written["vllm"]["num_speculative_tokens_per_batch_size"] == [[1, 7, 3], [8, 8, 0]]
-    assert written["vllm"]["model"] == str(folder)
+    assert written["vllm"]["model"] == str(folder), "vLLM loads a draft model's folder as it is"
+    assert written["vllm"]["draft_sample_method"] == "probabilistic"
+    assert written["export"] == {}
     assert written["off_from"] == 8
     assert list(written["sglang"]) == ["1-7", "8-8"]
     assert (
@@ -102,13 +107,47 @@ def test_the_best_length_by_load_and_where_drafting_ends(folder: Path, capsys: p
     assert run(folder, "two", *sizes, "--profile", profile) == 0
 
 
+def test_the_lines_of_a_head_name_its_export(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No engine loads a checkpoint of a head; the printed command writes what the settings name."""
+    target = make_llama()
+    described = describe_target(target, None, "tiny")
+    head = HEADS["peagle"].from_target(target, layers=[1], num_tokens=3)
+    save_drafter(head, folder.parent / "peagle", target=described, recipe=None, draft_length=3)
+    profile = CostModel(
+        name="servers",
+        alone={1: 1.0},
+        verify={1: {1: 1.0}},
+        drafters={"*": DrafterSeconds(draft={1: {3: 0.0}})},
+    )
+    monkeypatch.setattr("draftsmith.eval.forecast.run.measure_servers", lambda *_: profile)
+    monkeypatch.chdir(folder.parent)
+    servers = ["--server", "http://a", "--server", "http://b", "--model", "tiny", "--temperature", "1"]
+    call = ["forecast", "--target", str(folder), "--drafter", "./peagle", "--prompts", "prompts.jsonl", *servers]
+    with pytest.raises(SystemExit) as left:
+        main([*call, "--max-new-tokens", "12", "--out", "out"])
+    assert not left.value.code
+    said = capsys.readouterr().out.splitlines()
+    (command,) = [line for line in said if line.startswith("first: ")]
+    engine = json.loads(Path("out/forecast.json").read_text())["engine"]
+    assert engine["export"] == {"vllm": command.removeprefix("first: ")}
+    assert (engine["vllm"]["method"], engine["vllm"]["draft_sample_method"]) == ("eagle3", "probabilistic")
+    with pytest.raises(SystemExit) as left:
+        main(shlex.split(command)[2:])
+    assert not left.value.code
+    written = json.loads((Path(engine["vllm"]["model"]) / "config.json").read_text())
+    assert written["speculators_model_type"] == "peagle"
+
+
 def test_lengths_between_measured_ones_and_sglang(folder: Path) -> None:
     with (
         Timed(0).engine.running() as plain,
+        Timed(2, "llamacpp").engine.running() as middle,
         Timed(1).engine.running() as one,
         Timed(3, "sglang").engine.running() as two,
     ):
-        servers = [part for each in (plain, one, two) for part in ("--server", each.url)]
+        servers = [part for each in (plain, one, middle, two) for part in ("--server", each.url)]
         assert run(folder, "out", "--temperature", 1, *servers, "--model", "tiny") == 0
     stored = json.loads((folder.parent / "out" / "forecast.json").read_text())
     assert {row["policy"] for row in stored["rows"]} == {f"chain:draft_length={k}" for k in (1, 2, 3)}

@@ -18,15 +18,8 @@ from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.models.dflash import core as dflash_core
 from speculators.models.dspark import core as dspark_core
-from speculators.models.mtp import model_definitions as mtp
 from speculators.models.peagle import core as peagle_core
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
-
-# Theirs are for Qwen3 only; their own factory builds a Llama layer.
-mtp.mtp_model_classes["llama"] = mtp.base_components.override_components(
-    "llama", first_layer_class=mtp._create_mtp_layer_class("LlamaMTPLayer", LlamaDecoderLayer, LlamaRMSNorm)
-)
 
 
 def load(folder: str) -> Any:
@@ -100,18 +93,11 @@ def dflash(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) ->
     return found if sure is None else {**found, "sure": sure[0, first : first + steps]}
 
 
-def mtp_steps(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) -> dict[str, Tensor]:
-    """Only the first step: in later steps their training shows every position the last step's keys of all others."""
-    logits, _, _ = model(ids_T[None], hidden_TF[None])
-    return {"logits": logits[0][0, at : at + 1]}
-
-
 KINDS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "eagle3": eagle3,
     "peagle": peagle,
     "dflash": dflash,
     "dspark": dflash,
-    "mtp": mtp_steps,
 }
 
 

@@ -41,7 +41,7 @@ def test_norms_of_heads_are_refused(format: str, tmp_path: Path, target: LlamaFo
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows_of_blocks_are_written(causal: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
     drafter = made("dflash", target, block_size=4)
-    drafter.body.windows = Windows((3, None), causal)
+    drafter.body.windows = Windows((3, 3), causal)
     again = load_drafter(exported(drafter, target, "vllm", tmp_path / "out").folder, target)
     assert again.body.windows == drafter.body.windows
     drafter.body.windows = Windows((3, 5), causal)
@@ -69,17 +69,17 @@ def test_embeddings_with_another_row_than_the_masks_are_refused(tmp_path: Path, 
 
 def test_biases_of_attention_have_one_after_it_too(tmp_path: Path, target: LlamaForCausalLM) -> None:
     """Engines allocate it where `attention_bias` is true and leave it uninitialised."""
+    from draftsmith.heads.eagle3 import Eagle3
     from draftsmith.heads.layers import layer_config
-    from draftsmith.heads.mtp import Mtp
 
-    drafter = Mtp(layer_config(target, 1, attention_bias=True)).eval().requires_grad_(False)
+    drafter = Eagle3(layer_config(target, 1, attention_bias=True), layers=(2, 4, 5)).eval().requires_grad_(False)
     drafter.attach(target)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.normal_()
     out = exported(drafter, target, "vllm", tmp_path / "out").folder
     tensors = load_file(out / "model.safetensors")
-    assert torch.equal(tensors["mtp_layers.0.self_attn.o_proj.bias"], torch.zeros(HIDDEN))
+    assert torch.equal(tensors["layers.0.self_attn.o_proj.bias"], torch.zeros(HIDDEN))
     assert json.loads((out / "config.json").read_text())["transformer_layer_config"]["attention_bias"] is True
     again = load_drafter(out, target).state_dict()
     assert all(torch.equal(value, again[part]) for part, value in drafter.state_dict().items())

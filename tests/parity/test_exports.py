@@ -70,8 +70,6 @@ def block(name: str) -> Shapes:
 
 DFLASH = {"fc.weight": (H, 2 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)} | block("layers.0")
 EMBEDDINGS = {"embed_tokens.weight": (V, H)}
-MTP = {f"{norm}_layernorm.weight": (H,) for norm in ("token", "hidden", "final")} | {"input_proj.weight": (H, 2 * H)}
-MTP = {f"mtp_layers.0.{name}": shape for name, shape in MTP.items()} | layer("mtp_layers.0", H)
 EAGLE1 = layer("layers.0", H, input_norm=False) | {"fc.weight": (H, 2 * H), "fc.bias": (H,)}
 BLOCKS = {f"blocks.{k}.layers.{j}.{part}": (H, H)[: 2 if part == "weight" else 1] for k in range(3) for j in range(2)
           for part in ("weight", "bias")}  # fmt: skip
@@ -238,18 +236,6 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], str, Shapes, dict[str, Any]]] = {
             transformer_layer_config=LAYER | {"model_type": "qwen3"},
         ),
     ),
-    "mtp, vllm": (
-        "mtp",
-        {},
-        "vllm",
-        MTP,
-        speculators(
-            "mtp",
-            "MTPDraftModel",
-            num_nextn_predict_layers=1,
-            transformer_layer_config=LAYER | {"num_hidden_layers": 8},
-        ),
-    ),
     "medusa, vllm": (
         "medusa",
         {"num_layers": 2},
@@ -377,7 +363,8 @@ def test_the_readme_says_how_to_start_it(tmp_path: Path, target: LlamaForCausalL
     drafter.target_quality = {"kl": 0.01}
     made_of = export_drafter(drafter, target, "vllm", tmp_path / "peagle", target_name="org/target", revision="abc")
     text = (made_of.folder / "README.md").read_text()
-    plan = '{"method": "eagle3", "parallel_drafting": true, "model": "peagle", "num_speculative_tokens": 3}'
+    plan = '{"method": "eagle3", "parallel_drafting": true, "draft_sample_method": "probabilistic", '
+    plan += '"model": "peagle", "num_speculative_tokens": 3}'
     assert f"vllm serve org/target --speculative-config '{plan}'" in text
     for words in ("at revision `abc`", "`norm_before_residual` is written", "Serve that target, not the original"):
         assert words in text

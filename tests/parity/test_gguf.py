@@ -1,5 +1,7 @@
 """GGUF files: names, shapes and keys of llama.cpp's converter, read back with the package gguf and by transformers."""
 
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from draftsmith import ConfigError
+from draftsmith.cli import main
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.formats.gguf_tokenizer import LETTERS, REST, tokenizer_metadata
 from draftsmith.hub.export import Exported, export_drafter
@@ -94,6 +97,29 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": HEAD},
     "qwen3": {"head_dim": 128, "tie_word_embeddings": True},
 }
+
+
+def test_the_named_commands_write_target_and_drafter(
+    tmp_path: Path, target: LlamaForCausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The note has a command for the target's file; the next one names the server's port and its alias."""
+    target.save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    draft_model(target, "llama", head_dim=HEAD).model.save_pretrained(tmp_path / "drafter")
+    name = str(tmp_path / "target")
+
+    def export(*words: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(["export", *words])
+        assert not stopped.value.code
+        return capsys.readouterr().out
+
+    said = export(str(tmp_path / "drafter"), "--target", name, "--format", "gguf", "--out", str(tmp_path / "out"))
+    assert f"--spec-type draft-simple --spec-draft-n-max 3 --metrics --alias {name}" in said
+    assert said.endswith(f"next: draftsmith eval server http://localhost:8080 --target {name} --model {name}\n")
+    (command,) = re.findall(r"`draftsmith export ([^`]*) --out FOLDER` writes it as FOLDER/drafter\.gguf", said)
+    export(*shlex.split(command), "--out", str(tmp_path / "again"))
+    assert torch.equal(read(tmp_path / "again")[1]["output.weight"], target.lm_head.weight)
 
 
 @pytest.mark.parametrize("name", MODELS)

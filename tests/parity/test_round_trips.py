@@ -246,7 +246,6 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (speculators_dspark_of_8_tokens_in_a_window, "vllm"),
     (speculators_dflash_with_a_trained_mask, "vllm"),
     (speculators_dspark, "vllm"),
-    (speculators_mtp, "vllm"),
     (sglang_eagle3, "sglang"),
     (sglang_eagle31, "sglang"),
     (eagle3_of_the_repository, "eagle"),

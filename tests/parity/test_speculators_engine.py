@@ -25,8 +25,6 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL, TrainableDrafter
 from draftsmith.heads.block_attention import Windows
 from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.layers import layer_config
-from draftsmith.heads.mtp import Mtp
 from draftsmith.hub.export import export_drafter
 
 pytestmark = pytest.mark.slow
@@ -50,7 +48,6 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "peagle, 8 tokens": ("peagle", {"num_tokens": STEPS, "draft_vocabulary": KEPT}),
     "dflash": ("dflash", {"block_size": STEPS + 1, "mask_token": 17}),
     "dspark": ("dflash", {"block_size": STEPS + 1, "markov_rank": 5, "confidence_head": True}),
-    "dflash from the anchor": ("dflash", {"block_size": STEPS, "mask_token": 17, "sample_from_anchor": True}),
     "dspark from the anchor, 8 tokens": (
         "dflash",
         {
@@ -63,8 +60,6 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dflash, window of 3": ("dflash", {"block_size": STEPS + 1, "mask_token": 17, "window": 3}),
     "sure without a bias": ("dflash", {"block_size": STEPS + 1, "confidence_head": True}),
-    "mtp": ("mtp", {}),
-    "mtp of Qwen3": ("mtp", {"qk_norm": True}),
 }
 
 
@@ -91,14 +86,9 @@ def off_the_start(kind: str, options: dict[str, Any], target: LlamaForCausalLM) 
     torch.manual_seed(3)
     options = {**options}
     window = options.pop("window", None)
-    if options.pop("qk_norm", False):
-        drafter = Mtp(layer_config(target, 1), qk_norm=True)
-        drafter.attach(target)
-    else:
-        drafter = HEADS[kind].from_target(target, **options)
-    drafter = drafter.eval().requires_grad_(False)
+    drafter = HEADS[kind].from_target(target, **options).eval().requires_grad_(False)
     if isinstance(drafter, DFlash) and window is not None:
-        drafter.body.windows = Windows((window, None))
+        drafter.body.windows = Windows((window, window))
     elif window is not None:
         drafter.body.config.layer_types, drafter.body.config.sliding_window = ["sliding_attention"], window
     for name, parameter in drafter.named_parameters():

@@ -15,7 +15,7 @@ from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, UNSERVED, VLLM, vllm_type
+from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type
 from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.hub.model_card import CardRequest, is_local, without_local_paths, write_card
 from draftsmith.train.recipe import parse_recipe
@@ -47,8 +47,8 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
         assert found["base_model_relation"] == ("finetune" if kind == "draft_model" else "adapter")
         assert found["datasets"] == ["org/prompts"]
         assert found["tags"] == ["speculative-decoding", "draftsmith", kind]
-        assert ("--format vllm" in card) == (kind in VLLM and kind not in UNSERVED)
-        assert (f'"method": "{VLLM.get(kind, {}).get("method")}"' in card) == (kind in VLLM and kind not in UNSERVED)
+        assert ("--format vllm" in card) == (kind in VLLM)
+        assert (f'"method": "{VLLM.get(kind, {}).get("method")}"' in card) == (kind in VLLM)
         named = kind in SGLANG and kind not in RARE_IN_SGLANG
         assert (f"--speculative-algorithm {SGLANG.get(kind)} " in card) == named
         assert ("--format sglang" in card) == named

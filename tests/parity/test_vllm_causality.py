@@ -1,0 +1,123 @@
+"""Block drafters in vLLM's layout see there, layer by layer, what they were trained to see, or are not written.
+
+The rule is stated here as vLLM 0.32 and 0.33 apply it. The slow test runs vLLM's own functions, from the wheel of PyPI
+without its dependencies (340 MB); or name a wheel:
+
+    DRAFTSMITH_VLLM_WHEEL=/path/to/vllm-0.33.0.whl pytest -m slow tests/parity/test_vllm_causality.py
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from parity.test_exports import exported, made
+from parity.test_exports import target as target
+from transformers import LlamaForCausalLM, PreTrainedConfig
+
+from draftsmith import ConfigError, load_drafter
+from draftsmith.heads.block_attention import Windows
+
+Seen = list[tuple[int | None, bool]]
+"""For each layer its window and whether positions of a block see no later ones."""
+CASES = {
+    f"{kind}, {windows}, {'causal' if causal else 'not causal'}": (kind, windows, causal)
+    for kind, windows, causal in product(
+        ("dflash", "dspark"), ((None, None), (3, 3), (3, None), (None, 3)), (True, False)
+    )
+}
+REFUSED = {f"dflash, {windows}, causal" for windows in ((3, None), (None, 3))}
+"""vLLM makes all layers of a DFlash causal, or none."""
+
+
+def stated(config: dict[str, Any]) -> Seen:
+    """vLLM's rule: `is_causal` of the layers; for DFlash the opposite of `sliding_window_non_causal`; the windows."""
+    layers, kind = config["transformer_layer_config"], config["speculators_model_type"]
+    given = layers.get("is_causal")
+    if given is None and kind == "dflash":
+        given = not config.get("sliding_window_non_causal", True)
+    depth = layers["num_hidden_layers"]
+    sliding = [name == "sliding_attention" for name in layers.get("layer_types") or ["full_attention"] * depth]
+    return [(layers["sliding_window"] if one else None, one if given is None else given) for one in sliding]
+
+
+@pytest.fixture(scope="session")
+def vllms_own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Seen]:
+    """The same by vLLM: its update of a config, and its functions that read a layer's attention from the result."""
+    folder = tmp_path_factory.mktemp("vllm")
+    wheel = os.environ.get("DRAFTSMITH_VLLM_WHEEL")
+    if wheel is None:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), "vllm==0.33.0"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no package index: {done.stderr.strip().splitlines()[-1]}")
+        (found,) = folder.glob("*.whl")
+        wheel = str(found)
+    with zipfile.ZipFile(wheel) as files:
+        algorithms, model = (
+            files.read(f"vllm/{name}.py").decode()
+            for name in ("transformers_utils/configs/speculators/algos", "model_executor/models/qwen3_dflash")
+        )
+    updates: dict[str, Any] = {}
+    exec(compile(algorithms, "algos.py", "exec"), updates)
+    wanted = ("_SLIDING_ATTENTION", "_dflash_layer_causal", "_resolve_layer_attention")
+    parts = [
+        part
+        for part in ast.parse(model).body
+        if getattr(part, "name", None) in wanted
+        or (isinstance(part, ast.Assign) and getattr(part.targets[0], "id", None) in wanted)
+    ]
+    functions: dict[str, Any] = {"Qwen3Config": PreTrainedConfig}
+    functions["get_current_vllm_config"] = lambda: SimpleNamespace(use_v2_model_runner=True)
+    exec(compile(ast.Module(parts, []), "qwen3_dflash.py", "exec"), functions)
+
+    def seen(config: dict[str, Any]) -> Seen:
+        fields = {"layer_types": None, **config["transformer_layer_config"]}
+        updates["SUPPORTED_SPECULATORS_TYPES"][config["speculators_model_type"]](config, fields)
+        read = SimpleNamespace(**fields)
+        return [functions["_resolve_layer_attention"](read, layer) for layer in range(read.num_hidden_layers)]
+
+    return seen
+
+
+def written(name: str, target: LlamaForCausalLM, folder: Path) -> tuple[dict[str, Any], Seen]:
+    """Return the config of an export, and what the drafter was trained to see."""
+    kind, windows, causal = CASES[name]
+    drafter = made("dflash", target, block_size=4, markov_rank=4 if kind == "dspark" else 0)
+    drafter.body.windows = Windows(windows, causal)
+    out = exported(drafter, target, "vllm", folder).folder
+    again = load_drafter(out, target)
+    assert again.body.windows == Windows(windows, causal or not any(windows)), "read again it is the same drafter"
+    trained = [(window, causal and window is not None) for window in windows]
+    return json.loads((out / "config.json").read_text()), trained
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
+def test_vllm_resolves_each_layer_to_what_was_trained(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    config, trained = written(name, target, tmp_path / "out")
+    assert config["speculators_model_type"] == CASES[name][0]
+    assert stated(config) == trained
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_causal_windows_beside_full_attention_are_refused(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    with pytest.raises(ConfigError, match="causal windows on some of its layers; expected windows on all of them, or"):
+        written(name, target, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
+def test_vllms_own_functions_resolve_the_same(
+    name: str, tmp_path: Path, target: LlamaForCausalLM, vllms_own: Callable[[dict[str, Any]], Seen]
+) -> None:
+    config, trained = written(name, target, tmp_path / "out")
+    assert vllms_own(config) == trained
