@@ -9,6 +9,7 @@ counted from 0. `d2t` holds the tokens themselves.
 import re
 import shlex
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -251,17 +252,20 @@ def gguf_package() -> Any:
 
 
 def _serving(source: Source[Any], kind: str, length: int, notes: list[str]) -> Serving:
-    """Return the command that serves the export."""
-    target = shlex.quote(source.target_name)
+    """Return the command that serves the export; the target is its own file where it was loaded from one."""
+    target, given = shlex.quote(source.target_name), Path(source.target_name)
+    own = given.suffix == ".gguf" and given.is_file()
     usage = (
-        "llama-server -m TARGET.gguf -md {folder}/" + FILE + f" \\\n"
+        f"llama-server -m {target if own else 'TARGET.gguf'} -md {{folder}}/{FILE} \\\n"
         f"  --spec-type {kind} --spec-draft-n-max {length} --metrics --alias {target}"
     )
-    own = f"`draftsmith export {target} --target {target} --format gguf --out FOLDER` writes it as FOLDER/{FILE}"
-    converter = "`python convert_hf_to_gguf.py` in llama.cpp's repository makes it"
-    first = (
-        f"TARGET.gguf is {source.target_name} in GGUF, with the same tokenizer: "
-        + (f"{own}, or {converter}." if source.text.model_type in ARCHITECTURES else f"{converter}.")
-        + " Norms and biases are in float32."
-    )
-    return Serving("llama.cpp", usage, notes=[first, *notes], port=8080, model=source.target_name)
+    if not own:
+        known = source.text.model_type in ARCHITECTURES
+        command = (
+            f"`draftsmith export {target} --target {target} --format gguf --out FOLDER` writes it as FOLDER/{FILE}"
+        )
+        converter = "`python convert_hf_to_gguf.py` in llama.cpp's repository makes it"
+        how = f"{command}, or {converter}" if known else converter
+        notes = [f"TARGET.gguf is {source.target_name} in GGUF, with the same tokenizer: {how}.", *notes]
+    notes = [*notes, "Norms and biases are in float32."]
+    return Serving("llama.cpp", usage, notes=notes, port=8080, model=source.target_name)

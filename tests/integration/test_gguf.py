@@ -65,6 +65,8 @@ def test_from_a_file_to_a_drafter_for_llama_server(
     assert code == 0, err
     code, said, err = run(capsys, "export", drafter, "--format", "gguf", "--target", target, "--out", "exported")
     assert code == 0, err
+    assert f"llama-server -m {target} -md exported/drafter.gguf" in said
+    assert said.endswith(f"next: draftsmith eval server http://localhost:8080 --target {target} --model {target}\n")
     assert load_target(str(tmp_path / "exported"), device="cpu").model.config.num_hidden_layers == 1
 
 

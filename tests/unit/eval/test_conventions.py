@@ -33,7 +33,7 @@ Tensors = dict[str, Tensor]
 
 THREE = "eagle3 of three layers"
 OPTIONS: dict[str, dict[str, Any]] = {
-    THREE: {"layers": [1, 2, 3], "train_steps": 4},
+    THREE: {"layers": [1, 2, 3], "train_steps": 2},
     "dflash": {"block_size": 4},
     "eagle3": {"layers": [1], "train_steps": 2},
     "medusa": {"num_heads": 1, "draft_vocabulary": list(range(0, 64, 2))},
