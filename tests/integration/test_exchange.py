@@ -58,10 +58,10 @@ def test_there_and_back(
     loaded = f"eval --target {target_folder} --drafter {out}"
     assert following == f"next: draftsmith {loaded if format == 'eagle' else served}"
     code, said, err = run(capsys, "import", str(out), "--target", target_folder, "--out", str(back))
-    assert (code, err) == (0, STAGE)
+    assert code == 0
+    assert err.startswith(STAGE), "and lines that say how long is left"
     assert f"next: draftsmith eval --target {target_folder} --drafter {back}" in said
     assert "self-test: alpha 0." in said
-    assert "alpha would be" not in said, "the drafter is what it was, whatever it is worth"
     assert all(torch.equal(value, load_file(back / "model.safetensors")[name])
                for name, value in load_file(Path(drafter) / "model.safetensors").items())  # fmt: skip
     section = json.loads((back / "config.json").read_text())["draftsmith"]
@@ -83,7 +83,8 @@ def test_the_dtype_is_that_of_the_checkpoint_or_as_asked(
     # What is stored in half precision stays so.
     half = str(tmp_path / "half")
     code, _, err = run(capsys, "import", half, "--target", target, "--gamma", "6", "--out", str(tmp_path / "own"))
-    assert (code, err) == (0, STAGE)
+    assert code == 0
+    assert err.startswith(STAGE), "and lines that say how long is left"
     assert stored_dtype(tmp_path / "own") == "bfloat16"
     assert json.loads((tmp_path / "own" / "config.json").read_text())["draftsmith"]["draft_length"] == 6
 
@@ -121,7 +122,8 @@ def test_an_imported_draft_model_keeps_its_padding(
     arguments = ["import", str(tmp_path / "[plain]"), "--target", str(tmp_path / "target")]
     capsys.readouterr()  # transformers' progress bars
     code, said, err = run(capsys, *arguments, "--out", str(tmp_path / "[back]"))
-    assert (code, err) == (0, STAGE)
+    assert code == 0
+    assert err.startswith(STAGE), "and lines that say how long is left"
     assert f"{tmp_path}/[back]: a drafter of type draft_model" in said
     plain, back = (load_drafter(tmp_path / name, target, tiny_tokenizer) for name in ("[plain]", "[back]"))
     assert back.shared_vocabulary == plain.shared_vocabulary == len(tiny_tokenizer)
