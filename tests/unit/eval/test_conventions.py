@@ -194,5 +194,5 @@ def test_short_contexts_limit_the_texts(context: int, tokens: int, tiny_tokenize
     target = make_llama(max_position_embeddings=context, eos_token_id=None).requires_grad_(False)
     drafter = HEADS["eagle3"].from_target(target, layers=[1])
     found = readings_of(target, drafter, tiny_tokenizer)
-    assert len(found) == (3 if tokens else 0)
+    assert bool(found) == (tokens > 0)
     assert all(reading.tokens >= tokens for reading in found)
