@@ -31,15 +31,16 @@ from forecast_report import cells, coverage_table, report
 from rich.console import Console
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.decode.policies import Policy, policy_named
+from draftsmith.decode.policies import Chain, Policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.eval.diagnostics import difference_measure, summary
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.expected_rounds import ExpectedRounds, accepted, needs_replay, of_rounds, retrieved
-from draftsmith.eval.forecast.forecast import depth, numbers
-from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, pass_costs
+from draftsmith.eval.forecast.hardware import depth_of, measure_hardware, pass_costs
+from draftsmith.eval.forecast.profile import CostModel
 from draftsmith.eval.forecast.replay import replay
+from draftsmith.eval.forecast.speed import numbers
 from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.prompts import Prompt, load_prompts
 from draftsmith.eval.settings import Settings
@@ -143,7 +144,7 @@ def predicted(
     if not drafter.only_retrieves:
         measures = [acceptance_measure(Processors(sampling))]
         measures += [difference_measure(drafter, sampling.temperature)] * statistics
-        tables = agreement(target.model, drafter, texts, max(map(depth, policies)), measures)
+        tables = agreement(target.model, drafter, texts, max(map(depth_of, policies)), measures)
     copies = [retrieved(drafter, text) for text in texts]
     for policy in policies:
         if needs_replay(policy, sampling):
@@ -217,8 +218,9 @@ def speed_cell(
         ids = tuple(tuple(prompt.input_ids) for prompt in read)
         texts = target_alone(target, ids, sampling, options.max_new_tokens)
         found, _ = predicted(target, drafter, policies, texts, sampling)
-        length = max([depth(policy) for policy in policies if policy is not None] or [1])
-        measures = {"draft_length": length, "sampling": sampling}
+        length = max([depth_of(policy) for policy in policies if policy is not None] or [1])
+        trees = [policy for policy in policies if policy is not None and not isinstance(policy, Chain)]
+        measures = {"draft_length": length, "sampling": sampling, "policies": {name: trees}}
         hardware = measure_hardware(
             target.model, {name: drafter}, texts, pass_costs(target.model, {name: drafter}), **measures
         )
@@ -243,7 +245,9 @@ def speed_cell(
     rows = []
     for policy, per_text in found.items():
         profiles = {"interval": hardware, "interval_of_texts": hardware.model_copy(update={"repeats": ()})}
-        speeds = {key: numbers(per_text, name, profile, (1,), 0)["speed"][0] for key, profile in profiles.items()}
+        speeds = {
+            key: numbers(per_text, name, profile, (1,), 0, policy)["speed"][0] for key, profile in profiles.items()
+        }
         row = by_policy[policy]
         rows.append(
             {
@@ -252,18 +256,18 @@ def speed_cell(
                 "speedup_interval": row["speedup_interval"],
                 "speedup_forecast": speeds["interval"]["speedup"],
                 **{key: speed["speedup_interval"] for key, speed in speeds.items()},
-                "interval_of_timings": of_timings(same[policy], name, hardware) if same else None,
+                "interval_of_timings": of_timings(same[policy], name, hardware, policy) if same else None,
                 "tau": row["tau"],
             }
         )
     return {"rows": rows, "hardware": hardware.model_dump(mode="json")}
 
 
-def of_timings(per_text: list[ExpectedRounds], name: str, hardware: CostModel) -> list[float]:
+def of_timings(per_text: list[ExpectedRounds], name: str, hardware: CostModel, policy: str) -> list[float]:
     """Return the 95 % interval of the speedup on these texts alone: one text, of which no part is resampled."""
     whole = [sum(getattr(text, key) for text in per_text) for key in ("tokens", "rounds")]
     work = sum((text.work for text in per_text), Counter())
-    return numbers([ExpectedRounds(*whole, work)], name, hardware, (1,), 0)["speed"][0]["speedup_interval"]
+    return numbers([ExpectedRounds(*whole, work)], name, hardware, (1,), 0, policy)["speed"][0]["speedup_interval"]
 
 
 def run(options: argparse.Namespace) -> None:

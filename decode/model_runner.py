@@ -322,6 +322,13 @@ class ModelRunner:
         self._cache.keep(slots)
         self._drafted = Drafted()
 
+    def rewind(self, lengths: list[int]) -> bool:
+        """Go back to these numbers of tokens of each row; False if the model cannot, or rows were dropped."""
+        if self._mixers or self._again is not None or len(lengths) != len(self.lengths):
+            return False
+        self._cache.lengths, self._drafted = list(lengths), Drafted()
+        return True
+
     def close(self) -> None:
         """Leave compiled passes to later texts, and free the cache and the hooks; this runner is not used again."""
         for remove in self._hooks:  # or compiled passes of a drafter that shares the lm_head would run them

@@ -1,13 +1,14 @@
 """Measures the seconds of forward passes of a target and a drafter on this machine, for `Costs`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import cycle, islice
 from statistics import median
 from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
@@ -39,6 +40,8 @@ def measure_costs(
     widest: int = 64,
     compile: bool = False,
     verify: dict[int, float] | None = None,
+    text: Sequence[int] = (),
+    done: Callable[[], None] = lambda: None,
 ) -> Costs:
     """Return the median seconds of forward passes after 128 tokens, on this machine with the current threads.
 
@@ -46,22 +49,28 @@ def measure_costs(
     alone because the target's weights have replaced the drafter's in the processor's caches. A part of the difference
     does not depend on the number of steps and becomes `Costs.round`.
 
-    `compile`: of compiled passes, whose widths are powers of two. `verify`: the target's seconds, if they are known.
+    Args:
+        compile: time compiled passes, whose widths are powers of two.
+        verify: the target's seconds, if they are known.
+        text: tokens that are read, such as those of a prompt; by default different ones of the vocabulary. A mixture of
+            experts reads the more weights, the more its tokens differ.
+        done: called `parts` times.
     """
     widths = [width for width in WIDTHS if width <= widest and not (compile and width & (width - 1))]
-    verify = verify or _curve(target, widths, compile)
+    verify = verify or _curve(target, widths, compile, text, done)
     if drafter is None or drafter.only_retrieves:
         return Costs(verify, {1: min(verify.values()) * NEARLY_FREE})
     model = getattr(drafter, "model", None)
     draft = {1: 0.0}
     if isinstance(model, nn.Module):
-        draft = _curve(cast(PreTrainedModel, model), widths, compile)  # a draft model's
+        draft = _curve(cast(PreTrainedModel, model), widths, compile, text, done)  # a draft model's
     alone = Costs(verify, draft)
     reach = min(LONG, drafter.max_draft_length or LONG)
     seconds: dict[int, list[float]] = {SHORT: [], reach: []}
     for _ in range(TURNS):  # alternately, so that a slow phase of the machine affects both
         for length, rounds in seconds.items():
-            rounds += _round_seconds(target, drafter, length, compile)
+            rounds += _round_seconds(target, drafter, length, compile, text)
+        done()
     short, long = median(seconds[SHORT]), median(seconds[reach])
     step = draft[1]
     if reach > SHORT:
@@ -71,14 +80,38 @@ def measure_costs(
     return Costs(verify, {width: step + max(value - draft[1], 0.0) for width, value in draft.items()}, fixed)
 
 
-def _round_seconds(target: PreTrainedModel, drafter: Drafter, draft_length: int, compile: bool) -> list[float]:
+def parts(drafter: Drafter | None = None, *, verify: bool = True) -> int:
+    """Return how often `measure_costs` calls `done`; `verify`: whether it measures the target's seconds."""
+    curves = int(verify)
+    if drafter is None or drafter.only_retrieves:
+        return curves * (REPEATS + 1)
+    return (curves + isinstance(getattr(drafter, "model", None), nn.Module)) * (REPEATS + 1) + TURNS
+
+
+def _tokens(config: PreTrainedConfig, text: Sequence[int], count: int) -> list[int]:
+    """Return `count` tokens of `text`, repeated, or without any tokens of the vocabulary; special ones are left out."""
+    own = config.get_text_config(decoder=True)
+    named = {**config.to_dict(), **own.to_dict()}.items()  # those of images have no embeddings
+    special = {value for key, value in named if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)}
+    drawn = torch.randint(own.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    for tokens in (text, drawn):
+        known = [token for token in tokens if token < own.vocab_size and token not in special]
+        if known:
+            return list(islice(cycle(known), count))
+    return drawn
+
+
+def _round_seconds(
+    target: PreTrainedModel, drafter: Drafter, draft_length: int, compile: bool, text: Sequence[int]
+) -> list[float]:
     """Return the seconds of a few sampled rounds with `draft_length` tokens, without the first, which allocates."""
     configs = [getattr(model, "config", None) for model in (target, getattr(drafter, "model", None))]
     limits = [None if config is None else context_limit(config) for config in configs]
     limit = min(CONTEXT * 4 if limit is None else limit for limit in limits)
     length = max(1, min(CONTEXT, limit - ROUNDS * (draft_length + 1) - 2))
-    source = [1] * 8 if target.config.is_encoder_decoder else []
-    sequence = DecodeSequence([1] * length, length + ROUNDS * (draft_length + 1) + 2, SeededRng(0), source=source)
+    tokens = _tokens(target.config, text, length)
+    source = tokens[:8] if target.config.is_encoder_decoder else []
+    sequence = DecodeSequence(tokens, length + ROUNDS * (draft_length + 1) + 2, SeededRng(0), source=source)
     reader, processors = TransformersTarget(target), Processors(Sampling(1.0))
     reader.compile = compile
     # Compiled, a chain of fixed length is one graph, and cheaper than the steps of the policies that plan.
@@ -92,13 +125,14 @@ def _round_seconds(target: PreTrainedModel, drafter: Drafter, draft_length: int,
 
 
 @contextmanager
-def _reading(model: PreTrainedModel, *, compile: bool) -> Iterator[Callable[[int], None]]:
+def _reading(model: PreTrainedModel, text: Sequence[int], *, compile: bool) -> Iterator[Callable[[int], None]]:
     """Return a function that reads a number of tokens after a context and then discards them."""
     limit = context_limit(model.config) or CONTEXT + WIDTHS[-1]
-    runner = ModelRunner(model, 1, [[1] * 8], compile=compile, longest=min(limit, CONTEXT + MOST_AGAIN + WIDTHS[-1]))
+    tokens = _tokens(model.config, text, CONTEXT + WIDTHS[-1])
+    runner = ModelRunner(model, 1, [tokens[:8]], compile=compile, longest=min(limit, CONTEXT + MOST_AGAIN + WIDTHS[-1]))
     again = MOST_AGAIN // 2 if is_recurrent(model) else 0
-    runner.append([[1] * max(1, min(CONTEXT, limit - WIDTHS[-1] - again - 1))])
-    ids = torch.ones(1, WIDTHS[-1], dtype=torch.int64, device=next(model.parameters()).device)
+    runner.append([tokens[: max(1, min(CONTEXT, limit - WIDTHS[-1] - again - 1))]])
+    ids = torch.tensor([tokens[-WIDTHS[-1] :]], device=next(model.parameters()).device)
     if again:  # as after rejected drafts: on average, recurrent layers read this many tokens again
         runner.line(ids[:, : again + 1])
         runner.commit([[*range(again)]])
@@ -113,11 +147,13 @@ def _reading(model: PreTrainedModel, *, compile: bool) -> Iterator[Callable[[int
         runner.close()
 
 
-def _curve(model: PreTrainedModel, widths: list[int], compile: bool) -> dict[int, float]:
+def _curve(
+    model: PreTrainedModel, widths: list[int], compile: bool, text: Sequence[int], done: Callable[[], None]
+) -> dict[int, float]:
     """Return the median seconds in which the model reads each number of tokens after a context."""
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     device = next(model.parameters()).device
-    with _reading(model, compile=compile) as read:
+    with _reading(model, text, compile=compile) as read:
         for repeat in range(REPEATS + 1):
             for width in widths:
                 started = now(device)
@@ -125,4 +161,5 @@ def _curve(model: PreTrainedModel, widths: list[int], compile: bool) -> dict[int
                 ended = now(device)
                 if repeat > 0:  # the first pass allocates and chooses kernels
                     seconds[width].append(ended - started)
+            done()
     return {width: median(values) for width, values in seconds.items()}

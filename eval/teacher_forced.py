@@ -65,8 +65,12 @@ def sample_texts(
     *,
     max_new_tokens: int,
     seed: int = 0,
+    done: Callable[..., None] = lambda tokens=1: None,
 ) -> list[TargetText]:
-    """Return continuations by the target; prompt i has seed `seed + i`."""
+    """Return continuations by the target; prompt i has seed `seed + i`.
+
+    `done` is called with numbers of tokens, in total `max_new_tokens` for each prompt.
+    """
     decoder = SpeculativeDecoder(target)
     settings = {"max_new_tokens": max_new_tokens, "temperature": sampling.temperature}
     if not sampling.greedy:
@@ -74,7 +78,10 @@ def sample_texts(
     texts: list[TargetText] = []
     for start in range(0, len(prompts), TOGETHER):
         rows = list(prompts[start : start + TOGETHER])
-        outputs = decoder.generate_batch(rows, seeds=seed + start, **settings)
+        outputs = decoder.generate_batch(
+            rows, seeds=seed + start, on_tokens=lambda _, tokens, record: done(len(tokens)), **settings
+        )
+        done(sum(max_new_tokens - len(out.tokens) for out in outputs))
         texts += [target_text(target, out.prompt_tokens, out.tokens, max_new_tokens) for out in outputs]
     return texts
 

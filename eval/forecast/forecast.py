@@ -4,16 +4,15 @@ texts of the target ──▶ one teacher-forced pass per drafter ──▶ expe
 seconds by width and batch (hardware.py) ──▶ E[tokens] / E[seconds] relative to the target alone ──▶ the best policy
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.fitting import capabilities
-from draftsmith.decode.policies import Chain, Policy, StaticTree, default_policy, policy_named
+from draftsmith.decode.policies import Chain, Policy, default_policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.errors import ConfigError
 from draftsmith.eval.diagnostics import difference_measure, summary
@@ -25,10 +24,11 @@ from draftsmith.eval.forecast.expected_rounds import (
     of_rounds,
     retrieved,
 )
-from draftsmith.eval.forecast.hardware import CostModel, measure_hardware, pass_costs, timeable, turns
+from draftsmith.eval.forecast.hardware import costs_parts, depth_of, measure_hardware, pass_costs, timeable
+from draftsmith.eval.forecast.profile import CostModel
 from draftsmith.eval.forecast.replay import replay
+from draftsmith.eval.forecast.speed import ForecastNumbers, numbers
 from draftsmith.eval.harness import fastest_threads, threads
-from draftsmith.eval.metrics import acceptance_at
 from draftsmith.eval.results import Diagnostics
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
@@ -44,41 +44,17 @@ from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment
 
 SCHEMA = 1
-RESAMPLES, COVERED = 1000, 0.95
-"""Resamples of the texts for an interval, and its coverage."""
-SECONDS_ERROR = 0.02
-"""Standard deviation of log(measured / forecast seconds) of known texts that repeated timings do not explain: whole
-texts have other rounds than the timed ones, at another time. Source: `coverage` of
-benchmarks/forecast.py on greedy code and prose (26 policies): 2.8 % off, of which the timings explain 1.9 %."""
 TREES = ("tree:widths=2x1x1", "tree:widths=3x2x1", "best-first:size=8,depth=4")
 """Policies that are compared with the chains by default."""
 UNTIMED = "The intervals of speedups are over texts alone: the profile holds no repeated timings"
+ASSUMED = (
+    "The profile holds no seconds of rounds of {} (T={}): a chain of as many levels and tokens is assumed, which is "
+    "faster."
+)
 PLAIN = "copies"
 """Name of the policy of drafters that only retrieve."""
 _NO_COSTS = Costs({1: 1.0}, {1: 1.0})
 """Placeholder for policies that plan with costs, which are refused later."""
-
-
-class ForecastSpeed(TypedDict):
-    """Speed of a drafter and policy at one batch size."""
-
-    batch_size: int
-    speedup: float
-    speedup_interval: list[float]
-    timings: int
-    """Repeated timings that the interval accounts for."""
-    tokens_per_second: float
-
-
-class ForecastNumbers(TypedDict):
-    """The computed part of a row."""
-
-    texts: int
-    tau: float
-    tau_interval: list[float]
-    acceptance_at: list[float]
-    drafted_per_round: float
-    speed: list[ForecastSpeed]
 
 
 class ForecastRow(ForecastNumbers):
@@ -169,9 +145,12 @@ def forecast(
         raise ConfigError("prompts=0; expected at least 1")
     if hardware is not None:
         hardware.require(drafters)
-    with threads(fastest_threads(target, list(prompts[0]))):
-        with stage("timing the passes of each drafter", shown=progress and hardware is None):
-            known = hardware or pass_costs(target, drafters)
+    with stage("choosing the number of threads", shown=progress):
+        count = fastest_threads(target, list(prompts[0]))
+    with threads(count):
+        timed = progress and hardware is None
+        with stage("timing the passes of each drafter", costs_parts(drafters), shown=timed) as done:
+            known = hardware or pass_costs(target, drafters, prompts[0], done)
         parts = [_at(target, drafters, prompts, settings, known, t, progress) for t in settings.temperatures]
         where = environment()
     best = [entry for part in parts for entry in part.best]
@@ -206,28 +185,32 @@ def _at(
     progress: bool,
 ) -> _Part:
     sampling = settings.sampling(temperature)
-    with stage(f"T={temperature:g}: generating texts with the target", shown=progress):
-        texts = sample_texts(target, prompts, sampling, max_new_tokens=settings.max_new_tokens, seed=settings.seed)
+    length = settings.max_new_tokens
+    name = f"T={temperature:g}: generating texts with the target"
+    with stage(name, length * len(prompts), shown=progress) as done:
+        texts = sample_texts(target, prompts, sampling, max_new_tokens=length, seed=settings.seed, done=done)
         texts = [text for text in texts if text.anchors > 0]
     if not texts:
         raise ConfigError(f"texts of one token at T={temperature:g}; expected prompts with longer continuations")
     predicted: dict[str, Predicted] = {}
-    with stage(f"T={temperature:g}: reading the texts with each drafter", len(drafters), shown=progress) as done:
+    reads = len(texts) * sum(1 + len(_policies(target, drafter, settings)) for drafter in drafters.values())
+    with stage(f"T={temperature:g}: reading the texts with each drafter", reads, shown=progress) as done:
         for name, drafter in drafters.items():
-            predicted[name] = predict(target, drafter, texts, settings, sampling)
-            done()
+            predicted[name] = predict(target, drafter, texts, settings, sampling, done)
+    trees = {name: [p for p in predicted[name].policies if not isinstance(p, Chain)] for name in drafters}
     if isinstance(hardware, dict):
-        lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes}
+        lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes, "policies": trees}
+        shown = f"T={temperature:g}: timing rounds" if progress else ""
         timed = timeable(target, texts)
-        with stage(f"T={temperature:g}: timing rounds", turns(settings.batch_sizes), shown=progress) as done:
-            hardware = measure_hardware(target, drafters, timed, hardware, sampling=sampling, **lengths, done=done)
+        hardware = measure_hardware(target, drafters, timed, hardware, sampling=sampling, **lengths, shown=shown)
     untimed = len(hardware.repeats) < 2
+    assumed = [str(policy) for name, own in trees.items() for policy in own if not hardware.knows(name, str(policy))]
     rows: list[ForecastRow] = [
         {
             "drafter": name,
             "temperature": temperature,
             "policy": policy,
-            **numbers(per_text, name, hardware, settings.batch_sizes, settings.seed),
+            **numbers(per_text, name, hardware, settings.batch_sizes, settings.seed, policy),
         }
         for name, drafter in predicted.items()
         for policy, per_text in drafter.plans
@@ -242,7 +225,8 @@ def _at(
         ],
         hardware,
         [f"{name} at T={temperature:g}: {reason}" for name, drafter in predicted.items() for reason in drafter.refused]
-        + [f"{UNTIMED} (T={temperature:g})."] * untimed,
+        + [f"{UNTIMED} (T={temperature:g})."] * untimed
+        + [ASSUMED.format(", ".join(dict.fromkeys(assumed)), f"{temperature:g}")] * bool(assumed),
     )
 
 
@@ -252,8 +236,16 @@ class Predicted:
 
     plans: list[tuple[str, list[ExpectedRounds]]]
     """By policy, the expected rounds of each text."""
+    policies: list[Policy]
+    """The policies of `plans`; none for a drafter that only retrieves."""
     tables: list[PositionStats]
     refused: list[str]
+
+
+def _policies(target: PreTrainedModel, drafter: Drafter, settings: ForecastSettings) -> list[Policy | None]:
+    """Return the candidates that target and drafter can read."""
+    trees = not any(capability.no_trees for capability in capabilities(target, drafter))
+    return candidates(drafter, settings, trees=trees)
 
 
 def predict(
@@ -262,23 +254,27 @@ def predict(
     texts: Sequence[TargetText],
     settings: ForecastSettings,
     sampling: Sampling,
+    done: Callable[..., None] = lambda texts=1: None,
 ) -> Predicted:
-    """Return the expected rounds with every policy, from one teacher-forced pass."""
+    """Return the expected rounds with every policy, from one teacher-forced pass.
+
+    `done` is called with the numbers of texts of which the pass, or a policy, is finished.
+    """
     tables: list[PositionStats] = []
-    models = capabilities(target, drafter)
-    policies = candidates(drafter, settings, trees=not any(capability.no_trees for capability in models))
-    together = 1 if any(capability.no_ragged for capability in models) else TOGETHER
-    if not drafter.only_retrieves:
+    policies = _policies(target, drafter, settings)
+    together = 1 if any(capability.no_ragged for capability in capabilities(target, drafter)) else TOGETHER
+    if drafter.only_retrieves:
+        done(len(texts))
+    else:
         measures = [acceptance_measure(Processors(sampling)), difference_measure(drafter, sampling.temperature)]
-        tables = agreement(
-            target, drafter, texts, max(depth(policy) for policy in policies if policy is not None), measures
-        )
+        longest = max(depth_of(policy) for policy in policies if policy is not None)
+        tables = agreement(target, drafter, texts, longest, measures, done)
     copies = [retrieved(drafter, text) for text in texts]
-    plans, refused = [], []
+    plans, planned, refused = [], [], []
     for policy in policies:
         try:
             if policy is not None and needs_replay(policy, sampling):
-                rounds = replay(target, drafter, policy, texts, sampling, together)
+                rounds = replay(target, drafter, policy, texts, sampling, together, done)
                 per_text = [of_rounds(text, records) for text, records in zip(texts, rounds, strict=True)]
             else:
                 reach = drafter.max_draft_length
@@ -286,11 +282,14 @@ def predict(
                     accepted(policy, table, text, sampling, settings.rule, retrieved=copied, reach=reach)
                     for table, text, copied in zip(tables or [{}] * len(texts), texts, copies, strict=True)
                 ]
+                done(len(texts))
         except NotPredicted as reason:
             refused.append(f"no forecast: {reason}")
+            done(len(texts))
             continue
         plans.append((PLAIN if policy is None else str(policy), per_text))
-    return Predicted(plans, tables, refused)
+        planned += [] if policy is None else [policy]
+    return Predicted(plans, planned, tables, refused)
 
 
 def candidates(drafter: Drafter, settings: ForecastSettings, *, trees: bool = True) -> list[Policy | None]:
@@ -301,75 +300,6 @@ def candidates(drafter: Drafter, settings: ForecastSettings, *, trees: bool = Tr
     chains = [*map(Chain, range(1, longest + 1)), default_policy(drafter)]
     others = [policy_named(text, _NO_COSTS) for text in settings.policies or (TREES if trees else ())]
     return list({str(policy): policy for policy in [*chains, *others]}.values())
-
-
-def depth(policy: Policy) -> int:
-    """Return the number of draft tokens on the longest path of `policy`."""
-    if isinstance(policy, StaticTree):
-        return max(len(path) for path in policy.shape)
-    return getattr(policy, "draft_length", None) or getattr(policy, "depth", 1)
-
-
-def numbers(
-    per_text: Sequence[ExpectedRounds], drafter: str, hardware: CostModel, batches: Sequence[int], seed: int
-) -> ForecastNumbers:
-    """Return tau and speeds of a row: all tokens over all rounds, and over all seconds."""
-    tokens_S = np.array([text.tokens for text in per_text], float)
-    rounds_S = np.array([text.rounds for text in per_text])
-    rng = np.random.default_rng(seed)
-    draws_RS = rng.integers(len(per_text), size=(RESAMPLES, len(per_text)))
-    row: ForecastNumbers = {
-        "texts": len(per_text),
-        "tau": float(tokens_S.sum() / rounds_S.sum()),
-        "tau_interval": _interval(tokens_S[draws_RS].sum(1) / rounds_S[draws_RS].sum(1)),
-        "acceptance_at": acceptance_at((text.tested_K, text.accepted_K) for text in per_text),
-        "drafted_per_round": float(sum(n * w for text in per_text for (n, _), w in text.work.items()) / rounds_S.sum()),
-        "speed": [],
-    }
-    for batch in batches:
-        seconds_S, token = seconds(per_text, drafter, hardware, batch), hardware.token_seconds(batch)
-        repeated = [
-            repeat.token_seconds(batch) * tokens_S.sum() / seconds(per_text, drafter, repeat, batch).sum()
-            for repeat in hardware.repeats
-        ]
-        of_texts_R = token * tokens_S[draws_RS].sum(1) / seconds_S[draws_RS].sum(1)
-        row["speed"].append(
-            {
-                "batch_size": batch,
-                "speedup": float(token * tokens_S.sum() / seconds_S.sum()),
-                "speedup_interval": _interval(of_texts_R * timing_errors(repeated, RESAMPLES, rng)),
-                "timings": len(repeated),
-                "tokens_per_second": float(batch * tokens_S.sum() / seconds_S.sum()),
-            }
-        )
-    return row
-
-
-def seconds(per_text: Sequence[ExpectedRounds], drafter: str, hardware: CostModel, batch: int) -> np.ndarray:
-    """Return the expected seconds of each text, [S]."""
-    keys = {key for text in per_text for key in text.work}
-    cost = {key: hardware.round_seconds(drafter, *key, batch) for key in keys}
-    return np.array([sum(weight * cost[key] for key, weight in text.work.items()) for text in per_text])
-
-
-def timing_errors(speedups: Sequence[float], count: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw `count` error factors of a speedup from the speedups of repeated timings, [count].
-
-    With s the standard deviation of the logarithms of n speedups: exp(t s / sqrt(n) + SECONDS_ERROR z), t from
-    Student's distribution with n - 1 degrees of freedom and z standard normal; a bootstrap of few timings would be too
-    narrow. Return ones for fewer than two timings.
-    """
-    if len(speedups) < 2:
-        return np.ones(count)
-    spread = np.log(speedups).std(ddof=1)
-    t = rng.standard_t(len(speedups) - 1, count)
-    return np.exp(t * spread / len(speedups) ** 0.5 + rng.normal(0, SECONDS_ERROR, count))
-
-
-def _interval(values: np.ndarray) -> list[float]:
-    """Return the percentile interval."""
-    rest = (1 - COVERED) / 2
-    return [float(value) for value in np.quantile(values, [rest, 1 - rest])]
 
 
 def best_of(rows: Sequence[ForecastRow], temperature: float, batch: int) -> BestPolicy:

@@ -4,7 +4,7 @@ Acceptance of a chosen tree depends only on the target's tokens. The decode loop
 returns the known text's next token, and the hidden states of one teacher-forced pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import torch
@@ -101,10 +101,12 @@ def replay(
     texts: Sequence[TargetText],
     sampling: Sampling,
     together: int,
+    done: Callable[..., None] = lambda texts=1: None,
 ) -> list[list[Round]]:
     """Return the rounds in which the decoder would generate each text, `together` texts at a time.
 
     Only for policies whose draft tokens are chosen, not sampled. Seconds and `overlap` of these rounds are meaningless.
+    `done` is called with the number of texts of each batch.
     """
     teacher = OnlineTeacher(target, drafter.needs.layers)
     rounds: list[list[Round]] = []
@@ -118,6 +120,7 @@ def replay(
             while decoding.texts:
                 decoding.round()
         rounds += [row.rounds for row in rows]
+        done(len(rows))
     return rounds
 
 

@@ -13,7 +13,7 @@ from draftsmith.decode.policies import check_policy
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast
-from draftsmith.eval.forecast.hardware import CostModel
+from draftsmith.eval.forecast.profile import CostModel
 from draftsmith.eval.forecast.served import (
     ServedRequest,
     engine_settings,

@@ -24,7 +24,7 @@ from draftsmith.distill.server.client import BadAnswer, ServerClient
 from draftsmith.distill.server.settings import ServerSection, require_client, server_section
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings, best_of
-from draftsmith.eval.forecast.hardware import ANY, CostModel, DrafterSeconds
+from draftsmith.eval.forecast.profile import ANY, CostModel, DrafterSeconds
 from draftsmith.eval.server.counters import CounterRoutes
 from draftsmith.eval.server.measure import ServerRun, settled
 from draftsmith.eval.session import Session

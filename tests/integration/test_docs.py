@@ -31,7 +31,7 @@ from draftsmith.decode.verification import Rule
 from draftsmith.distill.losses import DIVERGENCES, overlap
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.eval.forecast.hardware import CostModel
+from draftsmith.eval.forecast.profile import CostModel
 from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.configs import DRAFTERS, VocabularyOption

@@ -14,7 +14,7 @@ from draftsmith.cli import main
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.errors import ConfigError
-from draftsmith.eval.forecast.hardware import CostModel
+from draftsmith.eval.forecast.profile import CostModel
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 

@@ -13,7 +13,7 @@ from engine_server import Engine, chat_tokenizer
 
 from draftsmith.cli import main
 from draftsmith.eval.forecast import served
-from draftsmith.eval.forecast.hardware import CostModel, DrafterSeconds
+from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
 from draftsmith.eval.server import measure
 from draftsmith.eval.server.counters import CounterRoutes
 from draftsmith.heads import HEADS

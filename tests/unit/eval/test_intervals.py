@@ -11,9 +11,10 @@ from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import Round
 from draftsmith.eval.forecast import hardware
 from draftsmith.eval.forecast.expected_rounds import ExpectedRounds
-from draftsmith.eval.forecast.forecast import numbers, timing_errors
 from draftsmith.eval.forecast.hardware import ALONE as TARGET_ALONE
-from draftsmith.eval.forecast.hardware import LENGTHS, CostModel, DrafterSeconds, _means, _profile
+from draftsmith.eval.forecast.hardware import LENGTHS, _means, _profile
+from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
+from draftsmith.eval.forecast.speed import numbers, timing_errors
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import EarlyExit
@@ -79,7 +80,7 @@ def test_timings_that_agree_leave_what_they_do_not_explain() -> None:
 
 def test_the_spread_of_timings_is_students(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 95 % interval of four timings with s = 0.1 is exp(+-3.182 s / 2), up to 2 % of its width (100,000 draws)."""
-    monkeypatch.setattr("draftsmith.eval.forecast.forecast.SECONDS_ERROR", 0.0)
+    monkeypatch.setattr("draftsmith.eval.forecast.speed.SECONDS_ERROR", 0.0)
     logs = np.array([-1.0, -1.0, 1.0, 1.0]) * 0.1 * 3**0.5 / 2
     assert np.isclose(logs.std(ddof=1), 0.1)
     factors = timing_errors(list(np.exp(logs)), 100_000, np.random.default_rng(0))
@@ -164,11 +165,12 @@ def test_each_turn_times_all_arms_on_other_texts() -> None:
     seen: dict[int, list[str]] = {}
 
     class Recording(hardware.TimedVariant):
-        def rounds(self, texts: list[str], sampling: Sampling, seed: int) -> list[Round]:
+        def rounds(self, texts: list[str], sampling: Sampling, seed: int, target: object) -> list[Round]:
             seen.setdefault(seed, []).append("".join(texts))
             return []
 
-    arms = {TARGET_ALONE: Recording(nn.Identity()), ("", 1): Recording(nn.Identity())}
+    target = make_llama()
+    arms = {TARGET_ALONE: Recording(target), ("", 1): Recording(target)}
     hardware._timed(arms, ["a", "b", "c"], 2, Sampling(0.0), lambda: None)
     assert {turn: set(texts) for turn, texts in seen.items()} == {
         turn: {("ab", "ca", "bc")[turn % 3]} for turn in range(hardware.TURNS + 1)
@@ -186,3 +188,20 @@ def test_every_timed_draft_length_costs_its_own_mean() -> None:
             assert np.isclose(found.round_seconds(name, length, length, 1), (10 + 6 * length) / 1000)
     assert np.isclose(found.round_seconds("d", 5, 2, 1), (15 + 10) / 1000), "a tree of two levels: wider, not deeper"
     assert found.round_seconds("free", 2, 2, 1) == 0.012, "drafting takes no time back"
+
+
+def test_rounds_of_a_tree_cost_their_own_mean() -> None:
+    """Its levels are wider than those of a chain: 5 ms more, for a tree of any size."""
+    timed = {TARGET_ALONE: taken([10, 10]), **{("", n): taken([10 + n], n) for n in LENGTHS}}
+    timed |= {("d", n): taken([10 + n], n, drafting=3 * n) for n in (1, 2, 4)}
+    trees = [Round(nodes, 2, 0, 1, (), 0.0, 0.0, (10 + nodes + 6 + 5) / 1000) for nodes in (6, 8)]
+    timed["d", "tree"] = trees
+    found = _profile(_means({1: timed}, {"d": "d"}))
+    assert np.isclose(found.round_seconds("d", 8, 2, 1, "tree"), (18 + 6 + 5) / 1000)
+    assert np.isclose(found.round_seconds("d", 8, 2, 1), (18 + 6) / 1000)
+    assert np.isclose(found.round_seconds("d", 8, 0, 1, "tree"), 18 / 1000), "a copied draft is no tree"
+    text = ExpectedRounds(20, 10.0, {(8, 2): 10.0}, np.zeros(2), np.zeros(2))
+    speeds = {policy: numbers([text], "d", found, (1,), 0, policy)["speed"][0]["speedup"] for policy in ("", "tree")}
+    assert np.isclose(speeds[""], 20 * 10 / (10 * 24))
+    assert np.isclose(speeds["tree"], 20 * 10 / (10 * 29))
+    assert CostModel.model_validate(found.model_dump(mode="json")) == found

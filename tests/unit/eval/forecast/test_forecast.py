@@ -22,7 +22,8 @@ from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.verification import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import accepted, of_rounds, retrieved
-from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, depth, forecast, predict
+from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, forecast, predict
+from draftsmith.eval.forecast.hardware import depth_of
 from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.teacher_forced import TargetText, acceptance_measure, agreement, sample_texts, target_text
 from draftsmith.heads import HEADS, DraftModel
@@ -154,7 +155,7 @@ def test_greedy_rounds_are_the_decoders_own(kind: str, policy: Policy, target: L
             for table, text in zip(tables, texts, strict=True)
         ]
     assert [one.rounds for one in found] == [len(out.rounds) for out in outs]
-    assert depth(policy) <= 3
+    assert depth_of(policy) <= 3
     if not isinstance(policy, ConfidenceChain):  # its chains in vain are as long as q says beside the text
         for one, out in zip(found, outs, strict=True):
             assert sum(nodes * w for (nodes, _), w in one.work.items()) == sum(r.drafted for r in out.rounds)
@@ -266,7 +267,7 @@ def test_tables_reach_as_deep_as_the_deepest_policy(target: LlamaForCausalLM) ->
         "t", {}, "p", max_draft_length=2, policies=("chain:draft_length=5", "tree:widths=2x1x1x1")
     )
     drafter = EarlyExit(target, layers=3)
-    assert max(map(depth, candidates(drafter, settings))) == 5
+    assert max(map(depth_of, candidates(drafter, settings))) == 5
     (text,) = sample_texts(target, PROMPTS[:1], Sampling(0.0), max_new_tokens=NEW)
     predicted = predict(target, drafter, [text], settings, Sampling(0.0))
     assert predicted.tables[0]["rank"].shape == (text.anchors, 5)

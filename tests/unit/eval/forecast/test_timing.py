@@ -1,0 +1,206 @@
+"""What timed passes and rounds read: the tokens of a text, and prompts once. No test here asserts seconds."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import make_llama
+from recurrent_models import build
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.policies import BestFirst
+from draftsmith.decode.profiling import measure_costs, parts
+from draftsmith.decode.sampling import Sampling
+from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, forecast, predict
+from draftsmith.eval.forecast.hardware import LENGTHS, ReadOnce, TimedVariant, _Fixed, costs_parts, pass_costs
+from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
+from draftsmith.eval.teacher_forced import TargetText, sample_texts
+from draftsmith.heads import HEADS, DraftModel
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_model import EarlyExit
+from draftsmith.heads.ngram import PromptLookup
+
+EXPERTS, TOP = 32, 4
+PROMPTS = [[5, 9, 12, 7, 30, 5, 9], [3, 3, 8], [40, 2, 17, 21]]
+
+
+def made_experts() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=400,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP,
+        max_position_embeddings=512,
+    )
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+class Watch:
+    """The mean number of different experts that a pass of each width reads in a layer."""
+
+    def __init__(self, model: Qwen3MoeForCausalLM) -> None:
+        self._read: dict[int, list[int]] = {}
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(self._see)
+
+    def _see(self, gate: nn.Module, inputs: tuple[Tensor, ...], _: object) -> None:
+        states_nH = inputs[0].reshape(-1, inputs[0].shape[-1])
+        chosen = nn.functional.linear(states_nH, gate.weight).topk(TOP, -1).indices
+        self._read.setdefault(len(states_nH), []).append(chosen.unique().numel())
+
+    def taken(self) -> dict[int, float]:
+        read, self._read = self._read, {}
+        return {width: sum(counts) / len(counts) for width, counts in read.items()}
+
+
+@pytest.fixture(scope="module")
+def experts() -> tuple[Qwen3MoeForCausalLM, Watch, dict[int, float]]:
+    """A mixture of experts, and how many of them different tokens read by the width of a pass."""
+    model = made_experts()
+    watch = Watch(model)
+    with torch.inference_mode():
+        runner = ModelRunner(model, 1, longest=256)
+        runner.append([torch.randint(5, 400, (120,)).tolist()])
+        for width in (4, 8, 16) * 20:
+            runner.line(torch.randint(5, 400, (1, width)))
+            runner.commit([[]])
+    expected = {width: count for width, count in watch.taken().items() if width <= 16}
+    assert expected[8] > 3 * TOP
+    return model, watch, expected
+
+
+@pytest.mark.parametrize("text", [[], torch.arange(7, 100).tolist()], ids=["of the vocabulary", "a prompt"])
+def test_measured_passes_read_the_experts_of_different_tokens(text: list[int], experts: tuple) -> None:
+    """One repeated token would read 4 experts at any width."""
+    model, watch, expected = experts
+    measure_costs(model, EarlyExit(model, layers=1), widest=16, text=text)
+    found = watch.taken()
+    for width, count in expected.items():
+        assert found[width] > 0.75 * count
+
+
+def test_passes_over_drafts_read_the_experts_of_different_tokens(experts: tuple) -> None:
+    model, watch, expected = experts
+    text = TargetText(torch.randint(5, 400, (140,)).tolist(), 20, 200)
+    for length in (3, 7, 15):
+        rounds = TimedVariant(model, _Fixed(length), length).rounds([text], Sampling(1.0), 0)
+        assert {record.drafted for record in rounds} == {length}
+    found = watch.taken()
+    for width, count in expected.items():
+        assert found[width] > 0.75 * count
+
+
+def test_special_tokens_are_not_read() -> None:
+    """The placeholder of an image stands for states that these passes do not have."""
+    model, read = make_llama(pad_token_id=7), []
+    model.config.image_token_id = 9
+    model.get_input_embeddings().register_forward_hook(lambda _, ids, __: read.extend(ids[0].flatten().tolist()))
+    for text in ([3, 9, 4, 7, 70, 1, 5], [9, 7, 1], []):
+        read.clear()
+        measure_costs(model, widest=4, text=text)
+        assert not {1, 7, 9} & set(read)
+        assert text != [3, 9, 4, 7, 70, 1, 5] or set(read) == {3, 4, 5}
+
+
+def _deeper() -> PreTrainedModel:
+    return make_llama(num_hidden_layers=4)
+
+
+def _recurrent() -> PreTrainedModel:
+    return build("bamba")
+
+
+@pytest.mark.parametrize(
+    ("make", "drafted"),
+    [
+        (make_llama, lambda target: DraftModel(make_llama(1))),
+        (_deeper, lambda target: HEADS["eagle3"].from_target(target).eval()),
+        (make_llama, lambda target: HEADS["medusa"].from_target(target, num_heads=3).eval()),
+        (make_llama, lambda target: PromptLookup()),
+        (_recurrent, lambda target: PromptLookup()),
+    ],
+    ids=["draft model", "states of layers", "last state", "copies", "a target that cannot go back"],
+)
+@torch.inference_mode()
+def test_rounds_after_prompts_that_were_read_before_are_the_same(
+    make: Callable[[], PreTrainedModel], drafted: Callable[[PreTrainedModel], Drafter]
+) -> None:
+    target = make()
+    drafter = drafted(target)
+    prompts = [[5, 9, 12, 7, 30, 5, 9, 5, 9, 12, 7, 30], [3, 3, 8, 3, 3, 8, 11, 6]]
+    texts = [TargetText(prompt, 4, 100) for prompt in prompts][: 1 if make is _recurrent else 2]
+    costs = Costs({1: 1.0, 2: 1.0, 3: 3.0, 4: 1.0}, {1: 1.0})
+    arms = [TimedVariant(target), TimedVariant(target, _Fixed(3), 3, costs)]
+    arms += [TimedVariant(target, drafter, length, costs) for length in (1, 2)]
+    shared = ReadOnce(target)
+    for arm in [*arms, *reversed(arms)]:
+        for temperature in (0.0, 1.0):
+            alone = arm.rounds(texts, Sampling(temperature), 5)
+            after = arm.rounds(texts, Sampling(temperature), 5, shared)
+            assert [(r.drafted, r.accepted, r.committed) for r in after] == [
+                (r.drafted, r.accepted, r.committed) for r in alone
+            ]
+            for one, other in zip(after, alone, strict=True):
+                assert one.overlap == pytest.approx(other.overlap, abs=1e-5)
+    shared.end()
+
+
+def test_progress_adds_up() -> None:
+    """To the totals that the bars are given, whatever ends early or is refused."""
+    target, told = make_llama(3, num_hidden_layers=4), []
+    target.generation_config.eos_token_id = list(range(0, 64, 5))
+    texts = sample_texts(target, PROMPTS, Sampling(1.0), max_new_tokens=30, done=told.append)
+    assert sum(told) == 30 * len(PROMPTS)
+    assert min(len(text.tokens) - text.prompt_length for text in texts) < 30
+    calls = []
+    drafters: dict[str, Drafter] = {
+        "model": DraftModel(make_llama(1)),
+        "head": HEADS["medusa"].from_target(target, num_heads=2).eval(),
+        "copies": PromptLookup(),
+    }
+    pass_costs(target, drafters, done=lambda: calls.append(1))
+    assert len(calls) == costs_parts(drafters)
+    calls.clear()
+    measure_costs(target, drafters["head"], done=lambda: calls.append(1))
+    assert len(calls) == parts(drafters["head"])
+    settings = ForecastSettings("t", {}, "p", max_draft_length=2, policies=("best-first:size=3,depth=2", "adaptive"))
+    texts = [text for text in texts if text.anchors > 0]
+    for drafter in drafters.values():
+        told.clear()
+        predict(target, drafter, texts, settings, Sampling(0.0), told.append)
+        assert sum(told) == pytest.approx(len(texts) * (1 + len(candidates(drafter, settings))))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_profile_without_the_seconds_of_a_tree_says_what_is_assumed(own: bool) -> None:
+    target, tree = make_llama(num_hidden_layers=3, eos_token_id=None), str(BestFirst(3, 2))
+    drafters = {"d": EarlyExit(target, layers=1)}
+    seconds = DrafterSeconds(draft={1: {1: 0.2}}, policies={tree: {1: 0.5}} if own else {})
+    profile = CostModel(alone={1: 1.0}, verify={1: {1: 1.3}}, drafters={"d": seconds})
+    settings = ForecastSettings("t", {"d": "d"}, "p", policies=(tree,), temperatures=(0.0,), max_new_tokens=40)
+    found = forecast(target, drafters, PROMPTS, settings, profile)
+    assert any(f"no seconds of rounds of {tree}" in note for note in found.notes) != own
+    (row,) = [row for row in found.rows if row["policy"] == tree]
+    assert row["speed"][0]["speedup"] == pytest.approx(
+        row["tau"] / (2.0 if own else 1.5), rel=0.03
+    )  # the last round has no room for a draft
+
+
+def test_the_policies_besides_chains_are_timed() -> None:
+    target, tree = make_llama(num_hidden_layers=3, eos_token_id=None), str(BestFirst(3, 2))
+    settings = ForecastSettings("t", {"d": "d"}, "p", policies=(tree,), temperatures=(0.0,), max_new_tokens=16)
+    found = forecast(target, {"d": EarlyExit(target, layers=1)}, PROMPTS, settings)
+    (profile,) = found.hardware.values()
+    assert list(profile.drafters["d"].policies) == [tree]
+    assert all(tree in repeat.drafters["d"].policies for repeat in profile.repeats)
+    assert LENGTHS[-1] + 1 in profile.verify[1]
