@@ -43,7 +43,7 @@ ROOM = 5
 
 
 class _Fixed(Drafter):
-    """Proposes tokens of the text's beginning at no cost: its rounds cost as much as the target's forward pass.
+    """Proposes tokens of the text at no cost: its rounds cost as much as the target's forward pass.
 
     Mixtures of experts read more weights for different tokens than for equal ones.
     """
@@ -54,12 +54,12 @@ class _Fixed(Drafter):
     def __init__(self, draft_length: int) -> None:
         super().__init__()
         self.max_draft_length = self._draft_length = draft_length
+        self._drafted = 0
 
     def retrieve(self, row: int, room: int) -> Draft | None:
-        text = self.context.texts[row]
-        first = len(text.tokens) - text.prompt_length  # other tokens in each round
-        length = min(self._draft_length, room)
-        return Draft.chain([text.tokens[(first + place) % len(text.tokens)] for place in range(length)])
+        tokens, first = self.context.texts[row].tokens, self._drafted
+        self._drafted += min(self._draft_length, room)  # other tokens in each round
+        return Draft.chain([tokens[place % len(tokens)] for place in range(first, self._drafted)])
 
 
 def pass_costs(

@@ -6,7 +6,7 @@ import pytest
 from unit.eval.made import measured
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.compare import compare_evaluations, comparison_table
+from draftsmith.eval.compare import Contrast, compare_evaluations, comparison_table
 
 
 def test_a_real_difference_is_seen_through_prompts_that_differ_far_more() -> None:
@@ -39,6 +39,25 @@ def test_no_difference_says_so() -> None:
     assert comparison.speedup.ratio == 1.0
     assert "no difference in speed between A's a (γ=4) and B's a (γ=4) that 30 prompts can show" in comparison.sentence
     assert "tau does not differ" in comparison.sentence
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "real"),
+    [(1.0, 1.0, False), (1.0, 1.2, False), (0.8, 1.0, False), (0.9, 1.1, False), (1.01, 1.2, True), (0.8, 0.99, True)],
+)
+def test_a_difference_is_real_where_the_interval_leaves_out_one(low: float, high: float, real: bool) -> None:
+    assert Contrast(1.0, 1.0, 1.0, low, high).real == real
+
+
+def test_equal_measurements_without_noise_are_no_difference() -> None:
+    """Their intervals are [1, 1]: greedy decoding gives the same number of rounds in every repeat."""
+    (comparison,) = compare_evaluations(measured("a", 1.5, noise=0.0), measured("a", 1.5, noise=0.0))
+    for contrast in (comparison.speedup, comparison.tau):
+        assert (contrast.low, contrast.high) == (1.0, 1.0)
+        assert not contrast.real
+    assert "no difference in speed" in comparison.sentence
+    assert "tau does not differ measurably" in comparison.sentence
+    assert "*" not in str(list(comparison_table([comparison]).columns[5].cells))
 
 
 def test_nothing_decoded_is_no_difference() -> None:
