@@ -22,7 +22,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
 from draftsmith.eval.stages import stage
 from draftsmith.eval.teacher_forced import TargetText
-from draftsmith.heads.base import Drafter, TrainableDrafter
+from draftsmith.heads.base import Context, Drafter, TrainableDrafter
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.ngram import Hybrid
@@ -54,6 +54,9 @@ class _Fixed(Drafter):
     def __init__(self, draft_length: int) -> None:
         super().__init__()
         self.max_draft_length = self._draft_length = draft_length
+
+    def start(self, context: Context) -> None:
+        super().start(context)
         self._drafted = 0
 
     def retrieve(self, row: int, room: int) -> Draft | None:
