@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.sources import ASSISTANT, Conversation, Message
+from draftsmith.distill.messages import ASSISTANT, Message
+from draftsmith.distill.sources import Conversation
 from draftsmith.heads.processor_inputs import ProcessorInputs
 
 
@@ -13,13 +14,15 @@ class Asked:
     """A conversation while it is answered.
 
     Args:
-        index: the number of the question.
+        index: the place of the question in its data set.
         prompt: the tokens that the first answer follows.
         turns: the user's turns and the tools as JSON; '' for plain text.
+        number: of the question, for seeds, see `question_numbers`; default: its place.
     """
 
-    def __init__(self, index: int, prompt: list[int], turns: str) -> None:
+    def __init__(self, index: int, prompt: list[int], turns: str, number: int | None = None) -> None:
         self.index, self.prompt = index, prompt
+        self.number = index if number is None else number
         self.inputs: ProcessorInputs | None = None
         """The processor's tensors of the prompt; a conversation with images has one turn."""
         question = json.loads(turns) if turns else {"turns": [[]], "tools": None}
@@ -27,6 +30,10 @@ class Asked:
         self.messages: list[Message] = list(self._turns[0])
         """The messages that `prompt` shows; empty for plain text."""
         self._rows: list[dict[str, Any]] = []
+
+    @property
+    def turns(self) -> int:
+        return len(self._turns)
 
     def add_tokens(self, answer: list[int], chat: Chat) -> None:
         """Append an answer that was sampled as tokens."""

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.images import as_parts, images_in, opened
-from draftsmith.distill.sources import ASSISTANT, Conversation, Message, mask_spans, with_arguments
+from draftsmith.distill.messages import ASSISTANT, Message, with_arguments
+from draftsmith.distill.sources import Conversation, mask_spans
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
 from draftsmith.provenance import encoding_fingerprint, tokenizer_fingerprint
@@ -28,6 +29,8 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "\ue000"
 LARGEST_TEMPLATE = 2**20
 """Bytes."""
+OPENED, CLOSED = (re.compile(rf"({begin}[a-z_]*(?:think|thought|reason)[a-z_]*>)(\s*)$") for begin in ("<", "</"))
+"""The end of a generation prompt that begins the thinking, and of one that ends it, as for answers without any."""
 LONGEST_TEXT = 2**22
 """Characters of a text that is tokenised."""
 CHARACTERS = 128
@@ -259,23 +262,60 @@ class Chat:
         for index, message in enumerate(whole.messages):
             if message["role"] != ASSISTANT:
                 continue
-            opened = self._render(whole.messages[:index], whole, opened=True)
-            after = self._render(whole.messages[: index + 1], whole, opened=False)
-            before = opened if after.startswith(opened) else self._render(whole.messages[:index], whole, opened=False)
-            if not after.startswith(before) or after == before:
-                raise ConfigError(
-                    f"{whole.place}: the chat template does not show message {index + 1} after the ones before it; "
-                    "its answers cannot be located; expected a template with generation blocks (data.chat_template)"
-                )
-            first, ids = (self._ids(text, whole.place, add_special_tokens=False) for text in (before, after))
-            start = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(first))
-            sample = Encoded(ids, [self._until_eos(ids, start, len(ids))])
+            sample = self._up_to(whole, index)
             last = samples[-1] if samples else None
-            if last is not None and ids[: len(last.input_ids)] == last.input_ids:
-                samples[-1] = Encoded(ids, [*last.spans, *sample.spans])
+            if last is not None and sample.input_ids[: len(last.input_ids)] == last.input_ids:
+                samples[-1] = Encoded(sample.input_ids, [*last.spans, *sample.spans])
             else:
                 samples.append(sample)
         return samples
+
+    def _up_to(self, whole: Conversation, index: int) -> Encoded:
+        """Return the conversation up to an answer, of which only that answer is trained.
+
+        Tokens that the generation prompt gives, such as the header, are not generated and never trained.
+        """
+        asked, message = whole.messages[:index], whole.messages[index]
+        opened = self._render(asked, whole, opened=True)
+        after = self._render([*asked, message], whole, opened=False)
+        before = opened if after.startswith(opened) else self._render(asked, whole, opened=False)
+        if not after.startswith(before) or after == before:
+            raise ConfigError(
+                f"{whole.place}: the chat template does not show message {index + 1} after the ones before it; "
+                "its answers cannot be located; expected a template with generation blocks (data.chat_template)"
+            )
+        prompt = self._ids(opened, whole.place, add_special_tokens=False)
+        generated = self._with_thinking(asked, message, whole, opened, after)
+        if generated is not None:
+            ids, start = [*prompt, *self.response(prompt, generated, whole.place)], len(prompt)
+        else:
+            ids = self._ids(after, whole.place, add_special_tokens=False)
+            start = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
+        return Encoded(ids, [self._until_eos(ids, start, len(ids))])
+
+    def _with_thinking(
+        self, asked: list[Message], message: Message, of: Conversation, opened: str, after: str
+    ) -> str | None:
+        """Return an answer as it is generated after `opened`, where the template leaves out the thinking before it.
+
+        None where the template shows it, as `after`, or where the generation prompt ends the thinking.
+        """
+        content, thinking = message["content"], str(message.get("reasoning_content") or "").strip()
+        if not isinstance(content, str) or (thinking or content.strip()) in after or CLOSED.search(opened):
+            return None
+        placeholder = {**message, "content": PLACEHOLDER}
+        head, found, tail = self._render([*asked, placeholder], of, opened=False).partition(PLACEHOLDER)
+        tag = OPENED.search(opened)
+        if thinking:
+            if not found or not tag:
+                return None
+            return f"{thinking}\n{tag[1].replace('<', '</')}\n\n{content}{tail}"
+        shown = after.removeprefix(head).removesuffix(tail)
+        if not found or after != head + shown + tail or not content.rstrip().endswith(shown.strip()):
+            return None  # another change than a beginning that is left out
+        if tag and content.lstrip().startswith(tag[1]):
+            content = content.lstrip().removeprefix(tag[1]).removeprefix(tag[2])
+        return content + tail
 
     def _until_eos(self, ids: list[int], start: int, end: int) -> Span:
         """Return the span up to EOS: templates add a line break after a turn, which the target does not generate."""

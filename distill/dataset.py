@@ -18,14 +18,15 @@ from datasets.arrow_writer import ArrowWriter
 from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, TooLongText, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED
-from draftsmith.distill.sources import Conversation, conversation, read_source, source_stamp
+from draftsmith.distill.messages import ASSISTANT
+from draftsmith.distill.sources import Conversation, EmptyConversation, conversation, read_source, source_stamp
 from draftsmith.errors import ConfigError
 from draftsmith.heads.processor_inputs import inputs_fingerprint
 from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, write_json
 
-VERSION = 3
+VERSION = 4
 SECONDS = 60
 """Time between two lines about how much has been read."""
 FEATURES = Features(
@@ -134,9 +135,14 @@ def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts
     folder = None if settings.images is None else Path(settings.images).expanduser()
     for place, row in read_source(settings.source, settings.subset, settings.split):
         counts.rows += 1
-        dialogue = conversation(place, row, folder)
-        if dialogue.messages and not dialogue.asked:
-            counts.leave_out("begin with an answer")
+        try:
+            dialogue = conversation(place, row, folder)
+        except EmptyConversation:
+            counts.leave_out("are empty")
+            continue
+        problem = dialogue.problem or (_unanswered(dialogue) if settings.answered else None)
+        if problem is not None:
+            counts.leave_out(problem)
             continue
         try:
             samples, images = _samples(chat, dialogue, settings)
@@ -166,6 +172,13 @@ def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts
                 "turns": _turns(dialogue, settings.every_turn),
                 "images": images,
             }
+
+
+def _unanswered(dialogue: Conversation) -> str | None:
+    """Return why a conversation is not trained on: an answer has no text, thinking or tool call."""
+    answers = [message for message in dialogue.messages if message["role"] == ASSISTANT]
+    said = ("content", "reasoning_content", "tool_calls")
+    return None if all(any(answer.get(key) for key in said) for answer in answers) else "have an empty answer"
 
 
 def _samples(chat: Chat, dialogue: Conversation, settings: ExampleSettings) -> tuple[list[Encoded], str]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -33,8 +33,8 @@ VERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 FLOAT8_MAX = 448.0
 """The largest number of float8_e4m3fn; each token is scaled to it."""
-TOGETHER = 16
-"""Rows that the target reads together while the cache is built."""
+TOGETHER, ON_HOST = 16, 1024
+"""Rows that the target reads together while the cache is built, and their tokens on a CPU, which takes seconds."""
 
 # Shapes: B texts, T positions, N tokens of a shard, H hidden size, W numbers stored for a token.
 
@@ -88,17 +88,36 @@ class SignalCache:
         batch: int = TOGETHER,
         writes: bool = True,
     ) -> None:
-        """Run the target over the rows of these shards; write each, unless another process does, and call `done`."""
+        """Run the target over the rows of these shards; write each shard, unless another process does.
+
+        Args:
+            done: called after each row.
+        """
         for shard in shards:
             parts: list[Tensor] = []
-            rows = list(self._shard(shard))
-            for start in range(0, len(rows), batch):
-                chosen = [self._rows[row] for row in rows[start : start + batch]]
-                documents = [row["documents"] for row in chosen] if self._packed else None
-                parts += _states(teacher, [row["input_ids"] for row in chosen], documents)
+            for chosen in self._batches(shard, batch, on_host=teacher.lm_head.weight.device.type == "cpu"):
+                rows = [self._rows[row] for row in chosen]
+                documents = [row["documents"] for row in rows] if self._packed else None
+                parts += _states(teacher, [row["input_ids"] for row in rows], documents)
+                for _ in chosen:
+                    done()
             if writes:
                 self._write(shard, torch.cat(parts))
-            done()
+
+    def _batches(self, shard: int, most: int, *, on_host: bool) -> Iterator[list[int]]:
+        """Yield the rows of a shard that the target reads together."""
+        rows: list[int] = []
+        for row in self._shard(shard):
+            width = max(self.lengths[each] for each in (*rows, row))
+            if rows and (len(rows) == most or (on_host and width * (len(rows) + 1) > ON_HOST)):
+                yield rows
+                rows = []
+            rows.append(row)
+        yield rows
+
+    def rows_of(self, shards: Iterable[int]) -> int:
+        """Return the number of rows in these shards."""
+        return sum(map(len, map(self._shard, shards)))
 
     def bytes_a_token(self) -> float:
         """Return the size of all shards on disk, in bytes per token."""

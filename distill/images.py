@@ -17,33 +17,23 @@ if TYPE_CHECKING:
 
 KEYS = ("image", "path", "url")
 """Keys of a part that name its image."""
-OTHER_MEDIA = ("video", "audio")
+IMAGE_TYPES = ("image", "image_url")
+"""Types of parts that are images."""
 DATA = "data:image/"
 LARGEST_IMAGE = 2**26
 """Bytes of a file or a data URI."""
 
 
-def with_images(place: str, content: Any, folder: Path | None) -> Any:
-    """Return the content of a message with every image as {"type": "image", "image": path or data URI}.
+def image_part(place: str, part: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Return a part that names an image as {"type": "image", "image": path or data URI}.
 
     Args:
         place: file and line of the row.
         folder: of the images; default: the folder of the file. Paths are relative to it and do not leave it.
 
     Raises:
-        ConfigError: for an image without a file, outside the folder or on the network, and for video and audio.
+        ConfigError: for an image without a file, outside the folder or on the network.
     """
-    if not isinstance(content, list):
-        return content
-    return [_part(place, part, folder) for part in content]
-
-
-def _part(place: str, part: Any, folder: Path | None) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in OTHER_MEDIA:
-        raise ConfigError(f"{place}: a part of type {kind!r}; expected text and images")
-    if kind not in ("image", "image_url"):
-        return part
     names = [part[key] for key in (*KEYS, "image_url") if part.get(key) is not None]
     name = names[0].get("url") if len(names) == 1 and isinstance(names[0], dict) else names[0] if names else None
     if len(names) != 1 or not isinstance(name, str):

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoProcessor,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,12 +26,15 @@ from draftsmith.distill import gguf_target
 from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.model_config import eos_tokens
 from draftsmith.heads.validation import require_whole_model
 from draftsmith.reading import require_regular
 
 EMBEDDED = "embedded"
 FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")
 """Names of flash attention: of an installed package, or of a kernel on the Hub."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -96,9 +100,10 @@ def load_tokenizer(
     """Return the tokenizer and the config of a target; arguments and errors as for `load_target`."""
     check_target_name(name)
     folder = Path(name).expanduser()
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if is_adapter(folder):
-        return load_tokenizer(adapter_base(folder), revision=revision, trust_remote_code=trust_remote_code)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+        tokenizer, config = load_tokenizer(adapter_base(folder), **options)
+        return adapter_tokenizer(folder, tokenizer, config, trust_remote_code=trust_remote_code), config
     try:
         gguf = gguf_target.gguf_file(name, revision)
         source = str(gguf_target.description(gguf)) if gguf else _source(name)
@@ -110,11 +115,60 @@ def load_tokenizer(
         raise _unreadable(name, None, error) from error
 
 
+def load_ends(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> frozenset[int]:
+    """Return the tokens that end a target's answers, as the loaded target has them; no weights are loaded."""
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer, config = load_tokenizer(name, **options)
+    folder = Path(name).expanduser()
+    if is_adapter(folder):
+        base = adapter_base(folder)
+        return _with_end(load_ends(base, **options), tokenizer, load_tokenizer(base, **options)[0])
+    try:
+        gguf = gguf_target.gguf_file(name, revision)
+        source = str(gguf_target.description(gguf)) if gguf else _source(name)
+        return eos_tokens(config, GenerationConfig.from_pretrained(source, revision=revision))
+    except OSError:  # there is no such file
+        return eos_tokens(config)
+
+
+def adapter_tokenizer(
+    folder: Path, base: PreTrainedTokenizerBase, config: PreTrainedConfig, *, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that was saved with an adapter, with its chat template; `base` where there is none.
+
+    Raises:
+        ConfigError: for one that cannot be read, and for one with tokens that the base model does not have.
+    """
+    if not (folder / TOKENIZER_CONFIG).is_file():
+        return base
+    try:
+        _require_regular(folder)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raise errors without a common base
+        raise ConfigError(f"target={folder}: its tokenizer cannot be read ({reason_of(error)})") from error
+    known = max(len(base), getattr(config.get_text_config(decoder=True), "vocab_size", 0))
+    if len(tokenizer) > known:
+        raise ConfigError(f"target={folder}: its tokenizer has {len(tokenizer)} tokens; expected at most {known}")
+    return tokenizer
+
+
+def _with_end(
+    ends: frozenset[int], tokenizer: PreTrainedTokenizerBase, base: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """Return the ends of the base model and the EOS of an adapter's tokenizer where it is another than the base's."""
+    own = tokenizer.eos_token_id
+    return ends | {own} if isinstance(own, int) and own != base.eos_token_id else ends
+
+
 def load_processor(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Return the processor of a target that reads images; ConfigError where it has none, or a package is missing."""
     folder = Path(name).expanduser()
-    if is_adapter(folder):
-        return load_processor(adapter_base(folder), revision=revision, trust_remote_code=trust_remote_code)
+    if is_adapter(folder) and not any((folder / file).is_file() for file in PROCESSOR_FILES):
+        options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        processor = load_processor(adapter_base(folder), **options)
+        if (folder / TOKENIZER_CONFIG).is_file():
+            processor.chat_template = load_tokenizer(name, **options)[0].chat_template or processor.chat_template
+        return processor
     refusal = f"target={name} cannot read images"
     try:
         processor = AutoProcessor.from_pretrained(str(folder), revision=revision, trust_remote_code=trust_remote_code)
@@ -153,8 +207,8 @@ def load_target(
     """Load and freeze a target.
 
     Args:
-        name: "embedded", a local folder, a GGUF file, or a Hub id; a folder may hold a peft adapter, as joint training
-            saves it, and a folder or a Hub repository a GGUF file. The revision of such a target is the file's hash.
+        name: "embedded", a local folder, a GGUF file, or a Hub id; a folder may hold a peft adapter, with the
+            tokenizer that was saved with it, and a folder or a Hub repository a GGUF file. The revision of such a target is the file's hash.
         dtype: one of float32, bfloat16, float16.
         attn_implementation: sdpa, eager or a flash attention, see `check_attention`; default: transformers chooses.
         trust_remote_code: run code from the repository.
@@ -179,7 +233,11 @@ def load_target(
         kind: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "images": images}
         base = load_target(adapter_base(folder), device=device, **kind, **options)
         model = with_adapter(base.model, folder).eval().requires_grad_(False)
-        return LoadedTarget(model, base.tokenizer, name, revision, stored=base.stored)
+        trust = {"trust_remote_code": trust_remote_code}
+        tokenizer = adapter_tokenizer(folder, base.tokenizer, model.config, **trust)
+        ends = eos_tokens(model.config, model.generation_config)
+        model.generation_config.eos_token_id = sorted(_with_end(ends, tokenizer, base.tokenizer)) or None
+        return LoadedTarget(model, tokenizer, name, revision, stored=base.stored)
     try:
         gguf = gguf_target.gguf_file(name, revision)
         source = str(gguf_target.model(gguf, DTYPES[dtype])) if gguf else _source(name)

@@ -24,7 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.sources import ASSISTANT, conversation, read_source
+from draftsmith.distill.messages import ASSISTANT
+from draftsmith.distill.sources import conversation, read_source
 from draftsmith.distill.teacher import TargetHead
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, TeacherSignals

@@ -1,7 +1,8 @@
 """Target-generated responses for on-policy distillation, cached on disk.
 
 Prompts of similar length are answered together as a part; each part is a file that is written atomically, so that a
-killed run continues after the last one. The parts are divided among the processes.
+killed run continues after the last one. The parts are divided among the processes. Answers belong to their question:
+for another data set, only the questions that were not answered before are asked.
 """
 
 import json
@@ -9,22 +10,23 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_from_disk
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-from draftsmith.bars import Bars
+from draftsmith.bars import Bars, TimeLeft
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.questions import question_numbers, text_seed
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
@@ -34,13 +36,11 @@ from draftsmith.provenance import fingerprint, fingerprint_of_numbers, model_fin
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
 
-SAMPLES_VERSION = 4
+SAMPLES_VERSION = 5
 COUNTS = "counts.json"
 """File next to the rows: tokens, rounds and seconds of the sampling."""
-SEEDS_APART = 1_000_003
-"""Distance of the seeds of a prompt for neighbouring seeds of a recipe."""
-RESPONSES_APART = 1_000_000_000_039
-"""Distance of the seeds of two responses to a prompt, larger than for any seed of a recipe."""
+KEPT = "kept.parquet"
+"""File next to the parts: answers that were sampled for other data sets."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class Sampler:
     """Tokens so far; divided by `rounds`, the target's forward passes, they give tau."""
 
     def __post_init__(self) -> None:
+        self.advance: Callable[[float], None] = lambda _: None
+        """Called in each round with the share of its longest answer that a prompt got."""
         self._limit = context_limit(self.target.model.config)
         proposes = self.speculate and self.drafter is not None
         self._decoder = (
@@ -116,10 +118,12 @@ class Sampler:
         """Return rows of `input_ids`, `spans`, `question` (its index) and `messages` (JSON, '' for plain text).
 
         There is one row a question, or several if the chat template renders an earlier turn differently later. The seed
-        depends on the question and on `response`, the number of the response.
+        depends on the question (`number`, else its index) and on `response`, the number of the response.
         """
-        texts = [Asked(index, list(row["input_ids"]), row["turns"]) for row, index in zip(rows, indices, strict=True)]
-        for text, row in zip(texts, rows, strict=True):
+        texts = []
+        for row, index in zip(rows, indices, strict=True):
+            text = Asked(index, list(row["input_ids"]), row["turns"], row.get("number"))
+            texts.append(text)
             text.inputs = self.chat.row_inputs(row.get("images", ""), text.prompt)
         running, turn = texts, 0
         while running:
@@ -134,20 +138,21 @@ class Sampler:
 
     def _decode(self, texts: list[Asked], turn: int, response: int) -> list[DecodeOutput]:
         outputs: dict[int, DecodeOutput] = {}
-        by_drafter = [text for text in texts if self._own is not None and self._drawn(text.index, response)]
+        by_drafter = [text for text in texts if self._own is not None and self._drawn(text.number, response)]
         others = [text for text in texts if text not in by_drafter]
         for decoder, group in ((self._decoder, others), (self._own, by_drafter)):
             if decoder is None or not group:
                 continue
-            first = SEEDS_APART * self.settings.seed + RESPONSES_APART * response + 7_919 * turn
-            seeds = [first + text.index for text in group]
+            seeds = [text_seed(self.settings.seed, response, turn, text.number) for text in group]
+            shares = [1 / (self.settings.response_tokens * text.turns) for text in group]
             answers = decoder.generate_batch(
                 [text.prompt for text in group],
                 inputs=[text.inputs for text in group],
                 seeds=seeds,
-                eos_token_id=self.target.model.generation_config.eos_token_id,
+                eos_token_id=eos_tokens(self.target.model.config, self.target.model.generation_config),
                 max_new_tokens=self.settings.response_tokens,
                 temperature=self.settings.temperature,
+                on_tokens=lambda place, new, _, shares=shares: self.advance(len(new) * shares[place]),
             )
             outputs |= {text.index: output for text, output in zip(group, answers, strict=True)}
             if decoder is self._decoder:
@@ -155,8 +160,8 @@ class Sampler:
                 self.tokens += sum(len(output.tokens) for output in answers)
         return [outputs[text.index] for text in texts]
 
-    def _drawn(self, index: int, response: int) -> bool:
-        which = f"{self.settings.seed}:{index}" + (f":{response}" if response else "")
+    def _drawn(self, number: int, response: int) -> bool:
+        which = f"{self.settings.seed}:{number}" + (f":{response}" if response else "")
         return random.Random(which).random() < self.settings.drafter_share
 
 
@@ -176,24 +181,31 @@ def target_samples(
     folder: Path | None = None,
     share: Share | None = None,
     progress: bool = True,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Dataset:
     """Return the target's responses to all questions, as rows of `Sampler.answer` in the order of the questions.
 
-    With several responses to each, all first responses come first. Responses are cached by target, questions and
-    settings; if more responses are asked for than are cached, only the new ones are sampled.
+    With several responses to each, all first responses come first. Responses are cached by question, target and
+    settings: only those that no data set has asked for yet are sampled.
 
     Args:
         folder: store the responses here instead of in the cache.
+        say: called with the number of responses that are new.
     """
     disable_progress_bars()
     share = share or Share()
     settings = sampler.settings
     _require_room(sampler.target, questions, settings)
+    questions = questions.add_column("number", question_numbers(questions))
+    cached = folder is None
     if folder is None:
-        folder = cache_dir() / "samples" / samples_key(sampler, questions)
+        folder = cache_dir() / "samples" / target_key(sampler, questions) / samples_key(sampler, questions)
     folders = response_folders(folder, settings.responses)
     here = all(place.is_dir() for place in folders)
     with hold_cache(folder) if share.first and not here else nullcontext():
+        if cached and share.first and not here:
+            for response, place in enumerate(folders):
+                keep_answers(questions["number"], place, response)
         share.wait()  # until the first process holds the lock: after that all processes see the same files
         parts = {
             place: _parts(questions, settings.batch_size, place, response)
@@ -202,13 +214,16 @@ def target_samples(
         }
         if parts:
             every = [part for of_response in parts.values() for part in of_response]
+            new = sum(len(part.indices) for part in every if not part.file.exists())
+            say(f"responses: {new:,} of {len(questions) * settings.responses:,} are new")
             _sample_parts(sampler, questions, every, share, progress)
             share.wait()
             if share.first:
                 for place, of_response in parts.items():
-                    _assemble([part.file for part in of_response], place)
+                    kept = parts_of(place) / KEPT
+                    _assemble([*([kept] if kept.exists() else []), *(part.file for part in of_response)], place)
             share.wait()
-    return concatenate_datasets([_read_rows(place / "rows") for place in folders])
+    return concatenate_datasets([_read_rows(place / "rows") for place in folders]).remove_columns("number")
 
 
 def _read_rows(folder: Path) -> Dataset:
@@ -232,23 +247,26 @@ def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
     return {"tau": counts["tokens"] / counts["rounds"], **counts} if counts.get("rounds") else {}
 
 
-def samples_key(sampler: Sampler, questions: Dataset) -> str:
-    """Return the cache key of the responses, from everything that they depend on except their number."""
+def target_key(sampler: Sampler, questions: Dataset) -> str:
+    """Return a key of what the answer to a question depends on besides the question and the number of the response."""
     settings, chat, model = asdict(sampler.settings), sampler.chat, sampler.target.model
-    del settings["responses"]
-    later = chat.key() if any(questions["turns"]) else []
-    if "images" in questions.column_names and any(questions["images"]):
-        later.append(list(questions["images"]))
+    del settings["responses"], settings["batch_size"]
     return fingerprint(
         [
             SAMPLES_VERSION,
             fingerprint_of_numbers(model),
             sorted(eos_tokens(model.config, model.generation_config)),
-            fingerprint([list(questions["input_ids"]), list(questions["turns"]), *later]),
+            chat.key() if any(questions["turns"]) else [],
             settings,
             model_fingerprint(sampler.drafter) if sampler.settings.drafter_share else None,
         ]
     )
+
+
+def samples_key(sampler: Sampler, questions: Dataset) -> str:
+    """Return the cache key of the responses, from everything that they depend on except their number."""
+    # Questions that are answered together: the files of a killed run are divided as before.
+    return fingerprint([target_key(sampler, questions), question_numbers(questions), sampler.settings.batch_size])
 
 
 def _require_room(target: LoadedTarget, questions: Dataset, settings: SampleSettings) -> None:
@@ -260,12 +278,48 @@ def _require_room(target: LoadedTarget, questions: Dataset, settings: SampleSett
         )
 
 
+def parts_of(folder: Path) -> Path:
+    """Return the folder of the parts until all are there."""
+    return folder.with_name(f"{folder.name}.parts")
+
+
+def keep_answers(numbers: list[int], place: Path, response: int) -> None:
+    """Copy the answers to these questions from folders beside `place`, which other data sets were sampled into."""
+    files = parts_of(place)
+    if place.is_dir() or any(files.glob("*.parquet")):
+        return  # a killed run has its copy, if there was anything to copy
+    wanted, kept = {number: index for index, number in enumerate(numbers)}, []
+    for rows in _answers_beside(place, response):
+        here = [index for index, number in enumerate(rows["number"]) if number in wanted]
+        chosen = rows.select(here)
+        asked = [wanted[number] for number in chosen["number"]]
+        kept.append(chosen.remove_columns("question").add_column("question", asked))
+        wanted = {number: index for number, index in wanted.items() if index not in asked}
+    if any(map(len, kept)):
+        rows = concatenate_datasets([part for part in kept if len(part)])
+        _write_part(files / KEPT, rows.to_list(), {"tokens": 0, "rounds": 0, "seconds": 0.0})
+
+
+def _answers_beside(place: Path, response: int) -> Iterator[Dataset]:
+    """Yield the rows of other data sets: of finished ones, and of parts that a killed run left."""
+    for folder in sorted(place.parent.iterdir()) if place.parent.is_dir() else ():
+        _, _, number = folder.name.removesuffix(".parts").partition("-")
+        if folder.name.startswith(".") or (number or "0") != str(response):
+            continue
+        with suppress(OSError):  # another run has just joined its parts
+            if folder.suffix == ".parts":
+                yield from (Dataset(pyarrow.parquet.read_table(file)) for file in sorted(folder.glob("*.parquet")))
+            else:
+                yield _read_rows(folder / "rows")
+
+
 def _parts(questions: Dataset, size: int, folder: Path, response: int) -> list[_Part]:
-    """Divide the questions into parts of `size` questions of similar length."""
+    """Divide the questions that have no answer yet into parts of `size` questions of similar length."""
+    files = parts_of(folder)
+    kept = set(pyarrow.parquet.read_table(files / KEPT)["question"].to_pylist()) if (files / KEPT).exists() else set()
     lengths = list(map(len, questions["input_ids"]))
-    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    order = sorted((index for index in range(len(lengths)) if index not in kept), key=lambda index: lengths[index])
     groups = [order[start : start + size] for start in range(0, len(order), size)]
-    files = folder.with_name(f"{folder.name}.parts")
     return [_Part(files / f"part-{number:05d}.parquet", group, response) for number, group in enumerate(groups)]
 
 
@@ -273,18 +327,23 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
     """Sample the missing ones of this process's parts."""
     mine = parts[share.index :: share.count]
     missing = [part for part in mine if not part.file.exists()]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    done = sum(len(part.indices) for part in mine if part not in missing)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
     with Bars(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("sampling from the target", total=sum(len(part.indices) for part in mine))
-        bar.advance(task, sum(len(part.indices) for part in mine if part not in missing))
+        total = sum(len(part.indices) for part in mine)
+        task = bar.add_task("sampling from the target", total=total, completed=done)
+        sampler.advance = lambda share: bar.advance(task, share)
         for part in missing:
             tokens, rounds, started = sampler.tokens, sampler.rounds, time.perf_counter()
-            rows = sampler.answer([questions[index] for index in part.indices], part.indices, part.response)
+            asked = {index: questions[index] for index in part.indices}
+            rows = sampler.answer(list(asked.values()), part.indices, part.response)
+            rows = [{**row, "number": asked[row["question"]]["number"]} for row in rows]
             seconds = (time.perf_counter() - started) / share.count
             counts = {"tokens": sampler.tokens - tokens, "rounds": sampler.rounds - rounds, "seconds": seconds}
             if share.writes:
                 _write_part(part.file, rows, counts)
-            bar.advance(task, len(part.indices))
+            done += len(part.indices)
+            bar.update(task, completed=done)
 
 
 def _write_part(file: Path, rows: list[dict[str, Any]], counts: dict[str, float]) -> None:

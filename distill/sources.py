@@ -13,30 +13,19 @@ from typing import Any, TextIO
 
 from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset, load_from_disk, logging
 
-from draftsmith.distill.images import images_in, with_images
+from draftsmith.distill.images import images_in
+from draftsmith.distill.messages import ASSISTANT, SYSTEM, Message, is_messages, read_messages, unpacked
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.reading import parse_json
 
-Message = dict[str, Any]
-"""`role`, `content`, and other keys that the chat template reads, such as `tool_calls` or `reasoning_content`."""
-
 ANSWERS = ("response", "completion", "answer", "output", "chosen")
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-"""Role names of ShareGPT and others, and the names in chat templates."""
-ASSISTANT = "assistant"
+CONVERSATIONS = ("messages", "conversations", "conversation", "prompt")
+TEXTS = ("prompt", "text", "question", "instruction")
+SYSTEMS = ("system", "system_prompt")
+
+
+class EmptyConversation(ConfigError):
+    """A row whose messages or text are empty."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +63,13 @@ class Conversation:
         return [turn for turn in turns if turn]
 
     @property
+    def problem(self) -> str | None:
+        """Why a target cannot be asked, as the end of "rows that …"; None for a conversation that it can be asked."""
+        if self.messages and not self.asked:
+            return "begin with an answer"
+        return "have an empty question" if any(map(_asks_nothing, self.turns)) else None
+
+    @property
     def images(self) -> bool:
         """Some message has an image."""
         return bool(images_in(self.messages))
@@ -101,15 +97,20 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
         images: folder of the images that messages name; default: the folder of the file.
 
     Raises:
-        ConfigError: naming `place`, for a row that has none of these keys, or only empty ones, and for images that
-            cannot be used, see `with_images`.
+        EmptyConversation: for a row that has one of these keys, and nothing in it.
+        ConfigError: naming `place`, for a row that has none of these keys, for roles and parts of messages that are not
+            known, and for images that cannot be used, see `image_part`.
     """
     kept = {key: row[key] for key in ("input_ids", "spans", "tokenizer") if row.get(key) is not None}
     tools = _tools(place, row.get("tools"))
-    messages = [_as_templates_read(place, message, images) for message in _messages(place, row)]
+    answer = _answer(place, row, images)
+    messages = _messages(place, row, answer, images)
     if messages:
-        answer = _answer(row)
-        if answer is not None and messages[-1]["role"] != ASSISTANT:
+        if isinstance(answer, list):
+            whole = answer[: len(messages)] == messages  # `chosen` often repeats the question
+            ended = messages[-1]["role"] == ASSISTANT
+            messages = answer if whole else messages if ended else [*messages, *answer]
+        elif answer is not None and messages[-1]["role"] != ASSISTANT:
             messages = [*messages, {"role": ASSISTANT, "content": answer}]
         return Conversation(place, messages, tools=tools, **kept)
     text = _text(row)
@@ -119,12 +120,36 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
             raise ConfigError(f"{place}: expected 'input_ids' and 'loss_mask' to be lists of one length")
         return Conversation(place, input_ids=ids, spans=mask_spans(mask))
     if not text:
-        raise ConfigError(
+        known = row.keys() & {*CONVERSATIONS, *TEXTS, "turns"}
+        kind = EmptyConversation if known and all(_is_blank(row[key]) for key in known) else ConfigError
+        raise kind(
             f"{place}: keys {sorted(row)}; expected a non-empty 'messages', 'conversations', 'turns', 'prompt', "
             "'question', 'instruction' or 'text'"
         )
     whole = isinstance(row.get("text"), str) and "prompt" not in row
-    return Conversation(place, text=text, whole=whole, answer=None if whole else _answer(row), **kept)
+    return Conversation(place, text=text, whole=whole, answer=None if whole else answer, **kept)
+
+
+def question(place: str, row: dict[str, Any], images: Path | None = None) -> Conversation:
+    """Return the conversation of a row; ConfigError for one that a target cannot be asked."""
+    asked = conversation(place, row, images)
+    if asked.problem is not None:
+        raise ConfigError(f"{place}: prompts that {asked.problem} cannot be decoded; expected a question in each turn")
+    return asked
+
+
+def _asks_nothing(turn: list[Message]) -> bool:
+    """Return whether all messages of a turn are blank, and none is the result of a tool, which may be."""
+    return all(_is_blank(message["content"]) and message["role"] != "tool" for message in turn)
+
+
+def _is_blank(value: Any) -> bool:
+    """Return whether a column is null, a blank text, or a list of nothing else."""
+    return (
+        all(map(_is_blank, value))
+        if isinstance(value, list)
+        else not (value.strip() if isinstance(value, str) else value)
+    )
 
 
 def mask_spans(mask: Iterable[int]) -> list[list[int]]:
@@ -140,7 +165,7 @@ def mask_spans(mask: Iterable[int]) -> list[list[int]]:
 
 
 def _text(row: dict[str, Any]) -> str:
-    for key in ("prompt", "text", "question", "instruction"):
+    for key in TEXTS:
         value = row.get(key)
         if isinstance(value, str) and value.strip():
             more = row.get("input") if key == "instruction" else None
@@ -148,83 +173,52 @@ def _text(row: dict[str, Any]) -> str:
     return ""
 
 
-def _answer(row: dict[str, Any]) -> str | None:
+def _answer(place: str, row: dict[str, Any], images: Path | None) -> str | list[Message] | None:
+    """Return the answer in a column of its own: a text, or messages of which the last is the answer."""
     for key in ANSWERS:
-        value = row.get(key)
-        if isinstance(value, list) and value and isinstance(value[-1], dict):  # a list of messages
-            value = _joined(value[-1].get("content"))
+        value = unpacked(place, key, row.get(key))
+        if is_messages(value):
+            return read_messages(place, value, images)
         if isinstance(value, str) and value:
             return value
     return None
 
 
-def _messages(place: str, row: dict[str, Any]) -> list[Message]:
-    turns = row.get("turns")
-    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
-        if not turns[0].strip():
-            return []
-        return [{"role": "user", "content": turn} for turn in turns]
-    for key in ("messages", "conversations", "conversation", "prompt"):
-        entries = row.get(key)
+def _messages(
+    place: str, row: dict[str, Any], answer: str | list[Message] | None, images: Path | None
+) -> list[Message]:
+    """Return the messages of a row, the system's in a column of its own included; none for plain text."""
+    messages: list[Message] = []
+    turns = unpacked(place, "turns", row.get("turns"))
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns) and turns[0].strip():
+        messages = [{"role": "user", "content": turn} for turn in turns]
+    for key in () if messages else CONVERSATIONS:
+        entries = unpacked(place, key, row.get(key))
         if isinstance(entries, list) and entries:
-            system = row.get("system")
-            first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-            return first + [_message(place, number, entry) for number, entry in enumerate(entries, 1)]
-    return []
+            messages = read_messages(place, entries, images)
+            break
+    system = _system(place, row)
+    text = "" if messages or (isinstance(row.get("text"), str) and "prompt" not in row) else _text(row)
+    if text and (system is not None or isinstance(answer, list)):  # what plain text cannot show
+        messages = [{"role": "user", "content": text}]
+    if not messages and isinstance(answer, list):
+        return answer
+    if not messages or not system:
+        return messages
+    if messages[0]["role"] != SYSTEM:
+        return [{"role": SYSTEM, "content": system}, *messages]
+    if str(messages[0]["content"]).strip() not in ("", system.strip()):
+        raise ConfigError(f"{place}: a system message and another text in 'system'; expected one of them")
+    return [{**messages[0], "content": system}, *messages[1:]]
 
 
-def _message(place: str, number: int, entry: Any) -> Message:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{place}: message {number} is {type(entry).__name__}; expected role and content")
-    # Lines that were written from a table have every field in every message.
-    entry = {key: value for key, value in entry.items() if value is not None}
-    if "from" in entry and "value" in entry:
-        role = ROLES.get(entry["from"]) if isinstance(entry["from"], str) else None
-        if role is None:
-            raise ConfigError(
-                f"{place}: message {number} is from {entry['from']!r}; expected one of {', '.join(ROLES)}"
-            )
-        rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
-        return {**rest, "role": role, "content": entry["value"]}
-    if not isinstance(entry.get("role"), str) or not ({"content", "tool_calls"} & entry.keys()):
-        raise ConfigError(f"{place}: message {number} has keys {sorted(entry)}; expected role and content")
-    return {"content": "", **entry}
-
-
-def _as_templates_read(place: str, message: Message, images: Path | None) -> Message:
-    """Return a message with its text as a string, images as `with_images` gives them, and arguments as objects."""
-    content = with_images(place, _joined(message["content"]), images)
-    return with_arguments({**message, "content": content}, parse_json)
-
-
-def _joined(content: Any) -> Any:
-    """Return parts that are all text as one string; templates of text models read no parts."""
-    whole = isinstance(content, list) and all(map(_is_text, content))
-    return "".join(part["text"] for part in content) if whole else content
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
-    """Return a message with the arguments of its tool calls in another form, JSON text or objects.
-
-    Args:
-        convert: json.dumps or parse_json. What it refuses stays as it is.
-    """
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_call(call, convert) for call in calls]} if isinstance(calls, list) else message
-
-
-def _call(call: Any, convert: Callable[[Any], Any]) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) == (convert is json.dumps):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": convert(function.get("arguments"))}}
-    except (TypeError, ValueError):
-        return call
+def _system(place: str, row: dict[str, Any]) -> str | None:
+    """Return the system message in a column of its own; None without such a column."""
+    texts = {row[key].strip(): row[key] for key in reversed(SYSTEMS) if isinstance(row.get(key), str)}
+    given = [text for stripped, text in texts.items() if stripped]
+    if len(given) > 1:
+        raise ConfigError(f"{place}: 'system' and 'system_prompt' differ; expected one of them")
+    return given[0] if given else "" if texts else None
 
 
 def _tools(place: str, tools: Any) -> list[Any] | None:
@@ -247,6 +241,8 @@ TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 LINES = (".jsonl", ".ndjson", ".jsonl.gz")
 LONGEST_ROW = 2**28
 """Characters of a line; a small compressed file may expand to any size."""
+ENCODING = "utf-8-sig"
+"""UTF-8, with or without the byte order mark that tools of Windows write."""
 KNOWN = (*LINES, ".json", ".txt", *TABLES)
 
 
@@ -293,7 +289,7 @@ def _local(path: Path) -> Iterator[Row]:
     elif path.suffix in TABLES:
         yield from _numbered(path, _load(str(path), TABLES[path.suffix], data_files=str(path), split="train"))
     elif path.suffix == ".txt":
-        options = {"data_files": str(path), "split": "train", "sample_by": "paragraph"}
+        options = {"data_files": str(path), "split": "train", "sample_by": "paragraph", "encoding": ENCODING}
         yield from _numbered(path, _load(str(path), "text", **options))
     else:
         yield from _json(path)
@@ -355,8 +351,8 @@ def _json(path: Path) -> Iterator[Row]:
     """Read JSON lines or one array of objects, without `datasets`, whose errors do not name the line."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            if path.suffix == ".json" and file.read(1) == "[":
+        with opener(path, "rt", encoding=ENCODING) as file:
+            if path.suffix == ".json" and _begins_with(file, "["):
                 file.seek(0)
                 yield from _array(path, file.read())
                 return
@@ -364,6 +360,13 @@ def _json(path: Path) -> Iterator[Row]:
             yield from json_lines(path, file)
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
+
+
+def _begins_with(file: TextIO, character: str) -> bool:
+    """Return whether the first character of a file that is no white space is this one."""
+    while (first := file.read(1)).isspace():
+        pass
+    return first == character
 
 
 def json_lines(name: str | Path, file: TextIO) -> Iterator[Row]:
@@ -374,6 +377,7 @@ def json_lines(name: str | Path, file: TextIO) -> Iterator[Row]:
             number += 1
             if len(line) == LONGEST_ROW:
                 raise ConfigError(f"{name}:{number}: a line of {LONGEST_ROW} characters or more; expected shorter")
+            line = line.removeprefix("\ufeff") if number == 1 else line
             if line.strip():
                 yield f"{name}:{number}", _object(f"{name}:{number}", line)
     except UnicodeDecodeError as error:

@@ -3,18 +3,48 @@
 from threading import Event, Thread
 from typing import Any
 
-from rich.progress import Progress
+from rich.progress import Progress, ProgressColumn, Task, TaskID
+from rich.text import Text
+
+
+class TimeLeft(ProgressColumn):
+    """The time that the rest takes at the mean speed since the start.
+
+    rich's own column knows the speed of the last 30 seconds alone: it stays empty where a unit takes longer.
+    """
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        done, elapsed = task.completed - task.fields.get("begun", 0), task.finished_time or task.elapsed
+        if done <= 0 or not elapsed or task.total is None:
+            return Text("-:-- left")
+        minutes, seconds = divmod(round(elapsed * max(0.0, task.total - task.completed) / done), 60)
+        hours, minutes = divmod(minutes, 60)
+        return Text(f"{hours}:{minutes:02d}:{seconds:02d} left" if hours else f"{minutes}:{seconds:02d} left")
 
 
 class Bars(Progress):
-    """rich's progress bars, which print their present state once a minute where stderr is no terminal."""
+    """rich's progress bars, which print their present state every ten seconds where stderr is no terminal."""
 
-    seconds = 60.0
+    seconds = 10.0
     """Time between two such lines; a stage whose first unit takes longer prints them, too."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         super().__init__(*columns, **options)
         self._ended = Event()
+
+    def add_task(
+        self,
+        description: str,
+        start: bool = True,
+        total: float | None = 100.0,
+        completed: int = 0,
+        visible: bool = True,
+        **fields: Any,
+    ) -> TaskID:
+        """Add a bar; units that are `completed` from the start take no time."""
+        return super().add_task(description, start, total, completed, visible, begun=completed, **fields)
 
     def start(self) -> None:
         super().start()

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel
 
-from draftsmith.bars import Bars
+from draftsmith.bars import Bars, TimeLeft
 from draftsmith.decode.compiled import built_graphs
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
@@ -301,7 +301,7 @@ class Run:
 
     def _decode_all(self, progress: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        columns += (TextColumn("left:"), TimeRemainingColumn())
+        columns += (TextColumn("left:"), TimeLeft())
         with Bars(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
             done = len(self.journal.cells)
             total = sum(len(self.arms) for _ in self._places())

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED
-from draftsmith.distill.sources import ASSISTANT, Conversation, conversation, read_source
+from draftsmith.distill.messages import ASSISTANT
+from draftsmith.distill.sources import Conversation, question, read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
 from draftsmith.provenance import fingerprint
@@ -141,8 +142,7 @@ def _name(row: dict[str, Any], number: int) -> str:
 def _read(source: str, subset: str | None, split: str, images: Path | None) -> list[_Row]:
     rows, places = [], {}
     for number, (place, row) in enumerate(read_source(source, subset, split), 1):
-        asked = conversation(place, row, images)
-        _require_questions(asked)
+        asked = question(place, row, images)
         name = _name(row, number)
         if name in places:
             raise ConfigError(f"{place}: id={name!r} is also the id of {places[name]}; expected each only once")
@@ -150,12 +150,6 @@ def _read(source: str, subset: str | None, split: str, images: Path | None) -> l
         category = str(row.get("category") or UNCATEGORISED)
         rows.append(_Row(name, UNCATEGORISED if category == OVERALL else category, asked))
     return _as_spec_bench(rows)
-
-
-def _require_questions(asked: Conversation) -> None:
-    for number, turn in enumerate(asked.turns, 1):
-        if not any(str(message.get("content") or "").strip() for message in turn):
-            raise ConfigError(f"{asked.place}: turn {number} is empty; expected a question in each")
 
 
 def _as_spec_bench(rows: list[_Row]) -> list[_Row]:

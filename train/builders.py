@@ -249,7 +249,7 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         share = context.placement.share
         mine = missing[share.index :: share.count]
         if missing:
-            with console.bar("teacher cache", len(mine), 0) as advance, autocast(recipe, accelerator.device):
+            with console.bar("teacher cache", cache.rows_of(mine), 0) as advance, autocast(recipe, accelerator.device):
                 cache.build(mine, online, lambda: advance(None), writes=share.writes)
         context.placement.meet()
     console.say(

@@ -23,7 +23,7 @@ from draftsmith.distill.dataset import (
 )
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED, LoadedTarget
-from draftsmith.distill.sources import conversation, read_source
+from draftsmith.distill.sources import question, read_source
 from draftsmith.distill.state_files import StateFiles
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
@@ -302,7 +302,7 @@ def heldout_prompts(source: str, chat: Chat, target: LoadedTarget, recipe: Recip
     limit = context_limit(target.model.config)
     prompts: list[HeldOut] = []
     for place, row in read_source(source):
-        ids = chat.prompt(conversation(place, row))
+        ids = chat.prompt(question(place, row))
         if limit is not None and len(ids) + settings.max_new_tokens > limit:
             raise ConfigError(
                 f"{place}: {len(ids)} tokens; expected at most {limit - settings.max_new_tokens}, so that "

@@ -1,12 +1,13 @@
 """Checks of the machine before a run loads anything; a recipe's own values are checked when it is parsed."""
 
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 from draftsmith.distill.chat_template import template_text
 from draftsmith.distill.load_target import EMBEDDED, check_target_name
 from draftsmith.distill.server.settings import require_client
-from draftsmith.distill.sources import conversation, looks_local, read_source
+from draftsmith.distill.sources import EmptyConversation, conversation, looks_local, read_source
 from draftsmith.errors import ConfigError
 from draftsmith.provenance import has_cxx_compiler
 from draftsmith.train.recipe import Recipe
@@ -76,4 +77,5 @@ def _require_readable(source: str) -> None:
     """Read every row of a local file of prompts; data sets on the Hub are checked when they are downloaded."""
     if Path(source).expanduser().exists() or looks_local(source):
         for place, row in read_source(source):
-            conversation(place, row)
+            with suppress(EmptyConversation):  # left out, and counted, when the data are read
+                conversation(place, row)

@@ -11,13 +11,13 @@ from typing import Any
 from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.dataset import ExampleSettings, length_statistics, read_examples
 from draftsmith.distill.detokenize import text_after
-from draftsmith.distill.load_target import check_attention, load_target, load_tokenizer
+from draftsmith.distill.load_target import check_attention, load_ends, load_target, load_tokenizer
 from draftsmith.distill.regeneration import (
     Sampler,
     SampleSettings,
@@ -80,7 +80,8 @@ def preview(request: DataRequest, *, answered: bool, show: int) -> None:
     """Print the first samples with trained tokens marked, the number of samples left out, and statistics of lengths."""
     _require_counts(request)
     tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
-    chat = Chat(tokenizer, request.chat_template, request.template_options, ends=eos_tokens(config))
+    ends = load_ends(request.target, trust_remote_code=request.trust_remote_code)
+    chat = Chat(tokenizer, request.chat_template, request.template_options, ends=ends)
     console = Terminal()
     notes: list[str] = []
     settings = request.examples(answered=answered)
@@ -169,7 +170,7 @@ def _regenerate(
     request: DataRequest, settings: SampleSettings, out: Path, drafter: str | None, loading: dict[str, Any]
 ) -> None:
     loaded = load_target(request.target, **loading, trust_remote_code=request.trust_remote_code)
-    chat = _chat(request, loaded.tokenizer, loaded.model.config)
+    chat = _chat(request, loaded.tokenizer, eos_tokens(loaded.model.config, loaded.model.generation_config))
     console = Console(True)
     questions = read_examples(chat, request.examples(answered=False), context_limit(loaded.model.config), console.say)
     writer = None if drafter is None else load_drafter(drafter, loaded.model, loaded.tokenizer)
@@ -187,8 +188,8 @@ def _regenerate(
     console.say(f"{out}: {len(rows):,} samples")
 
 
-def _chat(request: DataRequest, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Chat:
-    chat = Chat(tokenizer, request.chat_template, request.template_options, ends=eos_tokens(config))
+def _chat(request: DataRequest, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Chat:
+    chat = Chat(tokenizer, request.chat_template, request.template_options, ends=ends)
     if request.every_turn and not tokenizer.chat_template:
         raise ConfigError("--turns all with a tokenizer without a chat template; expected first, or --chat-template")
     return chat
@@ -202,7 +203,8 @@ def _regenerate_from(server: ServerSection, request: DataRequest, settings: Samp
     tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
     if config.is_encoder_decoder:
         raise ConfigError(f"--server with {request.target}, an encoder-decoder; expected a decoder-only target")
-    chat, console = _chat(request, tokenizer, config), Console(True)
+    ends = load_ends(request.target, trust_remote_code=request.trust_remote_code)
+    chat, console = _chat(request, tokenizer, ends), Console(True)
     questions = read_examples(chat, request.examples(answered=False), context_limit(config), console.say)
     sampler = ServerSampler(server, chat, settings, context_limit(config), request.target)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")

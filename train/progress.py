@@ -9,10 +9,10 @@ from typing import Any
 
 import psutil
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Column
 
-from draftsmith.bars import Bars
+from draftsmith.bars import Bars, TimeLeft
 from draftsmith.safe_text import Terminal
 
 TRIM_EVERY = 8
@@ -109,7 +109,7 @@ class Console:
             ),
             BarColumn(bar_width=8),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TimeLeft(),
             TextColumn("{task.fields[numbers]}"),
         )
         with Bars(*columns, console=self._rich, disable=not self.visible) as progress:

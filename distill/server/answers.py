@@ -11,8 +11,8 @@ from typing import Any
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import REPLACED, text_after
+from draftsmith.distill.messages import ASSISTANT, Message, with_arguments
 from draftsmith.distill.server.client import BadAnswer
-from draftsmith.distill.sources import ASSISTANT, Message, with_arguments
 from draftsmith.errors import ConfigError
 from draftsmith.reading import parse_json
 

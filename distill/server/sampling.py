@@ -12,9 +12,9 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 
-from draftsmith.bars import Bars
+from draftsmith.bars import Bars, TimeLeft
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.regeneration import SampleSettings
@@ -211,7 +211,7 @@ class _Run:
         total = len(self.questions) * self.sampler.settings.responses
         if not pending:
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
         state = TextColumn("{task.fields[state]}")
         async with ServerClient(self.sampler.server) as client:
             await check(self.sampler, self.questions, client)

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from draftsmith.bars import Bars
+from draftsmith.bars import Bars, TimeLeft
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.draws import Done, Plan
@@ -172,7 +172,7 @@ def _work(decoders: dict, prompts: list[Prompt], settings: CheckSettings) -> int
 
 @contextmanager
 def _bar(total: int) -> Iterator[Done]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeLeft())
     with Bars(*columns, console=Terminal(stderr=True)) as bar:
         task = bar.add_task("checking", total=total)
         yield lambda tokens: bar.advance(task, tokens)

@@ -12,18 +12,21 @@ from accelerate import Accelerator
 from conftest import LETTERS, mostly_slow
 from datasets import load_from_disk
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.decode.kv_cache import RollbackCache
 from draftsmith.distill.dataset import pack
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
-from draftsmith.distill.load_target import load_target
+from draftsmith.distill.load_target import load_ends, load_target
 from draftsmith.distill.regeneration import Sampler
+from draftsmith.distill.sources import conversation
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.train import trainer as loop
+from draftsmith.train.data import chat_of
 from draftsmith.train.recipe import load_recipe
+from draftsmith.train.recipe_sections import DataSection
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import AgreementStep, StepSums
 
@@ -336,6 +339,31 @@ def test_preview_marks_what_is_trained(
     assert "sample 1: 4 tokens, 0 trained" in capsys.readouterr().out
     main_code(["data", "preview", str(file), "--target", str(tiny_target_folder), "--template-option", "x"], 2)
     assert "--template-option x; expected key=value" in capsys.readouterr().err
+
+
+def test_preview_marks_what_a_run_trains(
+    tiny_target: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The end of a turn is named in generation_config.json alone, as by Gemma 2 and Phi 3; here it is E."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.role[0]|upper }}{{ m.content }}Ex{% endfor %}"
+    (end,) = tiny_tokenizer("E")["input_ids"]
+    tiny_target.config.eos_token_id, tiny_target.generation_config.eos_token_id = 1, [1, end]
+    folder = tmp_path / "target"
+    tiny_target.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    row = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps(row))
+    (sample,) = chat_of(DataSection(), load_target(str(folder))).encode(conversation("p:1", row), 9)
+    main_code(["data", "preview", str(file), "--target", str(folder)])
+    assert f"{sample.trained} trained" in capsys.readouterr().out
+    assert sample.trained == len("AcdE")
+    assert load_ends(str(folder)) == {1, end}
 
 
 def test_a_recipes_data_is_prepared_ahead(

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill import dataset
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.dataset import (
@@ -97,6 +98,18 @@ def test_what_is_left_out_is_counted_by_reason(
     )
     with pytest.raises(ConfigError, match=r"leaves nothing to train on \(.* 5 of 5 have prompts longer"):
         read_examples(chat, ExampleSettings(source, 10, 2, 8), 128, said.append)
+
+
+def test_rows_without_a_question_or_an_answer_are_left_out_and_counted(loaded: LoadedTarget, tmp_path: Path) -> None:
+    user, answer = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
+    rows = [[], [answer, user], [{**user, "content": " "}, answer], [user, {**answer, "content": ""}], [user, answer]]
+    source = write(tmp_path / "p.jsonl", [{"messages": messages} for messages in rows])
+    for answered, left_out in ((True, 4), (False, 3)):  # the target answers what has no answer
+        said: list[str] = []
+        settings = ExampleSettings(source, 10, 9, 9, answered=answered, deduplicate=False)
+        assert len(read_examples(Chat(loaded.tokenizer), settings, 128, said.append)) == 5 - left_out
+        why = ("are empty", "begin with an answer", "have an empty question", "have an empty answer")
+        assert said == [f"{source}: 1 of 5 {reason}: left out" for reason in why[:left_out]]
 
 
 def test_conversations_that_continue_differently_are_no_twins(loaded: LoadedTarget, tmp_path: Path) -> None:
@@ -212,6 +225,17 @@ def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeyp
     another = LoadedTarget(make_llama(3), loaded.tokenizer, "tiny", None)
     target_samples(sampler(another, 12, 1.0, 9, 0), questions(), progress=False)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("named_in", ["config", "generation_config"])
+def test_sampled_responses_end_where_decoded_texts_do(named_in: str, loaded: LoadedTarget) -> None:
+    """The EOS of config.json counts where generation_config.json names none."""
+    ids = PROMPTS[0]
+    free = SpeculativeDecoder(loaded.model).generate(ids, max_new_tokens=12, eos_token_id=None).tokens
+    loaded.model.generation_config.eos_token_id = None
+    getattr(loaded.model, named_in).eos_token_id = free[3]
+    (row,) = sampler(loaded, 12, 0.0, 4, 0).answer([{"input_ids": ids, "turns": ""}], [0])
+    assert row["input_ids"] == [*ids, *free[: free.index(free[3]) + 1]]
 
 
 def test_the_key_of_samples_knows_the_config_and_the_end_of_answers(loaded: LoadedTarget) -> None:

@@ -1,6 +1,7 @@
 """Formats of conversations, and the tokens of them that are trained on."""
 
 import gzip
+import io
 import json
 from functools import partial
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.chat_template import Chat, Encoded, template_text
-from draftsmith.distill.sources import conversation, looks_local, read_source
+from draftsmith.distill.chat_template import Chat, Encoded
+from draftsmith.distill.chat_template import template_text
+from draftsmith.distill.sources import conversation, json_lines, looks_local, read_source
 from draftsmith.errors import ConfigError
 
 USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
@@ -101,12 +104,91 @@ def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
         {"turns": ["ab"], "answer": "cd"},
         {"messages": [{"role": "user", "content": parts("a", "b")}, {"role": "assistant", "content": parts("cd")}]},
         {"prompt": [{"from": "human", "value": parts("ab")}], "chosen": [{**ANSWER, "content": parts("c", "d")}]},
+        {"conversations": [{"role": "human", "content": "ab"}, {"role": "gpt", "content": "cd"}]},
+        {"messages": [{"role": "User", "content": "ab"}, {"role": " Assistant", "content": "cd"}]},
+        {"messages": [{"role": "user", "value": "ab"}, {"from": "model", "content": "cd"}]},
+        {"messages": json.dumps([USER, ANSWER])},
+        {"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])},
+        {"turns": '["ab"]', "answer": "cd"},
+        {"prompt": "ab", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "x"}]},
+        {"prompt": [USER], "chosen": [USER, ANSWER]},
+        {"chosen": [USER, ANSWER]},
+        {"prompt": "ab", "completion": [ANSWER]},
+        {"messages": [USER, ANSWER], "answer": "x"},
+        {"system": " ", "prompt": "ab", "response": "cd"},
     ],
 )
 def test_layouts_of_conversations(row: dict[str, Any]) -> None:
     found = conversation("f:1", row)
     assert found.messages == [USER, ANSWER]
     assert found.asked == [USER]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"system": "s", "messages": [USER, ANSWER]},
+        {"system_prompt": "s", "messages": [USER, ANSWER]},
+        {"system": "s", "system_prompt": "s ", "conversations": [USER, ANSWER]},
+        {"system": "s", "messages": [{"role": "system", "content": "s"}, USER, ANSWER]},
+        {"system": "s", "messages": [{"role": "system", "content": ""}, USER, ANSWER]},
+        {"system": "", "messages": [{"role": "system", "content": "s"}, USER, ANSWER]},
+        {"system_prompt": "s", "question": "ab", "response": "cd"},  # OpenOrca
+        {"system": "s", "turns": ["ab"], "answer": "cd"},
+    ],
+)
+def test_a_system_message_is_read_once(row: dict[str, Any]) -> None:
+    assert conversation("f:1", row).messages == [{"role": "system", "content": "s"}, USER, ANSWER]
+
+
+def test_all_messages_of_an_answer_are_read() -> None:
+    """TRL's conversational prompt and completion, with a tool."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    result, last = {"role": "tool", "content": "x"}, {**ANSWER, "reasoning_content": "r"}
+    for answer in ([call], [call, result, last]):
+        for row in ({"prompt": [USER], "completion": answer}, {"messages": [USER, *answer]}):
+            assert conversation("f:1", row).messages == [USER, *answer]
+
+
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        ("cd", {}),
+        (["c", "d"], {}),
+        ({"text": "cd"}, {}),
+        ([{"text": "cd"}], {}),
+        ([{"type": "output_text", "text": "cd"}], {}),
+        ([{"type": "text", "text": None}, {"type": "input_text", "text": "cd"}], {}),
+        ([{"type": "thinking", "thinking": "r"}, {"type": "text", "text": "cd"}], {"reasoning_content": "r"}),
+    ],
+)
+def test_layouts_of_text_in_a_message(content: Any, read: dict[str, Any]) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": content}]}
+    assert conversation("f:1", row).messages == [USER, {**ANSWER, **read}]
+
+
+def test_an_answer_may_be_any_list() -> None:
+    """Lists of objects that are no messages, as objects and as JSON text."""
+    listed = '[{"role": "CEO", "name": "x"}]'
+    assert conversation("f:1", {"prompt": "ab", "answer": listed}).answer == listed
+    assert conversation("f:1", {"prompt": "ab", "answer": json.loads(listed), "output": "cd"}).answer == "cd"
+
+
+@pytest.mark.parametrize(
+    "text", ["\n[{}]\n", " [\n{}\n]", "\ufeff[{}]", "\ufeff{}\n", "{}\r\n\r\n{}\r\n", "\ufeff \n[{}]"]
+)
+def test_arrays_after_white_space_and_byte_order_marks(text: str, tmp_path: Path) -> None:
+    row = {"prompt": "a", "response": "b"}
+    (tmp_path / "p.json").write_bytes(text.replace("{}", json.dumps(row)).encode())
+    assert [found for _, found in read(tmp_path / "p.json")] == [row] * text.count("{}")
+    if "[" not in text:
+        lines = io.StringIO(text.replace("{}", json.dumps(row)))
+        assert [found for _, found in json_lines("stdin", lines)] == [row] * text.count("{}")
+
+
+def test_a_text_after_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes("\ufeffab".encode())
+    assert [row for _, row in read(tmp_path / "p.txt")] == [{"text": "ab"}]
 
 
 def test_arguments_of_tool_calls_are_objects() -> None:
@@ -166,6 +248,29 @@ def test_layouts_of_text() -> None:
             {"conversations": [{"from": "nobody", "value": "a"}]},
             "f:4: message 1 is from 'nobody'; expected one of human",
         ),
+        (
+            {"messages": [USER, {"role": "narrator", "content": "a"}]},
+            "f:4: message 2 is from 'narrator'; expected one of",
+        ),
+        ({"messages": [{"role": 5, "content": "a"}]}, "f:4: message 1 is from 5; expected one of"),
+        ({"messages": [{**USER, "content": 5}]}, "f:4: message 1: content of int; expected text or parts"),
+        (
+            {"messages": [{**USER, "content": [{"type": "video", "video": "a.mp4"}]}]},
+            "f:4: message 1: a part of type 'video'",
+        ),
+        (
+            {"messages": [{**USER, "content": [{"type": "tool_use", "text": "a"}]}]},
+            "a part of type 'tool_use' with keys",
+        ),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": {}}]}]}, "a part of type 'text' with keys"),
+        ({"messages": str([USER])}, "f:4: 'messages' is a list of messages as Python text; expected JSON"),
+        ({"prompt": str([USER])}, "f:4: 'prompt' is a list of messages as Python text; expected JSON"),
+        (
+            {"system": "s", "messages": [{"role": "system", "content": "t"}, USER]},
+            "f:4: a system message and another text",
+        ),
+        ({"system": "s", "system_prompt": "t", "prompt": "ab"}, "f:4: 'system' and 'system_prompt' differ"),
+        ({"messages": []}, "f:4: keys .*; expected a non-empty"),
         ({"messages": [USER], "tools": "{"}, "f:4: 'tools' is not JSON"),
         ({"messages": [USER], "tools": {"a": 1}}, "f:4: 'tools' is dict; expected a list"),
     ],
@@ -238,6 +343,55 @@ def test_thinking_that_is_left_out_later_makes_samples_of_their_own(tiny_tokeniz
         ("UabEATxTcdE", ["xTcdE"]),
         ("UabEAcdEUabEATyTcdE", ["yTcdE"]),
     ]
+
+
+HIDDEN = (
+    "{% for m in messages %}{% set c = m.content %}{% if m.role == 'assistant' %}{% set c = c.split('</think>')[-1] %}"
+    "{% endif %}{{ '[' + m.role + ']' + c | trim + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' + begin }}{% endif %}"
+)
+"""Shows answers without their thinking; the generation prompt may begin or end the thinking."""
+
+
+@pytest.mark.parametrize(
+    ("begin", "answer", "prompt", "trained"),
+    [
+        ("<think>\n", "<think>\nhm\n</think>\n\nA cat.", "<think>\n", "hm\n</think>\n\nA cat.</s>"),  # QwQ
+        ("<think>\n", "<think>hm</think>A cat.", "<think>\n", "hm</think>A cat.</s>"),
+        ("<think>\n", "hm\n</think>\n\nA cat.", "<think>\n", "hm\n</think>\n\nA cat.</s>"),  # as it was generated
+        ("<think>\n", "A cat.", "", "A cat.</s>"),  # the header is not trained
+        ("", "<think>\nhm\n</think>\n\nA cat.", "", "<think>\nhm\n</think>\n\nA cat.</s>"),  # R1 in its first version
+        ("<think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\nA cat.", "", "A cat.</s>"),  # thinking is off
+        ("<think>\n", {"content": "A cat.", "reasoning_content": "hm"}, "<think>\n", "hm\n</think>\n\nA cat.</s>"),
+        ("", {"content": "A cat.", "reasoning_content": "hm"}, "", "A cat.</s>"),  # the template knows none
+    ],
+)
+def test_what_the_generation_prompt_gives_is_not_trained(begin: str, answer: Any, prompt: str, trained: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = HIDDEN
+    message = {"role": "assistant", **({"content": answer} if isinstance(answer, str) else answer)}
+    chat = Chat(tokenizer, options={"begin": begin})
+    samples = chat.encode(conversation("f:1", {"messages": [USER, message, USER, message]}), 9)
+    first = f"[user]ab</s>\n[assistant]{prompt}"
+    later = f"[user]ab</s>\n[assistant]A cat.</s>\n{first}"
+    texts = [tokenizer.decode(sample.input_ids) for sample in samples]
+    spans = [tokenizer.decode(sample.input_ids[slice(*sample.spans[-1])]) for sample in samples]
+    if len(samples) == 2:
+        assert texts == [first + trained + "\n", later + trained + "\n"]
+        assert spans == [trained, trained]
+    else:  # nothing is left out later
+        assert texts == [later + trained + "\n"]
+        assert [tokenizer.decode(samples[0].input_ids[slice(*span)]) for span in samples[0].spans] == [trained] * 2
+    if prompt:
+        assert samples[0].input_ids[: samples[0].spans[0][0]] == chat.prompt(conversation("f:1", {"messages": [USER]}))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, and </s>."""
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", clean_up_tokenization_spaces=False)
 
 
 def test_tools_and_template_options_reach_the_template(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -83,7 +83,12 @@ def test_the_real_files(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
             [{"id": 1, "prompt": "a"}, {"prompt": "b"}, {"id": 1, "prompt": "c"}],
             r"p\.jsonl:3: id='1' is also the id of .*:1",
         ),
-        ([{"turns": ["a", " "]}], r"p\.jsonl:1: turn 2 is empty"),
+        (
+            [{"messages": [{"role": "gpt", "content": "a"}, {"role": "human", "content": "b"}]}],
+            r"p\.jsonl:1: prompts that begin with an answer cannot be decoded",
+        ),
+        ([{"messages": []}], r"p\.jsonl:1: keys .*; expected a non-empty"),
+        ([{"turns": ["a", " "]}], r"p\.jsonl:1: prompts that have an empty question cannot be decoded"),
     ],
 )
 def test_bad_rows_are_refused_with_their_line(tmp_path: Path, rows: list[dict], message: str) -> None:

@@ -1,0 +1,151 @@
+"""Messages in the layouts of published data sets, in the one form that chat templates read."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from draftsmith.distill.images import IMAGE_TYPES, image_part
+from draftsmith.errors import ConfigError
+from draftsmith.reading import parse_json
+
+Message = dict[str, Any]
+"""`role`, `content`, and other keys that the chat template reads, such as `tool_calls` or `reasoning_content`."""
+
+ASSISTANT, SYSTEM = "assistant", "system"
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "chatbot": ASSISTANT,
+    "bing": ASSISTANT,
+    "bard": ASSISTANT,
+    "bot": ASSISTANT,
+    "ai": ASSISTANT,
+    "assistant": ASSISTANT,
+    "model": ASSISTANT,
+    "system": SYSTEM,
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+    "developer": "developer",
+    "environment": "environment",
+    "document": "document",
+}
+"""Role names of ShareGPT and others, in lower case, and the names in chat templates. The last three are roles that some
+published templates know (gpt-oss, OLMo 3, Granite)."""
+TEXT_TYPES = ("text", "input_text", "output_text")
+THINKING = "thinking"
+AS_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
+"""The begin of a list of messages as Python and pandas write it into a text column."""
+
+
+def is_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages, whatever their roles, rather than of other things."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    keys = value.keys() if isinstance(value, dict) else set[str]()
+    return bool({"role", "from"} & keys and {"content", "value", "tool_calls"} & keys)
+
+
+def unpacked(place: str, key: str, value: Any) -> Any:
+    """Return a list of messages, or of `turns`, that a column holds as JSON text; other values as they are.
+
+    Raises:
+        ConfigError: for such a list as Python writes it, which is not JSON.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        read = parse_json(value)
+    except ValueError as error:
+        if AS_PYTHON.match(value):
+            raise ConfigError(f"{place}: '{key}' is a list of messages as Python text; expected JSON") from error
+        return value
+    return read if is_messages(read) or (key == "turns" and isinstance(read, list)) else value
+
+
+def read_messages(place: str, entries: list[Any], images: Path | None) -> list[Message]:
+    """Return messages with the roles that templates know, text as a string, and arguments of tool calls as objects.
+
+    Args:
+        place: file and line, for errors.
+        images: see `image_part`.
+
+    Raises:
+        ConfigError: naming a role or a part of a message that is not known.
+    """
+    return [_message(place, number, entry, images) for number, entry in enumerate(entries, 1)]
+
+
+def _message(place: str, number: int, entry: Any, images: Path | None) -> Message:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{place}: message {number} is {type(entry).__name__}; expected role and content")
+    # Lines that were written from a table have every field in every message.
+    entry = {key: value for key, value in entry.items() if value is not None}
+    name = entry.get("from", entry.get("role"))
+    if name is None or not ({"content", "value", "tool_calls"} & entry.keys()):
+        raise ConfigError(f"{place}: message {number} has keys {sorted(entry)}; expected role and content")
+    role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+    if role is None:
+        raise ConfigError(f"{place}: message {number} is from {name!r}; expected one of {', '.join(ROLES)}")
+    content, thinking = _content(
+        f"{place}: message {number}", place, entry.get("value", entry.get("content", "")), images
+    )
+    rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
+    if thinking:
+        rest.setdefault("reasoning_content", thinking)
+    return with_arguments({**rest, "role": role, "content": content}, parse_json)
+
+
+def _content(here: str, place: str, content: Any, images: Path | None) -> tuple[Any, str]:
+    """Return the text of a message, or its parts where it has images, and its thinking."""
+    if isinstance(content, str):
+        return content, ""
+    parts: list[dict[str, Any]] = []
+    thinking: list[str] = []
+    for part in content if isinstance(content, list) else [content]:
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        if not isinstance(part, dict):
+            raise ConfigError(f"{here}: content of {type(part).__name__}; expected text or parts with a type")
+        kind = part.get("type", "text" if "text" in part else None)
+        text = part.get(THINKING if kind == THINKING else "text")
+        if kind in IMAGE_TYPES:
+            parts.append(image_part(place, part, images))
+        elif kind not in (*TEXT_TYPES, THINKING) or not isinstance(text, str | None):
+            expected = ", ".join((*TEXT_TYPES, THINKING, *IMAGE_TYPES))
+            raise ConfigError(f"{here}: a part of type {kind!r} with keys {sorted(part)}; expected one of {expected}")
+        elif kind == THINKING:
+            thinking.append(text or "")
+        else:
+            parts.append({"type": "text", "text": text or ""})
+    if any(part["type"] == "image" for part in parts):
+        return parts, "".join(thinking)
+    return "".join(part["text"] for part in parts), "".join(thinking)  # templates of text models read no parts
+
+
+def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    """Return a message with the arguments of its tool calls in another form, JSON text or objects.
+
+    Args:
+        convert: json.dumps or parse_json. What it refuses stays as it is.
+    """
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_call(call, convert) for call in calls]} if isinstance(calls, list) else message
+
+
+def _call(call: Any, convert: Callable[[Any], Any]) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) == (convert is json.dumps):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": convert(function.get("arguments"))}}
+    except (TypeError, ValueError):
+        return call

@@ -1,0 +1,58 @@
+"""Adapters as targets: the tokenizer and the chat template that were saved with them."""
+
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
+from draftsmith.errors import ConfigError
+from draftsmith.heads.model_config import eos_tokens
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0]|upper }}{{ m.content }}E{% endfor %}"
+
+
+@pytest.fixture
+def adapter(tiny_target_folder: Path, tmp_path: Path) -> Path:
+    """A LoRA as peft saves it, without a tokenizer."""
+    base = LlamaForCausalLM.from_pretrained(tiny_target_folder)
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapters_tokenizer_is_read(
+    adapter: Path, tiny_target_folder: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """TRL and axolotl save it with the chat template and the EOS of the fine-tuning."""
+    base = load_target(str(tiny_target_folder))
+    alone = load_target(str(adapter))
+    assert alone.tokenizer.chat_template is None
+    ends = eos_tokens(base.model.config, base.model.generation_config)
+    assert load_ends(str(adapter)) == eos_tokens(alone.model.config, alone.model.generation_config) == ends
+    tiny_tokenizer.chat_template, tiny_tokenizer.eos_token = TEMPLATE, "E"
+    tiny_tokenizer.save_pretrained(adapter)
+    loaded = load_target(str(adapter))
+    tokenizer, config = load_tokenizer(str(adapter))
+    assert loaded.tokenizer.chat_template == tokenizer.chat_template == TEMPLATE
+    assert config.vocab_size == base.model.config.vocab_size
+    assert tokenizer.eos_token == "E"
+    both = ends | {tokenizer.eos_token_id}
+    assert load_ends(str(adapter)) == eos_tokens(loaded.model.config, loaded.model.generation_config) == both
+
+
+def test_an_adapters_tokenizer_with_new_tokens_is_refused(
+    adapter: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tiny_tokenizer.add_tokens(["<new>"])
+    tiny_tokenizer.save_pretrained(adapter)
+    for load in (load_target, load_tokenizer, load_ends):
+        with pytest.raises(ConfigError, match=r"its tokenizer has 65 tokens; expected at most 64"):
+            load(str(adapter))
+
+
+def test_an_adapters_tokenizer_that_cannot_be_read_is_refused(adapter: Path) -> None:
+    (adapter / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"adapter: its tokenizer cannot be read"):
+        load_tokenizer(str(adapter))
