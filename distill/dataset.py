@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
 
+from draftsmith.bars import clock
 from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, TooLongText, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED
@@ -27,7 +28,7 @@ from draftsmith.provenance import fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, write_json
 
 VERSION = 4
-SECONDS = 60
+SECONDS = 10
 """Time between two lines about how much has been read."""
 FEATURES = Features(
     {
@@ -109,8 +110,9 @@ def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, re
 def _write(
     file: Path, chat: Chat, settings: ExampleSettings, context: int | None, report: Callable[[str], None]
 ) -> Counts:
-    """Write the examples row by row, so that memory does not grow with the data; `report` is called once a minute."""
-    counts, kept, said = Counts(), 0, time.monotonic()
+    """Write the examples row by row, so that memory does not grow with the data; `report` is called now and then."""
+    counts, kept, began = Counts(), 0, time.monotonic()
+    said = began
     chat = replace(chat, template=None, longest=characters(settings.prompt_tokens + settings.response_tokens))
     with ArrowWriter(features=FEATURES, path=str(file)) as writer:
         for row in _examples(chat, settings, context, counts):
@@ -118,7 +120,9 @@ def _write(
             kept += 1
             if time.monotonic() - said >= SECONDS:
                 said = time.monotonic()
-                report(f"{settings.source}: {counts.rows:,} rows read, {kept:,} of {settings.count:,} samples")
+                left = clock((said - began) * (settings.count / kept - 1))  # less where the data end before
+                read = f"{counts.rows:,} rows read, {kept:,} of {settings.count:,} samples"
+                report(f"{settings.source}: {read}, at most {left} left")
             if kept == settings.count:
                 break
         writer.finalize()

@@ -126,7 +126,8 @@ def load_ends(name: str, *, revision: str | None = None, trust_remote_code: bool
     try:
         gguf = gguf_target.gguf_file(name, revision)
         source = str(gguf_target.description(gguf)) if gguf else _source(name)
-        return eos_tokens(config, GenerationConfig.from_pretrained(source, revision=revision))
+        at: dict[str, Any] = {} if revision is None else {"revision": revision}
+        return eos_tokens(config, GenerationConfig.from_pretrained(source, **at))
     except OSError:  # there is no such file
         return eos_tokens(config)
 
@@ -207,8 +208,9 @@ def load_target(
     """Load and freeze a target.
 
     Args:
-        name: "embedded", a local folder, a GGUF file, or a Hub id; a folder may hold a peft adapter, with the
-            tokenizer that was saved with it, and a folder or a Hub repository a GGUF file. The revision of such a target is the file's hash.
+        name: "embedded", a local folder, a GGUF file, or a Hub id; a folder may hold a peft adapter, with the tokenizer
+            that was saved with it, and a folder or a Hub repository a GGUF file. The revision of such a target is the
+            file's hash.
         dtype: one of float32, bfloat16, float16.
         attn_implementation: sdpa, eager or a flash attention, see `check_attention`; default: transformers chooses.
         trust_remote_code: run code from the repository.

@@ -131,6 +131,20 @@ def _content(here: str, place: str, content: Any, images: Path | None) -> tuple[
     return "".join(part["text"] for part in parts), "".join(thinking)  # templates of text models read no parts
 
 
+def read_tools(place: str, tools: Any) -> list[Any] | None:
+    """Return the tools of a conversation, which may be JSON text; None where there are none."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = parse_json(tools)
+        except ValueError as error:
+            raise ConfigError(f"{place}: 'tools' is not JSON ({error}); expected a list of tools") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise ConfigError(f"{place}: 'tools' is {type(tools).__name__}; expected a list of tools")
+    return tools
+
+
 def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
     """Return a message with the arguments of its tool calls in another form, JSON text or objects.
 

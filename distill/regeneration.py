@@ -149,7 +149,7 @@ class Sampler:
                 [text.prompt for text in group],
                 inputs=[text.inputs for text in group],
                 seeds=seeds,
-                eos_token_id=eos_tokens(self.target.model.config, self.target.model.generation_config),
+                eos_token_id=sorted(eos_tokens(self.target.model.config, self.target.model.generation_config)),
                 max_new_tokens=self.settings.response_tokens,
                 temperature=self.settings.temperature,
                 on_tokens=lambda place, new, _, shares=shares: self.advance(len(new) * shares[place]),

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset, load_from_disk, logging
 
 from draftsmith.distill.images import images_in
-from draftsmith.distill.messages import ASSISTANT, SYSTEM, Message, is_messages, read_messages, unpacked
+from draftsmith.distill.messages import ASSISTANT, SYSTEM, Message, is_messages, read_messages, read_tools, unpacked
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.reading import parse_json
 
@@ -102,7 +102,7 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
             known, and for images that cannot be used, see `image_part`.
     """
     kept = {key: row[key] for key in ("input_ids", "spans", "tokenizer") if row.get(key) is not None}
-    tools = _tools(place, row.get("tools"))
+    tools = read_tools(place, row.get("tools"))
     answer = _answer(place, row, images)
     messages = _messages(place, row, answer, images)
     if messages:
@@ -127,7 +127,8 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
             "'question', 'instruction' or 'text'"
         )
     whole = isinstance(row.get("text"), str) and "prompt" not in row
-    return Conversation(place, text=text, whole=whole, answer=None if whole else answer, **kept)
+    said = None if whole or not isinstance(answer, str) else answer
+    return Conversation(place, text=text, whole=whole, answer=said, **kept)
 
 
 def question(place: str, row: dict[str, Any], images: Path | None = None) -> Conversation:
@@ -219,19 +220,6 @@ def _system(place: str, row: dict[str, Any]) -> str | None:
     if len(given) > 1:
         raise ConfigError(f"{place}: 'system' and 'system_prompt' differ; expected one of them")
     return given[0] if given else "" if texts else None
-
-
-def _tools(place: str, tools: Any) -> list[Any] | None:
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = parse_json(tools)
-        except ValueError as error:
-            raise ConfigError(f"{place}: 'tools' is not JSON ({error}); expected a list of tools") from error
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise ConfigError(f"{place}: 'tools' is {type(tools).__name__}; expected a list of tools")
-    return tools
 
 
 Row = tuple[str, dict[str, Any]]

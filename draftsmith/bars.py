@@ -7,6 +7,13 @@ from rich.progress import Progress, ProgressColumn, Task, TaskID
 from rich.text import Text
 
 
+def clock(seconds: float) -> str:
+    """Return a time as minutes and seconds, with hours where there are any."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
 class TimeLeft(ProgressColumn):
     """The time that the rest takes at the mean speed since the start.
 
@@ -19,9 +26,7 @@ class TimeLeft(ProgressColumn):
         done, elapsed = task.completed - task.fields.get("begun", 0), task.finished_time or task.elapsed
         if done <= 0 or not elapsed or task.total is None:
             return Text("-:-- left")
-        minutes, seconds = divmod(round(elapsed * max(0.0, task.total - task.completed) / done), 60)
-        hours, minutes = divmod(minutes, 60)
-        return Text(f"{hours}:{minutes:02d}:{seconds:02d} left" if hours else f"{minutes}:{seconds:02d} left")
+        return Text(f"{clock(elapsed * max(0.0, task.total - task.completed) / done)} left")
 
 
 class Bars(Progress):

@@ -252,19 +252,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(reply)
 
     def _drip(self, reply: Any) -> None:
-        """A byte now and then, so that no single read takes long."""
+        """A byte now and then, so that no single read takes long; all of them together do."""
         content = json.dumps(reply).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        until = time.monotonic() + SLOW
         for byte in content:
             self.wfile.write(bytes([byte]))
             self.wfile.flush()
-            time.sleep(0.05)
-            if time.monotonic() > until:
-                break
-        self.close_connection = True
+            time.sleep(SLOW / len(content))
 
     def _empty(self, _: Any) -> None:
         self._json({})

@@ -132,7 +132,8 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Dra
     if recipe.data.server is None:
         writer = drafter if recipe.data.drafter_share else None
         sampler = Sampler(target, chat, settings, writer, speculate=False)
-        return target_samples(sampler, examples, share=context.placement.share, progress=console.visible)
+        placement = context.placement.share
+        return target_samples(sampler, examples, share=placement, progress=console.visible, say=console.say)
     from draftsmith.distill.server.probe import check_server
     from draftsmith.distill.server.sampling import ServerSampler, server_samples
 

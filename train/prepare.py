@@ -176,7 +176,7 @@ def _regenerate(
     writer = None if drafter is None else load_drafter(drafter, loaded.model, loaded.tokenizer)
     sampler = Sampler(loaded, chat, settings, writer)
     folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
-    rows = target_samples(sampler, questions, folder=folder)
+    rows = target_samples(sampler, questions, folder=folder, say=console.say)
     separate = loaded.model.config.is_encoder_decoder
     made_with = tokenizer_fingerprint(chat.tokenizer)
     _write_lines(out, (_line(rows[index], questions, chat, made_with, separate) for index in range(len(rows))))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ from draftsmith.storage import writing
 
 KEPT = "answers so far are kept; once there is room, the same command continues with the others"
 Place = tuple[int, int, int]
-"""Number of the response, of the question, and of its turn."""
+"""Number of the response, of the question (see `question_numbers`), and of its turn."""
 
 
 class _Line(BaseModel):
@@ -73,6 +74,17 @@ class Journal:
         """Append an answer. A kill loses at most the answer that is being written."""
         assert place not in self._begins, f"{place} was answered twice"
         self._begins[place] = self._append({"place": place, "answer": asdict(answer)})
+
+    def copy(self, file: Path, numbers: set[int]) -> None:
+        """Append the answers to these questions from another journal, to which another process may still write."""
+        if file == self.path:
+            return
+        with suppress(FileNotFoundError, ConfigError), file.open("rb") as lines:
+            next(lines, None)
+            for line in lines:
+                read = self._parse(line)
+                if read.place[1] in numbers and read.place not in self:
+                    self.add(read.place, read.answer)
 
     def _append(self, value: dict[str, Any]) -> int:
         """Append a line, and return where it begins."""

@@ -1,7 +1,6 @@
 """Responses of the target that a running server samples, as rows like those of `draftsmith.distill.regeneration`."""
 
 import asyncio
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from draftsmith.bars import Bars, TimeLeft
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.questions import question_numbers, text_seed
 from draftsmith.distill.regeneration import SampleSettings
 from draftsmith.distill.server.answers import (
     CHAT,
@@ -37,7 +37,7 @@ from draftsmith.provenance import fingerprint
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import cache_dir, writing
 
-VERSION = 1
+VERSION = 2
 ANSWERS = "answers.jsonl"
 LEFT_OUT_FIRST = 20
 """Answers that may be left out before half of all answers must be usable."""
@@ -76,11 +76,13 @@ class ServerSampler:
         thinking = self.server.thinking == "keep"
         self._reader = AnswerReader(self.chat, self.settings.response_tokens, thinking)
 
+    def target_key(self) -> str:
+        """Return a key of what an answer depends on besides the question and the number of the response."""
+        return fingerprint([VERSION, self.target, self.described(), self.chat.key()])
+
     def key(self, questions: Dataset) -> str:
         """Return the cache key of the answers, from everything that they depend on except their number."""
-        settings = {name: getattr(self.settings, name) for name in ("response_tokens", "temperature", "seed")}
-        texts = [list(questions["input_ids"]), list(questions["turns"])]
-        return fingerprint([VERSION, self.target, self.server.sampling, settings, fingerprint(texts), self.chat.key()])
+        return fingerprint([self.target_key(), question_numbers(questions)])
 
     def described(self) -> dict[str, Any]:
         """Return the model and the settings that are stored with the answers."""
@@ -133,8 +135,7 @@ class ServerSampler:
 
 def request_seed(*parts: int) -> int:
     """Return a seed of 31 bits, which every engine accepts; different for different parts."""
-    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+    return text_seed(*parts) >> 32
 
 
 def server_samples(
@@ -148,8 +149,8 @@ def server_samples(
 ) -> Dataset:
     """Return the server's responses to all questions as rows (`FEATURES`), those of the first response first.
 
-    Answers are stored as they come. After a kill the same call asks only for the others; if more responses are asked
-    for later, only the new ones.
+    Answers are stored as they come, by question. After a kill the same call asks only for the others; for more
+    responses, or for another data set with some of the questions, only for the new ones.
 
     Args:
         say: called with the numbers and reasons of what is left out.
@@ -160,13 +161,16 @@ def server_samples(
         ConfigError: for a server of another model, and if no answer can be used.
         DraftsmithError: for too many failures; the answers are kept.
     """
-    folder = folder or cache_dir() / "samples" / f"server-{sampler.key(questions)}"
+    cached = folder is None
+    folder = folder or cache_dir() / "samples" / f"server-{sampler.target_key()}" / sampler.key(questions)
     rows = folder / f"rows-{sampler.settings.responses}.arrow"
     with nullcontext() if rows.exists() else hold_cache(folder):
         if not rows.exists():
             require_client()
             with Journal(folder / ANSWERS, sampler.described()) as journal:
                 run = _Run(sampler, questions, journal, say)
+                for other in sorted(folder.parent.glob(f"*/{ANSWERS}")) if cached else ():
+                    journal.copy(other, set(run.numbers))
                 asyncio.run(run.complete(check, progress))
                 run.write(rows)
     return Dataset.from_file(str(rows))
@@ -179,6 +183,7 @@ class _Run:
         self, sampler: ServerSampler, questions: Dataset, journal: Journal, say: Callable[[str], None]
     ) -> None:
         self.sampler, self.questions, self.journal, self.say = sampler, questions, journal, say
+        self.numbers = question_numbers(questions)
         self.left_out: Counter[str] = Counter()
         self.failures: list[str] = []
 
@@ -190,9 +195,9 @@ class _Run:
 
     def replay(self, response: int, question: int) -> tuple[Asked, int | None]:
         """Return a conversation with its stored answers, and the turn that is to be asked; None if it is complete."""
-        row = self.questions[question]
+        row, number = self.questions[question], self.numbers[question]
         asked, turn = Asked(question, list(row["input_ids"]), row["turns"]), 0
-        while (answer := self.journal.get((response, question, turn))) is not None:
+        while (answer := self.journal.get((response, number, turn))) is not None:
             if not self._add(asked, answer, turn):
                 return asked, None
             turn += 1
@@ -211,6 +216,7 @@ class _Run:
         total = len(self.questions) * self.sampler.settings.responses
         if not pending:
             return
+        self.say(f"responses: {len(pending):,} of {total:,} are new")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
         state = TextColumn("{task.fields[state]}")
         async with ServerClient(self.sampler.server) as client:
@@ -233,9 +239,10 @@ class _Run:
 
     async def _converse(self, response: int, question: int, client: ServerClient) -> None:
         asked, turn = self.replay(response, question)
+        number = self.numbers[question]
         while turn is not None:
-            answer = await self.sampler.ask(client, asked, [response, question, turn])
-            self.journal.add((response, question, turn), answer)
+            answer = await self.sampler.ask(client, asked, [response, number, turn])
+            self.journal.add((response, number, turn), answer)
             turn = turn + 1 if self._add(asked, answer, turn) else None
             self._require_usable()
 
@@ -279,7 +286,7 @@ class _Run:
         turn = 0
         for row in asked.rows():
             turns = range(turn, turn + len(row["spans"]))
-            answers = [self.journal.get((response, question, number)) for number in turns]
+            answers = [self.journal.get((response, self.numbers[question], turn)) for turn in turns]
             turn = turns.stop
             yield {**row, "usage": json.dumps([answer.usage for answer in answers if answer is not None])}
 

@@ -226,24 +226,21 @@ def main_code(arguments: list[str], code: int = 0) -> None:
     assert (stopped.value.code or 0) == code
 
 
-@pytest.mark.parametrize("drafter", mostly_slow(["draft_model", "medusa", "eagle3", "dflash"], "draft_model", "dflash"))
-def test_packed_rows_give_a_drafter_that_learns(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
-    extra = {"eagle3": ["drafter.layers=[1,2]"], "dflash": ["drafter.layers=[1,2]", "drafter.block_size=4"]}
-    kind = [f"drafter.type={drafter}", *extra.get(drafter, [])]
-    rows = run(recipe_file, *kind, "data.pack=true", "data.pack_tokens=80", "train.batch_size=4", "train.steps=40")
-    values = losses(rows)
-    assert sum(values[-5:]) < 0.9 * sum(values[:5])
+PACKED = [("eagle3", "cached"), ("draft_model", "online"), ("medusa", "cached"), ("eagle3", "online")]
 
 
-@pytest.mark.parametrize("teacher", ["online", "cached"])
-def test_packed_rows_have_the_losses_of_plain_ones(teacher: str, recipe_file: Path, tmp_path: Path) -> None:
-    """Every sample is in the batch, so that the mean over tokens is over the same tokens."""
-    plain = run(recipe_file, "train.batch_size=36", "train.steps=3", f"output={tmp_path}/plain")
-    (samples,) = (tmp_path / "cache" / "samples").iterdir()
-    count = len(pack(load_from_disk(samples / "rows"), 64))
+@pytest.mark.parametrize(("drafter", "teacher"), mostly_slow(PACKED, *PACKED[:2]))
+def test_packed_rows_have_the_losses_of_plain_ones(
+    drafter: str, teacher: str, recipe_file: Path, tmp_path: Path
+) -> None:
+    """Every sample is in the batch, so that the mean over tokens is over the same tokens; apart, or 2e-2 off."""
+    kind = [f"drafter.type={drafter}", *(["drafter.layers=[1,2]"] if drafter == "eagle3" else []), "train.steps=3"]
+    plain = run(recipe_file, *kind, "train.batch_size=36", f"output={tmp_path}/plain")
+    (rows,) = (tmp_path / "cache" / "samples").glob("*/*/rows")
+    count = len(pack(load_from_disk(rows), 64))
     assert count < 20
-    kind = [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.pack=true", "data.pack_tokens=64"]
-    packed = run(recipe_file, *kind, "train.steps=3", f"train.batch_size={count}")
+    kind += [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.pack=true", "data.pack_tokens=64"]
+    packed = run(recipe_file, *kind, f"train.batch_size={count}")
     assert losses(packed) == pytest.approx(losses(plain), rel=1e-4)
 
 

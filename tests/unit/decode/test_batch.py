@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import make_llama
+from half_precision import require_greedy
 from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
@@ -101,7 +102,10 @@ def test_the_stream_names_the_text_of_new_tokens(tiny_target: LlamaForCausalLM) 
 
 def test_half_precision_in_a_batch(tiny_target: LlamaForCausalLM) -> None:
     decoder = SpeculativeDecoder(tiny_target.bfloat16(), DraftModel(make_llama(1).bfloat16()), policy="best-first")
-    assert all(len(out.tokens) == 20 for out in decoder.generate_batch(PROMPTS, max_new_tokens=20, eos_token_id=None))
+    texts = decoder.generate_batch(PROMPTS, max_new_tokens=20, eos_token_id=None)
+    for prompt, out in zip(PROMPTS, texts, strict=True):
+        assert len(out.tokens) == 20
+        require_greedy(tiny_target, prompt, out.tokens)
 
 
 def test_bad_batches_are_refused(tiny_target: LlamaForCausalLM) -> None:

@@ -5,6 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import make_llama
+from half_precision import require_greedy
 from transformers import (
     LlamaForCausalLM,
 )
@@ -306,5 +307,8 @@ def test_padded_vocabularies_share_their_common_part(tiny_target: LlamaForCausal
 
 def test_half_precision_target_decodes(tiny_target: LlamaForCausalLM) -> None:
     target = tiny_target.to(torch.bfloat16)
-    out = SpeculativeDecoder(target, Medusa.from_target(target).bfloat16()).generate(PROMPT, temperature=1.0)
-    assert out.tokens
+    decoder = SpeculativeDecoder(target, Medusa.from_target(target).bfloat16())
+    for settings in ({}, {"temperature": 1.0, "top_k": 1}):  # the only token that is left
+        out = decoder.generate(PROMPT, max_new_tokens=24, eos_token_id=None, **settings)
+        assert len(out.tokens) == 24
+        require_greedy(target, PROMPT, out.tokens)

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from draftsmith.bars import Bars
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill import dataset
 from draftsmith.distill.chat_template import Chat
@@ -31,6 +32,7 @@ from draftsmith.distill.dataset import (
 )
 from draftsmith.distill.load_target import LoadedTarget, load_target, load_tokenizer
 from draftsmith.distill.objective import Objective
+from draftsmith.distill.questions import question_numbers
 from draftsmith.distill.regeneration import Sampler, SampleSettings, Share, samples_key, target_samples
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -88,7 +90,11 @@ def test_what_is_left_out_is_counted_by_reason(
     reading: list[str] = []
     monkeypatch.setattr(dataset, "SECONDS", 0)
     read_examples(chat, ExampleSettings(source, 11, 5, 8), 128, reading.append)
-    assert reading[:2] == [f"{source}: 1 rows read, 1 of 11 samples", f"{source}: 3 rows read, 2 of 11 samples"]
+    assert [line.partition(", at most ")[0] for line in reading[:2]] == [
+        f"{source}: 1 rows read, 1 of 11 samples",
+        f"{source}: 3 rows read, 2 of 11 samples",
+    ]
+    assert all(line.endswith(" left") for line in reading[:2])
     twice = read_examples(chat, ExampleSettings(source, 10, 5, 8, deduplicate=False), 128, said.append)
     assert len(twice) == 3
     short = read_examples(chat, ExampleSettings(source, 10, 300, 8), 128, said.append)
@@ -213,18 +219,18 @@ def test_several_responses_are_drawn_each_by_itself(
 
 
 def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    original = Sampler.answer
-    monkeypatch.setattr(Sampler, "answer", lambda *arguments: (calls.append(1), original(*arguments))[1])
     first = target_samples(sampler(loaded, 12, 1.0, 9, 0), questions(), progress=False)
-    again = target_samples(sampler(loaded, 12, 1.0, 9, 0), questions(), progress=False)
-    assert first["input_ids"] == again["input_ids"]
-    assert len(calls) == 1
-    other = target_samples(sampler(loaded, 12, 1.0, 9, 1), questions(), progress=False)
-    assert other["input_ids"] != first["input_ids"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "answer", lambda *_: pytest.fail("the responses are on disk"))
+        for size in (9, 2):  # the prompts that are decoded together do not count
+            again = target_samples(sampler(loaded, 12, 1.0, size, 0), questions(), progress=False)
+            assert first.to_list() == again.to_list()
     another = LoadedTarget(make_llama(3), loaded.tokenizer, "tiny", None)
-    target_samples(sampler(another, 12, 1.0, 9, 0), questions(), progress=False)
-    assert len(calls) == 3
+    for other in (sampler(loaded, 12, 1.0, 9, 1), sampler(loaded, 12, 0.9, 9, 0), sampler(another, 12, 1.0, 9, 0)):
+        found = target_samples(other, questions(), progress=False)
+        assert found["input_ids"] != first["input_ids"]
+        alone = other.answer([{"input_ids": PROMPTS[0], "turns": "", "number": question_numbers(questions())[0]}], [0])
+        assert found["input_ids"][0] == alone[0]["input_ids"]
 
 
 @pytest.mark.parametrize("named_in", ["config", "generation_config"])
@@ -236,6 +242,79 @@ def test_sampled_responses_end_where_decoded_texts_do(named_in: str, loaded: Loa
     getattr(loaded.model, named_in).eos_token_id = free[3]
     (row,) = sampler(loaded, 12, 0.0, 4, 0).answer([{"input_ids": ids, "turns": ""}], [0])
     assert row["input_ids"] == [*ids, *free[: free.index(free[3]) + 1]]
+
+
+def test_another_data_set_asks_only_what_is_new(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers belong to their question: more questions, fewer, in another order, and the same one twice."""
+    asked: list[list[int]] = []
+    original = Sampler.answer
+
+    def noted(self: Sampler, rows: list[dict[str, Any]], *of: Any) -> list:
+        asked.extend(row["input_ids"] for row in rows)
+        return original(self, rows, *of)
+
+    monkeypatch.setattr(Sampler, "answer", noted)
+
+    def sampled(prompts: list[list[int]], said: list[str], folder: Path | None = None, seed: int = 0) -> Dataset:
+        asked.clear()
+        one = sampler(loaded, 12, 1.0, 1, seed, responses=2)
+        return target_samples(one, questions(prompts), folder=folder, progress=False, say=said.append)
+
+    said: list[str] = []
+    first = sampled(PROMPTS[:2], said)
+    again = sampled([PROMPTS[3], PROMPTS[1], PROMPTS[0], PROMPTS[2], PROMPTS[0]], said)
+    assert sorted(asked) == sorted([PROMPTS[3], PROMPTS[2], PROMPTS[0]] * 2)
+    assert [again["input_ids"][index] for index in (2, 1, 7, 6)] == first["input_ids"]
+    assert again["question"] == [0, 1, 2, 3, 4] * 2
+    assert again["input_ids"][2] != again["input_ids"][4], "a question that is asked twice has two answers"
+    one = sampled(PROMPTS[1:2], said)
+    assert asked == []
+    assert one["input_ids"] == [first["input_ids"][1], first["input_ids"][3]]
+    assert said == ["responses: 4 of 4 are new", "responses: 6 of 10 are new", "responses: 0 of 2 are new"]
+    alone = sampled([PROMPTS[3], PROMPTS[1], PROMPTS[0], PROMPTS[2], PROMPTS[0]], said, folder=tmp_path / "alone")
+    assert alone.to_list() == again.to_list()
+    sampled(PROMPTS[:2], said, seed=1)
+    assert len(asked) == 4, "another seed gives other answers"
+
+
+def test_answers_of_a_killed_run_are_kept_for_another_data_set(
+    loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, count = Sampler.answer, [0]
+
+    def killed(self: Sampler, *of: Any) -> list:
+        count[0] += 1
+        if count[0] == 3:
+            raise KeyboardInterrupt
+        return original(self, *of)
+
+    said: list[str] = []
+    monkeypatch.setattr(Sampler, "answer", killed)
+    for prompts, size in ((PROMPTS, 1), ([*PROMPTS, [7, 7]], 2)):
+        if size == 1:
+            with pytest.raises(KeyboardInterrupt):
+                target_samples(sampler(loaded, 12, 1.0, size, 0), questions(prompts), progress=False)
+        else:
+            target_samples(sampler(loaded, 12, 1.0, size, 0), questions(prompts), progress=False, say=said.append)
+    assert said == ["responses: 3 of 5 are new"]
+
+
+def test_progress_moves_in_every_round(
+    loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All prompts are one part; the bar shows some of them as answered before the part ends."""
+    monkeypatch.setattr(Bars, "seconds", 0.001)
+    target_samples(sampler(loaded, 60, 1.0, 4, 0), questions())
+    lines = [line.split() for line in capsys.readouterr().err.splitlines() if line.startswith("sampling")]
+    assert {"1/4", "2/4"} & {word for line in lines for word in line}
+    assert all(line[-1] == "left" for line in lines)
+    one, shares = sampler(loaded, 12, 1.0, 4, 0), list[float]()
+    one.advance = shares.append
+    one.answer([{"input_ids": ids, "turns": ""} for ids in PROMPTS], [0, 1, 2, 3])
+    assert max(shares) <= 1 / 12 + 1e-9
+    assert 1 < sum(shares) <= 4 + 1e-9
 
 
 def test_the_key_of_samples_knows_the_config_and_the_end_of_answers(loaded: LoadedTarget) -> None:
@@ -389,7 +468,8 @@ def test_each_response_has_later_turns_of_its_own(loaded: LoadedTarget, tmp_path
     several = sampler(loaded, 5, 1.0, 2, 0, responses=3)
     found = target_samples(several, asked, folder=tmp_path / "answers", progress=False)
     said = [json.loads(messages) for messages in found["messages"]]
-    assert [len(messages) for messages in said] == [4] * 3
+    said = [messages for messages in said if len(messages) == 4]  # an answer that a template shows otherwise is alone
+    assert len(said) == 3
     assert len({messages[1]["content"] for messages in said}) == 3
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from datasets import Dataset
 from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, chat_tokenizer
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.questions import question_numbers
 from draftsmith.distill.regeneration import SampleSettings
 from draftsmith.distill.server import client, sampling
 from draftsmith.distill.server.journal import Journal
@@ -41,7 +43,9 @@ def questions(seed: int = 0, count: int = QUESTIONS) -> Dataset:
     return Dataset.from_list([{"input_ids": ids, "turns": "", "spans": [], "opening": ""} for ids in rows])
 
 
-def sample(engine: Engine, folder: Path, asked: Dataset, said: list[str] | None = None, **server: Any) -> Dataset:
+def sample(
+    engine: Engine, folder: Path | None, asked: Dataset, said: list[str] | None = None, **server: Any
+) -> Dataset:
     section = ServerSection(url=engine.url, model="tiny", **server)
     sampler = ServerSampler(section, Chat(chat_tokenizer()), SampleSettings(8, 1.0, 4, 0), 64, "tiny")
     say = ([] if said is None else said).append
@@ -50,12 +54,20 @@ def sample(engine: Engine, folder: Path, asked: Dataset, said: list[str] | None 
 
 def expected(asked: Dataset, index: int) -> list[int]:
     prompt = asked[index]["input_ids"]
-    return [*prompt, *answer_tokens(prompt, request_seed(0, 0, index, 0), 8)]
+    return [*prompt, *answer_tokens(prompt, first_seed(asked, index), 8)]
+
+
+def first_seed(asked: Dataset, index: int) -> int:
+    return request_seed(0, 0, question_numbers(asked)[index], 0)
 
 
 def asked_for_text(engine: Engine) -> list[str]:
     """Prompt and seed of every request but the greedy probe's."""
-    return [json.dumps([body["prompt"], body["seed"]]) for body in engine.asked if body["temperature"] > 0]
+    return [text_of(body) for body in engine.asked if body["temperature"] > 0]
+
+
+def text_of(body: dict[str, Any]) -> str:
+    return json.dumps([body["prompt"], body["seed"]])
 
 
 def some_fail(kind: str, seed: int) -> Fault:
@@ -69,11 +81,24 @@ def some_fail(kind: str, seed: int) -> Fault:
 @pytest.mark.parametrize("kind", FLEETING)
 def test_faults_that_pass_lose_nothing(kind: str, seed: int, tmp_path: Path) -> None:
     slow, asked = kind in ("slow", "drip"), questions(seed)
-    with Engine(fault=some_fail(kind, seed)).running() as engine:
+    fails, failed = some_fail(kind, seed), list[str]()
+
+    def fault(number: int, body: dict[str, Any]) -> str | None:
+        text = body["temperature"] > 0
+        if not fails(number, body) and not (text and not failed):  # the first of these always fails
+            return None
+        failed.extend([text_of(body)] * text)
+        return kind
+
+    with Engine(fault=fault).running() as engine:
         rows = sample(engine, tmp_path / "s", asked, timeout_seconds=SLOW / 3 if slow else 60)
     assert rows["question"] == list(range(QUESTIONS))
     assert [row["input_ids"] for row in rows] == [expected(asked, index) for index in range(QUESTIONS)]
-    if not slow:  # an answer that came too late is asked for again
+    sent = Counter(asked_for_text(engine))
+    assert all(sent[text] >= 1 + count for text, count in Counter(failed).items()), (
+        "each failure is asked for once more"
+    )
+    if not slow:  # an answer that comes too late is an answer for the server
         assert set(engine.answered.values()) == {1}
 
 
@@ -121,11 +146,28 @@ def test_nothing_is_asked_twice_after_an_interruption(
         engine.asked.clear()
         rows = sample(engine, tmp_path / "s", asked)
         again = {json.loads(text)[1] for text in asked_for_text(engine)}
-        assert again == {request_seed(0, 0, index, 0) for index in range(QUESTIONS) if index not in stored}
+        left = [index for index, number in enumerate(question_numbers(asked)) if number not in stored]
+        assert again == {first_seed(asked, index) for index in left}
         engine.asked.clear()
         assert [row["input_ids"] for row in rows] == [expected(asked, index) for index in range(QUESTIONS)]
         sample(engine, tmp_path / "s", asked)
         assert not engine.asked, "everything is stored"
+
+
+def test_questions_of_another_data_set_are_not_asked_again(tmp_path: Path) -> None:
+    """The cache keeps answers by question: more questions in another order, and one of them twice."""
+    first, said = questions(count=3), list[str]()
+    more = Dataset.from_list([questions()[index] for index in (5, 2, 0, 1, 0, 4)])
+    with Engine().running() as engine:
+        sample(engine, None, first)
+        engine.asked.clear()
+        rows = sample(engine, None, more, said)
+        again = [json.loads(text)[1] for text in asked_for_text(engine)]
+        whole = sample(engine, tmp_path / "alone", more)
+    assert sorted(again) == sorted(first_seed(more, index) for index in (0, 4, 5))
+    assert said == ["responses: 3 of 6 are new"]
+    assert rows.to_list() == whole.to_list()
+    assert rows["input_ids"][2] != rows["input_ids"][4]
 
 
 def test_a_request_that_is_always_too_late_fails_alone(tmp_path: Path) -> None:
@@ -136,9 +178,10 @@ def test_a_request_that_is_always_too_late_fails_alone(tmp_path: Path) -> None:
     ).running() as engine:
         rows = sample(engine, tmp_path / "s", asked, said, timeout_seconds=0.5)
     assert rows["question"] == [0, 1, 2, 3, 5]
-    assert len(said) == 1
-    assert "1 conversations failed" in said[0]
-    assert "no answer in time" in said[0]
+    assert said[0] == "responses: 6 of 6 are new"
+    assert len(said) == 2
+    assert "1 conversations failed" in said[1]
+    assert "no answer in time" in said[1]
     assert sum(json.loads(text)[0] == late for text in asked_for_text(engine)) == client.ATTEMPTS
 
 

@@ -12,8 +12,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.chat_template import Chat, Encoded
-from draftsmith.distill.chat_template import template_text
+from draftsmith.distill.chat_template import Chat, Encoded, template_text
 from draftsmith.distill.sources import conversation, json_lines, looks_local, read_source
 from draftsmith.errors import ConfigError
 
