@@ -345,7 +345,7 @@ def _json(path: Path) -> Iterator[Row]:
                 yield from _array(path, file.read())
                 return
             file.seek(0)
-            yield from json_lines(path, file)
+            yield from _json_lines(path, file)
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
 
@@ -357,7 +357,7 @@ def _begins_with(file: TextIO, character: str) -> bool:
     return first == character
 
 
-def json_lines(name: str | Path, file: TextIO) -> Iterator[Row]:
+def _json_lines(name: str | Path, file: TextIO) -> Iterator[Row]:
     """Yield the objects of JSON lines as they are read; ConfigError naming the line of one that is no object."""
     number = 0
     try:
@@ -365,7 +365,6 @@ def json_lines(name: str | Path, file: TextIO) -> Iterator[Row]:
             number += 1
             if len(line) == LONGEST_ROW:
                 raise ConfigError(f"{name}:{number}: a line of {LONGEST_ROW} characters or more; expected shorter")
-            line = line.removeprefix("\ufeff") if number == 1 else line
             if line.strip():
                 yield f"{name}:{number}", _object(f"{name}:{number}", line)
     except UnicodeDecodeError as error:

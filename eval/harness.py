@@ -301,7 +301,7 @@ class Run:
 
     def _decode_all(self, progress: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        columns += (TextColumn("left:"), TimeLeft())
+        columns += (TimeLeft(),)
         with Bars(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
             done = len(self.journal.cells)
             total = sum(len(self.arms) for _ in self._places())

@@ -3,16 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from draftsmith.bars import Bars
+from draftsmith.bars import Bars, TimeLeft
 from draftsmith.safe_text import Terminal
-
-
-class _Stage(Bars):
-    """The bar of a stage, whose lines come often: it is shorter than a run."""
-
-    seconds = 10.0
 
 
 @contextmanager
@@ -25,9 +19,9 @@ def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterato
     console = Terminal(stderr=True)
     if shown and not console.is_terminal:
         console.print(f"  stage: {name}", markup=False, soft_wrap=True)
-    left = () if total is None else (BarColumn(), MofNCompleteColumn(), TextColumn("left:"), TimeRemainingColumn())
+    left = () if total is None else (BarColumn(), MofNCompleteColumn(), TimeLeft())
     columns = (TextColumn("{task.description}"), TimeElapsedColumn(), *left)
-    with _Stage(*columns, console=console, disable=not shown, transient=not console.is_terminal) as bar:
+    with Bars(*columns, console=console, disable=not shown, transient=not console.is_terminal) as bar:
         task = bar.add_task(name, total=total)
 
         def done(parts: float = 1) -> None:

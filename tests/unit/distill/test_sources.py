@@ -1,7 +1,6 @@
 """Formats of conversations, and the tokens of them that are trained on."""
 
 import gzip
-import io
 import json
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat, Encoded, template_text
-from draftsmith.distill.sources import conversation, json_lines, looks_local, read_source
+from draftsmith.distill.sources import conversation, looks_local, read_source
 from draftsmith.errors import ConfigError
 
 USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
@@ -180,9 +179,6 @@ def test_arrays_after_white_space_and_byte_order_marks(text: str, tmp_path: Path
     row = {"prompt": "a", "response": "b"}
     (tmp_path / "p.json").write_bytes(text.replace("{}", json.dumps(row)).encode())
     assert [found for _, found in read(tmp_path / "p.json")] == [row] * text.count("{}")
-    if "[" not in text:
-        lines = io.StringIO(text.replace("{}", json.dumps(row)))
-        assert [found for _, found in json_lines("stdin", lines)] == [row] * text.count("{}")
 
 
 def test_a_text_after_a_byte_order_mark(tmp_path: Path) -> None:
