@@ -20,5 +20,5 @@ def require_greedy(target: PreTrainedModel, prompt: list[int], tokens: Sequence[
     exact_TV = copy.deepcopy(target).float()(ids_1T).logits[0, len(prompt) - 1 : -1]
     rounding = MARGIN * float((target(ids_1T).logits[0, len(prompt) - 1 : -1].float() - exact_TV).abs().max())
     behind_TV = exact_TV.amax(-1, keepdim=True) - exact_TV
-    assert (behind_TV < rounding).sum(-1).float().mean() < 2, "the rounding would excuse most tokens"
+    assert (behind_TV < rounding).sum(-1).float().mean() < 4, "the rounding would excuse many of the tokens"
     assert behind_TV.gather(-1, torch.tensor(list(tokens))[:, None]).max() < rounding
