@@ -573,7 +573,7 @@ def test_missing_targets_are_refused(tmp_path: Path) -> None:
         load_target(str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match=r"target\.dtype='int3'; expected one of float32"):
         load_target(str(tmp_path), dtype="int3")
-    with pytest.raises(ConfigError, match="expected 'embedded', a local folder or a Hub id"):
+    with pytest.raises(ConfigError, match="expected 'embedded', a local folder, a GGUF file or a Hub id"):
         load_target(str(tmp_path))
 
 
