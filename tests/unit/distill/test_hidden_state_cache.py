@@ -105,7 +105,7 @@ def test_progress_moves_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(rows_read >= number for number, (rows_read, _) in enumerate(written, 1))
     assert written[0][0] < 5
     assert not any(exists for _, exists in written), "before the shard is written"
-    online, cached = both(cache, teacher, rows)
+    online, cached = both(cache, OnlineTeacher(model, LAYERS), rows)
     assert torch.allclose(seen(online.hidden_BTH, online), seen(cached.hidden_BTH, online), atol=1e-5)
 
 
