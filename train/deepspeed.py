@@ -159,6 +159,8 @@ class ZeroEngine:
         weights: dict[str, Tensor] = {}
         moments: dict[str, dict[str, Tensor]] = {}
         main, count = self._accelerator.is_main_process, self._count()
+        if count is not None:
+            self._link_moments()
         for name, parameter in trained(self._step).items():
             weight = _on_cpu(safe_get_full_fp32_param(parameter))
             values = {} if count is None else {key: _moment(parameter, key) for key in MOMENTS}
@@ -209,7 +211,16 @@ class ZeroEngine:
         for flat in self._flats():
             moments = {key: torch.zeros_like(flat) for key in MOMENTS}
             self._zero.optimizer.state[flat] = {"step": torch.tensor(count, device=flat.device), **moments}
+        self._link_moments()
+
+    def _link_moments(self) -> None:
+        """Let DeepSpeed's functions find the moments of all groups.
+
+        DeepSpeed 0.19.8's ZeRO-2 steps one group after the other and links all moments once, after the first group's
+        first step, when the other groups have none yet.
+        """
         if not self._sharded:
+            self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
 
