@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads.base import TeacherSignals
 from draftsmith.storage import write_json
 from draftsmith.train.accelerator import autocast
 from draftsmith.train.batch import Batch
@@ -81,17 +82,23 @@ def _wrong_rows(
     with autocast(context.recipe, context.accelerator.device):
         for row in own:
             signals = teacher.signals(**vars(batch([row])))
-            seen_BT = signals.attention_mask_BT.bool()
-            states = [part[seen_BT] for part in (signals.hidden_BTH, signals.features_BTF) if part is not None]
-            hidden_NH = signals.hidden_BTH[signals.mask_BT]
-            if hidden_NH.shape[1] == 0:  # log-probabilities of a file, without states
-                continue
-            parts = hidden_NH.split(context.recipe.objective.chunk_tokens)
-            if not all(map(_is_finite, states)) or not all(_is_finite(teacher.lm_head(part)) for part in parts):
+            if not all(finite_rows(teacher, signals, context.recipe.objective.chunk_tokens)):
                 wrong.append(row)
     return sorted(set(gather_object(wrong)))
 
 
-def _is_finite(values: Tensor) -> bool:
+def finite_rows(teacher: Teacher, signals: TeacherSignals, chunk_tokens: int) -> list[bool]:
+    """Return for each row of a batch whether the teacher's states and logits are finite."""
+    finite: list[bool] = []
+    for row, seen_T in enumerate(signals.attention_mask_BT.bool()):
+        states = [part[row][seen_T] for part in (signals.hidden_BTH, signals.features_BTF) if part is not None]
+        hidden_NH = signals.hidden_BTH[row][signals.mask_BT[row]]
+        parts = hidden_NH.split(chunk_tokens) if hidden_NH.shape[1] else ()  # none: a file has log-probabilities alone
+        whole = all(bool(part.isfinite().all()) for part in states)
+        finite.append(whole and all(_are_logits(teacher.lm_head(part)) for part in parts))
+    return finite
+
+
+def _are_logits(values: Tensor) -> bool:
     """Return whether no value is NaN or positive infinity; a logit of -inf is a token that the target never gives."""
     return not bool((values.isnan() | values.isposinf()).any())

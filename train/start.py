@@ -8,6 +8,7 @@ from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
 from draftsmith.heads.start import fit_start, frequencies, input_sizes
 from draftsmith.train.batch import Batch, batch_indices
 from draftsmith.train.data import TrainingData, token_counts
+from draftsmith.train.failed_batch import finite_rows
 from draftsmith.train.learning_rates import starts_trained
 from draftsmith.train.optimizers import Sizes
 from draftsmith.train.recipe import Recipe
@@ -31,9 +32,11 @@ def start_drafter(
     """
     if drafter.type == "draft_model":  # starts as a model of its own
         return {}
+    signals = _signals(recipe, teacher, data, batch)
+    if signals is None:
+        return {}
     part, drafter.part = drafter.part, None
     drafter.eval()  # without noise
-    signals = _signals(recipe, teacher, data, batch)
     torch.manual_seed(recipe.train.seed)  # block drafters draw the positions that they are trained at
     if not starts_trained(recipe):
         counts_V = token_counts(data.rows.select(range(data.trained)), teacher.lm_head.weight.shape[0])
@@ -46,12 +49,28 @@ def start_drafter(
 
 def _signals(
     recipe: Recipe, teacher: Teacher, data: TrainingData, batch: Callable[[list[int]], Batch]
-) -> TeacherSignals:
-    """Return the target's signals for the first rows of the first step."""
+) -> TeacherSignals | None:
+    """Return the target's signals for the first rows of the first step; None where no row's are finite.
+
+    Rows whose signals are not finite are replaced as if the recipe excluded them, which the first step's error advises.
+    """
+    excluded = set(recipe.data.exclude_rows)
+    while not excluded.issuperset(range(data.trained)):
+        indices = _first_rows(recipe, data, excluded)
+        signals = teacher.signals(**vars(batch(indices)))
+        finite = finite_rows(teacher, signals, recipe.objective.chunk_tokens)
+        if all(finite):
+            return signals
+        excluded.update(index for index, is_finite in zip(indices, finite, strict=True) if not is_finite)
+    return None
+
+
+def _first_rows(recipe: Recipe, data: TrainingData, excluded: set[int]) -> list[int]:
+    """Return the first rows of the first step that have `TOKENS` tokens together, or all its rows."""
     indices, tokens = [], 0
-    for index in batch_indices(recipe.train.seed, 0, recipe.train.batch_size, data.trained):
+    for index in batch_indices(recipe.train.seed, 0, recipe.train.batch_size, data.trained, excluded):
         indices.append(index)
         tokens += len(data.rows[index]["input_ids"])
         if tokens >= TOKENS:
             break
-    return teacher.signals(**vars(batch(indices)))
+    return indices
