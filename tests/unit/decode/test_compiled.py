@@ -87,7 +87,7 @@ def compare(target: torch.nn.Module, case: str) -> int:
     [
         ("draft_model", 5),  # the target's pass; the drafter's over 1 and 2 tokens, chains that are chosen and drawn
         pytest.param("tree", 4, marks=pytest.mark.slow),
-        ("eagle3", 6),
+        ("eagle3", 6),  # and over 3 tokens, after two that were accepted
         pytest.param("mtp", 6, marks=pytest.mark.slow),
         pytest.param("peagle", 2, marks=pytest.mark.slow),
         ("dflash", 2),  # features and the block are one pass
@@ -98,7 +98,7 @@ def compare(target: torch.nn.Module, case: str) -> int:
         ("recurrent target alone", 1),
         # Committed tokens of both models are moved into their states; the drafter's pass over 1 token may be the first.
         pytest.param("recurrent draft_model", 8, marks=pytest.mark.slow),
-        ("recurrent target, eagle3", 6),
+        ("recurrent target, eagle3", 7),
     ],
 )
 def test_texts_equal_those_of_uncompiled_passes(traced: None, case: str, graphs: int) -> None:
@@ -258,7 +258,7 @@ def test_widths_of_passes(untraced: None, widths: dict) -> None:
     drafter = DraftModel(target_model())  # of which everything is accepted
     decoder = SpeculativeDecoder(target, drafter, policy="tree:widths=3x1x1", compile=True)
     decoder.generate(PROMPTS[2], max_new_tokens=24, eos_token_id=None)
-    assert widths == {(target, True): {10}, (drafter.model, True): {1, 2, 4}}
+    assert widths == {(target, True): {10}, (drafter.model, True): {2, 4}}
 
 
 def test_wide_passes_are_neither_padded_nor_compiled(
@@ -270,7 +270,7 @@ def test_wide_passes_are_neither_padded_nor_compiled(
     drafter = DraftModel(target_model())  # of which everything is accepted
     decoder = SpeculativeDecoder(target, drafter, policy="tree:widths=3x1x1", compile=True)
     decoder.generate(PROMPTS[2], max_new_tokens=24, eos_token_id=None)
-    assert widths == {(target, True): {10}, (drafter.model, True): {1, 2}, (drafter.model, False): {3}}
+    assert widths == {(target, True): {10}, (drafter.model, True): {2}, (drafter.model, False): {3}}
 
 
 @pytest.fixture
@@ -292,7 +292,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("make", mostly_slow([draft_model, eagle], eagle))
 def test_a_chain_is_one_graph(traced: None, ran: list[str], make: Callable[[torch.nn.Module], Drafter]) -> None:
-    """A round runs three: committed tokens, the rest of the draft, the target. Drafts are shorter near the end."""
+    """A round runs three: committed tokens, the rest of the draft, the target. Drafts are shorter near the end.
+
+    The first round has no pass over committed tokens: its logits follow from the pass over the prompt.
+    """
     target = target_model()
     drafter = make(target)
     decoders = [SpeculativeDecoder(target, drafter, draft_length=4, compile=on) for on in (False, True)]
@@ -304,9 +307,9 @@ def test_a_chain_is_one_graph(traced: None, ran: list[str], make: Callable[[torc
         overlaps = [[value for record in out.rounds for value in record.overlap] for out in (own, expected)]
         assert overlaps[0] == pytest.approx(overlaps[1], abs=1e-9)
         whole = sum(record.drafted == 4 for record in own.rounds)
-        assert ran[: 3 * whole] == ["pass", "chain", "pass"] * whole
+        assert ["pass", *ran[: 3 * whole - 1]] == ["pass", "chain", "pass"] * whole
         assert whole >= 5
-        assert "chain" not in ran[3 * whole :]
+        assert "chain" not in ran[3 * whole - 1 :]
         assert len(own.rounds) > whole
 
 

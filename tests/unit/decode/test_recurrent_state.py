@@ -243,7 +243,7 @@ def test_the_first_layers_of_a_hybrid_draft(family: str) -> None:
 @torch.inference_mode()
 def test_measured_passes_read_as_many_tokens_again_as_rounds_do_on_average() -> None:
     model, widths = build("mamba2"), []
-    with _reading(model, compile=False) as read:
+    with _reading(model, [5, 6, 7], compile=False) as read:
         mixer = model.get_submodule("backbone.layers.0.mixer.in_proj")
         mixer.register_forward_pre_hook(lambda _, arguments: widths.append(arguments[0].shape[1]))
         for width in (3, 5):
