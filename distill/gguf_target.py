@@ -77,7 +77,7 @@ def description(file: Path) -> Path:
     """Return a folder with the config and the tokenizer of a GGUF file, without its weights."""
 
     def write(folder: Path) -> None:
-        config = _plain(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+        config = _plain(AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False))
         config.save_pretrained(folder)
         _save_tokenizer(file, folder, config.vocab_size)
 
@@ -88,9 +88,9 @@ def model(file: Path, dtype: torch.dtype) -> Path:
     """Return a folder with the dequantized weights of a GGUF file in `dtype`, its config and its tokenizer."""
 
     def write(folder: Path) -> None:
-        options: dict[str, Any] = {"gguf_file": file.name, "dtype": dtype, **_dequantized()}
+        options: dict[str, Any] = {"gguf_file": file.name, "dtype": dtype, "trust_remote_code": False}
         # With output_loading_info the result is a pair, unlike its annotation.
-        read = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **options)
+        read = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **options, **_dequantized())
         loaded, info = cast(tuple[PreTrainedModel, dict[str, Any]], read)
         for name in sorted(info["missing_keys"]):
             raise ConfigError(f"target={file} has no tensor {name}; expected all weights of the model")
@@ -135,7 +135,8 @@ def _converted(file: Path, part: str, write: Callable[[Path], None]) -> Path:
 
 def _save_tokenizer(file: Path, folder: Path, vocab_size: int) -> None:
     """Save the file's tokenizer without the tokens that transformers adds to some, which the model does not have."""
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
     stored = folder / "tokenizer.json"
     rules = json.loads(stored.read_text(encoding="utf-8"))
     rules["added_tokens"] = [token for token in rules["added_tokens"] if token["id"] < vocab_size]

@@ -58,7 +58,10 @@ class Bars(Progress):
 
     def stop(self) -> None:
         self._ended.set()
-        self.live.stop()  # rich also prints an empty line where there is no terminal
+        if self.live.transient:  # nothing is left, hence no line that a line break would end
+            self.live.stop()
+        else:
+            super().stop()
 
     def _print_lines(self) -> None:
         while not self._ended.wait(self.seconds):

@@ -33,7 +33,6 @@ from draftsmith.heads.lora import merged_state
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
-from draftsmith.heads.recall import Recall
 from draftsmith.heads.validation import (
     LONGEST_DRAFT,
     StoredDrafter,
@@ -83,7 +82,11 @@ def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Draf
     remembers = values.pop("memory", False)
     if name == "suffix":
         retrieval = SuffixRetrieval(**values)
-        return Recall(None, retrieval, min_match=retrieval.min_match) if remembers else retrieval
+        if remembers:
+            from draftsmith.heads.recall import Recall
+
+            return Recall(None, retrieval, min_match=retrieval.min_match)
+        return retrieval
     if name == "early-exit":
         return EarlyExit(target, **values)
     if name == "native-mtp":
@@ -91,7 +94,11 @@ def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Draf
         drafter = Mtp.from_target(target, init="native").to(device=weight.device, dtype=weight.dtype)
         return drafter.eval().requires_grad_(False)
     retrieval = SuffixRetrieval(datastore=values.pop("datastore", None))
-    return (Recall if remembers else Hybrid)(load(values.pop("drafter")), retrieval, **values)
+    if remembers:
+        from draftsmith.heads.recall import Recall
+
+        return Recall(load(values.pop("drafter")), retrieval, **values)
+    return Hybrid(load(values.pop("drafter")), retrieval, **values)
 
 
 WEIGHTS = "model.safetensors"

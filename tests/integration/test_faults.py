@@ -117,6 +117,7 @@ def runs(place: Path, server: Processes, tiny_target_folder: Path) -> Runs:
         "data": {"prompts": str(place / "prompts.jsonl"), "prompt_tokens": 16, "response_tokens": 24},
         "train": {
             "steps": STEPS,
+            "seed": 1,
             "batch_size": 8,
             "optimizer": "adamw",
             "learning_rate": 3e-3,
@@ -295,7 +296,9 @@ def test_a_full_disk_stops_the_run_and_keeps_what_it_has(
     assert runs.run(name, processes=processes, no_space={"step": step, "room": room}) == [2] * processes
     folder = runs.folder(name)
     assert f"DraftsmithError: {folder / what} cannot be written (" in runs.said(name)
-    assert f"kept: the checkpoint of step {kept} and the best drafter, of step 4." in runs.said(name)
+    taus = {row["step"]: row["evaluation"]["tau"] for row in read_metrics(folder) if "evaluation" in row}
+    best = max((at for at in taus if what != "drafter" or at < step), key=lambda at: taus[at])
+    assert f"kept: the checkpoint of step {kept} and the best drafter, of step {best}." in runs.said(name)
     assert "Traceback" not in runs.said(name)
     assert runs.leftovers(name) == []
     assert runs.checkpoints(name) == [f"step-{kept - 3:06d}", f"step-{kept:06d}"]

@@ -16,7 +16,7 @@ from draftsmith import cli, storage
 from draftsmith.distill import dataset as examples
 from draftsmith.distill import regeneration as samples
 from draftsmith.eval import run as measure
-from draftsmith.eval.forecast import hardware
+from draftsmith.eval.forecast import profile
 from draftsmith.eval.forecast import run as forecast
 from draftsmith.eval.journal import Journal
 from draftsmith.train import trainer as loop
@@ -147,7 +147,7 @@ def test_a_measurement_continues_where_the_disk_was_full(
 def test_a_forecast_outlives_a_profile_that_cannot_be_kept(
     asked: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hardware, "write_json", refuse_to_write)
+    monkeypatch.setattr(profile, "write_json", refuse_to_write)
     file = tmp_path / "profile.json"
     assert run([*asked["forecast"], "--save-profile", str(file)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
