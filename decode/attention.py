@@ -102,7 +102,7 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)  # as with sdpa, for callers
 
 
 def passes_of(model: PreTrainedModel) -> Passes:
-    """Return how `model` is run: as `run_with` set, else grouped where its layers choose their function by name."""
+    """Return the attention of `model`: that of `run_with`, else grouped where layers choose a function by name."""
     chosen = _PASSES.get(model, "grouped")
     # An indexer's choice becomes a mask only with transformers' own functions; `attend` would not be told of it.
     indexed = "indexed_attention" in (getattr(text_config(model), "layer_types", None) or ())

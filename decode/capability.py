@@ -84,7 +84,7 @@ _KNOWN: "WeakKeyDictionary[PreTrainedModel, Capability]" = WeakKeyDictionary()
 
 @torch.inference_mode()
 def capability_of(model: PreTrainedModel) -> Capability:
-    """Return what the decoder can verify with `model`; measured once a model.
+    """Return the drafts that the decoder can verify with `model`; measured once a model.
 
     The first of `Passes` that verifies most is kept for the model.
 
@@ -135,7 +135,7 @@ def _rank(capability: Capability) -> tuple[bool, bool]:
 
 
 def _measured(model: PreTrainedModel) -> Capability:
-    """Return what `model` verifies, run as it is now; ConfigError if not even chains."""
+    """Return the drafts that `model` verifies, run as it is now; ConfigError if not even chains."""
     kind = str(getattr(model.config, "model_type", type(model).__name__))
     if kind in UNVERIFIED:
         raise ConfigError(f"model_type={kind!r} cannot verify drafts: {UNVERIFIED[kind]}; expected another target")
@@ -172,7 +172,7 @@ def _measured(model: PreTrainedModel) -> Capability:
 
 
 def _read_again(model: PreTrainedModel, kind: str, passes: Passes) -> Capability:
-    """Return what `model` verifies without the decoder's cache, if `generate` reads texts as plain passes do."""
+    """Return the capability of `model` without the decoder's cache, if `generate` reads texts as plain passes do."""
     if passes == "copied":
         check_rollback(model, TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE), 1)
     reason = _reason(lambda: _chain_gap(model), model)

@@ -125,7 +125,7 @@ class FixedDrafts:
         return self._batch()
 
     def _whole_chain(self) -> WantedChain | None:
-        """Return what a drafter may draft at once: a chain for all texts that depends on no text; else None."""
+        """Return the chain that a drafter may draft at once, equal for all texts and independent of them; else None."""
         length = len(self._shape.levels)
         fits = self._shape.is_plain_chain and 1 < length <= self._least_room
         if not fits or self._shared is not None or not self._processors.only_temperature:

@@ -155,7 +155,7 @@ class FixedStates:
             ]
 
     def most_before(self, drafted: int, width: int) -> int:
-        """Return how many columns a graph reads before `width` tokens, rounded up: each number needs its own graph."""
+        """Return the number of columns read before `width` tokens, rounded up, since each needs its own graph."""
         rounded = 1 << (drafted - 1).bit_length() if drafted else 0
         return min(MOST_KEPT + rounded, self._columns.total - width)
 
@@ -175,11 +175,11 @@ class FixedStates:
         return []
 
     def saved(self) -> list[Tensor]:
-        """Return what a pass over one committed token replaces."""
+        """Return the states that a pass over one committed token replaces."""
         return [tensor for mixer in self.mixers for tensor in mixer.saved()]
 
     def tensors(self) -> list[Tensor]:
-        """Return what `advance` replaces."""
+        """Return the states that `advance` replaces."""
         return [tensor for mixer in self.mixers for tensor in mixer.tensors()]
 
     def reading(self) -> AbstractContextManager[None]:

@@ -36,7 +36,7 @@ OWN_STATES = {
 
 
 def cache_name(names: Iterable[str]) -> str:
-    """Return which of a model's arguments, and outputs, holds its cache; empty if none does."""
+    """Return the name of the argument, and output, of a model that holds its cache; empty if none does."""
     return next((name for name in CACHES if name in names), "")
 
 

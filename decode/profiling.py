@@ -81,7 +81,7 @@ def measure_costs(
 
 
 def parts(drafter: Drafter | None = None, *, verify: bool = True) -> int:
-    """Return how often `measure_costs` calls `done`; `verify`: whether it measures the target's seconds."""
+    """Return the number of calls of `done` in `measure_costs`; `verify`: whether it measures the target's seconds."""
     curves = int(verify)
     if drafter is None or drafter.only_retrieves:
         return curves * (REPEATS + 1)

@@ -13,7 +13,7 @@ from draftsmith.errors import ConfigError
 Ids = Tensor | np.ndarray | Sequence
 """Tokens of one prompt or of several, or a mask over them."""
 _OF_TOKENIZER = ("input_ids", "attention_mask", "token_type_ids")
-"""What tokenizers return for a text; all its tokens are of one type."""
+"""Keys that tokenizers return for a text; all its tokens are of one type."""
 
 
 def prompt_rows(

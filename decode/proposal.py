@@ -86,7 +86,7 @@ class Proposal:
         return committed.with_tokens(rows, paths, [numbers[row] for row in rows])
 
     def packed(self) -> list[Tensor]:
-        """Return what `read` needs: the tokens [B, N] of a batch, nothing for drafts of the host."""
+        """Return the tensors that `read` needs: the tokens [B, N] of a batch, nothing for drafts of the host."""
         if self.batch is None or len(self.batch) == 0:
             return []
         tokens_BN, valid_BN = self.batch.tokens_BN, self.batch.valid_BN

@@ -65,7 +65,7 @@ class Mixer:
         """The arguments of its first call that have no value for each token, and empty tensors for those that have."""
 
     def method(self, width: int, counts: Sequence[int] | None) -> Method:
-        """Return what reads `width` tokens of each row, of which `counts` are committed; None: draft tokens."""
+        """Return the context for `width` tokens of each row, of which `counts` are committed; None: draft tokens."""
         forward = self._module.forward
 
         def read(*args: Any, **kwargs: Any) -> Any:

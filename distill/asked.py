@@ -66,5 +66,5 @@ class Asked:
         return self._rows
 
     def as_conversation(self) -> Conversation:
-        """Return what the chat template reads besides the messages."""
+        """Return the variables of the chat template besides the messages."""
         return Conversation(f"question {self.index}", tools=self.tools)

@@ -91,7 +91,7 @@ class Chat:
             self.processor.chat_template = self.tokenizer.chat_template = own or self.tokenizer.chat_template
 
     def key(self) -> list[Any]:
-        """Return what the tokens of a conversation depend on besides the conversation; for cache keys."""
+        """Return the settings on which the tokens of a conversation depend; for cache keys."""
         template = str(self.tokenizer.chat_template)
         return [encoding_fingerprint(self.tokenizer), template, self.options, sorted(self.ends)]
 

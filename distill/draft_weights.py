@@ -66,7 +66,7 @@ class DraftWeights:
         return TokenWeights(dpace_n, None if self._length_weight is None else self._length[k][anchors])
 
     def constant(self) -> Tensor | float:
-        """Return what makes the value of the surrogate loss that of the expected length, once all is recorded."""
+        """Return the constant by which the surrogate loss differs from the expected length, once all is recorded."""
         if self._length_weight is None:
             return 0.0
         self.update()

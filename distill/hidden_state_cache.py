@@ -198,7 +198,7 @@ class SignalCache:
 
 
 def stored_states(signals: TeacherSignals, layers: tuple[int, ...]) -> Tensor:
-    """Return what is stored of `signals` with the features of `layers`, [B, T, W]."""
+    """Return the stored states of `signals` with the features of `layers`, [B, T, W]."""
     hidden_BTH, features_BTF = signals.hidden_BTH, signals.features_BTF
     if features_BTF is None:
         return hidden_BTH

@@ -286,7 +286,7 @@ class StoredLayers:
 
 
 def _errors(teacher: OnlineTeacher, text: StoredText) -> Tensor:
-    """Return how much each stored layer of a text differs from each of the target's [S, L]."""
+    """Return the difference [S, L] between each stored layer of a text and each of the target's."""
     ids = text.ids_T[:COMPARED_TOKENS].tolist()
     own_LTH = _own_states(teacher, ids)
     errors = []

@@ -78,7 +78,7 @@ class Reading:
 
 
 class Change(NamedTuple):
-    """What makes a drafter follow another convention: the layers that it reads, and values of attributes."""
+    """Another convention of a drafter: the layers that it reads, and values of attributes."""
 
     convention: str
     layers: tuple[int, ...]

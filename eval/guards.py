@@ -67,7 +67,7 @@ def _short(dtype: torch.dtype | None) -> str:
 
 
 def notes(run: Run, rows: Sequence[EvalRow]) -> list[str]:
-    """Return what limits the precision or the meaning of the rows."""
+    """Return notes on limits to the precision or the meaning of the rows."""
     found = few_units([batch.prompts for batch in groups] for groups in run.batches.values())
     found += [f"Left out: {text}" for text in run.left_out]
     found += _turns_left_out(run) + _batches_not_full(run)

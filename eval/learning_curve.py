@@ -54,7 +54,7 @@ class LearningCurve:
         return Measured(float(self.taus_E[-1]), percentiles(taus_SE[:, 0]))
 
     def rise(self, window: int) -> Measured | None:
-        """Return how far tau over the last `window` evaluations exceeds that over the `window` before them.
+        """Return the difference between tau over the last `window` evaluations and over the `window` before them.
 
         The interval is for the choice of prompts, which are the same on both sides. None with fewer evaluations.
         """

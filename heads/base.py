@@ -208,7 +208,7 @@ class TeacherSignals:
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """What an untrained drafter is started from, see heads/start.py."""
+    """The data from which an untrained drafter is started, see heads/start.py."""
 
     signals: TeacherSignals
     frequencies_V: Tensor

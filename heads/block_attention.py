@@ -109,7 +109,7 @@ class AnchoredBlocks:
         return attention(q_BhQd, k_BhSd, v_BhSd, self._mask(anchors, window, keys_BhTd.shape[2]))
 
     def _mask(self, anchors: slice, window: int | None, length: int) -> Tensor:
-        """Return which features and positions of these blocks each position sees, bool [B, 1, Q, T + Q]."""
+        """Return the mask of features and positions of these blocks that each position sees, bool [B, 1, Q, T + Q]."""
         anchors_BA1 = self._anchors_BA[:, anchors, None]
         B, A, _ = anchors_BA1.shape
         places_T = torch.arange(length, device=anchors_BA1.device)

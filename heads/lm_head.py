@@ -91,7 +91,7 @@ _MEASURED: "WeakKeyDictionary[PreTrainedModel, LogitsMap]" = WeakKeyDictionary()
 
 
 def logits_map(model: PreTrainedModel) -> LogitsMap:
-    """Return what `model` does before and after its lm_head, measured once.
+    """Return the operations of `model` before and after its lm_head, measured once.
 
     A model without data, of which only the memory is estimated, counts as one without such operations.
 

@@ -124,7 +124,7 @@ def _trained(signals: TeacherSignals, steps: int) -> Tensor:
 
 
 def _on_host(trained_BT: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return which positions [B, T] are trained, and which begin a document, in host memory by one transfer.
+    """Return masks [B, T] of the trained positions and of the begins of documents, in host memory by one transfer.
 
     Fake tensors, which memory is estimated with, have no values; as many positions as `nonzero` returns are trained.
     """

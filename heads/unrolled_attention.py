@@ -241,7 +241,7 @@ def _fused_backward(
 
 
 def _text_in_parts(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, reach: int | None) -> tuple[Tensor, Tensor]:
-    """Return what `_text` does, -inf for a query without any key, with the scores of some queries at a time."""
+    """Return the result of `_text`, -inf for a query without any key, with the scores of some queries at a time."""
     outs, sums = [], []
     for part in _parts(q_BhTd, k_BgTd, reach):
         scores = part.scores(q_BhTd, k_BgTd)
@@ -262,7 +262,7 @@ def _backward_in_parts(
     total_BhT: Tensor,
     reach: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_text_backward` does, with the scores of some queries at a time."""
+    """Return the result of `_text_backward`, with the scores of some queries at a time."""
     dq, dk, dv = torch.empty_like(q_BhTd), torch.zeros_like(k_BgTd), torch.zeros_like(v_BgTd)
     mean_BhT1 = (g_BhTd.to(total_BhT.dtype) * out_BhTd).sum(-1, keepdim=True)
     for part in _parts(q_BhTd, k_BgTd, reach):

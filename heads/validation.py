@@ -101,7 +101,7 @@ class _Allowance(TorchFunctionMode):
 
 
 def _requested(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> int:
-    """Return how many numbers a factory function allocates for these arguments."""
+    """Return the count of numbers that a factory function allocates for these arguments."""
     if function is torch.arange:
         given = named | dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False))
         return int(abs(given["end"] - given.get("start", 0)) / abs(given.get("step", 1))) + 1

@@ -88,7 +88,7 @@ def _equal_models_are_measured_once() -> Iterator[None]:
 
 
 def _identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return what `measured` depends on, attention functions that a test replaces among it; NaN is equal to nothing."""
+    """Return the key of `measured`, with the attention functions that a test replaces; NaN is equal to nothing."""
     weights = torch.stack([weight.detach().double().sum() for weight in model.state_dict().values()]).tolist()
     config = model.config.to_json_string(use_diff=False)
     attention = (model.config._attn_implementation, *AttentionInterface._global_mapping.items())

@@ -273,7 +273,7 @@ def logit_count(model: PreTrainedModel) -> int:
 
 
 def token_counts(rows: Dataset, vocab_size: int) -> Tensor:
-    """Return how often each token occurs in the responses, [V]."""
+    """Return the count of each token in the responses, [V]."""
     counts_V = torch.zeros(vocab_size, dtype=torch.long)
     for start in range(0, len(rows), ROWS_COUNTED):
         part = rows[start : start + ROWS_COUNTED]

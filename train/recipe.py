@@ -335,7 +335,7 @@ def _location(problem: ErrorDetails, values: Any) -> list[str]:
 
 
 def _expected(problem: ErrorDetails) -> str:
-    """Return what pydantic would have accepted, in this project's words."""
+    """Return the values that pydantic would have accepted, in this project's words."""
     bounds, kind = problem.get("ctx", {}), problem["type"]
     if kind.startswith(("model_type", "model_attributes_type")):
         return "a section with keys"

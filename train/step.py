@@ -35,7 +35,7 @@ class Teacher(Protocol):
         documents_BT: Tensor | None = None,
         inputs: tuple[()] = (),
     ) -> TeacherSignals:
-        """Return what the target knows of a batch. Only the online teacher takes a source or images."""
+        """Return the target's outputs for a batch. Only the online teacher takes a source or images."""
         ...
 
 

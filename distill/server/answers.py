@@ -201,7 +201,7 @@ class AnswerReader:
         return [end]
 
     def _rendered(self, asked: Asked, answer: Answer, message: Message) -> tuple[list[int], int]:
-        """Return what the template makes of an answer with thinking, or of one whose thinking is left out."""
+        """Return the template's text of an answer with thinking, or of one whose thinking is left out."""
         if answer.finish == CUT:
             raise NoTokens("have thinking, are cut, and come without their tokens")
         whole = asked.as_conversation()

@@ -76,7 +76,7 @@ class ServerClient:
             return []  # sampling needs no list
 
     async def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
-        """Return what `read` makes of the JSON that the server answers with; it raises `BadAnswer` to ask again.
+        """Return the result of `read` on the JSON that the server answers with; it raises `BadAnswer` to ask again.
 
         Raises:
             RequestFailed: for a request that is refused, or not answered after all retries.
@@ -133,6 +133,6 @@ def _reason(error: Exception) -> str:
 
 
 def _shown(error: BaseException, said: str = "") -> str:
-    """Return what the server said, or the error's text, without the key, which some servers repeat."""
+    """Return the server's message, or the error's text, without the key, which some servers repeat."""
     key, text = server_key(), one_line(said, LONGEST_REASON) or reason_of(error)
     return printable(text if key is None else text.replace(key, HIDDEN))

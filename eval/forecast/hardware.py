@@ -150,7 +150,7 @@ def _arms(
     draft_length: int,
     policies: Mapping[str, Sequence[Policy]],
 ) -> dict[Arm, "TimedVariant"]:
-    """Return what is timed: the target alone, its passes over drafts, and the rounds of each network."""
+    """Return the timed variants: the target alone, its passes over drafts, and the rounds of each network."""
     arms: dict[Arm, TimedVariant] = {ALONE: TimedVariant(target)}
     arms |= {("", length): TimedVariant(target, _Fixed(length), length, costs[""]) for length in LENGTHS}
     timed_as = _timed_as(drafters)
@@ -172,7 +172,7 @@ def depth_of(policy: Policy) -> int:
 
 
 def _network(drafter: Drafter) -> Drafter:
-    """Return what computes: a hybrid's drafter, since rounds of copies cost only the target's pass."""
+    """Return the drafter that computes: a hybrid's, since rounds of copies cost only the target's pass."""
     return drafter.drafter if isinstance(drafter, Hybrid) else drafter
 
 

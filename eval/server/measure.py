@@ -170,7 +170,7 @@ class ServerRun:
         asyncio.run(ask())
 
     async def checked(self, client: ServerClient) -> ServerSampler:
-        """Return what asks the server, after the checks that it serves the target."""
+        """Return the client of the server, after the checks that it serves the target."""
         sampler = self.sampler(self.settings.temperatures[0], 0)
         await check_server(sampler, self._questions(), client, target=self.settings.target)
         if max(self.settings.temperatures) > 0:
@@ -178,7 +178,7 @@ class ServerRun:
         return sampler
 
     def sampler(self, temperature: float, repeat: int) -> ServerSampler:
-        """Return what asks with the seed of a repeat."""
+        """Return a function that asks with the seed of a repeat."""
         samples = SampleSettings(self.settings.max_new_tokens, temperature, 1, self.settings.seed + 10_007 * repeat)
         return ServerSampler(self.server, self.chat, samples, self.context, self.settings.target)
 

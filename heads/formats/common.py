@@ -165,13 +165,13 @@ def with_output_biases(tensors: dict[str, Tensor], body: LlamaConfig) -> dict[st
 
 
 def on_vllm(source: Source[Any], kind: str, notes: list[str]) -> Serving:
-    """Return how vLLM serves the export; `kind` is a key of `VLLM`."""
+    """Return the serving instructions for vLLM; `kind` is a key of `VLLM`."""
     usage = vllm_command(source.target_name, VLLM[kind], "{folder}", source.draft_length)
     return Serving("vLLM", usage, notes=notes, port=8000, model=source.target_name)
 
 
 def on_sglang(source: Source[Any], notes: list[str], usage: str | None = None) -> Serving:
-    """Return how SGLang serves the export; `usage`: the command for other drafts than chains."""
+    """Return the serving instructions for SGLang; `usage`: the command for other drafts than chains."""
     if usage is None:
         algorithm, dtype = SGLANG[source.drafter.type], name_of(source.dtype)
         usage = sglang_command(source.target_name, algorithm, "{folder}", source.draft_length, dtype)

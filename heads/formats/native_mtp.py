@@ -121,7 +121,7 @@ def read_native(target: PreTrainedModel) -> tuple[LlamaConfig, dict[str, bool], 
 def represented(
     target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]
 ) -> tuple[LlamaConfig, dict[str, bool], dict[str, Tensor]]:
-    """Return what `read_native` does, of tensors that have been read."""
+    """Return the module that `read_native` returns, from tensors that have been read."""
     for name, of in SHARED.items():
         tensor, own = tensors.pop(name, None), weight_of(getattr(target, of)()).detach().cpu()
         if tensor is not None and not any(torch.equal(tensor.to(d), own.to(d)) for d in (own.dtype, tensor.dtype)):

@@ -47,7 +47,7 @@ def _generated(target: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def generated() -> list[list[int]]:
-    """Return what `generate` writes to each prompt."""
+    """Return the texts of `generate` after each prompt."""
     target = make_llama()
     return [_generated(target, prompt) for prompt in _prompts()]
 

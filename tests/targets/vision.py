@@ -182,7 +182,7 @@ def _count(model: PreTrainedModel, inputs: dict[str, Tensor]) -> int:
 
 
 def _kinds(model: PreTrainedModel, ids: list[int]) -> dict[str, Tensor]:
-    """Return which tokens are those of the image, for models that read it."""
+    """Return the mask of the image's tokens, for models that read it."""
     taken = inspect.signature(model.forward).parameters
     kinds = torch.tensor([[int(token == placeholder(model)) for token in ids]])
     return {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}

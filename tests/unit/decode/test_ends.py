@@ -95,7 +95,7 @@ def _committed(rounds: list[Any], tokens: int) -> list[int]:
 
 
 def test_a_drafter_that_is_right_up_to_the_end_has_an_alpha_of_one(tiny_target: LlamaForCausalLM) -> None:
-    """What it drafts after the EOS is wrong, and of no account."""
+    """Its drafts after the EOS are wrong, which must not count."""
     eos = SpeculativeDecoder(tiny_target).generate(PROMPTS[0], max_new_tokens=30, eos_token_id=None).tokens[5]
     model = deepcopy(tiny_target)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from draftsmith.safe_text import Terminal
 
 
 def _lines(monkeypatch: pytest.MonkeyPatch, seconds: float, wait: float, **options: bool) -> str:
-    """Return what a bar prints after one unit of three, until it has printed two lines or `wait` seconds are over."""
+    """Return the output of a bar after one unit of three, until it has printed two lines or `wait` seconds are over."""
     monkeypatch.setattr(Bars, "seconds", seconds)
     file = io.StringIO()
     columns = (TextColumn("{task.description}"), MofNCompleteColumn())

@@ -1,4 +1,4 @@
-"""What timed passes and rounds read: the tokens of a text, and prompts once. No test here asserts seconds."""
+"""Timed passes and rounds read the tokens of a text, and prompts once. No test here asserts seconds."""
 
 from collections.abc import Callable
 
