@@ -31,7 +31,6 @@ from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.lora import merged_state
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
 from draftsmith.heads.validation import (
     LONGEST_DRAFT,
@@ -90,6 +89,8 @@ def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Draf
     if name == "early-exit":
         return EarlyExit(target, **values)
     if name == "native-mtp":
+        from draftsmith.heads.mtp import Mtp
+
         weight = next(target.parameters())
         drafter = Mtp.from_target(target, init="native").to(device=weight.device, dtype=weight.dtype)
         return drafter.eval().requires_grad_(False)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.distill.muon import Muon
 from draftsmith.heads.start import InputSizes
 from draftsmith.train.engine import Optimizers
 
@@ -49,6 +48,8 @@ def optimizers(
     rest = [weight for weight in trained if id(weight) not in taken]
     made: Optimizers = []
     if matrices:
+        from draftsmith.distill.muon import Muon
+
         plain = [weight for weight in matrices if weight not in sizes]
         groups: list[dict[str, Any]] = [{"params": plain}] if plain else []
         groups += [{"params": [w], "columns": sizes[w].columns_F} for w in matrices if w in sizes]

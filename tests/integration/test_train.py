@@ -93,14 +93,14 @@ LEARNERS = {
 
 @pytest.mark.parametrize("drafter", mostly_slow(LEARNERS, "draft_model", "medusa", "eagle3", "mtp", "dflash"))
 def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
-    overrides = [f"drafter.type={drafter.split()[0]}", "train.steps=30", "train.learning_rate=1e-2"]
+    # These begin near the loss of the tokens' frequencies, and entropies are a large part of their terms.
+    steps = 120 if drafter in ("hass", "dflash with all of it") else 30
+    overrides = [f"drafter.type={drafter.split()[0]}", f"train.steps={steps}", "train.learning_rate=1e-2"]
     folder = loop.train(load_recipe(str(recipe_file), [*overrides, "train.evaluate_every=15", *LEARNERS[drafter]]))
     losses = _losses(tmp_path / "run")
-    assert len(losses) == 30
+    assert len(losses) == steps
     # With 20 of 64 tokens much of the target's mass is out of reach, and pruned layers begin near their goal.
-    # Others begin with the loss of the tokens' frequencies; entropies are a large part of HASS's and DSpark's terms.
-    near = drafter in ("hass", "dflash with all of it") or "tokens" in drafter or "lora" in drafter
-    assert sum(losses[-5:]) < (0.97 if near else 0.9) * sum(losses[:5])
+    assert sum(losses[-5:]) < (0.97 if "tokens" in drafter or "lora" in drafter else 0.9) * sum(losses[:5])
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny-target")
     decoder = SpeculativeDecoder(target, load_drafter(folder, target, tokenizer))
