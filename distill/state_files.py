@@ -3,7 +3,7 @@
     vLLM, speculators   token_ids [T], hidden_states [T, S, H]
     SpecForge           input_ids, loss_mask [T], layers [1, T, S*H], final states [1, T, H]
 
-Only safetensors are read: SpecForge's own files are pickles, which docs/servers.md says how to convert.
+Only safetensors are read: SpecForge's own files are pickles, which docs/guide/servers.md says how to convert.
 
 No such file names its target or the layers that it holds. So they are measured before training: the target reads the
 beginnings of a few of the texts, and each stored layer is compared with each of the target's.
@@ -107,7 +107,11 @@ class StateFiles:
         files = sorted(place.rglob("*.safetensors")) if place.is_dir() else []
         if not files:
             pickled = place.is_dir() and any(place.rglob("*.ckpt*"))
-            why = " (SpecForge's .ckpt files are pickles: docs/servers.md says how to convert them)" if pickled else ""
+            why = (
+                " (SpecForge's .ckpt files are pickles: docs/guide/servers.md says how to convert them)"
+                if pickled
+                else ""
+            )
             raise ConfigError.of("teacher.file", folder, f"a folder of states in .safetensors{why}")
         self._files: dict[bytes, Path] = {}
         self._trained: list[tuple[list[int], list[list[int]]]] = []

@@ -1,4 +1,4 @@
-"""mkdocs hook: the page `tutorial.md`, rendered from the notebook with its outputs."""
+"""mkdocs hook: the page `guide/tutorial.md`, rendered from the notebook with its outputs."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from mkdocs.structure.files import File, Files
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the page; the notebook itself is a file of the site."""
-    notebook = json.loads((Path(config.docs_dir) / "tutorial.ipynb").read_text(encoding="utf-8"))
-    files.append(File.generated(config, "tutorial.md", content=as_markdown(notebook)))
+    notebook = json.loads((Path(config.docs_dir) / "guide" / "tutorial.ipynb").read_text(encoding="utf-8"))
+    files.append(File.generated(config, "guide/tutorial.md", content=as_markdown(notebook)))
     return files
 
 

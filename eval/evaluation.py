@@ -109,7 +109,7 @@ of texts, which are given as (token ids, length of the prompt)."""
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The content of `eval.json`; docs/evaluation.md has its schema."""
+    """The content of `eval.json`; docs/guide/evaluate.md has its schema."""
 
     settings: Settings
     rows: list[EvalRow]

@@ -137,7 +137,7 @@ SEQUENCES, LEAST = 40, 5
 RISE, FALL = 2.0, 0.95
 """Bounds on the highest mean of half a window relative to the lowest before it, and on the last window's mean relative
 to the first one's. At default rates losses rose by at most a fifth, and at a hundred times those rates to at least 3.8
-times; untrained drafters' losses fell to at most 0.71, and to 0.99 at a thousandth of the rate (docs/training.md)."""
+times; untrained drafters' losses fell to at most 0.71, and to 0.99 at a thousandth of the rate (lab log)."""
 
 
 def window(recipe: Recipe) -> int:

@@ -204,10 +204,15 @@ def demo(
 
 
 @app.command()
-def recipes(name: Annotated[str | None, typer.Argument(help="Recipe to print.")] = None) -> None:
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Recipe to print.")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
+) -> None:
     """List the shipped recipes, or print one."""
-    from draftsmith.train.recipe import shipped_recipes
+    from draftsmith.train.recipe import Recipe, shipped_recipes
 
+    if schema:
+        return print_json(Recipe.model_json_schema())
     shipped = shipped_recipes()
     if name is None:
         for recipe, text in shipped.items():

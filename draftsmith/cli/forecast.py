@@ -51,7 +51,7 @@ def forecast(
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="Timings of another machine, see docs/forecast.md.")
+        Path | None, typer.Option("--profile", help="Timings of another machine, see docs/guide/forecast.md.")
     ] = None,
     save_profile: Annotated[
         Path | None, typer.Option("--save-profile", help="File for this machine's timings, for --profile.")

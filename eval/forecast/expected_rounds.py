@@ -28,7 +28,7 @@ total, divided by p given the text. For the block rule let P_i, Q_i be the produ
 w_i = min(1, w_{i-1} p(x_i)/q(x_i)) its weights. By induction from the draft's end, a drafted prefix is accepted with
 probability w_i (Sun et al. 2024, arXiv:2403.10444), so given x at least i tokens are accepted with probability
 u_i = w_i Q_i / P_i = Q_i/P_i min(1, w_{i-1} p/q) = min(Q_i/P_i, u_{i-1}): the running minimum of the likelihood ratio.
-It does not depend on where the draft ends, provided that the end depends only on earlier tokens. See docs/forecast.md.
+It does not depend on where the draft ends, if the end depends only on earlier tokens. See docs/guide/forecast.md.
 """
 
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""The notebook docs/tutorial.ipynb runs, and its stored outputs are those of its cells."""
+"""The notebook docs/guide/tutorial.ipynb runs, and its stored outputs are those of its cells."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "tutorial.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "guide" / "tutorial.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 

@@ -1,4 +1,4 @@
-"""Write `docs/targets.md`: `python -m tests.targets`."""
+"""Write `docs/reference/targets.md`: `python -m tests.targets`."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""`docs/targets.md`: what the decoder does with every class of the installed transformers, one row each."""
+"""`docs/reference/targets.md`: what the decoder does with every class of the installed transformers, one row each."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import transformers
 
 from .outcome import EXACT, Outcome
 
-PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "targets.md"
 ENCODER_DECODER = "model_type={!r}; expected a decoder-only target for these features"
 """EAGLE-3 with every encoder-decoder class, which is said once above the table, as are compiled passes."""
 NOT_COMPILED = "compile=True with an encoder-decoder target; expected compile=False, or a decoder-only one"

@@ -1,4 +1,4 @@
-"""Every class of the installed transformers against `generate`, and `docs/targets.md` against the outcome."""
+"""Every class of the installed transformers against `generate`, and `docs/reference/targets.md` against the outcome."""
 
 import sys
 from inspect import getmembers, isclass

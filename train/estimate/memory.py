@@ -36,7 +36,7 @@ LIBRARIES = 176 * 2**20
 """Bytes that libraries, and kernels of oneDNN for each shape, take on a CPU."""
 GAPS = {"activations": 0.6, "cache": 0.2, "prompts": 0.2, "states": 0.2}
 """Memory of the allocator on a CPU beside tensors, as a share of temporary tensors by use: steps create many sizes.
-Measured with glibc, see docs/training.md."""
+Measured with glibc, see docs/guide/train.md."""
 
 # Shapes: B sequences, T positions, H hidden size.
 
