@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.decode.capability import capability_of
-from draftsmith.decode.model_runner import ModelRunner
-from draftsmith.decode.recurrent_state import MOST_AGAIN, is_recurrent
+from draftsmith.decode.cache.recurrent import MOST_AGAIN, is_recurrent
+from draftsmith.decode.passes.capability import capability_of
+from draftsmith.decode.passes.runner import ModelRunner
 
 SIZES: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 64,

@@ -20,8 +20,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.decoder import OnBatchTokens, SpeculativeDecoder
-from draftsmith.decode.kv_cache import cache_name
 from draftsmith.decode.policies import Policy
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError

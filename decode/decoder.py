@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from draftsmith.decode.capability import require_compilable
+from draftsmith.decode.cache.recurrent import is_recurrent
 from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.fitting import (
@@ -24,13 +24,13 @@ from draftsmith.decode.fitting import (
     require_same_vocabulary,
 )
 from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.passes.capability import require_compilable
+from draftsmith.decode.passes.checks import usable_inputs
 from draftsmith.decode.policies import Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.policies.base import most_nodes, usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
-from draftsmith.decode.prompt_check import usable_inputs
 from draftsmith.decode.prompts import Ids, one_seed_each, prompt_rows, require_known
-from draftsmith.decode.recurrent_state import is_recurrent
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops, stop_string_criteria
 from draftsmith.decode.target import TransformersTarget

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from draftsmith.decode.contexts import CommittedTokens, StoredContexts
+from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
 from draftsmith.decode.fixed_drafts import fitted
 from draftsmith.decode.sampling import Processors, Rng
 from draftsmith.heads.draft_tree import ROOT, Draft, Drawing

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from draftsmith.decode.capability import Capability, capability_of
 from draftsmith.decode.loop import example_draft
+from draftsmith.decode.passes.capability import Capability, capability_of
 from draftsmith.decode.policies import MAY_BRANCH, Policy
 from draftsmith.decode.verification import Rule
 from draftsmith.errors import ConfigError

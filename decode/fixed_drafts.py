@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draftsmith.decode.contexts import CommittedTokens, StoredContexts
+from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
 from draftsmith.decode.draws import Draws, SeededDraws
 from draftsmith.decode.sampling import Processors, index_at, precise
 from draftsmith.heads.base import Chain, Drafter, Level, WantedChain

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from draftsmith.decode.contexts import CommittedTokens
+from draftsmith.decode.cache.committed import CommittedTokens
 from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read, probabilities
 from draftsmith.decode.draws import SeededDraws, draws_of
 from draftsmith.decode.policies.base import Growing, Policy

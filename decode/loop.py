@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.committed import CommittedTokens, FeatureQueue
 from draftsmith.decode.clock import PartClock
-from draftsmith.decode.compiled import in_one_layout, run_step
-from draftsmith.decode.contexts import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import NOT_DRAWN, draws_of
-from draftsmith.decode.features import FeatureQueue
 from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.grown_drafts import propose
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes.compiled import in_one_layout, run_step
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.base import FixedPolicy, Policy, most_nodes
 from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng, precise

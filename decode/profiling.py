@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from draftsmith.decode.cache.recurrent import MOST_AGAIN, is_recurrent
 from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
-from draftsmith.decode.recurrent_state import MOST_AGAIN, is_recurrent
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from draftsmith.decode.contexts import CommittedTokens, StoredContexts
+from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import Draws, SeededDraws, draws_of
 from draftsmith.decode.fixed_drafts import contexts_of

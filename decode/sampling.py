@@ -20,7 +20,7 @@ from transformers import (
 from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
-from draftsmith.decode.contexts import Contexts, ListContexts
+from draftsmith.decode.cache.committed import Contexts, ListContexts
 from draftsmith.errors import ConfigError, DraftsmithError
 
 LARGEST_SEED = 2**32 - 1

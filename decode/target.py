@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.capability import ALL
-from draftsmith.decode.features import at_places
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.cache.committed import at_places
+from draftsmith.decode.passes.capability import ALL
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents, chain_parents

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from draftsmith.decode import capability
-from draftsmith.decode.attention import passes_of
+from draftsmith.decode.passes import capability
+from draftsmith.decode.passes.attention import passes_of
 
 VOCAB = 64
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import Chain, Policy, StaticTree
 from draftsmith.decode.profiling import measure_costs, parts
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng

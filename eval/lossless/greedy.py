@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.kv_cache import cache_name
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.model_config import start_token
 from draftsmith.heads.processor_inputs import inputs_for, prompt_positions

@@ -33,11 +33,11 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from draftsmith.decode.cache.rollback import RollbackLayer
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draws import NOT_DRAWN
-from draftsmith.decode.kv_cache import RollbackLayer
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import (
     AdaptiveChain,
     BestFirst,

@@ -12,12 +12,13 @@ from recurrent_models import INDEXED_TREES, OTHERS, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode import compiled, fixed_states, reread
-from draftsmith.decode.attention import run_with
-from draftsmith.decode.capability import capability_of
+from draftsmith.decode.cache import fixed as fixed_states
+from draftsmith.decode.cache.recurrent import Mixer
 from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.passes import compiled, reread
+from draftsmith.decode.passes.attention import run_with
+from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.policies import Chain, Policy, StaticTree
-from draftsmith.decode.recurrent_state import Mixer
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads import HEADS, DraftModel

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.attention import attend, chain_marker
+from draftsmith.decode.passes.attention import attend, chain_marker
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.check import ALPHA

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
-from draftsmith.decode.kv_cache import RollbackCache
+from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.distill.dataset import pack
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.load_target import load_ends, load_target

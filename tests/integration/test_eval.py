@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from draftsmith.cli import main
-from draftsmith.decode import compiled
+from draftsmith.decode.passes import compiled
 from draftsmith.eval.journal import Journal, JournalLine, Measurement
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter

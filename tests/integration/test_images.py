@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from vision_models import NEEDS_TORCHVISION, save_image, save_target
 
 from draftsmith.cli import main
-from draftsmith.decode import compiled
+from draftsmith.decode.passes import compiled
 
 MOST = 12
 PICTURES = (0, 4)

@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from two_places import OtherPlace, two_places
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.masks import tree_mask
+from draftsmith.decode.passes.masks import tree_mask
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.step import AgreementStep, Last

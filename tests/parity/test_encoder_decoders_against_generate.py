@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from draftsmith import as_custom_generate
+from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.kv_cache import cache_name
 from draftsmith.errors import ConfigError
 from draftsmith.heads import Drafter, DraftModel
 from draftsmith.heads.ngram import SuffixRetrieval

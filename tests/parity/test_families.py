@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import BestFirst, Chain, StaticTree, widths_shape
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.sequence import DecodeSequence

@@ -14,7 +14,7 @@ from transformers import (
 from vision_models import FAMILIES, IMAGE, TEXT, ImagePrompt, build, prompt, two_images
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import compiled
+from draftsmith.decode.passes import compiled
 from draftsmith.decode.policies import StaticTree, widths_shape
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.sequence import DecodeSequence

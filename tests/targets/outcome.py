@@ -11,9 +11,10 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode import compiled, fixed_states
-from draftsmith.decode.capability import RECURRENT
+from draftsmith.decode.cache import fixed as fixed_states
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes.capability import RECURRENT
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError

@@ -7,7 +7,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.decode.kv_cache import FIRST_SLOTS
+from draftsmith.decode.cache.rollback import FIRST_SLOTS
 from draftsmith.distill.hidden_state_cache import DTYPES as SHARD_DTYPES
 from draftsmith.distill.hidden_state_cache import TOGETHER, stored_states
 from draftsmith.distill.load_target import DTYPES, load_tokenizer
@@ -263,7 +263,7 @@ def _caching_bytes(
 
 
 def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:
-    """Return the bytes of keys and values of the texts that are decoded together, see decode/kv_cache.py.
+    """Return the bytes of keys and values of the texts that are decoded together, see decode/cache/rollback.py.
 
     `config`: of the model that decodes them.
     """

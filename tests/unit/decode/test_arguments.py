@@ -10,7 +10,7 @@ from conftest import make_llama
 from transformers import BatchEncoding, GenerationConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith import SpeculativeDecoder, as_custom_generate, load_drafter
-from draftsmith.decode import compiled
+from draftsmith.decode.passes import compiled
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Eagle3, Medusa
 from draftsmith.heads.model_config import eos_tokens

@@ -12,9 +12,10 @@ from transformers import AttentionInterface, MistralConfig, MistralForCausalLM, 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import attention, target
-from draftsmith.decode.attention import GROUPED, attend, chain_marker, passes_of
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode import target
+from draftsmith.decode.passes import attention
+from draftsmith.decode.passes.attention import GROUPED, attend, chain_marker, passes_of
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import Chain, StaticTree, widths_shape
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.draft_tree import Draft

@@ -8,8 +8,8 @@ from conftest import make_llama
 from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import compiled
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter

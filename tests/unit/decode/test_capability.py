@@ -31,11 +31,11 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
-from draftsmith.decode.attention import passes_of
-from draftsmith.decode.capability import capability_of
+from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.kv_cache import cache_name
+from draftsmith.decode.passes.attention import passes_of
+from draftsmith.decode.passes.capability import capability_of
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
@@ -271,7 +271,7 @@ def test_logits_that_are_not_numbers_are_refused() -> None:
 def test_a_target_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bloom()
     first = capability_of(model)
-    monkeypatch.setattr("draftsmith.decode.capability._measured", None)
+    monkeypatch.setattr("draftsmith.decode.passes.capability._measured", None)
     assert capability_of(model) is first
     assert passes_of(model) == "native"
 

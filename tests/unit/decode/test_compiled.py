@@ -27,15 +27,15 @@ from transformers import (
 from transformers import T5ForConditionalGeneration as T5
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import compiled
-from draftsmith.decode.compiled import MOST_WIDTH, CompiledPasses, built_graphs, run_step
+from draftsmith.decode.cache.recurrent import LOCK
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes.compiled import MOST_WIDTH, CompiledPasses, built_graphs, run_step
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import StaticTree
 from draftsmith.decode.policies.base import most_nodes
 from draftsmith.decode.profiling import LONG, SHORT, measure_costs
-from draftsmith.decode.recurrent_state import LOCK
 from draftsmith.decode.sampling import SeededRng
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
@@ -182,7 +182,7 @@ def test_storage_has_slots_for_the_nodes_that_each_model_reads(untraced: None, m
         longest[model] = tokens
         return compiled.take_passes(model, rows, tokens)
 
-    monkeypatch.setattr("draftsmith.decode.model_runner.take_passes", taken)
+    monkeypatch.setattr("draftsmith.decode.passes.runner.take_passes", taken)
     decoder = SpeculativeDecoder(target, drafter, policy="dynamic-tree:size=5,depth=3,top_k=4", compile=True)
     decoder.generate([5, 9], max_new_tokens=10, eos_token_id=None)
     assert longest == {target: 12 + 5, drafter.model: 12 + 3 * 4}
@@ -265,7 +265,7 @@ def test_wide_passes_are_neither_padded_nor_compiled(
     untraced: None, widths: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for those of the usual width."""
-    monkeypatch.setattr("draftsmith.decode.model_runner.MOST_WIDTH", 2)
+    monkeypatch.setattr("draftsmith.decode.passes.runner.MOST_WIDTH", 2)
     target = target_model()
     drafter = DraftModel(target_model())  # of which everything is accepted
     decoder = SpeculativeDecoder(target, drafter, policy="tree:widths=3x1x1", compile=True)
@@ -338,7 +338,7 @@ def test_chains_that_are_not_one_graph(
     settings |= {"top_p": {"top_p": 0.8}, "top_k": {"top_k": 5}, "cold": {"temperature": 1e-7}}.get(reason, {})
     settings |= {"logits_processor": [Tripled()]} if reason == "processor" else {}
     if reason == "layers":
-        monkeypatch.setattr("draftsmith.decode.model_runner.MOST_LAYERS", 2)
+        monkeypatch.setattr("draftsmith.decode.passes.runner.MOST_LAYERS", 2)
     if reason == "draws":
         monkeypatch.setattr("draftsmith.decode.decoder.SeededRng", OwnRng)
     plans = {"siblings": {"policy": "tree:widths=2x1"}, "ranks": {"policy": StaticTree(((1,), (1, 0)))}}
@@ -413,7 +413,7 @@ def test_hooks_are_removed(untraced: None, compile: bool) -> None:
 
 @pytest.mark.slow
 def test_wide_passes_run_uncompiled_on_the_same_storage(untraced: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.decode.model_runner.MOST_WIDTH", 2)
+    monkeypatch.setattr("draftsmith.decode.passes.runner.MOST_WIDTH", 2)
     target = target_model()
     plan = {"policy": "dynamic-tree:size=7,depth=3,top_k=2"}
     expected, own = (

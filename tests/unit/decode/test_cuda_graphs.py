@@ -19,11 +19,11 @@ from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import compiled
-from draftsmith.decode.compiled import FEWEST_SLOTS, CompiledPasses, Graph
-from draftsmith.decode.fixed_states import FixedStates
-from draftsmith.decode.kv_cache import RollbackCache
-from draftsmith.decode.recurrent_state import _changed
+from draftsmith.decode.cache.fixed import FixedStates
+from draftsmith.decode.cache.recurrent import _changed
+from draftsmith.decode.cache.rollback import RollbackCache
+from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes.compiled import FEWEST_SLOTS, CompiledPasses, Graph
 
 First = tuple[Callable[..., Any], nn.Module, tuple]
 """A function that is compiled, the module in it, and the arguments of its first run."""

@@ -13,7 +13,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from draftsmith.decode.contexts import CommittedTokens
+from draftsmith.decode.cache.committed import CommittedTokens
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import Draws, RowDraws, SeededDraws
 from draftsmith.decode.fixed_drafts import FixedDrafts

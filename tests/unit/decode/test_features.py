@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from draftsmith.decode.features import FeatureQueue, at_places
+from draftsmith.decode.cache.committed import FeatureQueue, at_places
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -10,11 +10,13 @@ from recurrent_models import FAMILIES, build, noisy
 from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import compiled, fixed_states, model_runner
-from draftsmith.decode.compiled import MOST_WIDTH, RECORDING, CompiledPasses, Graph
-from draftsmith.decode.fixed_states import CompiledMixers, FixedMixer, FixedStates
-from draftsmith.decode.model_runner import ModelRunner
-from draftsmith.decode.recurrent_state import MOST_AGAIN
+from draftsmith.decode.cache import fixed as fixed_states
+from draftsmith.decode.cache.fixed import CompiledMixers, FixedMixer, FixedStates
+from draftsmith.decode.cache.recurrent import MOST_AGAIN
+from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import runner as model_runner
+from draftsmith.decode.passes.compiled import MOST_WIDTH, RECORDING, CompiledPasses, Graph
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Level
 

@@ -11,8 +11,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 from vision_models import build, prompt
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.attention import run_with
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes.attention import run_with
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError
 from draftsmith.heads.processor_inputs import extended, inputs_for, prompt_positions
 

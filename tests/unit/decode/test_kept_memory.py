@@ -11,9 +11,9 @@ from recurrent_models import build, noisy
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import compiled
-from draftsmith.decode.kv_cache import RollbackLayer
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.cache.rollback import RollbackLayer
+from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads import DraftModel
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.ngram import Hybrid

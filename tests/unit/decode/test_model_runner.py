@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
+from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.drafted import Positions
-from draftsmith.decode.kv_cache import cache_name
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Draft
 

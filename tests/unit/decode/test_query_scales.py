@@ -8,9 +8,9 @@ import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import compiled
-from draftsmith.decode.capability import COUNTS, capability_of
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes.capability import COUNTS, capability_of
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, query_scales
 from draftsmith.heads.hidden_states import final_states

@@ -13,12 +13,13 @@ from recurrent_models import FAMILIES, build, noisy
 from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import compiled, recurrent_state
-from draftsmith.decode.capability import TOLERANCE
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.cache import recurrent as recurrent_state
+from draftsmith.decode.cache.recurrent import MOST_AGAIN, Mixer
+from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes.capability import TOLERANCE
+from draftsmith.decode.passes.checks import check_rollback, rollback_gap
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.profiling import _reading
-from draftsmith.decode.recurrent_state import MOST_AGAIN, Mixer
-from draftsmith.decode.rollback_check import check_rollback, rollback_gap
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError

@@ -10,13 +10,13 @@ from conftest import make_llama
 from recurrent_models import INDEXED_TREES, OTHERS, build, noisy
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode import reread
-from draftsmith.decode.attention import passes_of, run_with
-from draftsmith.decode.capability import capability_of
-from draftsmith.decode.model_runner import ModelRunner
-from draftsmith.decode.recurrent_state import MOST_AGAIN
-from draftsmith.decode.reread import Reread
-from draftsmith.decode.rollback_check import rollback_gap
+from draftsmith.decode.cache.recurrent import MOST_AGAIN
+from draftsmith.decode.passes import reread
+from draftsmith.decode.passes.attention import passes_of, run_with
+from draftsmith.decode.passes.capability import capability_of
+from draftsmith.decode.passes.checks import rollback_gap
+from draftsmith.decode.passes.reread import Reread
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads.draft_tree import Draft
 
 ROUNDING = 1e-5
@@ -152,7 +152,7 @@ def test_a_tree_after_more_tokens_than_an_indexer_chooses(monkeypatch: pytest.Mo
 
     assert gap() < ROUNDING
     # As a control: `attend` is not told of the choice, and the comparison before use reads fewer tokens than it.
-    monkeypatch.setattr("draftsmith.decode.attention.text_config", lambda model: None)
+    monkeypatch.setattr("draftsmith.decode.passes.attention.text_config", lambda model: None)
     run_with(model, "grouped")
     assert gap() > 0.1
 

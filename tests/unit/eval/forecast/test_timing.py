@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.model_runner import ModelRunner
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.profiling import measure_costs, parts
 from draftsmith.decode.sampling import Sampling

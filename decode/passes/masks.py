@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.decode.attention import GROUPED, chain_marker, passes_of
-from draftsmith.decode.recurrent_state import NO_CONTEXT
+from draftsmith.decode.cache.recurrent import NO_CONTEXT
+from draftsmith.decode.passes.attention import GROUPED, chain_marker, passes_of
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents
 from draftsmith.heads.model_config import Implementation, configs_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftsmith.decode.recurrent_state import RECURRENT_TYPES
+from draftsmith.decode.cache.recurrent import RECURRENT_TYPES
 from draftsmith.errors import ConfigError
 
 FIRST_SLOTS = 256

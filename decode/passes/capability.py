@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.attention import WITH_ROLLBACK, Passes, passes_of, run_with
-from draftsmith.decode.encoder_decoder import biased_layers
-from draftsmith.decode.kv_cache import cache_name, refuse_other_layers
-from draftsmith.decode.masks import Attention
-from draftsmith.decode.model_runner import ModelRunner
-from draftsmith.decode.recurrent_state import is_recurrent, reads_one_by_one
-from draftsmith.decode.rollback_check import check_rollback
+from draftsmith.decode.cache.recurrent import is_recurrent, reads_one_by_one
+from draftsmith.decode.cache.rollback import cache_name, refuse_other_layers
+from draftsmith.decode.passes.attention import WITH_ROLLBACK, Passes, passes_of, run_with
+from draftsmith.decode.passes.checks import HALF_TOLERANCE, TOLERANCE, check_rollback
+from draftsmith.decode.passes.encoder_decoder import biased_layers
+from draftsmith.decode.passes.masks import Attention
+from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import evaluating
@@ -31,9 +31,6 @@ from draftsmith.provenance import has_cxx_compiler
 
 # Shapes: B texts, N draft nodes of one text, V vocabulary.
 
-TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
-HALF_TOLERANCE = 0.2
-"""Relative to the standard deviation of the logits: above rounding, below the effect of a wrong position or mask."""
 CONTEXT, DRAFT = 6, 3
 """Tokens before the draft, fewer for the other text of a batch, and tokens after them; fewer in a shorter context."""
 

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.decode.attention import WITH_ROLLBACK, passes_of
-from draftsmith.decode.compiled import (
+from draftsmith.decode.cache.fixed import CompiledMixers
+from draftsmith.decode.cache.recurrent import NO_CONTEXT, Mixers
+from draftsmith.decode.cache.rollback import RollbackCache, cache_name
+from draftsmith.decode.drafted import Depths, Drafted, Positions
+from draftsmith.decode.passes.attention import WITH_ROLLBACK, passes_of
+from draftsmith.decode.passes.compiled import (
     HEAD,
     MOST_LAYERS,
     MOST_WIDTH,
@@ -24,13 +28,9 @@ from draftsmith.decode.compiled import (
     in_one_layout,
     take_passes,
 )
-from draftsmith.decode.drafted import Depths, Drafted, Positions
-from draftsmith.decode.encoder_decoder import Encoded, biased_layers, true_positions
-from draftsmith.decode.fixed_states import CompiledMixers
-from draftsmith.decode.kv_cache import RollbackCache, cache_name
-from draftsmith.decode.masks import Attention, tree_mask, tree_masks
-from draftsmith.decode.recurrent_state import NO_CONTEXT, Mixers
-from draftsmith.decode.reread import Reread
+from draftsmith.decode.passes.encoder_decoder import Encoded, biased_layers, true_positions
+from draftsmith.decode.passes.masks import Attention, tree_mask, tree_masks
+from draftsmith.decode.passes.reread import Reread
 from draftsmith.decode.sampling import precise
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Chain, Level, WantedChain

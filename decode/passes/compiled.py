@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
-from draftsmith.decode.fixed_states import MOST_KEPT, FixedStates
-from draftsmith.decode.kv_cache import RollbackCache, cache_name
-from draftsmith.decode.masks import Attention
+from draftsmith.decode.cache.fixed import MOST_KEPT, FixedStates
+from draftsmith.decode.cache.rollback import RollbackCache, cache_name
+from draftsmith.decode.passes.masks import Attention
 from draftsmith.decode.sampling import index_at, precise
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import Watched

@@ -1,7 +1,10 @@
-"""The tokens before each row of logits, for processors that read the text.
+"""What is kept of committed tokens on the device: their ids, for processors that read the text, and their features.
 
-The committed tokens are kept as one tensor that grows, so a round costs their copy at most, not their conversion from a
-list.
+The ids are one tensor that grows, so a round costs their copy at most, not their conversion from a list. Features of
+the target are kept from the pass that reads the tokens until the drafter takes them:
+
+    row 0   f3 f4 f5        `add` appends on the right, `take` removes from the left, for all texts at once
+    row 1   f2 . .
 """
 
 from collections.abc import Sequence
@@ -10,7 +13,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-# Shapes: n rows of logits, B texts, S slots, T tokens, D draft tokens on a path.
+# Shapes: n rows of logits, B texts, S slots, T tokens, D draft tokens on a path, Q tokens of a pass, F size of the
+# features per position.
 
 SPARE = 64
 """Slots that are allocated in addition to the tokens."""
@@ -145,3 +149,53 @@ class StoredContexts:
         lengths_n1 = torch.tensor([[length] for length in self.lengths], device=ids_nT.device)
         own_nT = torch.arange(ids_nT.shape[1], device=ids_nT.device) < lengths_n1
         return cast(torch.LongTensor, torch.where(own_nT, ids_nT, ids_nT[:, :1]))
+
+
+# Features.
+
+
+def at_places(values_BQF: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
+    """Return the values [B, n, F] at these places of each row; rows with fewer are padded with other values.
+
+    A view, which copies nothing, where the places of all rows rise by one from the same place.
+    """
+    first, width = next((row[0] for row in places if row), 0), max(map(len, places))
+    if all(list(row) == list(range(first, first + len(row))) for row in places):
+        return values_BQF[:, first : first + width]
+    wide = [[*row, *[0] * (width - len(row))] for row in places]
+    rows_B1 = torch.arange(len(places), device=values_BQF.device)[:, None]
+    return values_BQF[rows_B1, torch.tensor(wide, device=values_BQF.device)]
+
+
+class FeatureQueue:
+    """Features of the next tokens of each text, in the order of the tokens."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        """Number of tokens of each text."""
+        self.values_BSF: Tensor | None = None
+        """Padded on the right; None while the queue is empty."""
+
+    def add(self, features_BQF: Tensor, counts: Sequence[int]) -> None:
+        """Append the features of the first `counts` tokens of each row."""
+        if self.values_BSF is None:
+            self.values_BSF, self.counts = features_BQF[:, : max(counts)], list(counts)
+            return
+        S, pairs = self.values_BSF.shape[1], list(zip(self.counts, counts, strict=True))
+        both_BSF = torch.cat([self.values_BSF, features_BQF[:, : max(counts)]], 1)
+        self.values_BSF = at_places(both_BSF, [[*range(held), *range(S, S + new)] for held, new in pairs])
+        self.counts = [held + new for held, new in pairs]
+
+    def take(self, counts: Sequence[int]) -> Tensor:
+        """Remove the features of the next `counts` tokens of each text and return them, see `Context.take_features`."""
+        values_BSF = self.values_BSF
+        assert values_BSF is not None, "only drafters that need features take them"
+        rest = [list(range(count, held)) for count, held in zip(counts, self.counts, strict=True)]
+        self.counts = [len(row) for row in rest]
+        self.values_BSF = at_places(values_BSF, rest) if any(rest) else None
+        return values_BSF[:, : max(counts)]
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep only these texts, in this order."""
+        if self.values_BSF is not None:
+            self.values_BSF, self.counts = self.values_BSF[rows], [self.counts[row] for row in rows]

@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from draftsmith.decode.kv_cache import RollbackCache, cache_name
+from draftsmith.decode.cache.rollback import RollbackCache, cache_name
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:

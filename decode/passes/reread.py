@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.decode.attention import Passes
-from draftsmith.decode.kv_cache import cache_name
-from draftsmith.decode.recurrent_state import MOST_AGAIN
+from draftsmith.decode.cache.recurrent import MOST_AGAIN
+from draftsmith.decode.cache.rollback import cache_name
+from draftsmith.decode.passes.attention import Passes
 
 # Shapes: Q new tokens, S tokens of the text so far.
 

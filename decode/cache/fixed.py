@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from draftsmith.decode.kv_cache import keep_rows_in_place
-from draftsmith.decode.recurrent_state import (
+from draftsmith.decode.cache.recurrent import (
     LOCK,
     MOST_AGAIN,
     NO_CONTEXT,
@@ -33,6 +32,7 @@ from draftsmith.decode.recurrent_state import (
     mixers_of,
     replaced,
 )
+from draftsmith.decode.cache.rollback import keep_rows_in_place
 from draftsmith.errors import ConfigError
 
 MOST_KEPT = MOST_AGAIN - 1
