@@ -73,8 +73,8 @@ class HydraSection(VocabularyOption):
     prefix_layer: bool = False
     """Hydra++: a decoder layer over the target's states of all committed tokens before the heads."""
     original: bool = False
-    """The heads of the authors' code, for `export --format hydra`: a linear residual, one residual block that is
-    applied `num_layers` - 1 times, lm_heads with biases."""
+    """The heads of the authors' code, as in published files: a linear residual, one residual block that is applied
+    `num_layers` - 1 times, lm_heads with biases."""
 
 
 class MlpSpeculatorSection(VocabularyOption):
@@ -86,7 +86,7 @@ class MlpSpeculatorSection(VocabularyOption):
     tie_weights: bool = True
     """Share one step and one lm_head between all positions."""
     fms: bool = False
-    """The variant of foundation-model-stack (IBM), for `export --format fms`: norms do not subtract the mean, and with
+    """The variant of foundation-model-stack (IBM), as in published files: norms do not subtract the mean, and with
     `tie_weights` the projection of the target's state is separate."""
     scale_input: bool = True
     """Normalise the target's state first."""
@@ -220,13 +220,11 @@ DRAFTERS: dict[str, DrafterEntry] = {
         HydraSection,
         "hydra.Hydra",
         card_name="set of Hydra heads",
-        exports={"hydra": "token_heads.write_hydra", **CUSTOM_GENERATE},
     ),
     "mlp_speculator": DrafterEntry(
         MlpSpeculatorSection,
         "mlp_speculator.MlpSpeculator",
         card_name="recurrent MLP speculator",
-        exports={"fms": "token_heads.write_fms", **CUSTOM_GENERATE},
     ),
     "eagle": DrafterEntry(
         EagleSection,
@@ -249,8 +247,6 @@ DRAFTERS: dict[str, DrafterEntry] = {
             "sglang": "eagle.write_eagle3_for_sglang",
             "gguf": "llama_cpp.write_eagle3",
             "eagle": "eagle.write_eagle3",
-            "deepspec": "eagle.write_deepspec_eagle3",
-            "angelslim": "eagle.write_eagle3_for_angelslim",
             **CUSTOM_GENERATE,
         },
     ),
@@ -274,8 +270,6 @@ DRAFTERS: dict[str, DrafterEntry] = {
             "vllm": "speculators.write_dflash_speculator",
             "sglang": "blocks.write_dflash_for_sglang",
             "gguf": "llama_cpp.write_dflash",
-            "specforge": "blocks.write_dflash_for_specforge",
-            "angelslim": "blocks.write_dflash_for_angelslim",
             **CUSTOM_GENERATE,
         },
     ),

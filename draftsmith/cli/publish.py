@@ -21,8 +21,7 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="vllm, sglang, gguf, transformers, native; a repository's own: eagle, deepspec, specforge, angelslim, "
-            "medusa, hydra, fms.",
+            help="vllm, sglang, gguf, transformers, native; a repository's own: eagle, medusa.",
         ),
     ],
     dtype: Annotated[

@@ -203,26 +203,6 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
     return on_sglang(source, [*_flat_notes(source, named), note], usage)
 
 
-def write_dflash_for_specforge(source: Source[DFlash]) -> Serving:
-    """Write DFlash or DSpark in SpecForge's layout, whose keys are in `dflash_config`."""
-    named, anchored = _flat_fields(source), source.drafter.body.first == 0
-    inner = named | _dspark_fields(source.drafter) | {"projector_type": "dspark"} if anchored else named
-    _write_flat(source, "DSparkDraftModel" if anchored else "DFlashDraftModel", {"dflash_config": inner})
-    return Serving(
-        "SpecForge", "# In SpecForge: the folder as the draft model.\nls {folder}", notes=_flat_notes(source, named)
-    )
-
-
-def write_dflash_for_angelslim(source: Source[DFlash]) -> Serving:
-    """Write DFlash for AngelSlim, whose class of z-lab's tensors has another name."""
-    source.require(source.drafter.body.first == 1, "sample_from_anchor=True", "false, or format=sglang or transformers")
-    named = _flat_fields(source)
-    _write_flat(source, "QwenDFlashDraftModel", {"dflash_config": named})
-    return Serving(
-        "AngelSlim", "# In AngelSlim: the folder as the draft model.\nls {folder}", notes=_flat_notes(source, named)
-    )
-
-
 def _flat_fields(source: Source[DFlash]) -> dict[str, Any]:
     """Return the keys of layers and mask in flat layouts; ConfigError for a drafter that these layouts cannot hold."""
     drafter, otherwise = source.drafter, "format=vllm or transformers"

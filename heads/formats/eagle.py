@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.heads.eagle import Eagle
 from draftsmith.heads.eagle3 import OPTIONS, Eagle3
-from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, on_sglang, with_output_biases
+from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, on_sglang
 from draftsmith.heads.formats.published import LAYER_IDS, POSITIVE, Published
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
@@ -71,36 +71,6 @@ def read_deepspec_eagle3(published: Published) -> Eagle3:
     return drafter
 
 
-def write_deepspec_eagle3(source: Source[Eagle3]) -> Serving:
-    """Write EAGLE-3 in the layout of DeepSpec, with the target's embeddings."""
-    drafter, body, otherwise = source.drafter, source.drafter.body.config, "format=transformers"
-    options, depth = drafter.options(), body.num_hidden_layers
-    source.require(depth == 1, f"{depth} layers", f"one layer, or {otherwise}")
-    source.require(options.get("qk_norm", False), "qk_norm=False", "true, or format=vllm or transformers")
-    for option in OPTIONS:
-        source.require(option == "qk_norm" or not options.get(option), f"{option}=True", f"false, or {otherwise}")
-    source.require(drafter.draft_vocabulary is None, "a draft vocabulary", f"none, or {otherwise}")
-    source.require(windows_of(body) == [None], "a window", f"full attention, or {otherwise}")
-    layers = list(drafter.needs.layers)
-    source.require(min(layers) >= 1, "the final state among its features", f"layers, or {otherwise}")
-    config = llama_fields(
-        body,
-        model_type="qwen3",
-        architectures=["Qwen3Eagle3Model"],
-        layer_types=["full_attention"],
-        target_layer_ids=[layer - 1 for layer in layers],
-        num_target_layers=source.text.num_hidden_layers,
-        draft_num_hidden_layers=1,
-        ttt_length=drafter.train_steps,
-        dtype=name_of(source.dtype),
-    )
-    tensors = source.weights(drafter.body)
-    tensors["embed_tokens.weight"] = source.stored(weight_of(source.target.get_input_embeddings()))
-    source.write(config, with_output_biases(tensors, body))
-    usage = "# In DeepSpec's evaluation: the folder as the draft model.\nls {folder}"
-    return Serving("DeepSpec", usage, notes=[f"Layer ids count blocks from 0: {[layer - 1 for layer in layers]}."])
-
-
 def read_eagle1(published: Published) -> Eagle:
     """Read EAGLE-1, where the key `bias` belongs to fc."""
     published.require_plain_embeddings()
@@ -146,28 +116,15 @@ def _hass(source: Source[Eagle]) -> list[str]:
 
 
 def write_eagle3(source: Source[Eagle3]) -> Serving:
-    """Write EAGLE-3 for the EAGLE repository."""
-    _write_original(source, "LlamaForCausalLMEagle3")
-    return Serving("the EAGLE repository", _original(source, use_eagle3=True), "python", _eagle3_notes(source))
-
-
-def write_eagle3_for_angelslim(source: Source[Eagle3]) -> Serving:
-    """Write EAGLE-3 for AngelSlim, whose class of the same tensors has another name."""
-    _write_original(source, "Eagle3LlamaForCausalLM")
-    return Serving(
-        "AngelSlim", "# In AngelSlim: the folder as the draft model.\nls {folder}", notes=_eagle3_notes(source)
-    )
-
-
-def _write_original(source: Source[Eagle3], architecture: str) -> None:
-    """Write EAGLE-3 for classes that read the inputs of the target's layers 2, L/2 and L - 3 only."""
+    """Write EAGLE-3 for the EAGLE repository, which reads the inputs of the target's layers 2, L/2 and L - 3 only."""
     depth = source.text.num_hidden_layers
     wanted, layers = (2, depth // 2, depth - 3), source.drafter.needs.layers
     source.require(depth > 6, f"a target of {depth} layers", f"more than 6, or {OTHERS}")  # otherwise they coincide
     source.require(layers == wanted, f"features of layers {list(layers)}", f"{list(wanted)}, or {OTHERS}")
     for option in OPTIONS:
         source.require(not source.drafter.options().get(option), f"{option}=True", f"false, or {OTHERS}")
-    _write_midlayer(source, architecture)
+    _write_midlayer(source)
+    return Serving("the EAGLE repository", _original(source, use_eagle3=True), "python", _eagle3_notes(source))
 
 
 def write_eagle3_for_sglang(source: Source[Eagle3]) -> Serving:
@@ -185,7 +142,7 @@ def write_eagle3_for_sglang(source: Source[Eagle3]) -> Serving:
     return on_sglang(source, notes)
 
 
-def _write_midlayer(source: Source[Eagle3], architecture: str = "LlamaForCausalLMEagle3") -> None:
+def _write_midlayer(source: Source[Eagle3]) -> None:
     """Write the flat layout, whose one layer is named `midlayer`."""
     drafter, body = source.drafter, source.drafter.body
     _require_plain_layers(source, OTHERS)
@@ -197,7 +154,7 @@ def _write_midlayer(source: Source[Eagle3], architecture: str = "LlamaForCausalL
     options = drafter.options()
     config = llama_fields(
         body.config,
-        architectures=[architecture],
+        architectures=["LlamaForCausalLMEagle3"],
         draft_vocab_size=body.config.vocab_size if vocabulary is None else len(vocabulary),
         target_hidden_size=source.text.hidden_size,
         fc_norm=options.get("fc_norm", False),

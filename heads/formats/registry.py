@@ -7,8 +7,7 @@ from typing import Any
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.formats.common import Serving, Source
 
-FORMATS = ("vllm", "sglang", "gguf", "eagle", "deepspec", "specforge", "angelslim", "medusa", "hydra", "fms", "native")
-FORMATS += ("transformers",)
+FORMATS = ("vllm", "sglang", "gguf", "eagle", "medusa", "native", "transformers")
 
 
 def _writer(function: str) -> Callable[[Source[Any]], Serving]:

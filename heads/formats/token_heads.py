@@ -15,20 +15,16 @@ Sources: hydra/model at 3f39fbd, fms_extras/models/speculator.py at 16339f7.
 """
 
 import re
-from typing import Any
 
 import torch
 
-from draftsmith.heads.formats.common import Serving, Source, name_of
 from draftsmith.heads.formats.published import POSITIVE, Published
 from draftsmith.heads.hydra import Hydra
 from draftsmith.heads.layers import layer_config
-from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.mlp_speculator import MlpSpeculator
 from draftsmith.heads.validation import LONGEST_DRAFT
 
 BOTH = (False, True)
-HYDRA_WEIGHTS = "hydra_lm_head.safetensors"
 ARCHITECTURES = {"mlp": False, "prefix-mlp": True}
 """Values of `hydra_head_arch`, and whether the heads read a prefix layer."""
 EMBEDDINGS = "input_embed_fn.weight"
@@ -82,42 +78,6 @@ def _drop_copies(published: Published, names: list[str]) -> None:
             raise published.refusal(f"tensor {name} differs from {names[0]}", "one tensor: these weights are shared")
 
 
-def write_hydra(source: Source[Hydra]) -> Serving:
-    """Write the layout of the authors' repository."""
-    drafter, otherwise = source.drafter, "format=transformers"
-    source.require(drafter.original, "original=False", f"true, or {otherwise}")
-    source.require(drafter.draft_vocabulary is None, "a draft vocabulary", f"none, or {otherwise}")
-    source.require(not drafter.shared_lm_head, "shared_lm_head=True", f"false, or {otherwise}")
-    dropout = drafter.prefix is not None
-    tensors = source.weights(drafter, lambda name: _of_hydra(name, dropout))
-    for k in range(drafter.num_heads):
-        for part in ("weight", "bias"):
-            for place in range(2, drafter.num_layers):
-                tensors[_block(k, place, part, dropout)] = tensors[_block(k, 1, part, dropout)].clone()
-    tensors[EMBEDDINGS] = source.stored(weight_of(source.target.get_input_embeddings()))
-    config = {
-        "hydra_num_heads": drafter.num_heads,
-        "hydra_num_layers": drafter.num_layers,
-        "hydra_head_arch": "prefix-mlp" if dropout else "mlp",
-        "grounded_heads": True,
-        "hidden_state_offset": 0,
-        "base_model_name_or_path": source.target_name,
-    }
-    source.write(config, tensors, HYDRA_WEIGHTS)
-    usage = (
-        "import torch\n"
-        "from hydra.model.hydra_model import HydraModel\n"
-        "from safetensors.torch import load_file\n\n"
-        "# The repository reads hydra_lm_head.pt, a pickle; this line creates it from the safetensors file, once.\n"
-        f'torch.save(load_file("{{folder}}/{HYDRA_WEIGHTS}"), "{{folder}}/hydra_lm_head.pt")\n'
-        f'model = HydraModel.from_pretrained("{{folder}}", torch_dtype=torch.{name_of(source.dtype)})'
-    )
-    notes = ["No pickle is written; the code above creates the original repository's file."]
-    if dropout:
-        notes.append("The prefix layer's embeddings, which nothing reads, are left out.")
-    return Serving("the Hydra repository", usage, "python", notes)
-
-
 def read_fms(published: Published) -> MlpSpeculator:
     """Read an MLP speculator; a key that is missing has the value of IBM's `MLPSpeculatorConfig`."""
     config, H, V = published.config, published.text.hidden_size, published.text.vocab_size
@@ -147,39 +107,3 @@ def _of_fms(name: str, tied: bool) -> str:
     parts = {"embedding": "emb", "projection": "proj", "norm": "ln"}
     name = re.sub(r"^steps\.(\d+)\.(\w+)\.", lambda match: f"{parts[match[2]]}.{match[1]}.", name)
     return re.sub(r"^lm_heads\.", "head.", name)
-
-
-def write_fms(source: Source[MlpSpeculator]) -> Serving:
-    """Write IBM's layout, with a copy of tied weights for each step: its class and TGI look for every name."""
-    drafter, otherwise = source.drafter, "format=transformers"
-    source.require(drafter.fms, "fms=False", f"true, or {otherwise}")
-    source.require(drafter.draft_vocabulary is None, "a draft vocabulary", f"none, or {otherwise}")
-    source.require(drafter.num_heads > 1 or not drafter.tie_weights, "tie_weights with one head", "false")
-    tied = drafter.tie_weights
-    tensors = source.weights(drafter, lambda name: f"speculator.{_of_fms(name, tied)}")
-    for name, value in list(tensors.items()) if tied else []:
-        part, first = name.split(".")[1:3]
-        if (part, first) != ("proj", "0"):
-            later = range(int(first) + 1, drafter.num_heads)
-            tensors |= {name.replace(f".{first}.", f".{k}."): value.clone() for k in later}
-    config: dict[str, Any] = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "model_type": "mlp_speculator",
-        "emb_dim": drafter.hidden_size,
-        "inner_dim": drafter.inner_size,
-        "vocab_size": drafter.vocab_size,
-        "n_predict": drafter.num_heads,
-        "tie_weights": tied,
-        "scale_input": drafter.scale_input,
-        # The defaults of the source for its own decoding: candidates of each head, and of all.
-        "top_k_tokens_per_head": [5, 4, 3, *[1] * drafter.num_heads][: drafter.num_heads],
-        "n_candidates": 5,
-        "torch_dtype": name_of(source.dtype),
-    }
-    source.write(config, tensors)
-    usage = (
-        "from fms_extras.models.hf.modeling_mlp_speculator import MLPSpeculatorPreTrainedModel\n\n"
-        'speculator = MLPSpeculatorPreTrainedModel.from_pretrained("{folder}").speculator'
-    )
-    notes = ["vLLM's current engine has this class switched off; TGI and older versions of vLLM serve it."]
-    return Serving("foundation-model-stack", usage, "python", notes)

@@ -151,7 +151,7 @@ def test_mistakes_are_told_in_one_line_before_any_work(
     export = ["export", drafter, "--target", target, "--out", str(tmp_path / "new")]
     wrong = {
         "format='onnx'; expected one of": [*export, "--format", "onnx"],
-        "format='medusa'; expected vllm, sglang, gguf, eagle, deepspec, angelslim, transformers": [
+        "format='medusa'; expected vllm, sglang, gguf, eagle, transformers": [
             *export,
             "--format",
             "medusa",

@@ -1,4 +1,4 @@
-"""Their file, read and saved as ours, is written again bit for bit; conversions keep logits to 1e-12 in float64."""
+"""A file that an engine loads, read and saved as ours, is written again bit for bit; conversions keep logits to 1e-12 in float64."""
 
 import json
 from collections.abc import Callable
@@ -249,16 +249,11 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (sglang_eagle3, "sglang"),
     (sglang_eagle31, "sglang"),
     (eagle3_of_the_repository, "eagle"),
-    (angelslim_eagle3, "angelslim"),
     (zlab_dflash, "sglang"),
-    (zlab_dflash, "specforge"),
-    (specforge_dspark, "specforge"),
-    (angelslim_dflash, "angelslim"),
     (deepspec_dflash, "sglang"),
     (deepspec_dspark, "sglang"),
     (deepspec_gated_dspark, "sglang"),
     (deepspec_recurrent_dspark, "sglang"),
-    (deepspec_eagle3, "deepspec"),
     (eagle1, "eagle"),
     (medusa_of_vllm, "vllm"),
     (medusa_of_the_original, "medusa"),
@@ -266,7 +261,7 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (plain_llama, "vllm"),
 ]
 SHARED = ("embed_tokens", "lm_head")
-DEEP = (eagle3_of_the_repository, angelslim_eagle3)
+DEEP = (eagle3_of_the_repository,)
 """Layouts without layer ids, which `export` writes for a target of more than six layers: others have two alike."""
 
 
@@ -311,7 +306,8 @@ def _within(wanted: Any, found: Any) -> bool:
 CONVERSIONS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (zlab_dflash, "vllm"),  # ids count from 1, the convention of the anchor is written
     (sglang_eagle3, "vllm"),  # ids count from 1, norm_before_residual is written
-    (angelslim_dflash, "sglang"),  # another class
+    (angelslim_eagle3, "sglang"),  # another class
+    (angelslim_dflash, "sglang"),
     (speculators_peagle, "transformers"),
     (speculators_mtp, "transformers"),  # the halves of input_proj change places
     (speculators_eagle3, "sglang"),
