@@ -1,4 +1,4 @@
-"""A file that an engine loads, read and saved as ours, is written again bit for bit; conversions keep logits to 1e-12 in float64."""
+"""A file that an engine loads is written again bit for bit; conversions keep logits to 1e-12 in float64."""
 
 import json
 from collections.abc import Callable
