@@ -28,7 +28,6 @@ from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.heads.validation import require_whole_model
-from draftsmith.reading import require_regular
 
 EMBEDDED = "embedded"
 FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")
@@ -107,7 +106,6 @@ def load_tokenizer(
     try:
         gguf = gguf_target.gguf_file(name, revision)
         source = str(gguf_target.description(gguf)) if gguf else _source(name)
-        _require_regular(folder)
         return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
     except ConfigError:
         raise
@@ -143,7 +141,6 @@ def adapter_tokenizer(
     if not (folder / TOKENIZER_CONFIG).is_file():
         return base
     try:
-        _require_regular(folder)
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise errors without a common base
         raise ConfigError(f"target={folder}: its tokenizer cannot be read ({reason_of(error)})") from error
@@ -187,11 +184,6 @@ def load_processor(name: str, *, revision: str | None = None, trust_remote_code:
 def _source(name: str) -> str:
     """Return the folder or the Hub id from which transformers reads a target that is no GGUF file."""
     return str(embedded_target()) if name == EMBEDDED else str(Path(name).expanduser())
-
-
-def _require_regular(folder: Path) -> None:
-    if folder.is_dir():
-        require_regular(folder)
 
 
 def load_target(
@@ -243,7 +235,6 @@ def load_target(
     try:
         gguf = gguf_target.gguf_file(name, revision)
         source = str(gguf_target.model(gguf, DTYPES[dtype])) if gguf else _source(name)
-        _require_regular(folder)
         require_whole_model("target", source, revision)
         model, tokenizer, stored = _read(source, dtype, attn_implementation, images, tensor_parallel, options)
     except ConfigError:

@@ -18,9 +18,8 @@ from typing import Any
 
 import pyarrow.parquet
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_from_disk
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-from draftsmith.bars import Bars, TimeLeft
+from draftsmith.bars import Bars, units
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.asked import Asked
@@ -328,8 +327,7 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
     mine = parts[share.index :: share.count]
     missing = [part for part in mine if not part.file.exists()]
     done = sum(len(part.indices) for part in mine if part not in missing)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
-    with Bars(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
+    with Bars(*units(), console=Terminal(stderr=True), disable=not progress) as bar:
         total = sum(len(part.indices) for part in mine)
         task = bar.add_task("sampling from the target", total=total, completed=done)
         sampler.advance = lambda share: bar.advance(task, share)

@@ -3,8 +3,7 @@
 from threading import Event, Thread
 from typing import Any
 
-from rich.progress import Progress, ProgressColumn, Task, TaskID
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 
 def clock(seconds: float) -> str:
@@ -14,19 +13,14 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-class TimeLeft(ProgressColumn):
-    """The time that the rest takes at the mean speed since the start.
+def time_left() -> ProgressColumn:
+    """Return a column with the remaining time at the mean speed of the last hour."""
+    return TimeRemainingColumn(compact=True)
 
-    rich's own column knows the speed of the last 30 seconds alone: it stays empty where a unit takes longer.
-    """
 
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        done, elapsed = task.completed - task.fields.get("begun", 0), task.finished_time or task.elapsed
-        if done <= 0 or not elapsed or task.total is None:
-            return Text("-:-- left")
-        return Text(f"{clock(elapsed * max(0.0, task.total - task.completed) / done)} left")
+def units() -> tuple[ProgressColumn, ...]:
+    """Return the columns of a bar that counts units: their number, and the remaining time."""
+    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), time_left()
 
 
 class Bars(Progress):
@@ -35,21 +29,9 @@ class Bars(Progress):
     seconds = 10.0
     """Time between two such lines; a stage whose first unit takes longer prints them, too."""
 
-    def __init__(self, *columns: Any, **options: Any) -> None:
-        super().__init__(*columns, **options)
+    def __init__(self, *columns: str | ProgressColumn, **options: Any) -> None:
+        super().__init__(*columns, speed_estimate_period=3600.0, **options)
         self._ended = Event()
-
-    def add_task(
-        self,
-        description: str,
-        start: bool = True,
-        total: float | None = 100.0,
-        completed: int = 0,
-        visible: bool = True,
-        **fields: Any,
-    ) -> TaskID:
-        """Add a bar; units that are `completed` from the start take no time."""
-        return super().add_task(description, start, total, completed, visible, begun=completed, **fields)
 
     def start(self) -> None:
         super().start()

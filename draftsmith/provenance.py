@@ -4,14 +4,13 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from draftsmith.safe_text import command_line
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 NOT_COMPUTED = (
@@ -122,7 +121,7 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-        "command": command_line([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 

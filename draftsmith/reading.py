@@ -11,14 +11,13 @@ import yaml
 
 from draftsmith.errors import ConfigError
 
-LARGEST_YAML = 2**18
-"""Bytes of a recipe or a profile."""
 LARGEST_JSON = 2**30
 """Bytes of a file that is read as a whole."""
 DEEPEST = 64
 """Levels of nested lists and mappings."""
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`, which may stand several times: its mappings are merged."""
+COMMENT = re.compile(r"(?:^|\s)#")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """JSON escape of a surrogate code point."""
 
@@ -47,27 +46,14 @@ for _yaml in (_Loader, _Dumper):
     _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
 
 
-class _ValueLoader(_Loader):
-    """Refuse comments: in the value of `key=value`, `#` is part of the text."""
-
-    def scan_to_next_token(self) -> None:
-        start = self.pointer
-        super().scan_to_next_token()
-        if "#" in self.buffer[start : self.pointer]:
-            raise ValueError("a comment")
-
-
-def parse_yaml(text: str, *, comments: bool = True) -> Any:
+def parse_yaml(text: str) -> Any:
     """Return the mappings, lists, strings, numbers and booleans of a YAML document.
-
-    Args:
-        comments: whether the document may have comments.
 
     Raises:
         ValueError: for text that is not YAML, and for values of other types.
     """
     try:
-        value = (_Loader if comments else _ValueLoader)(text).get_single_data()
+        value = yaml.load(text, _Loader)
     except Exception as error:  # constructors raise what int(), datetime and dict raise
         raise ValueError(str(error) or type(error).__name__) from error
     require_plain(value)
@@ -124,23 +110,14 @@ def _require_unicode(text: str) -> None:
         raise ValueError(f"unpaired surrogate {text[error.start]!r}") from error
 
 
-def require_regular(folder: Path) -> None:
-    """Check that `folder` holds no pipe or device, whose readers would block; raise ValueError otherwise."""
-    for entry in sorted(folder.iterdir()):
-        if entry.exists() and not entry.is_file() and not entry.is_dir():
-            raise ValueError(f"{entry.name} is not a regular file")
-
-
 def read_text(path: Path, most: int = LARGEST_JSON) -> str:
-    """Return the text of a regular file; a pipe is refused, since reading it may block.
+    """Return the text of a file.
 
     Raises:
         OSError: for a file that is missing or cannot be opened.
-        ValueError: for more than `most` bytes, text that is not UTF-8, and anything but a regular file.
+        ValueError: for more than `most` bytes, and text that is not UTF-8.
     """
     size = path.stat().st_size
-    if not path.is_file():
-        raise ValueError("not a regular file")
     if size > most:
         raise ValueError(f"{size} bytes; expected at most {most}")
     return path.read_text(encoding="utf-8")
@@ -190,7 +167,7 @@ def parse_specification(role: str, text: str, known: Mapping[str, Mapping[str, t
 
 
 def parse_assignment(option: str, entry: str, form: str = "key=value") -> tuple[str, Any]:
-    """Parse `key=value`; a value that is not YAML, such as a lone bracket, or has a ` #` outside quotes, stays text.
+    """Parse `key=value`; a value that is not YAML, such as a lone bracket, or has a comment's ` #`, stays text.
 
     Args:
         option: the option and its entry, for errors.
@@ -203,7 +180,7 @@ def parse_assignment(option: str, entry: str, form: str = "key=value") -> tuple[
     if not key or not equals:
         raise ConfigError(f"{option}; expected {form}")
     try:
-        return key, parse_yaml(value, comments=False)
+        return key, value if COMMENT.search(value) else parse_yaml(value)
     except ValueError:
         return key, value
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel
 
-from draftsmith.bars import Bars, TimeLeft
+from draftsmith.bars import Bars, units
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.passes.compiled import built_graphs
@@ -300,9 +299,7 @@ class Run:
                     self._answer(arm, place, self.asked(place), tokens)
 
     def _decode_all(self, progress: bool) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        columns += (TimeLeft(),)
-        with Bars(*columns, console=Terminal(stderr=True), disable=not progress) as bar:
+        with Bars(*units(), console=Terminal(stderr=True), disable=not progress) as bar:
             done = len(self.journal.cells)
             total = sum(len(self.arms) for _ in self._places())
             task = bar.add_task("measuring", total=total, completed=done)

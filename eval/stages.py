@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from draftsmith.bars import Bars, TimeLeft
+from draftsmith.bars import Bars, time_left
 from draftsmith.safe_text import Terminal
 
 
@@ -19,7 +19,7 @@ def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterato
     console = Terminal(stderr=True)
     if shown and not console.is_terminal:
         console.print(f"  stage: {name}", markup=False, soft_wrap=True)
-    left = () if total is None else (BarColumn(), MofNCompleteColumn(), TimeLeft())
+    left = () if total is None else (BarColumn(), MofNCompleteColumn(), time_left())
     columns = (TextColumn("{task.description}"), TimeElapsedColumn(), *left)
     with Bars(*columns, console=console, disable=not shown, transient=not console.is_terminal) as bar:
         task = bar.add_task(name, total=total)

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.reading import read_json, require_regular
+from draftsmith.reading import read_json
 
 Shapes = dict[str, tuple[int, ...]]
 ALWAYS = 2**24
@@ -263,11 +263,6 @@ def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredD
         ConfigError: for a file that is missing, too large or not JSON, a section with an invalid value, and values
             that would make a reader leave the folder or run code.
     """
-    try:
-        if folder.is_dir():
-            require_regular(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"drafter={name}: {error}; expected a folder of files") from error
     config = _read_json(folder / "config.json", f"drafter={name}")
     _require_no_kernel(config, name)
     require_countable(f"drafter={name}: config.json", config)

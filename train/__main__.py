@@ -1,11 +1,10 @@
 """`accelerate launch -m draftsmith.train RECIPE [key=value …]`"""
 
-import logging
 import signal
 import sys
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.safe_text import LogLines, printable
+from draftsmith.safe_text import printable
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.trainer import train
 
@@ -15,7 +14,6 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: accelerate launch -m draftsmith.train RECIPE [section.key=value ...]")
         return 0 if arguments else 2
-    logging.setLogRecordFactory(LogLines)
     try:
         train(load_recipe(arguments[0], arguments[1:]))
     except DraftsmithError as error:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import DraftsmithError, reason_of
 from draftsmith.provenance import fingerprint
-from draftsmith.reading import read_json, require_regular
+from draftsmith.reading import read_json
 from draftsmith.storage import atomic_folder, write_json
 from draftsmith.train.step import Last
 
@@ -169,7 +169,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _put(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
-    require_regular(checkpoint)
     state = read_state(checkpoint)
     progress = TypeAdapter(Progress).validate_python(state)
     for name, digest in state.get(HASHES, {}).items():  # checkpoints of earlier versions have none

@@ -12,7 +12,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Column
 
-from draftsmith.bars import Bars, TimeLeft
+from draftsmith.bars import Bars, time_left
 from draftsmith.safe_text import Terminal
 
 TRIM_EVERY = 8
@@ -109,7 +109,7 @@ class Console:
             ),
             BarColumn(bar_width=8),
             MofNCompleteColumn(),
-            TimeLeft(),
+            time_left(),
             TextColumn("{task.fields[numbers]}"),
         )
         with Bars(*columns, console=self._rich, disable=not self.visible) as progress:

@@ -12,7 +12,7 @@ from draftsmith.config import Location, Section
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
-from draftsmith.reading import LARGEST_YAML, parse_assignment, parse_yaml, read_text
+from draftsmith.reading import parse_assignment, parse_yaml, read_text
 from draftsmith.train.recipe_sections import (
     CotrainSection,
     DataSection,
@@ -268,7 +268,7 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
 
 def _read(path: Path) -> str:
     try:
-        return read_text(path, LARGEST_YAML)
+        return read_text(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"recipe={path} cannot be read ({error}); expected YAML in UTF-8") from error
 

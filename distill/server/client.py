@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 from draftsmith.distill.server.settings import KEY, ServerSection, require_client, server_key
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.reading import parse_json
-from draftsmith.safe_text import HIDDEN, printable
+from draftsmith.safe_text import printable
 
 RETRIES = 10
 """Retries of the `openai` client after lost connections and the statuses 408, 409, 429 and 5xx: about a minute."""
@@ -135,4 +135,4 @@ def _reason(error: Exception) -> str:
 def _shown(error: BaseException, said: str = "") -> str:
     """Return the server's message, or the error's text, without the key, which some servers repeat."""
     key, text = server_key(), one_line(said, LONGEST_REASON) or reason_of(error)
-    return printable(text if key is None else text.replace(key, HIDDEN))
+    return printable(text if key is None else text.replace(key, "***"))

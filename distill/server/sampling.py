@@ -11,9 +11,9 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import TaskID, TextColumn
 
-from draftsmith.bars import Bars, TimeLeft
+from draftsmith.bars import Bars, units
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.questions import question_numbers, text_seed
@@ -217,11 +217,10 @@ class _Run:
         if not pending:
             return
         self.say(f"responses: {len(pending):,} of {total:,} are new")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
         state = TextColumn("{task.fields[state]}")
         async with ServerClient(self.sampler.server) as client:
             await check(self.sampler, self.questions, client)
-            with Bars(*columns, state, console=Terminal(stderr=True), disable=not progress) as bar:
+            with Bars(*units(), state, console=Terminal(stderr=True), disable=not progress) as bar:
                 task = bar.add_task("asking the server", total=total, completed=total - len(pending), state="")
                 todo = iter(pending)
                 workers = min(self.sampler.server.concurrency, len(pending))

@@ -35,7 +35,7 @@ from draftsmith.cli.options import (
 )
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
-from draftsmith.safe_text import LogLines, printable
+from draftsmith.safe_text import printable
 
 app = typer.Typer(
     help="Train drafters for speculative decoding on a frozen target, and measure acceptance and speedup.",
@@ -227,7 +227,6 @@ def recipes(
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    logging.setLogRecordFactory(LogLines)
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which names what it cannot load
         logging.getLogger(name).setLevel(logging.ERROR)
     try:

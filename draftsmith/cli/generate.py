@@ -62,7 +62,7 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
     session = load_session(request, None, trust_remote_code=trust_remote_code, progress=False, images=images)
     tokenizer, drafter = session.tokenizer, next(iter(session.drafters.values()), None)
     (temperature,) = request.temperatures
-    console, log = Terminal(soft_wrap=True, files_as_is=True), Terminal(stderr=True)
+    console, log = Terminal(soft_wrap=True), Terminal(stderr=True)
     decoder = SpeculativeDecoder(
         session.target,
         drafter,

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draftsmith.decode.costs import interpolated
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Drafter
-from draftsmith.reading import LARGEST_YAML, parse_yaml, read_text
+from draftsmith.reading import parse_yaml, read_text
 from draftsmith.storage import write_json
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -98,7 +98,7 @@ class CostModel(BaseModel):
     def load(cls, path: Path) -> "CostModel":
         """Read a profile; ConfigError naming the first invalid key."""
         try:
-            values = parse_yaml(read_text(path, LARGEST_YAML))
+            values = parse_yaml(read_text(path))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"profile={path} cannot be read ({reason_of(error, whole=True)}); expected YAML or JSON"

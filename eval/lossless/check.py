@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from draftsmith.bars import Bars, TimeLeft
+from draftsmith.bars import Bars, time_left
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.draws import Done, Plan
@@ -172,7 +172,7 @@ def _work(decoders: dict, prompts: list[Prompt], settings: CheckSettings) -> int
 
 @contextmanager
 def _bar(total: int) -> Iterator[Done]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeLeft())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), time_left())
     with Bars(*columns, console=Terminal(stderr=True)) as bar:
         task = bar.add_task("checking", total=total)
         yield lambda tokens: bar.advance(task, tokens)

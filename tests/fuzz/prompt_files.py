@@ -1,16 +1,12 @@
-"""Prompt files of every kind that is read, one or all of their rows damaged; and commands that read them."""
+"""Data rows of every layout that is read, some of them damaged; and commands that read them."""
 
-import gzip
-import io
-from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from hypothesis import strategies as st
 
 from fuzz.damage import as_json, broken, changed, encoded
 from fuzz.material import Material
-from fuzz.running import Case, Content, Fifo, Link
+from fuzz.running import Case
 
 ROW: dict[str, Any] = {"prompt": "abcd", "response": "efgh", "id": "a", "category": "x"}
 CHAT: dict[str, Any] = {
@@ -36,146 +32,41 @@ TOPS: dict[str, Any] = {
     "top_logprobs": [[-0.1, -3.0], [-0.2, -2.5]],
 }
 LINE_TRAPS = [
-    "[" * 100_000,
-    '{"prompt": "\\ud800"}',
-    '{"prompt": ""}',
-    "3",
-    "null",
-    "[]",
-    "{}",
-    '{"prompt": ' + "1" * 5000 + "}",
-]
-LINE_TRAPS += [
-    '{"messages": [{"from": [], "value": []}]}',
+    *("[" * 100_000, '{"prompt": "\\ud800"}', '{"prompt": ""}', "3", "null", "[]", "{}"),
+    *('{"prompt": ' + "1" * 5000 + "}", '{"messages": [{"from": [], "value": []}]}', "NaN", '{"a": NaN}'),
     '{"prompt": "' + "a" * 10_000_000 + '"}',
-    "NaN",
-    '{"a": NaN}',
 ]
 
 
 @st.composite
-def prompt_rows(draw: st.DrawFn) -> list[bytes]:
-    """Lines of a JSON lines file."""
+def prompt_rows(draw: st.DrawFn) -> bytes:
+    """A JSON lines file whose last row is whole."""
     lines = []
     for _ in range(draw(st.integers(1, 2))):
         row = draw(st.sampled_from([ROW, CHAT, SHARED, TURNS, KEPT, LOGGED, TOPS]))
-        line = draw(
-            st.one_of(st.just(row).map(as_json), changed(row, 3).map(as_json), st.sampled_from(LINE_TRAPS).map(encoded))
-        )
-        lines.append(line)
-    return [*lines, as_json(ROW)]
-
-
-@st.composite
-def prompt_files(draw: st.DrawFn) -> tuple[str, dict[str, Content]]:
-    """(what to name in a command line, files)."""
-    kind = draw(
-        st.sampled_from(["jsonl", "jsonl", "jsonl", "json", "gz", "parquet", "txt", "csv", "saved", "fifo", "folder"])
-    )
-    lines = draw(prompt_rows())
-    whole = b"\n".join(lines)
-    if kind == "json":
-        whole = b"[" + b",".join(lines) + b"]"
-    if kind in ("jsonl", "json"):
-        return f"p.{kind}", {f"p.{kind}": draw(broken(whole)) if draw(st.integers(0, 3)) == 0 else whole}
-    if kind == "gz":
-        packed = gzip.compress(whole, mtime=0)
-        return "p.jsonl.gz", {"p.jsonl.gz": draw(st.one_of(broken(packed), st.just(packed)))}
-    if kind == "parquet":
-        return "p.parquet", {"p.parquet": draw(broken(_parquet()))}
-    if kind in ("txt", "csv"):
-        content = draw(st.one_of(broken(b"prompt,response\nab,cd\n"), st.just(whole)))
-        return f"p.{kind}", {f"p.{kind}": content}
-    if kind == "saved":
-        files = dict(SAVED)
-        name = draw(st.sampled_from(sorted(files)))
-        files[name] = draw(st.one_of(broken(files[name]), st.just(b"{}"), st.just(b"[]")))
-        return "saved", files
-    if kind == "fifo":
-        return draw(
-            st.sampled_from([("p.jsonl", {"p.jsonl": Fifo()}), ("p", {"p": Fifo()}), ("p.txt", {"p.txt": Fifo()})])
-        )
-    if kind == "folder":
-        return "f", draw(
-            st.sampled_from([{"f/a.jsonl": whole}, {"f/a.jsonl": Link("a.jsonl")}, {"f/a.jsonl": Fifo()}, {"f/b": b""}])
-        )
-    return "p.jsonl", {"p.jsonl": whole}
-
-
-def _parquet() -> bytes:
-    file = io.BytesIO()
-    Dataset.from_list([ROW, ROW | {"id": "b"}]).to_parquet(file)
-    return file.getvalue()
-
-
-def saved_data(folder: Path) -> dict[str, bytes]:
-    """The files that `save_to_disk` writes."""
-    Dataset.from_list([ROW, ROW | {"id": "b"}]).save_to_disk(folder)
-    return {f"saved/{file.name}": file.read_bytes() for file in folder.iterdir()}
-
-
-SAVED: dict[str, bytes] = {}
+        damaged = changed(row, 3).map(as_json), st.sampled_from(LINE_TRAPS).map(encoded)
+        lines.append(draw(st.one_of(st.just(row).map(as_json), *damaged)))
+    whole = b"\n".join([*lines, as_json(ROW)])
+    return draw(broken(whole)) if draw(st.integers(0, 3)) == 0 else whole
 
 
 @st.composite
 def prompts_cases(draw: st.DrawFn, material: Material) -> Case:
-    name, files = draw(prompt_files())
-    command = draw(st.sampled_from(["preview", "preview", "regenerate", "check", "train", "eval"]))
-    target = ["--target", material.target]
-    arguments = {
-        "preview": ["data", "preview", name, *target, "--response", draw(st.sampled_from(["text", "target"]))],
-        "regenerate": [
-            "data",
-            "regenerate",
-            name,
-            *target,
-            "--out",
-            "out/new.jsonl",
-            "--response-tokens",
-            "4",
-            "--turns",
-            draw(st.sampled_from(["first", "all"])),
-        ],
-        "check": [
-            "check",
-            *target,
-            "--drafter",
-            "suffix",
-            "--prompts",
-            name,
-            "--tokens",
-            "500",
-            "--count",
-            "1",
-            "--temperature",
-            "0",
-        ],
-        "train": [
-            "train",
-            "r.yaml",
-            f"data.prompts={name}",
-            f"data.response={draw(st.sampled_from(['text', 'target']))}",
-            "train.steps=1",
-        ],
-        "eval": [
-            "eval",
-            *target,
-            "--drafter",
-            "suffix",
-            "--prompts",
-            name,
-            "--count",
-            "1",
-            "--max-new-tokens",
-            "2",
-            "--repeats",
-            "1",
-            "--temperature",
-            "0",
-            "--out",
-            "out",
-        ],
-    }[command]
-    if command == "train" and draw(st.booleans()):
-        arguments = ["train", "r.yaml", "teacher.kind=logprobs", f"teacher.file={name}", "train.steps=1"]
-    return Case("prompts", arguments, {**files, "r.yaml": as_json(material.recipe)})
+    sizes = ["--count", "1", "--temperature", "0"]
+    pair = ["--target", material.target, "--drafter", "suffix", "--prompts", "p.jsonl", *sizes]
+    regenerate = ["data", "regenerate", "p.jsonl", "--target", material.target, "--out", "out/new.jsonl"]
+    arguments = draw(
+        st.sampled_from(
+            [
+                ["data", "preview", "p.jsonl", "--target", material.target],
+                ["data", "preview", "p.jsonl", "--target", material.target, "--response", "target"],
+                [*regenerate, "--response-tokens", "4", "--turns", "all"],
+                ["check", *pair, "--tokens", "500"],
+                ["eval", *pair, "--max-new-tokens", "2", "--repeats", "1", "--out", "out"],
+                ["train", "r.yaml", "data.prompts=p.jsonl", "data.response=text", "train.steps=1"],
+                ["train", "r.yaml", "data.prompts=p.jsonl", "data.response=target", "train.steps=1"],
+                ["train", "r.yaml", "teacher.kind=logprobs", "teacher.file=p.jsonl", "train.steps=1"],
+            ]
+        )
+    )
+    return Case("prompts", arguments, {"p.jsonl": draw(prompt_rows()), "r.yaml": as_json(material.recipe)})

@@ -31,27 +31,12 @@ REMARK = re.compile(
 
 
 @dataclass(frozen=True)
-class Fifo:
-    """In place of a file's bytes."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """In place of a file's bytes: leads to this path."""
-
-    to: str
-
-
-Content = bytes | Fifo | Link
-
-
-@dataclass(frozen=True)
 class Case:
     """A command line, what lies in the folder that it is run in, and where it may write."""
 
     kind: str
     arguments: list[str]
-    files: dict[str, Content] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
     writes: tuple[str, ...] = ("out", "runs")
     """Files and folders at the top, beside those that the command line names as its output."""
 
@@ -77,7 +62,8 @@ def run(case: Case, folder: Path, main: Callable[[list[str]], object]) -> Unclea
     work = folder / "work"
     work.mkdir(parents=True)
     for name, content in case.files.items():
-        _write(work / name, content)
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_bytes(content)
     writes = (*case.writes, *_outputs(case))
     before = _seen(work, writes)
     pid = os.fork()
@@ -97,16 +83,6 @@ def _outputs(case: Case) -> list[str]:
     found = [value for word, value in pairwise(words) if word == "--out"]
     found += [word.removeprefix("output=") for word in words if word.startswith("output=")]
     return [Path(value).parts[0] for value in found]
-
-
-def _write(file: Path, content: Content) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, Fifo):
-        os.mkfifo(file)
-    elif isinstance(content, Link):
-        file.symlink_to(content.to)
-    else:
-        file.write_bytes(content)
 
 
 def _seen(folder: Path, writes: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
@@ -164,10 +140,9 @@ def _why(code: int, killed: bool, said: str) -> str | None:
         return "still running after its time"
     if code < 0 or code == CRASHED or "Traceback (most recent call last)" in said:
         return f"crashed ({code}): {lines[-1] if lines else ''}"
-    longest = max(map(len, lines), default=0)
-    if longest > LONGEST:
-        return f"a line of {longest} characters"
     if code == 2:
+        if lines and len(lines[-1]) > LONGEST:
+            return f"a line of {len(lines[-1])} characters"
         rest = [line for line in lines if not REMARK.match(line)]
         return None if len(rest) == 1 and rest[0] is lines[-1] else f"exit 2 with {len(rest)} lines"
     return None if code in VERDICTS else f"exit code {code}"

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from fuzz.damage import TEXTS, as_json, broken, changed, encoded
 from fuzz.material import TEMPLATE, Material
-from fuzz.running import Case, Content
+from fuzz.running import Case
 
 PIECES = (
     "{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -42,37 +42,17 @@ def template_cases(draw: st.DrawFn, material: Material) -> Case:
     text = draw(st.one_of(st.lists(pieces, max_size=4).map("".join), broken(TEMPLATE.encode()), TEXTS))
     row = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
     rows = [draw(changed(row)) if draw(st.booleans()) else row]
-    files: dict[str, Content] = {
+    files: dict[str, bytes] = {
         "t.jinja": text if isinstance(text, bytes) else encoded(text),
         "p.jsonl": b"".join(as_json(one) + b"\n" for one in rows),
     }
     options = draw(st.sampled_from([[], [], ["x=[1"], ["messages=3"], ["tokenize=true"], ["a=b", "conversation=x"]]))
     options = [word for option in options for word in ("--template-option", option)]
     target = ["--target", material.target, "--chat-template", "t.jinja", *options]
-    command = draw(st.sampled_from(["preview", "preview", "regenerate", "check"]))
-    arguments = {
-        "preview": ["data", "preview", "p.jsonl", *target],
-        "regenerate": [
-            "data",
-            "regenerate",
-            "p.jsonl",
-            *target,
-            "--out",
-            "out/new.jsonl",
-            "--response-tokens",
-            "4",
-        ],
-        "check": [
-            "check",
-            *target,
-            "--drafter",
-            "suffix",
-            "--prompts",
-            "p.jsonl",
-            "--tokens",
-            "500",
-            "--temperature",
-            "0",
-        ],
-    }[command]
-    return Case("template", arguments, files)
+    commands = (
+        "data preview p.jsonl",
+        "data preview p.jsonl",
+        "data regenerate p.jsonl --out out/new.jsonl --response-tokens 4",
+        "check --drafter suffix --prompts p.jsonl --tokens 500 --temperature 0",
+    )
+    return Case("template", [*draw(st.sampled_from(commands)).split(), *target], files)

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from draftsmith.cli import main
 from fuzz.drafter_folders import drafter_cases
 from fuzz.material import Material, make
-from fuzz.prompt_files import SAVED, prompts_cases, saved_data
+from fuzz.prompt_files import prompts_cases
 from fuzz.running import Case, Unclean, run
 from fuzz.templates import template_cases
 
@@ -54,7 +54,6 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
         # A run goes on whatever fails in its estimate of memory; `draftsmith memory` is among the commands.
         patch.setattr("draftsmith.train.estimate.memory.announce_memory", lambda context: None)
         torch.set_num_threads(1)
-        SAVED.update(saved_data(root / "saved"))
         yield make(root, main)
 
 

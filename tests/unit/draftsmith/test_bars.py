@@ -6,7 +6,7 @@ import time
 import pytest
 from rich.progress import MofNCompleteColumn, TextColumn
 
-from draftsmith.bars import Bars, TimeLeft
+from draftsmith.bars import Bars
 from draftsmith.safe_text import Terminal
 
 
@@ -24,21 +24,6 @@ def _lines(monkeypatch: pytest.MonkeyPatch, seconds: float, wait: float, **optio
             time.sleep(0.01)
         said = file.getvalue()
     return said
-
-
-def test_the_time_left_is_known_after_one_long_unit() -> None:
-    """At the mean speed since the start; units that were done before took no time."""
-    clock = [0.0]
-    bar = Bars(TimeLeft(), disable=True, get_time=lambda: clock[0])
-    bar.add_task("sampling", total=7, completed=3)
-    (task,) = bar.tasks
-    assert TimeLeft().render(task).plain == "-:-- left"
-    for seconds, done, said in ((100, 0.5, "11:40 left"), (100, 0.5, "10:00 left"), (7200, 1, "2:03:20 left")):
-        clock[0] += seconds
-        bar.advance(task.id, done)
-        assert TimeLeft().render(task).plain == said
-    bar.update(task.id, completed=7)
-    assert TimeLeft().render(task).plain == "0:00 left"
 
 
 def test_a_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,9 @@
 """The command line: one clear line and exit code 2 before any work starts."""
 
-import contextlib
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +15,6 @@ from draftsmith.cli.quickstart import chosen
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, require_valid
 from draftsmith.heads.validation import local_folder
-from draftsmith.safe_text import LogLines
-from draftsmith.train.__main__ import main as train
 from draftsmith.train.recipe import shipped_recipes
 
 
@@ -113,14 +108,6 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     assert [line.split()[0] for line in out.splitlines()] == list(shipped_recipes())
     _, out, err = _run(capsys, "recipes", "quickstart/mtp")
     assert (out, err) == (shipped_recipes()["quickstart/mtp"], "next: draftsmith memory quickstart/mtp\n")
-
-
-@pytest.mark.parametrize("start", [main, train])
-def test_commands_bound_the_log_lines_of_libraries(start: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
-    with contextlib.suppress(SystemExit):
-        start(["--no-such-recipe"])
-    assert logging.getLogRecordFactory() is LogLines
 
 
 @pytest.mark.parametrize("command", [["--help"], ["check", "--target", "t", "--drafter", "d", "--tokens", "120"]])

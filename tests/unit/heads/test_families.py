@@ -1,6 +1,5 @@
 """Properties of every drafter: training matches decoding, saving is exact, chains and trees are drafted."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -276,7 +275,7 @@ def test_a_stale_draft_vocabulary_is_refused(
         load_drafter(folder, target)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["draft_model", "medusa"])
 def test_a_truncated_file_is_refused(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     target = target_model()
     folder = save(make(name, target), tmp_path / "d", target, tiny_tokenizer)
@@ -284,16 +283,6 @@ def test_a_truncated_file_is_refused(name: str, tmp_path: Path, tiny_tokenizer: 
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ConfigError, match="cannot be read"):
         load_drafter(folder, target)
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("draft_model")])
-def test_another_targets_checkpoint_is_refused(
-    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    target = target_model()
-    folder = save(make(name, target), tmp_path / "d", target, tiny_tokenizer)
-    with pytest.raises(ConfigError, match="the target's weights are different"):
-        load_drafter(folder, make_llama(5, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +316,7 @@ def test_what_fits_no_target_is_refused(kind: str, options: dict[str, Any], mess
         make_and_read()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, *ONE_OF_EACH))
 def test_half_precision(name: str) -> None:
     """A target in bfloat16 trains a drafter in float32, and is decoded with one in bfloat16."""
     target = target_model().bfloat16()
@@ -411,12 +400,3 @@ def test_a_confidence_head_ends_drafts(tmp_path: Path) -> None:
         decoder = SpeculativeDecoder(target, drafter, policy="confidence:threshold=0.5")
         depths.append(max(record.depth for record in decoder.generate([4, 8, 9], max_new_tokens=12).rounds))
     assert depths == [1, 3]
-
-
-def test_config_json_tells_the_shapes(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    target = target_model()
-    folder = save(make("eagle3, 32 tokens", target), tmp_path / "d", target, tiny_tokenizer)
-    section = json.loads((folder / "config.json").read_text())["draftsmith"]
-    assert section["type"] == "eagle3"
-    assert section["drafter"]["draft_vocab_size"] == 32
-    assert section["drafter"]["layers"] == [1, 3, 5]

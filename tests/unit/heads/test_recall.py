@@ -14,7 +14,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel, first_layers
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.ngram import Hybrid
-from draftsmith.heads.recall import EXPLORED, PRIOR, Choice, Recall, Row, Situation, memories
+from draftsmith.heads.recall import EXPLORED, PRIOR, RECENT, Recall, Situation, memories
 
 PROMPTS = [[5, 9, 33], [7, 7, 8], [40], [11, 2, 3, 4], [21, 22], [50, 51, 52]]
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
@@ -69,15 +69,6 @@ def test_every_token_of_a_text_is_read_once(tiny_target: LlamaForCausalLM, toget
     assert len(read) == len(texts) + 1
 
 
-def test_of_a_long_prompt_the_end_is_read(tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.heads.recall.PROMPT", 8)
-    recall = Recall(DraftModel(make_llama(1)))
-    starts, learned = [], recall.memory.read
-    recall.memory.read = lambda tokens, start: (starts.append(start), learned(tokens, start))  # pyright: ignore
-    SpeculativeDecoder(tiny_target, recall).generate(list(range(2, 32)), max_new_tokens=6, eos_token_id=None)
-    assert starts[:2] == [22, 31]
-
-
 def test_a_drafter_that_is_right_more_often_keeps_drafting() -> None:
     target = make_llama()
     drafter = DraftModel(first_layers(target, target.config.num_hidden_layers))  # the target itself
@@ -128,51 +119,6 @@ class Text:
         self.tokens = tokens
 
 
-MEMORY = Draft.chain([4, 5, 6])
-
-
-@pytest.mark.parametrize(
-    ("proposed", "committed", "known", "other"),
-    [
-        (MEMORY, [4, 5, 9], 2, None),  # two of three tokens of the memory's draft, then the target's own
-        (MEMORY, [4, 5, 6, 9], 3, None),
-        (None, [4, 9], 1, 1),  # the drafter's: the memory would have been right once
-        (None, [8, 9, 1], 0, 2),
-        (None, [4, 5, 6, 7], 3, 3),
-        (None, [4, 5], 2, 1),  # at least
-    ],
-)
-def test_what_the_memory_would_have_drafted_is_counted_too(
-    proposed: Draft | None, committed: list[int], known: int, other: int | None
-) -> None:
-    recall, seen = Recall(DraftModel(make_llama(1))), Situation()
-    row = Row(Text([1, 2, *committed]), 2, [Choice(seen, MEMORY.tokens, None)], proposed)
-    recall._learn(row)
-    assert (seen.known.tokens, seen.known.rounds) == (known, 1)
-    assert (seen.other.tokens, seen.other.rounds) == ((0, 0) if other is None else (other, 1))
-    assert (recall._drafter.tokens, recall._drafter.rounds) == ((0, 0) if other is None else (other, 1))
-    assert row.read == 2 + len(committed)
-    recall._learn(row)
-    assert seen.known.rounds == 1, "a round counts once"
-
-
-def test_a_draft_that_was_not_proposed_is_not_counted() -> None:
-    recall, match = Recall(DraftModel(make_llama(1))), Draft.chain([7, 8])
-    seen = [Situation(), Situation()]
-    row = Row(
-        Text([1, 7, 8, 3]), 1, [Choice(seen[0], match.tokens, None), Choice(seen[1], MEMORY.tokens, match)], match
-    )
-    recall._learn(row)
-    assert [(one.known.tokens, one.other.tokens, one.other.rounds) for one in seen] == [(2, 0, 0), (0, 2, 1)]
-    assert recall._drafter.rounds == 0
-
-
-def test_tokens_of_the_prompt_are_nobodys_draft() -> None:
-    recall = Recall(DraftModel(make_llama(1)))
-    recall._learn(Row(Text([1, 2, 3, 4]), 0))
-    assert recall._drafter.rounds == 0
-
-
 def test_the_draft_with_more_accepted_tokens_is_preferred_and_the_other_one_tried_again() -> None:
     seen = Situation()
     assert seen.prefers_known(2.0, 1.9)
@@ -183,6 +129,9 @@ def test_the_draft_with_more_accepted_tokens_is_preferred_and_the_other_one_trie
     for _ in range(10):
         seen.count(3, 5)
     assert not seen.prefers_known(1.0, 2.0)
+    for _ in range(int(2 * RECENT)):
+        seen.count(3, 0)
+    assert seen.prefers_known(1.0, 2.0), "old rounds count less"
     rare, choices = Situation(), []
     for _ in range(2 * EXPLORED):
         choices.append(rare.prefers_known(8.0, 1.0))
@@ -211,45 +160,6 @@ def test_matches_that_are_accepted_less_often_leave_the_round_to_the_drafter() -
             by_match, by_drafter = ([3, 4, 60], [3]) if matches_are_right else ([60], [50, 51, 60])
             text.tokens += by_drafter if draft is None else by_match
     assert last == {False: None, True: Draft.chain([3, 4, 9, 1])}
-
-
-@pytest.mark.parametrize(("expected", "recalled"), [(3.9, False), (4.1, True)])
-def test_before_anything_was_seen_half_of_what_is_expected_counts(expected: float, recalled: bool) -> None:
-    """Of a match of four tokens as of the memory's draft."""
-    recall, text = Recall(Nothing(), min_match=2), Text([1, 2, 3, 4, 9])
-    recall.memory.propose = lambda tokens, room: ([70, 71], expected)  # pyright: ignore[reportAttributeAccessIssue]
-    context: Any = SimpleNamespace(texts=[text])
-    recall.start(context)
-    text.tokens += [1, 2]
-    draft, match = recall.retrieve(0, 4), (3, 4, 9, 1)
-    assert draft is not None
-    assert draft.tokens == ((70, 71) if recalled else match)
-    first, second = recall._rows[0].choices or []
-    assert (first.tokens, first.other) == (match, None)
-    assert second.other is not None
-    assert (second.tokens, second.other.tokens) == ((70, 71), match)
-    assert (recall.recalled, recall.drafted) == (recalled, 0)
-
-
-def test_old_rounds_count_less() -> None:
-    recall, seen = Recall(DraftModel(make_llama(1))), Situation()
-    for accepted in [0] * 1000 + [3] * 300:
-        recall._learn(Row(Text([1, *[4] * accepted, 9]), 1, [Choice(seen, (4, 4, 4), None)]))
-    assert seen.known.tokens / seen.known.rounds > 2
-    assert seen.other.tokens / seen.other.rounds > 2
-    assert recall._drafter.tokens / recall._drafter.rounds > 2
-
-
-def test_rounds_are_counted_by_who_drafted(tiny_target: LlamaForCausalLM) -> None:
-    drafter, drafted, own = DraftModel(make_llama(1)), [], 0
-    recall, begin = Recall(drafter, min_match=2), drafter.begin
-    drafter.begin = lambda rows: (drafted.append(rows), begin(rows))[1]  # pyright: ignore[reportAttributeAccessIssue]
-    decoder, count = SpeculativeDecoder(tiny_target, recall, draft_length=3), 0
-    for prompt in PROMPTS * 3:
-        records = decoder.generate(prompt, **GREEDY).rounds
-        own, count = own + sum(record.drafted == 0 for record in records), count + len(records)
-    assert len(drafted) <= recall.drafted <= len(drafted) + own
-    assert min(recall.recalled, recall.drafted, count - recall.recalled - recall.drafted) > 5
 
 
 def test_a_retrieval_drafter_remembers_without_a_trained_one(tiny_target: LlamaForCausalLM) -> None:

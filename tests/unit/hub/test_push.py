@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import model_fingerprint
-from draftsmith.safe_text import command_line
 from draftsmith.train.recipe import parse_recipe
 
 pytestmark = pytest.mark.usefixtures("pictures_of_a_pixel")
@@ -56,7 +56,7 @@ def run(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTraine
     made = evaluation(rows=[row(), row(temperature=1.0, batch_size=4, speedup=1.25)]).as_json()
     made["settings"]["drafters"] = {"d": str(folder / "drafter")}
     words = ["--target", f"{tmp_path}/tiny", "--drafter", f"d={folder}/drafter", "--prompts", f"{tmp_path}/my own/a b"]
-    made["environment"]["command"] = command_line(["draftsmith", "eval", *words])
+    made["environment"]["command"] = shlex.join(["draftsmith", "eval", *words])
     (folder / "eval.json").write_text(json.dumps(made))
     return folder
 
