@@ -53,7 +53,7 @@ def parse_yaml(text: str) -> Any:
         ValueError: for text that is not YAML, and for values of other types.
     """
     try:
-        value = yaml.load(text, _Loader)
+        value = _Loader(text).get_single_data()
     except Exception as error:  # constructors raise what int(), datetime and dict raise
         raise ValueError(str(error) or type(error).__name__) from error
     require_plain(value)
