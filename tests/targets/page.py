@@ -1,7 +1,9 @@
-"""`docs/reference/targets.md`: what the decoder does with every class of the installed transformers, one row each."""
+"""`docs/reference/targets.md`: what the decoder does with every class of the installed transformers, grouped."""
 
 import re
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import transformers
 
@@ -16,66 +18,74 @@ NO_CLASS = "Unrecognized configuration class"
 VERSION = f"transformers {transformers.__version__}"
 HEAD = """# Targets
 
-The decoder takes unmodified transformers models. Before it uses one, it compares logits of drafts with those of plain
-forward passes, and so learns which drafts it can verify exactly:
+A target is an unmodified model of transformers. Before the decoder uses one, it compares the logits of drafts with
+those of plain forward passes, and so learns which drafts the model verifies exactly:
 
-* **chains and trees**: every policy applies;
-* **chains**: a policy with branches is refused with the reason, and the default policy is a chain. Positions or masks
-  that follow indices in the cache are right for a chain and wrong for the siblings of a tree; recurrent layers read one
-  token after the other;
-* **nothing**: the model is refused with the reason.
+- **trees**: every policy applies;
+- **chains**: a policy with branches is refused with the reason. The default policy is a chain;
+- **none**: the model is refused with the reason.
 
-Texts of a batch share forward passes where the model accepts rows after different numbers of tokens; otherwise they are
+The check depends on the model at hand: another size or option than in the table may be accepted or refused. In a
+batch, texts share forward passes where the model accepts rows after different numbers of tokens. Otherwise they are
 decoded one after another, with the same texts.
 
-Some models have no cache from which draft tokens can be removed. Their chains are verified in one of two ways, with a
-warning that names it, since a round may then cost more than the tokens that it saves:
+## Models with recurrent layers, and models without a cache that rolls back
 
-* *each round copies its own cache and reads up to 16 committed tokens again*: the model continues a copy of its
-  cache, which costs a copy of its memory in each round (RWKV, DeepSeek-V4);
-* *each round reads the whole text again*: models without a cache, whose `generate` does so for every token (OpenAI
-  GPT), and those that continue their cache by one token at a time only (MiniMax-Text, RecurrentGemma). With the latter,
-  a prompt of a thousand tokens is read in every round: expect less than the speed of `generate`.
+Recurrent layers read one token after the other, so these models verify chains. A round reads up to 16 committed
+tokens again in these layers ([how](decoding.md#recurrent-layers)). The table gives the processor time of a pass over
+a draft of 4 tokens, relative to a pass of the same target over one token without drafts. It was measured with random
+models of 8 layers of width 512, transformers' paths in PyTorch, one core of a virtual AMD EPYC, other processes
+beside it (`python benchmarks/recurrent.py --compile --widths 5 --repeats 21`).
 
-A round of a model with recurrent layers costs more than one of a model with attention only, since these layers read up
-to 16 committed tokens again ([how](decoding.md#targets)). Processor time of a pass over a draft of 4 tokens, relative
-to a pass of the same target over one token without drafts, and the same where both are compiled: attention only 1.64
-and 1.58, short convolutions (LFM2) 1.62 and 1.71, gated delta rule (Qwen3.5) 1.93 and 1.89, Mamba-2 1.79 and 1.59,
-Mamba-1 4.27 (not compiled). Compiling makes these passes 1.20, 1.22, 1.37 and 1.34 times as fast (`python
-benchmarks/recurrent.py --compile --widths 5 --repeats 21`: random models of 8 layers of width 512, transformers' paths
-in PyTorch, one core of a virtual AMD EPYC, other processes beside it). `eval` and `forecast` time such passes on your
-machine, with 8 tokens that are read again.
+| layers | uncompiled | both compiled |
+|---|---|---|
+| attention only | 1.64 | 1.58 |
+| short convolutions (LFM2) | 1.62 | 1.71 |
+| gated delta rule (Qwen3.5) | 1.93 | 1.89 |
+| Mamba-2 | 1.79 | 1.59 |
+| Mamba-1 | 4.27 | |
 
-A model whose logits after a token depend on later tokens cannot verify several draft tokens in one pass; it is refused.
+Some models have no cache from which draft tokens can be removed. Their chains are verified in one of two ways. A
+warning names it, since a round may then cost more than the tokens that it saves:
 
-The table is the outcome of a test: each class is built with random weights and a few layers in float64, and its greedy
-texts are compared with those of `generate`, for chains, trees and a batch of prompts of different lengths, with drafts
-that are wrong at random positions. `exact` means that all tokens are equal. `images`: chains after prompts with an
-image and without, alone and in a batch, with random pixels in the layout of the family's processor; empty for models of
-text, and where the test knows no such layout. `trains` means that one training step of a new drafter in float32 has
-finite gradients. The draft model of that step has the target's architecture; `drafter.config` and `drafter.model`
-choose another, as targets need whose language model has no class of its own (Qwen3-VL: any Qwen3). EAGLE-3 reads
-decoder-only targets. `compiled`: with `compile=True`, whose passes torch traces and runs as they are, the texts are the
-same as without: trees of the batch, chains where recurrent layers read no trees, in float32, with transformers' default
-function for experts. Targets that read chains for another reason, and encoder-decoders, are not compiled.
+- *each round copies its own cache and reads up to 16 committed tokens again*: a copy of the cache's memory in each
+  round (RWKV, DeepSeek-V4);
+- *each round reads the whole text again*: models whose `generate` does so for every token (OpenAI GPT), and models
+  that continue their cache by one token at a time only (MiniMax-Text, RecurrentGemma). Expect less than the speed of
+  `generate` there.
 
-A model is measured again before it is used, so other sizes and options than those of the table may be accepted or
-refused. Attention that an indexer limits to the tokens with the best scores (DeepSeek-V3.2) has no unique outcome where
-scores are equal; released models have enough heads that this does not occur.
+## Every class
+
+The table is the outcome of a test; `architectures` in a model's `config.json` names its class. Each class is built
+with random weights and a few layers in float64, and its greedy texts are compared with those of `generate`. Drafts
+are chains, trees and batches of prompts of different lengths, wrong at random positions. All tokens are equal for
+every class that verifies trees or chains.
+
+- **images**: `yes` where chains after prompts with and without images were compared, with random pixels in the layout
+  of the family's processor.
+- **refused**: `compiled` are passes with `compile=True`, in float32. A drafter is refused where one training step of
+  a new drafter is. The draft model of that step has the target's architecture; `drafter.config` and `drafter.model`
+  choose another, for example any Qwen3 for Qwen3-VL.
+- Encoder–decoder targets have no compiled passes and no drafters that read hidden states of several layers.
 """
-TABLE = """
-| family | class | chains | trees | batch | compiled | images | draft model | Medusa | EAGLE-3 | reason |
-|---|---|---|---|---|---|---|---|---|---|---|
-"""
+COLUMNS = "\n| drafts | images | refused | because | classes |\n|---|---|---|---|---|\n"
 
 
-def row(outcome: Outcome) -> str:
-    """Return the table row of one class."""
-    cells = [outcome.chains, outcome.trees, outcome.batch]
-    shown = [cell if cell == EXACT else "refused" for cell in cells]
-    shown += [cell if cell in ("", EXACT) else "refused" for cell in (outcome.compiled, outcome.images)]
-    shown += ["trains" if cell == EXACT else "refused" if cell else "" for cell in _trained(outcome).values()]
-    return " | ".join([f"| `{outcome.family}`", f"`{outcome.name}`", *shown, f"{_reasons(outcome)} |"])
+class Group(NamedTuple):
+    """The cells that classes with the same outcome share."""
+
+    drafts: str
+    images: str
+    refused: str
+    because: str
+
+
+def group(outcome: Outcome) -> Group:
+    """Return the cells of one class."""
+    drafts = "none" if outcome.chains != EXACT else "chains" if outcome.trees != EXACT else "trees"
+    parts = {"compiled": outcome.compiled, "images": outcome.images, **_trained(outcome)}
+    refused = [name for name, cell in parts.items() if cell not in ("", EXACT)] if drafts != "none" else []
+    return Group(drafts, "yes" if outcome.images == EXACT else "", ", ".join(refused), _reasons(outcome))
 
 
 def _trained(outcome: Outcome) -> dict[str, str]:
@@ -93,22 +103,46 @@ def _reasons(outcome: Outcome) -> str:
             cell = "its language model has no class of its own"
         if cell not in ("", EXACT, outcome.trees, NOT_COMPILED, ENCODER_DECODER.format(outcome.family)):
             reasons.append(f"{name}: {cell}")
-    plain = [text.replace(f"model_type='{outcome.family}' ", "").split("; expected")[0] for text in reasons]
-    return "; ".join(plain).replace("|", "/").replace("[", "").replace("]", "")
+    return "; ".join(map(_general, reasons)).replace("|", "/").replace("[", "").replace("]", "")
+
+
+def _general(reason: str) -> str:
+    """Return a reason without what belongs to one class: names, numbers, messages of torch."""
+    reason = re.sub(r"model_type='\w+' |model \w+For\w+ | for \w+For\w+| by [\d.]+ standard deviations", "", reason)
+    reason = re.sub(r"of width \d+ and hidden states of width \d+", "and hidden states of different widths", reason)
+    reason = re.sub(r"of layers \d+ and sizes \(.*?\) ", "", reason)
+    return re.sub(r" \(.*\)", "", reason.split("; expected")[0]).strip()
+
+
+def listed(page: str) -> dict[str, Group]:
+    """Return the cells of every class in the table of a page."""
+    rows = re.findall(r"^\| (trees|chains|none) \|(.*?)\|(.*?)\|(.*?)\| (`.*`) \|$", page, re.MULTILINE)
+    return {name: Group(*map(str.strip, cells)) for *cells, names in rows for name in names.strip("`").split("`, `")}
 
 
 def page(outcomes: list[Outcome]) -> str:
     """Return the whole page; classes that cannot be built or generated with are counted below the table."""
-    usable = [outcome for outcome in outcomes if not outcome.broken]
-    broken = [outcome for outcome in outcomes if outcome.broken]
-    exact = sum(outcome.chains == EXACT for outcome in usable)
-    names = ", ".join(f"`{outcome.name}`" for outcome in broken)
-    left_out = f"\nNot in the table, because the tiny model cannot be built or `generate` fails with it: {names}.\n"
+    groups: dict[Group, list[str]] = defaultdict(list)
+    for outcome in outcomes:
+        if not outcome.broken:
+            groups[group(outcome)].append(outcome.name)
+    return written(groups, [outcome.name for outcome in outcomes if outcome.broken])
+
+
+def written(groups: dict[Group, list[str]], broken: list[str]) -> str:
+    """Return the page of classes in groups, and of classes without an outcome."""
+    exact = sum(len(names) for cells, names in groups.items() if cells.drafts != "none")
+    order = sorted(groups.items(), key=lambda item: (["trees", "chains", "none"].index(item[0].drafts), -len(item[1])))
+    left_out = "\nNot in the table, because the tiny model cannot be built or `generate` fails with it: {}.\n"
     return "".join([
         HEAD,
-        f"\n{exact} of the {len(usable)} classes of {VERSION} in this table decode chains exactly. "
+        f"\n{exact} of the {sum(map(len, groups.values()))} classes of {VERSION} in this table decode chains exactly. "
         "`python -m tests.targets` writes this page.\n",
-        TABLE,
-        *(row(outcome) + "\n" for outcome in usable),
-        left_out if broken else "",
+        COLUMNS,
+        *("| " + " | ".join([*cells, _names(names)]).replace("  ", " ") + " |\n" for cells, names in order),
+        left_out.format(_names(broken)) if broken else "",
     ])  # fmt: skip
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -10,7 +10,7 @@ from torch import nn
 from draftsmith.decode.cache.recurrent import _updates_states, is_recurrent
 
 from .outcome import EXACT, outcome_of
-from .page import PAGE, VERSION, row
+from .page import PAGE, VERSION, group, listed
 from .tiny import model_classes, tiny_config
 from .vision import vision_classes, vision_config
 
@@ -37,9 +37,8 @@ def test_texts_are_those_of_generate_or_the_class_is_refused(name: str) -> None:
         pytest.skip(f"{VERSION} has no {name}")
     outcome = outcome_of(CLASSES[name])
     page = PAGE.read_text(encoding="utf-8")
-    listed = f"`{name}` |" in page
     if outcome.broken:
-        assert VERSION not in page or not listed, "run `python -m tests.targets`"
+        assert VERSION not in page or name not in listed(page), "run `python -m tests.targets`"
         return
     if name in FAST and VERSION in page:  # other versions may have other mistakes, as 5.17 has in UMT5's cache
         assert outcome.chains == EXACT
@@ -52,7 +51,7 @@ def test_texts_are_those_of_generate_or_the_class_is_refused(name: str) -> None:
         assert cell != "wrong"
         assert not cell.startswith("CRASH")
     if VERSION in page:
-        assert row(outcome) in page, "run `python -m tests.targets`"
+        assert listed(page)[name] == group(outcome), "run `python -m tests.targets`"
 
 
 def has_recurrent_code(model: nn.Module) -> bool:
