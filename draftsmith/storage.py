@@ -1,6 +1,9 @@
-"""Atomic writes: a kill at any moment leaves either the old file or the new one."""
+"""Atomic writes: a kill at any moment leaves either the old file or the new one.
 
-import ctypes
+A folder that is replaced is moved aside first. If the process is killed before the new one has its name, the next
+`clear_leftovers` moves the old one back.
+"""
+
 import json
 import os
 import re
@@ -17,7 +20,6 @@ from draftsmith.errors import ConfigError, DraftsmithError
 LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 ROOM = 2**20
 """Bytes that must fit on the disk before any work starts."""
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def cache_dir() -> Path:
@@ -109,7 +111,8 @@ def writing(place: Path | str, then: str) -> Iterator[None]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling folder that becomes `path` when the block ends without an error.
 
-    An existing folder at `path` stays unchanged until it is replaced. If `path` is a link, its destination is replaced.
+    An existing folder at `path` stays unchanged until it is moved aside for the new one. If `path` is a link, its
+    destination is replaced.
     """
     path = path.resolve() if path.is_symlink() else path
     _make(path.parent)
@@ -120,26 +123,26 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield temporary
         for file in (*temporary.rglob("*"), temporary):
             _fsync(file)
-        if not path.exists():
-            temporary.rename(path)
-        elif not _exchange(temporary, path):
-            retired = path.parent / f".{path.name}.old-{os.getpid()}"
-            shutil.rmtree(retired, ignore_errors=True)
-            path.rename(retired)
-            temporary.rename(path)
-            shutil.rmtree(retired, ignore_errors=True)
+        _replace(path, temporary)
         _fsync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step; return False if the system or the file system cannot."""
+def _replace(path: Path, new: Path) -> None:
+    """Give the folder `new` the name `path`; a folder of that name is moved aside and then deleted."""
+    retired = path.parent / f".{path.name}.old-{os.getpid()}"
+    shutil.rmtree(retired, ignore_errors=True)
+    replaced = path.exists()
+    if replaced:
+        path.rename(retired)
     try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    return renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+        new.rename(path)
+    except OSError:
+        if replaced:
+            retired.rename(path)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def is_leftover(name: str) -> bool:

@@ -13,7 +13,6 @@ import torch
 
 import draftsmith.heads.checkpoint
 import draftsmith.train.checkpoint
-from draftsmith import storage
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.train import trainer as loop
 from draftsmith.train.context import RunContext
@@ -47,7 +46,6 @@ class Traps:
         for name in ("rename", "replace", *(("fsync",) if lasting else ())):
             setattr(os, name, trapped(getattr(os, name)))
         shutil.rmtree = trapped(shutil.rmtree)
-        storage._exchange = trapped(storage._exchange)
         for module in (draftsmith.train.checkpoint, draftsmith.heads.checkpoint):
             module.save_file = trapped(module.save_file, torn=True)
 

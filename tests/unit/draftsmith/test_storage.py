@@ -31,6 +31,21 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [entry.name for entry in folder.parent.iterdir()] == ["kept"], "nothing temporary is left"
 
 
+def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fill(tmp_path / "kept", "old")
+    rename = Path.rename
+
+    def refused(place: Path, to: Path) -> Path:
+        if to == tmp_path / "kept" and ".tmp-" in place.name:
+            raise OSError("input/output error")
+        return rename(place, to)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(OSError, match="input/output"):
+        _fill(tmp_path / "kept", "new")
+    assert [(entry.name, (entry / "a.txt").read_text()) for entry in tmp_path.iterdir()] == [("kept", "old")]
+
+
 def test_text_is_replaced_and_nothing_temporary_is_left(tmp_path: Path) -> None:
     write_text(tmp_path / "x" / "a.txt", "one")
     write_text(tmp_path / "x" / "a.txt", "two")

@@ -124,10 +124,7 @@ def test_the_newest_are_kept_and_those_ahead_are_not_counted(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000006", "step-000007"]
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "renamed twice"])
-def test_everything_is_on_disk_before_its_name_is(
-    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files, the folder that lists them, then the new name, then the folder that lists that."""
     done: list[tuple[str, str]] = []
 
@@ -141,8 +138,6 @@ def test_everything_is_on_disk_before_its_name_is(
 
     for name in ("fsync", "rename", "replace"):
         monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
-    swap = noted("exchange", storage._exchange) if exchange else lambda one, other: False
-    monkeypatch.setattr(storage, "_exchange", swap)
     for _ in range(2):
         done.clear()
         with atomic_folder(tmp_path / "new" / "folder") as temporary:
