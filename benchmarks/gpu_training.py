@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from draftsmith.decode.clock import PartClock
 from draftsmith.errors import reason_of
 from draftsmith.train.batch import Batch
-from draftsmith.train.builders import compile_blocks
+from draftsmith.train.bootstrap import compile_drafter
 from draftsmith.train.estimate.fake_run import DryStep, Operations, dry_step
 from draftsmith.train.estimate.memory import estimate_memory
 from draftsmith.train.estimate.time import MACHINES
@@ -72,7 +72,7 @@ def measure(recipe: Recipe, target: PreTrainedModel, compiled: bool, steps: int,
     step.batch = partial(batch_of, recipe, target, clock)
     whole, teacher = operations(step)
     if compiled:
-        compile_blocks(step.drafter)
+        compile_drafter(step.drafter)
     vars(step.module)["clock"] = clock
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

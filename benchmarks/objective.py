@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from draftsmith.distill.losses import forward_kl, total_variation
-from draftsmith.distill.objective import KINDS, Objective
+from draftsmith.distill.losses import LOSSES, forward_kl, total_variation
+from draftsmith.distill.objective import Objective
 from draftsmith.heads.base import DraftStates, TeacherSignals
 
 REPEATS = 3
@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_000])
     parser.add_argument(
         "--kind",
-        choices=KINDS,
+        choices=LOSSES,
         default="kl",
         help="objective of the chunked side; the plain side is tv for tv, otherwise KL",
     )

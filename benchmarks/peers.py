@@ -38,8 +38,8 @@ from transformers import PreTrainedModel
 from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.train import trainer as loop
-from draftsmith.train.accelerator import make_accelerator
 from draftsmith.train.data import chat_of, heldout_prompts
+from draftsmith.train.launch import make_accelerator
 from draftsmith.train.progress import MemoryMeter
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.recorder import evaluate_drafter

@@ -35,7 +35,7 @@ from draftsmith.eval.teacher_forced import TargetText, acceptance_measure, agree
 from draftsmith.heads.base import Drafter
 from draftsmith.storage import cache_dir
 from draftsmith.train import trainer as loop
-from draftsmith.train.accelerator import make_accelerator
+from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output, read_metrics
 

@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.distill.hidden_state_cache import DTYPES, CachedTeacher, SignalCache
-from draftsmith.distill.load_target import LoadedTarget, load_target
+from draftsmith.distill.load_target import load_target
 from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.batch import batch_indices, collate
-from draftsmith.train.builders import data_and_drafter
-from draftsmith.train.context import RunContext
-from draftsmith.train.optimizers import optimizers
+from draftsmith.train.bootstrap import load_parts, make_step
+from draftsmith.train.launch import RunContext
 from draftsmith.train.progress import Console as TrainConsole
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, Last
@@ -40,11 +39,12 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(family: str, target: LoadedTarget, options: argparse.Namespace, table: Table) -> None:
+def measure(family: str, options: argparse.Namespace, table: Table) -> None:
     recipe = load_recipe(f"{family}/embedded", [f"data.count={options.samples}", "data.response_tokens=96"])
     accelerator = Accelerator()
     context = RunContext(recipe, accelerator, TrainConsole(False), Placement(recipe, accelerator))
-    length, data, drafter = data_and_drafter(context, target)
+    parts = load_parts(context)
+    target, data, drafter = parts.target, parts.data, parts.drafter
     online = OnlineTeacher(target.model, drafter.needs.layers)
     teachers: dict[str, OnlineTeacher | CachedTeacher] = {"online": online}
     stored = {"online": 0.0}
@@ -52,9 +52,9 @@ def measure(family: str, target: LoadedTarget, options: argparse.Namespace, tabl
         cache = SignalCache(target.model, data.rows, drafter.needs.layers, dtype)
         cache.build(cache.missing()[0], online, lambda: None)
         teachers[f"cached, {dtype}"], stored[f"cached, {dtype}"] = CachedTeacher(online, cache), cache.bytes_a_token()
-    objective = Objective(**recipe.objective_options(length))
+    objective = Objective(**recipe.objective_options(parts.draft_length))
     steps = {name: AgreementStep(drafter, objective, teacher) for name, teacher in teachers.items()}
-    made = optimizers(drafter, recipe.train.optimizer, recipe.train.weight_decay)
+    made = make_step(recipe, target.model, drafter, online).optimizers
     seconds: dict[str, list[float]] = {name: [] for name in teachers}
     names = list(teachers)
     for step in range(options.steps + 1):
@@ -95,7 +95,7 @@ def main() -> None:
     for column in ("drafter", "teacher", "bytes a token", "ms a step", "online : this", "KL"):
         table.add_column(column, justify="left" if column in ("drafter", "teacher") else "right")
     for family in options.families:
-        measure(family, target, options, table)
+        measure(family, options, table)
     Console(width=110).print(table)
 
 

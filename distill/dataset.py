@@ -17,6 +17,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from draftsmith.bars import clock
 from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, TooLongText, characters
+from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.distill.messages import ASSISTANT
@@ -44,26 +45,6 @@ same first messages; `turns`: the user's turns as JSON, '' for plain text. `imag
 images that the text begins with, their row and a fingerprint of the processor's tensors."""
 
 
-@dataclass(frozen=True)
-class ExampleSettings:
-    """Source and limits of examples; see the recipe's data section."""
-
-    source: str
-    count: int
-    prompt_tokens: int
-    response_tokens: int
-    answered: bool = False
-    """Read the responses in the data as well."""
-    every_turn: bool = False
-    """If not `answered`: keep all turns of a conversation, not only the first."""
-    deduplicate: bool = True
-    seed: int = 0
-    subset: str | None = None
-    split: str = "train"
-    images: str | None = None
-    """Folder of the images; None: rows with images are refused."""
-
-
 @dataclass
 class Counts:
     """Numbers of rows that were read and left out."""
@@ -80,76 +61,79 @@ class Counts:
         return [f"{source}: {number:,} of {self.rows:,} {reason}: left out" for reason, number in self.left_out.items()]
 
 
-def read_examples(chat: Chat, settings: ExampleSettings, context: int | None, report: Callable[[str], None]) -> Dataset:
+def read_examples(
+    chat: Chat, data: DataSection, context: int | None, report: Callable[[str], None], seed: int = 0
+) -> Dataset:
     """Return at most `count` examples (`FEATURES`); `report` is called with the numbers and reasons of those left out.
 
     The examples are cached by source, tokenizer, template and settings.
+
+    Args:
+        seed: of the choice among the embedded prompts.
 
     Raises:
         ConfigError: for a source that cannot be read, a row without the needed keys, or if no example is left.
     """
     disable_progress_bars()
-    if settings.source == EMBEDDED:
-        return _embedded(chat, settings)
-    stamp = source_stamp(settings.source, settings.subset, settings.split)
-    if settings.images is not None:
-        stamp = [stamp, source_stamp(settings.images), str(chat.processor)]
-    key = fingerprint([VERSION, stamp, chat.key(), asdict(settings), context])
+    if data.prompts == EMBEDDED:
+        return _embedded(chat, data, seed)
+    stamp = source_stamp(data.prompts, data.subset, data.split)
+    if data.images is not None:
+        stamp = [stamp, source_stamp(data.images), str(chat.processor)]
+    limits = data.model_dump(include={"prompts", "count", "prompt_tokens", "response_tokens", "deduplicate"})
+    limits |= {"answered": data.answered, "every_turn": data.every_turn}
+    key = fingerprint([VERSION, stamp, chat.key(), limits, context])
     folder = cache_dir() / "examples" / key
     with nullcontext() if folder.is_dir() else hold_cache(folder):
         if not folder.is_dir():
             with atomic_folder(folder) as temporary:
-                counts = _write(temporary / "rows.arrow", chat, settings, context, report)
+                counts = _write(temporary / "rows.arrow", chat, data, context, report)
                 write_json(temporary / "counts.json", asdict(counts))
     counts = Counts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
-    for line in counts.lines(settings.source):
+    for line in counts.lines(data.prompts):
         report(line)
     return Dataset.from_file(str(folder / "rows.arrow"))
 
 
-def _write(
-    file: Path, chat: Chat, settings: ExampleSettings, context: int | None, report: Callable[[str], None]
-) -> Counts:
+def _write(file: Path, chat: Chat, data: DataSection, context: int | None, report: Callable[[str], None]) -> Counts:
     """Write the examples row by row, so that memory does not grow with the data; `report` is called now and then."""
     counts, kept, began = Counts(), 0, time.monotonic()
     said = began
-    chat = replace(chat, template=None, longest=characters(settings.prompt_tokens + settings.response_tokens))
+    chat = replace(chat, template=None, longest=characters(data.prompt_tokens + data.response_tokens))
     with ArrowWriter(features=FEATURES, path=str(file)) as writer:
-        for row in _examples(chat, settings, context, counts):
+        for row in _examples(chat, data, context, counts):
             writer.write(row)
             kept += 1
             if time.monotonic() - said >= SECONDS:
                 said = time.monotonic()
-                left = clock((said - began) * (settings.count / kept - 1))  # less where the data end before
-                read = f"{counts.rows:,} rows read, {kept:,} of {settings.count:,} samples"
-                report(f"{settings.source}: {read}, at most {left} left")
-            if kept == settings.count:
+                left = clock((said - began) * (data.count / kept - 1))  # less where the data end before
+                read = f"{counts.rows:,} rows read, {kept:,} of {data.count:,} samples"
+                report(f"{data.prompts}: {read}, at most {left} left")
+            if kept == data.count:
                 break
         writer.finalize()
     if not kept:
-        why = "; ".join(counts.lines(settings.source))
-        raise ConfigError(
-            f"data.prompts={settings.source} leaves nothing to train on ({why}); expected at least one row"
-        )
+        why = "; ".join(counts.lines(data.prompts))
+        raise ConfigError(f"data.prompts={data.prompts} leaves nothing to train on ({why}); expected at least one row")
     return counts
 
 
-def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts: Counts) -> Iterator[dict[str, Any]]:
+def _examples(chat: Chat, data: DataSection, context: int | None, counts: Counts) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
-    folder = None if settings.images is None else Path(settings.images).expanduser()
-    for place, row in read_source(settings.source, settings.subset, settings.split):
+    folder = None if data.images is None else Path(data.images).expanduser()
+    for place, row in read_source(data.prompts, data.subset, data.split):
         counts.rows += 1
         try:
             dialogue = conversation(place, row, folder)
         except EmptyConversation:
             counts.leave_out("are empty")
             continue
-        problem = dialogue.problem or (_unanswered(dialogue) if settings.answered else None)
+        problem = dialogue.problem or (_unanswered(dialogue) if data.answered else None)
         if problem is not None:
             counts.leave_out(problem)
             continue
         try:
-            samples, images = _samples(chat, dialogue, settings)
+            samples, images = _samples(chat, dialogue, data)
         except ImageAfterAnswer:
             counts.leave_out("have an image after an answer")
             continue
@@ -159,10 +143,10 @@ def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts
         if not samples:
             counts.leave_out("have no trained token")
         for sample in samples:
-            reason = _too_long(sample, settings, context)
-            if reason is None and settings.deduplicate:
+            reason = _too_long(sample, data, context)
+            if reason is None and data.deduplicate:
                 seen_images = json.loads(images)["content"] if images else None
-                turns = dialogue.turns if settings.every_turn else None
+                turns = dialogue.turns if data.every_turn else None
                 twin = fingerprint([sample.input_ids, turns, seen_images])
                 reason = "are the same as another" if twin in seen else None
                 seen.add(twin)
@@ -173,7 +157,7 @@ def _examples(chat: Chat, settings: ExampleSettings, context: int | None, counts
                 "input_ids": sample.input_ids,
                 "spans": sample.spans,
                 "opening": fingerprint(dialogue.opening),
-                "turns": _turns(dialogue, settings.every_turn),
+                "turns": _turns(dialogue, data.every_turn),
                 "images": images,
             }
 
@@ -185,30 +169,30 @@ def _unanswered(dialogue: Conversation) -> str | None:
     return None if all(any(answer.get(key) for key in said) for answer in answers) else "have an empty answer"
 
 
-def _samples(chat: Chat, dialogue: Conversation, settings: ExampleSettings) -> tuple[list[Encoded], str]:
+def _samples(chat: Chat, dialogue: Conversation, data: DataSection) -> tuple[list[Encoded], str]:
     """Return the samples of a conversation, and the column `images`, which all of them share."""
-    if not dialogue.images or settings.images is None:  # without the folder, images are refused
-        if settings.answered:
-            return chat.encode(dialogue, settings.prompt_tokens), ""
+    if not dialogue.images or data.images is None:  # without the folder, images are refused
+        if data.answered:
+            return chat.encode(dialogue, data.prompt_tokens), ""
         return [Encoded(chat.prompt(dialogue), [])], ""
     ids, inputs = chat.prompt_inputs(dialogue.asked, dialogue)
     row = {"place": dialogue.place, "messages": dialogue.asked, "tools": dialogue.tools}
     images = json.dumps({**row, "content": inputs_fingerprint(inputs)}, default=str) if inputs else ""
-    return chat.after_images(dialogue, ids) if settings.answered else [Encoded(ids, [])], images
+    return chat.after_images(dialogue, ids) if data.answered else [Encoded(ids, [])], images
 
 
-def _too_long(sample: Encoded, settings: ExampleSettings, context: int | None) -> str | None:
+def _too_long(sample: Encoded, data: DataSection, context: int | None) -> str | None:
     """Return why a sample is left out; None for a sample that is kept."""
     length = len(sample.input_ids)
     prompt = sample.spans[0][0] if sample.spans else length
     if prompt == 0:
         return "have no token before the first trained one"
-    if prompt > settings.prompt_tokens:
-        return f"have prompts longer than data.prompt_tokens={settings.prompt_tokens}"
-    if length - prompt > settings.response_tokens:
-        return f"have answers longer than data.response_tokens={settings.response_tokens}"
-    if context is not None and length + (0 if sample.spans else settings.response_tokens) > context:
-        room = "" if sample.spans else f" with data.response_tokens={settings.response_tokens} after them"
+    if prompt > data.prompt_tokens:
+        return f"have prompts longer than data.prompt_tokens={data.prompt_tokens}"
+    if length - prompt > data.response_tokens:
+        return f"have answers longer than data.response_tokens={data.response_tokens}"
+    if context is not None and length + (0 if sample.spans else data.response_tokens) > context:
+        room = "" if sample.spans else f" with data.response_tokens={data.response_tokens} after them"
         return f"do not fit the target's context of {context}{room}"
     return None
 
@@ -221,12 +205,12 @@ def _turns(dialogue: Conversation, every_turn: bool) -> str:
     return json.dumps({"turns": turns, "tools": dialogue.tools}, default=str)  # tables have dates
 
 
-def _embedded(chat: Chat, settings: ExampleSettings) -> Dataset:
+def _embedded(chat: Chat, data: DataSection, seed: int) -> Dataset:
     """Return windows of the embedded corpus; the answer is the continuation of the text."""
-    prompt = settings.prompt_tokens
-    window = prompt + (settings.response_tokens if settings.answered else 0)
-    rows = embedded_prompts(chat.tokenizer, "train", settings.count, window, settings.seed)
-    spans = [[prompt, window]] if settings.answered else []
+    prompt = data.prompt_tokens
+    window = prompt + (data.response_tokens if data.answered else 0)
+    rows = embedded_prompts(chat.tokenizer, "train", data.count, window, seed)
+    spans = [[prompt, window]] if data.answered else []
     return Dataset.from_list(
         [{"input_ids": row.input_ids, "spans": spans, "opening": row.id, "turns": "", "images": ""} for row in rows],
         features=FEATURES,

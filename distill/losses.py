@@ -7,6 +7,7 @@ The logits of all tokens are never in memory at once: a part's gradient is compu
 the backward pass would save as much memory and cost another forward pass of both lm_heads.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -139,11 +140,47 @@ def cross_entropy(rows_N: Tensor, q_log_ND: Tensor) -> Tensor:
     return torch.where(rows_N >= 0, loss_N, 0.0)
 
 
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "js": jensen_shannon,
-    "tv": total_variation,
-    "lk_alpha": lk_alpha,
+class LossInputs(NamedTuple):
+    """What a loss may read of N tokens of one draft position. Shapes: E events, D draft vocabulary."""
+
+    p_log_NE: Tensor
+    """The target's log-probabilities of the drafter's vocabulary, or of the known tokens and the tail."""
+    q_log_NE: Tensor
+    """The drafter's log-probabilities of the same events."""
+    q_log_ND: Tensor
+    """The drafter's log-probabilities of its vocabulary."""
+    argmax_N: Tensor
+    """The target's most likely token as a row of that vocabulary; -1 if it is not in there."""
+    label_N: Tensor
+    """The text's next token as such a row."""
+    alpha: float
+    """Mean overlap at this draft position in the last step."""
+    beta: float = 0.5
+    eta: float = 3.0
+
+
+def lk_lambda(of: LossInputs) -> Tensor:
+    """Return lambda KL + (1 - lambda) TV, lambda = exp(-eta alpha), per token [N] (LK losses: arXiv:2602.23881)."""
+    share = math.exp(-of.eta * of.alpha)
+    kl_N, tv_N = forward_kl(of.p_log_NE, of.q_log_NE), total_variation(of.p_log_NE, of.q_log_NE)
+    return share * kl_N + (1 - share) * tv_N
+
+
+def _by_draft(of: LossInputs) -> Tensor:
+    """Return 0 per token [N]: `Objective` adds a term that is a product over a draft, see `draft_weights.py`."""
+    return of.q_log_ND.new_zeros(of.q_log_ND.shape[0])
+
+
+ACCEPTED_LENGTH = "accepted_length"
+LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
+    "kl": lambda of: forward_kl(of.p_log_NE, of.q_log_NE),
+    "reverse_kl": lambda of: reverse_kl(of.p_log_NE, of.q_log_NE),
+    "js": lambda of: jensen_shannon(of.p_log_NE, of.q_log_NE, of.beta),
+    "tv": lambda of: total_variation(of.p_log_NE, of.q_log_NE),
+    "lk_alpha": lambda of: lk_alpha(of.p_log_NE, of.q_log_NE),
+    "ce": lambda of: cross_entropy(of.argmax_N, of.q_log_ND),
+    "label": lambda of: cross_entropy(of.label_N, of.q_log_ND),
+    "lk_lambda": lk_lambda,
+    ACCEPTED_LENGTH: _by_draft,
 }
-"""Losses that are functions of the two rows of log-probabilities alone."""
+"""Losses per token by the names that `objective.kind` and `objective.mix` accept."""

@@ -4,7 +4,6 @@ All values are sums over this process's tokens. Only the training loop divides t
 global batch, so that the loss depends neither on padding nor on the number of processes.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,23 +28,19 @@ from draftsmith.distill.alignment import (
 from draftsmith.distill.draft_weights import DraftWeights, TokenWeights
 from draftsmith.distill.fused_kl import forward_kl_and_alpha
 from draftsmith.distill.losses import (
-    DIVERGENCES,
+    ACCEPTED_LENGTH,
+    LOSSES,
+    LossInputs,
     Part,
     cross_entropy,
-    forward_kl,
-    jensen_shannon,
     overlap,
     summed_loss,
     top_k_cross_entropy,
-    total_variation,
 )
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import DraftStates, TeacherSignals
 
 # Shapes: N tokens, n tokens of a chunk, K draft positions, D draft vocabulary or drafter hidden size, E events.
-
-KINDS = (*DIVERGENCES, "ce", "label", "lk_lambda", "accepted_length")
-"""Kinds of terms of an objective; the recipe's schema names the same."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +61,8 @@ class AgreementSums:
 class Objective:
     """A weighted sum of terms, at one or several temperatures, with a weight for each draft position.
 
-    kl, reverse_kl, js, tv, lk_alpha, ce   see `distill/losses.py`
+    kl, reverse_kl, js, tv, lk_alpha, lk_lambda, ce   see `LOSSES` in `distill/losses.py`
     label             -log q of the text's next token, independent of the target
-    lk_lambda         lambda KL + (1 - lambda) TV, lambda = exp(-eta alpha_k) with the last step's alpha of the position
-                      (LK losses: arXiv:2602.23881)
     accepted_length   -(E[tau] - 1) = -sum_k prod_{i<=k} alpha_i over the positions of one draft
 
     With a teacher that knows only the most likely tokens, divergences are lower bounds and alpha is an upper bound, see
@@ -148,7 +141,7 @@ class Objective:
         return self.position_weights[min(k, len(self.position_weights) - 1)]
 
     def _draft_weights(self, aligned: Aligned) -> DraftWeights | None:
-        length_weight = self.terms.get("accepted_length")
+        length_weight = self.terms.get(ACCEPTED_LENGTH)
         if length_weight is None and self.dpace is None:
             return None
         return DraftWeights(aligned.positions, self.dpace, length_weight, self.draft_length)
@@ -234,7 +227,7 @@ class Objective:
             loss_N = loss_N * extra.dpace_n
         loss = self._position_weight(some.k) * loss_N.sum()
         if extra.length_n is not None:  # no decay: the accepted length itself weights the positions
-            loss = loss - self.terms["accepted_length"] * (extra.length_n * alpha_N).sum()
+            loss = loss - self.terms[ACCEPTED_LENGTH] * (extra.length_n * alpha_N).sum()
         return loss
 
     def _compared(self, compared: Compared, differentiable: bool, last_alpha: float) -> tuple[Tensor, Tensor]:
@@ -252,22 +245,11 @@ class Objective:
             return loss_N, overlap(first.p_log_NE, first.q_log_NE)
 
     def _terms(self, rows: Rows, target_argmax_N: Tensor, label_rows_N: Tensor, last_alpha: float) -> Tensor:
-        """Return the weighted terms [N], without accepted_length, which is not a sum over tokens."""
-        p_log_NE, q_log_NE, q_log_ND = rows
-        total_N = q_log_ND.new_zeros(q_log_ND.shape[0])
+        """Return the weighted terms [N]."""
+        total_N = rows.q_log_ND.new_zeros(rows.q_log_ND.shape[0])
+        inputs = LossInputs(*rows, target_argmax_N, label_rows_N, last_alpha, self.beta, self.eta)
         for kind, weight in self.terms.items():
-            if kind == "ce":
-                total_N = total_N + weight * cross_entropy(target_argmax_N, q_log_ND)
-            elif kind == "label":
-                total_N = total_N + weight * cross_entropy(label_rows_N, q_log_ND)
-            elif kind == "js":
-                total_N = total_N + weight * jensen_shannon(p_log_NE, q_log_NE, self.beta)
-            elif kind == "lk_lambda":
-                share = math.exp(-self.eta * last_alpha)
-                mixed_N = share * forward_kl(p_log_NE, q_log_NE) + (1 - share) * total_variation(p_log_NE, q_log_NE)
-                total_N = total_N + weight * mixed_N
-            elif kind != "accepted_length":
-                total_N = total_N + weight * DIVERGENCES[kind](p_log_NE, q_log_NE)
+            total_N = total_N + weight * LOSSES[kind](inputs)
         return total_N
 
 

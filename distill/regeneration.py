@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.questions import question_numbers, text_seed
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers, model_fingerprint
@@ -40,20 +40,6 @@ COUNTS = "counts.json"
 """File next to the rows: tokens, rounds and seconds of the sampling."""
 KEPT = "kept.parquet"
 """File next to the parts: answers that were sampled for other data sets."""
-
-
-@dataclass(frozen=True)
-class SampleSettings:
-    """Settings that determine the responses, apart from the target and the prompts."""
-
-    response_tokens: int
-    temperature: float
-    batch_size: int
-    seed: int
-    drafter_share: float = 0.0
-    """Share of the prompts that the drafter answers alone."""
-    responses: int = 1
-    """Responses to each prompt, each with its own seed."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +64,7 @@ class Sampler:
     """Sample responses with the speculative decoder, and for a share of the prompts with the drafter alone.
 
     Args:
+        data: how many tokens to sample, how often and at which temperature.
         drafter: proposes tokens; the distribution stays the target's. None decodes with the target alone.
         speculate: use the drafter for proposals; otherwise it only answers its share.
         draft_length: by default the drafter's own.
@@ -85,7 +72,8 @@ class Sampler:
 
     target: LoadedTarget
     chat: Chat
-    settings: SampleSettings
+    data: DataSection
+    seed: int
     drafter: Drafter | None = None
     speculate: bool = True
     draft_length: int | None = None
@@ -104,14 +92,15 @@ class Sampler:
             else SpeculativeDecoder(self.target.model)
         )
         self._own: SpeculativeDecoder | None = None
-        if self.settings.drafter_share:
-            if not isinstance(self.drafter, DraftModel):
+        if self.data.drafter_share:
+            model = None if self.drafter is None else self.drafter.language_model
+            if model is None:
                 kind = None if self.drafter is None else self.drafter.type
                 raise ConfigError(
-                    f"data.drafter_share={self.settings.drafter_share} with drafter.type={kind!r}; expected a "
+                    f"data.drafter_share={self.data.drafter_share} with drafter.type={kind!r}; expected a "
                     "'draft_model', which generates without its target"
                 )
-            self._own = SpeculativeDecoder(self.drafter.model)
+            self._own = SpeculativeDecoder(model)
 
     def answer(self, rows: list[dict[str, Any]], indices: list[int], response: int = 0) -> list[dict[str, Any]]:
         """Return rows of `input_ids`, `spans`, `question` (its index) and `messages` (JSON, '' for plain text).
@@ -133,7 +122,7 @@ class Sampler:
         return [row for text in texts for row in text.rows()]
 
     def _fits(self, prompt: list[int]) -> bool:
-        return self._limit is None or len(prompt) + self.settings.response_tokens <= self._limit
+        return self._limit is None or len(prompt) + self.data.response_tokens <= self._limit
 
     def _decode(self, texts: list[Asked], turn: int, response: int) -> list[DecodeOutput]:
         outputs: dict[int, DecodeOutput] = {}
@@ -142,15 +131,15 @@ class Sampler:
         for decoder, group in ((self._decoder, others), (self._own, by_drafter)):
             if decoder is None or not group:
                 continue
-            seeds = [text_seed(self.settings.seed, response, turn, text.number) for text in group]
-            shares = [1 / (self.settings.response_tokens * text.turns) for text in group]
+            seeds = [text_seed(self.seed, response, turn, text.number) for text in group]
+            shares = [1 / (self.data.response_tokens * text.turns) for text in group]
             answers = decoder.generate_batch(
                 [text.prompt for text in group],
                 inputs=[text.inputs for text in group],
                 seeds=seeds,
                 eos_token_id=sorted(eos_tokens(self.target.model.config, self.target.model.generation_config)),
-                max_new_tokens=self.settings.response_tokens,
-                temperature=self.settings.temperature,
+                max_new_tokens=self.data.response_tokens,
+                temperature=self.data.temperature,
                 on_tokens=lambda place, new, _, shares=shares: self.advance(len(new) * shares[place]),
             )
             outputs |= {text.index: output for text, output in zip(group, answers, strict=True)}
@@ -160,8 +149,8 @@ class Sampler:
         return [outputs[text.index] for text in texts]
 
     def _drawn(self, number: int, response: int) -> bool:
-        which = f"{self.settings.seed}:{number}" + (f":{response}" if response else "")
-        return random.Random(which).random() < self.settings.drafter_share
+        which = f"{self.seed}:{number}" + (f":{response}" if response else "")
+        return random.Random(which).random() < self.data.drafter_share
 
 
 @dataclass(frozen=True)
@@ -193,13 +182,13 @@ def target_samples(
     """
     disable_progress_bars()
     share = share or Share()
-    settings = sampler.settings
-    _require_room(sampler.target, questions, settings)
+    data = sampler.data
+    _require_room(sampler.target, questions, data)
     questions = questions.add_column("number", question_numbers(questions))
     cached = folder is None
     if folder is None:
         folder = cache_dir() / "samples" / target_key(sampler, questions) / samples_key(sampler, questions)
-    folders = response_folders(folder, settings.responses)
+    folders = response_folders(folder, data.responses)
     here = all(place.is_dir() for place in folders)
     with hold_cache(folder) if share.first and not here else nullcontext():
         if cached and share.first and not here:
@@ -207,14 +196,14 @@ def target_samples(
                 keep_answers(questions["number"], place, response)
         share.wait()  # until the first process holds the lock: after that all processes see the same files
         parts = {
-            place: _parts(questions, settings.batch_size, place, response)
+            place: _parts(questions, data.batch_size, place, response)
             for response, place in enumerate(folders)
             if not place.is_dir()
         }
         if parts:
             every = [part for of_response in parts.values() for part in of_response]
             new = sum(len(part.indices) for part in every if not part.file.exists())
-            say(f"responses: {new:,} of {len(questions) * settings.responses:,} are new")
+            say(f"responses: {new:,} of {len(questions) * data.responses:,} are new")
             _sample_parts(sampler, questions, every, share, progress)
             share.wait()
             if share.first:
@@ -248,16 +237,16 @@ def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
 
 def target_key(sampler: Sampler, questions: Dataset) -> str:
     """Return a key of what the answer to a question depends on besides the question and the number of the response."""
-    settings, chat, model = asdict(sampler.settings), sampler.chat, sampler.target.model
-    del settings["responses"], settings["batch_size"]
+    chat, model = sampler.chat, sampler.target.model
+    settings = sampler.data.model_dump(include={"response_tokens", "temperature", "drafter_share"})
     return fingerprint(
         [
             SAMPLES_VERSION,
             fingerprint_of_numbers(model),
             sorted(eos_tokens(model.config, model.generation_config)),
             chat.key() if any(questions["turns"]) else [],
-            settings,
-            model_fingerprint(sampler.drafter) if sampler.settings.drafter_share else None,
+            {**settings, "seed": sampler.seed},
+            model_fingerprint(sampler.drafter) if sampler.data.drafter_share else None,
         ]
     )
 
@@ -265,11 +254,11 @@ def target_key(sampler: Sampler, questions: Dataset) -> str:
 def samples_key(sampler: Sampler, questions: Dataset) -> str:
     """Return the cache key of the responses, from everything that they depend on except their number."""
     # Questions that are answered together: the files of a killed run are divided as before.
-    return fingerprint([target_key(sampler, questions), question_numbers(questions), sampler.settings.batch_size])
+    return fingerprint([target_key(sampler, questions), question_numbers(questions), sampler.data.batch_size])
 
 
-def _require_room(target: LoadedTarget, questions: Dataset, settings: SampleSettings) -> None:
-    longest = max(map(len, questions["input_ids"])) + settings.response_tokens
+def _require_room(target: LoadedTarget, questions: Dataset, data: DataSection) -> None:
+    longest = max(map(len, questions["input_ids"])) + data.response_tokens
     limit = context_limit(target.model.config)
     if limit is not None and longest > limit:
         raise ConfigError(

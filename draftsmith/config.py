@@ -1,9 +1,20 @@
-"""The base class of all recipe sections, and the number types of their fields."""
+"""The base class of all recipe sections, the number types of their fields, and what is wrong with a value."""
 
 import os.path
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from draftsmith.errors import ConfigError
+
+BOUNDS = (
+    ("greater_than", ">", "gt"),
+    ("greater_than_equal", ">=", "ge"),
+    ("less_than", "<", "lt"),
+    ("less_than_equal", "<=", "le"),
+)
 
 
 def no_truth_value(value: Any) -> Any:
@@ -31,3 +42,36 @@ class Section(BaseModel):
     """Base class of all sections: frozen; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def section_of(kind: type[AnySection], key: Callable[[str], str], **values: Any) -> AnySection:
+    """Return the section of these values, without those that are None.
+
+    Raises:
+        ConfigError: for the first value that is wrong; `key` returns what its field is called for the user.
+    """
+    try:
+        return kind(**{name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        name = key(".".join(map(str, problem["loc"][:1])))
+        raise ConfigError(f"{name}={problem['input']!r}; expected {expected(problem)}") from error
+
+
+def expected(problem: ErrorDetails) -> str:
+    """Return the values that pydantic would have accepted, in this project's words."""
+    bounds, kind = problem.get("ctx", {}), problem["type"]
+    if kind.startswith(("model_type", "model_attributes_type")):
+        return "a section with keys"
+    if kind == "string_too_long":
+        return f"at most {bounds['max_length']} characters"
+    for name, sign, bound in BOUNDS:
+        if kind == name:
+            return f"{sign} {bounds[bound]:.12g}"
+    return problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")

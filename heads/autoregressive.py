@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import (
@@ -26,6 +27,7 @@ from draftsmith.heads.base import (
     Context,
     DraftStates,
     Level,
+    ModuleTypes,
     Needs,
     TeacherSignals,
     TrainableDrafter,
@@ -137,6 +139,7 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
     """A drafter with a network, `body`, that reads features of the target's `layers`."""
 
     needs: Needs = Needs(hidden=True)
+    block_types: ClassVar[ModuleTypes] = (LlamaMLP,)
 
     def __init__(self, body: Network, layers: tuple[int, ...]) -> None:
         super().__init__()
@@ -178,8 +181,11 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
 class AutoregressiveDrafter(NetworkDrafter[Network]):
     """Runs its network step by step, on text and on draft trees."""
 
+    training_options: ClassVar[tuple[str, ...]] = ("train_steps",)
     regresses: ClassVar[bool] = False
     """States predict the target's final hidden state."""
+    divides_texts: ClassVar[bool] = False
+    """Processes may share each text in training."""
 
     def __init__(self, body: Network, layers: tuple[int, ...], train_steps: int) -> None:
         super().__init__(body, layers)
@@ -222,7 +228,7 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         """Return the states of the training-time test: step k reads those of step k - 1, as in decoding."""
-        body, read = self.body, ReadPositions(signals, self.train_steps, self.part)
+        body, read = self.body, ReadPositions(signals, self.train_steps, signals.part)
         assert signals.features_BTF is not None, "the drafter's needs name layers"
         states_1XH = self._teacher_states(read.values(signals.features_BTF, read.first_X))
         tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
@@ -243,6 +249,12 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
                 )
             )
         return unrolled
+
+    def why_undivided(self) -> str | None:
+        if not self.divides_texts:
+            return super().why_undivided()
+        windows = windows_of(self.body.config)
+        return "a sliding window" if any(window is not None for window in windows) else None
 
     def _teacher_states(self, features_1XF: Tensor) -> Tensor:
         """Return the target's features as states [1, X, H], which the first step reads."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.draft_vocab import DraftVocabulary
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 FINAL = -1
 """In `Needs.layers`: the final hidden state, which is the output of the last norm and the input of the lm_head."""
+
+
+ModuleTypes = tuple[type[nn.Module], ...]
 
 
 class SequenceState(Protocol):
@@ -204,6 +207,8 @@ class TeacherSignals:
     """Without hidden states (`hidden_BTH` is [B, T, 0]): the tokens t + 1 with known probability, -1 for none."""
     top_log_BTE: Tensor | None = None
     """Their log-probabilities."""
+    part: "SequencePart | None" = None
+    """The positions at which this process computes states, where processes share each text; None: all."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +277,11 @@ class Drafter(nn.Module):
     only_retrieves: bool = False
     """It retrieves whole drafts and computes no logits, so policies do not apply."""
 
+    @property
+    def language_model(self) -> PreTrainedModel | None:
+        """The model of a drafter that writes texts without its target; None of others."""
+        return None
+
     def start(self, context: Context) -> None:
         """Begin decoding: read the texts, allocate caches, discard the state of the last run.
 
@@ -336,8 +346,10 @@ class TrainableDrafter(Drafter, ABC):
     """A drafter with weights: it is created for a target, trained, saved and loaded."""
 
     vocab_size: int  # pyright: ignore[reportIncompatibleVariableOverride]  # set once, in every subclass's constructor
-    part: "SequencePart | None" = None
-    """This process's share of the positions at which `unroll` computes states, where texts are divided; else None."""
+    training_options: ClassVar[tuple[str, ...]] = ()
+    """Options of `from_target` that change how it is trained, not what it computes."""
+    block_types: ClassVar[ModuleTypes] = ()
+    """The classes of its blocks, see `trained_blocks`."""
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
@@ -348,6 +360,43 @@ class TrainableDrafter(Drafter, ABC):
     @abstractmethod
     def from_target(cls, target: PreTrainedModel, *_: Any, **options: Any) -> Self:
         """Return a new drafter with shapes that fit `target`; `options` are the recipe's drafter keys."""
+
+    @classmethod
+    def like_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        """Return a drafter of the shapes of `from_target` without reading its files, to count memory and time."""
+        return cls.from_target(target, **options)
+
+    @classmethod
+    def require_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
+        """Raise ConfigError where the recipe's options name a checkpoint with other tokens than `tokenizer`."""
+
+    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
+        """Set the draft vocabulary, and start the rows of the own lm_heads again; their number stays."""
+        raise NotImplementedError(f"{self.type} drafters have no draft vocabulary")
+
+    def train_further(self, **options: Any) -> None:
+        """Apply the recipe's options to a drafter that was loaded, without changing what it computes."""
+        for key in self.training_options:
+            if key in options:
+                setattr(self, key, options[key])
+
+    def trained_blocks(self) -> list[nn.Module]:
+        """Return the blocks whose activations may be recomputed, and which are compiled one by one: the outermost ones.
+
+        Attention with its own cache is no block: recomputing it would append the keys of earlier steps twice.
+        """
+        blocks = {name: module for name, module in self.named_modules() if isinstance(module, self.block_types)}
+        return [block for name, block in blocks.items() if not any(name.startswith(f"{other}.") for other in blocks)]
+
+    def outside_layers(self) -> list[nn.Parameter]:
+        """Return the weights that are no matrices of a layer: embeddings and lm_heads, which Muon does not optimize."""
+        modules = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+        named = [weight for name, weight in self.named_parameters() if "lm_head" in name or "embed" in name]
+        return [*named, *(weight for module in modules for weight in module.parameters())]
+
+    def why_undivided(self) -> str | None:
+        """Return why processes cannot share each text in training, see `TeacherSignals.part`; None where they can."""
+        return f"drafter.type={self.type!r}"
 
     def own_lm_heads(self) -> list[nn.Linear]:
         """Return the lm_head of each draft position that `unroll` trains; none where it is the target's."""

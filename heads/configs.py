@@ -13,12 +13,20 @@ from pydantic import Field
 
 from draftsmith.config import Count, Depth, Location, Number, Section, Whole
 
+Start = Literal["untrained", "target", "trained"]
+"""Weights of a new drafter: untrained, copied from the target, or trained before."""
+
 
 class DrafterSection(Section):
     """The recipe's `drafter` section; its other keys are the keyword arguments of the drafter's `from_target`."""
 
     type: Any
     """A key of `DRAFTERS`; each section declares it as a `Literal`."""
+
+    @property
+    def start(self) -> Start:
+        """What its weights are at first."""
+        return "untrained"
 
 
 class DraftModelSection(DrafterSection):
@@ -43,6 +51,12 @@ class DraftModelSection(DrafterSection):
     """Train only LoRA adapters of this rank; they are merged when the draft model is saved."""
     lora_alpha: Annotated[Number, Field(gt=0)] = 16
     """Scale of the adapters: alpha / rank."""
+
+    @property
+    def start(self) -> Start:
+        if self.model is not None:
+            return "trained"
+        return "target" if self.init == "target_layers" else "untrained"
 
 
 class VocabularyOption(DrafterSection):
@@ -143,6 +157,10 @@ class MtpSection(DrafterSection):
     train_steps: Depth = 3
     """Number of trained steps, each on the states of the last."""
 
+    @property
+    def start(self) -> Start:
+        return "trained" if self.init == "native" else "untrained"
+
 
 class ParallelEagleSection(VocabularyOption):
     type: Literal["peagle"]
@@ -186,6 +204,16 @@ CUSTOM_GENERATE = {"transformers": "transformers.write_custom_generate"}
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Peak learning rates for a target of width 256; see `train/learning_rates.py`."""
+
+    muon: float = 2e-2
+    adamw: float = 3e-3
+    scaled: bool = False
+    """Whether Muon's rate is proportional to 1/width, as AdamW's is; otherwise it is constant up to width 512."""
+
+
+@dataclass(frozen=True)
 class DrafterEntry:
     """Everything that other packages know of one type of drafter."""
 
@@ -196,6 +224,8 @@ class DrafterEntry:
     """Noun for the model card, as in "A … for speculative decoding"."""
     exports: dict[str, str] = field(default_factory=CUSTOM_GENERATE.copy)
     """Format: the function in `heads/formats/`, as `file.function`, that writes it."""
+    rates: Rates = Rates()
+    """Default learning rates."""
 
 
 DRAFTERS: dict[str, DrafterEntry] = {
@@ -209,6 +239,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
             "gguf": "llama_cpp.write_draft_model",
             "transformers": "transformers.write_for_transformers",
         },
+        rates=Rates(muon=3e-3, adamw=2e-3, scaled=True),
     ),
     "medusa": DrafterEntry(
         MedusaSection,

@@ -87,13 +87,14 @@ class DFlashNetwork(DraftNetwork):
         if draft_vocab_size is not None and draft_vocab_size < config.vocab_size:
             self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
 
+    @torch.no_grad()
     def start_lm_head(self, target: PreTrainedModel, draft_vocabulary: list[int]) -> None:
         """Copy the rows of these tokens from the target's lm_head, with the target's scale of logits."""
         assert self.lm_head is not None
         weight_DH = scaled_weight(target)
         if self.vocabulary is not None:
-            self.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_DH.shape[0])
-            weight_DH = weight_DH[self.vocabulary.tokens_D]
+            self.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_DH.shape[0]).to(self.lm_head.weight.device)
+            weight_DH = weight_DH[self.vocabulary.tokens_D.to(weight_DH.device)]
         self.lm_head.weight.copy_(weight_DH)
 
     def project(self, features_nF: Tensor) -> Tensor:
@@ -167,6 +168,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
     """DFlash, with its options DSpark: one pass per round for any draft length."""
 
     type: ClassVar[str] = "dflash"
+    training_options: ClassVar[tuple[str, ...]] = ("anchors",)
 
     def __init__(
         self,
@@ -241,6 +243,13 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             token = torch.tensor(default_mask_token(target, mask_token), device=place)
             drafter.body.mask_embedding.copy_(drafter.body.embed(token))
         return drafter
+
+    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
+        self.body.start_lm_head(target, tokens)
+
+    def outside_layers(self) -> list[nn.Parameter]:
+        others = [module for module in (self.markov, self.confidence) if module is not None]
+        return [*super().outside_layers(), *(weight for module in others for weight in module.parameters())]
 
     def own_lm_heads(self) -> list[nn.Linear]:
         return [] if self.body.lm_head is None else [self.body.lm_head] * (self.block_size - self.body.first)

@@ -27,11 +27,12 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import Chain, Context, DraftStates, Level, TeacherSignals, TrainableDrafter, WantedChain
-from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, text_weights
+from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, layers_of, text_weights
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.lora import add_lora, check_lora, whole
 from draftsmith.heads.model_config import context_limit, text_config
@@ -94,6 +95,35 @@ class DraftModel(TrainableDrafter):
             check_lora(draft, "drafter", rank=lora_rank)
             add_lora(draft, rank=lora_rank, alpha=lora_alpha)
         return cls(draft)
+
+    @classmethod
+    def like_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        if (name := options.get("model")) is not None:
+            options = {**options, "model": None, "config": pretrained_config(name)}
+        return cls.from_target(target, **options)
+
+    @classmethod
+    def require_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
+        from draftsmith.heads.checkpoint import shared_vocabulary  # it imports this file
+
+        if (name := options.get("model")) is not None:
+            shared_vocabulary(name, name, tokenizer)
+
+    @property
+    def language_model(self) -> PreTrainedModel:
+        return self.model
+
+    def train_further(self, **options: Any) -> None:
+        if options.get("lora_rank") is not None:
+            add_lora(self.model, rank=options["lora_rank"], alpha=options["lora_alpha"])
+
+    def trained_blocks(self) -> list[nn.Module]:
+        return layers_of(self.model)
+
+    def outside_layers(self) -> list[nn.Parameter]:
+        models = [model for model in self.modules() if isinstance(model, PreTrainedModel)]
+        heads = [head for model in models if (head := model.get_output_embeddings()) is not None]
+        return [*super().outside_layers(), *(weight for head in heads for weight in head.parameters())]
 
     def config(self) -> dict[str, Any]:
         return self.model.config.to_diff_dict()

@@ -51,6 +51,7 @@ class Eagle(AutoregressiveDrafter[EagleNetwork]):
 
     type: ClassVar[str] = "eagle"
     regresses: ClassVar[bool] = True
+    divides_texts: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -95,6 +95,23 @@ class Eagle3Network(DraftNetwork):
     def head(self, states_nH: Tensor) -> Tensor:
         return self.lm_head(states_nH if self.norm_output else self.norm(states_nH))
 
+    @torch.no_grad()
+    def start_from_target(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
+        """Start the lm_head as the target's. fc selects the highest feature, which is closest to that one's input."""
+        self.start_lm_head(target, draft_vocabulary)
+        hidden = self.config.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -hidden:] = torch.eye(hidden)
+
+    @torch.no_grad()
+    def start_lm_head(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
+        """Copy the target's lm_head, or its rows of the draft vocabulary, with the target's scale of logits."""
+        weight_VH = scaled_weight(target)
+        if draft_vocabulary is not None:
+            self.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_VH.shape[0]).to(self.lm_head.weight.device)
+            weight_VH = weight_VH[self.vocabulary.tokens_D.to(weight_VH.device)]
+        self.lm_head.weight.copy_(weight_VH)
+
     def start(self, features_nF: Tensor, hidden_nH: Tensor) -> None:
         """Give state and lm_head inputs of typical size 1, whatever the target's sizes are.
 
@@ -118,6 +135,7 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
     """EAGLE-3, with its options EAGLE-3.1."""
 
     type: ClassVar[str] = "eagle3"
+    divides_texts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -144,7 +162,7 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         train_steps: int = 7,
         **options: Any,
     ) -> Self:
-        """Return layers of the target's width, initialised from the target, see `start_from_target`."""
+        """Return layers of the target's width, initialised from the target, see `Eagle3Network.start_from_target`."""
         drafter = cls(
             layer_config(target, num_hidden_layers, intermediate_size=intermediate_size),
             layers=three_depths(target) if layers is None else tuple(layers),
@@ -153,8 +171,11 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
             **options,
         )
         drafter.attach(target)
-        start_from_target(drafter.body, target, draft_vocabulary)
+        drafter.body.start_from_target(target, draft_vocabulary)
         return drafter
+
+    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
+        self.body.start_lm_head(target, tokens)
 
     def own_lm_heads(self) -> list[nn.Linear]:
         return [self.body.lm_head] * self.train_steps
@@ -183,20 +204,3 @@ def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
             f"target has {depth} layers; expected at least 4 for features of three depths, or drafter.layers"
         )
     return (min(2, depth // 2), depth // 2, depth - 3) if depth > 6 else (1, depth // 2, depth - 1)
-
-
-@torch.no_grad()
-def start_from_target(body: Eagle3Network, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
-    """Initialise the network from the target.
-
-    The lm_head becomes the target's (its rows of the draft vocabulary), with the target's scale of logits. fc selects
-    the highest feature, which is closest to the input of the lm_head.
-    """
-    weight_VH = scaled_weight(target)
-    if draft_vocabulary is not None:
-        body.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_VH.shape[0])
-        weight_VH = weight_VH[body.vocabulary.tokens_D]
-    body.lm_head.weight.copy_(weight_VH)
-    hidden = body.config.hidden_size
-    body.fc.weight.zero_()
-    body.fc.weight[:, -hidden:] = torch.eye(hidden)

@@ -147,6 +147,11 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
     return names[:wanted]
 
 
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a transformers model."""
+    return [layer for name in layer_lists(model) for layer in model.get_submodule(name).children()]
+
+
 def text_weights(target: PreTrainedModel, model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the target's weights; of a vision-language target those of its language model, as `model` names them."""
     weights = target.state_dict()

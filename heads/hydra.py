@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.heads.autoregressive import DraftNetwork
-from draftsmith.heads.base import FINAL, Context, FirstBatch, Needs, TeacherSignals
+from draftsmith.heads.base import FINAL, Context, FirstBatch, ModuleTypes, Needs, TeacherSignals
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.medusa import ResidualBlock
@@ -82,6 +83,7 @@ class Hydra(TokenHeads):
     """K sequentially dependent heads with the target's embeddings and their own lm_heads."""
 
     type: ClassVar[str] = "hydra"
+    block_types: ClassVar[ModuleTypes] = (HydraHead, LlamaMLP)
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.heads.base import Context, DraftStates, Needs, TeacherSignals
+from draftsmith.heads.base import Context, DraftStates, ModuleTypes, Needs, TeacherSignals
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import (
@@ -47,6 +47,7 @@ class Medusa(PathIndependentDrafter):
     """K heads of residual blocks and an lm_head each; with `shared_lm_head` one lm_head for all."""
 
     type: ClassVar[str] = "medusa"
+    block_types: ClassVar[ModuleTypes] = (ResidualBlock,)
     needs: Needs = Needs(hidden=True)
 
     def __init__(
@@ -88,6 +89,9 @@ class Medusa(PathIndependentDrafter):
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
         return self.lm_heads.vocabulary
+
+    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
+        self.lm_heads.copy_from(target, tokens)
 
     def own_lm_heads(self) -> list[nn.Linear]:
         return [self.lm_heads[k] for k in range(self.num_heads)]

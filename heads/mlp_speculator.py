@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.heads.base import ModuleTypes
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 
@@ -64,6 +65,7 @@ class MlpSpeculator(TokenHeads):
     """Recurrent steps with their own embeddings; with `tie_weights` steps of equal input size are one module."""
 
     type: ClassVar[str] = "mlp_speculator"
+    block_types: ClassVar[ModuleTypes] = (SpeculatorStep,)
 
     def __init__(
         self,
@@ -116,6 +118,12 @@ class MlpSpeculator(TokenHeads):
         elif draft_vocabulary is not None:
             drafter.lm_heads.choose(draft_vocabulary, vocab_size)
         return drafter
+
+    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
+        if self.inner_size == self.hidden_size:
+            super().choose_tokens(target, tokens)
+        else:
+            self.lm_heads.choose(tokens, self.vocab_size)
 
     def config(self) -> dict[str, Any]:
         keys = ("hidden_size", "inner_size", "vocab_size", "num_heads", "tie_weights", "fms", "scale_input")

@@ -57,6 +57,18 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
             drafter.body.input_proj.weight[:, :hidden] += torch.eye(hidden)
         return drafter
 
+    @classmethod
+    def like_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        from draftsmith.heads.formats.native_mtp import expected_layer
+
+        # A module with random weights is about as large as that of the target's checkpoint.
+        layer = expected_layer(target) if options.get("init") == "native" else None
+        if layer is None:
+            return cls.from_target(target, **{**options, "init": "random"})
+        drafter = cls(layer, train_steps=options["train_steps"])
+        drafter.attach(target)
+        return drafter
+
     @torch.no_grad()
     def start_body(self, first: FirstBatch) -> None:
         """Begin with the target's normed state, drawn towards the state that predicts the tokens' frequencies."""

@@ -70,7 +70,8 @@ class LmHeads(nn.Module):
         """Copy the target's lm_head, or its rows of the draft vocabulary, with the target's scale of logits."""
         weight_VH = scaled_weight(target)
         if draft_vocabulary is not None:
-            weight_VH = weight_VH[self.choose(draft_vocabulary, weight_VH.shape[0]).tokens_D]
+            tokens_D = self.choose(draft_vocabulary, weight_VH.shape[0]).tokens_D
+            weight_VH = weight_VH[tokens_D.to(weight_VH.device)]
         for k in range(self._matrices):
             self[k].weight.copy_(weight_VH)
             if self[k].bias is not None:
@@ -78,7 +79,7 @@ class LmHeads(nn.Module):
 
     def choose(self, draft_vocabulary: list[int], vocab_size: int) -> DraftVocabulary:
         """Set the tokens of the rows and return them as a vocabulary."""
-        self.vocabulary = DraftVocabulary.of(draft_vocabulary, vocab_size)
+        self.vocabulary = DraftVocabulary.of(draft_vocabulary, vocab_size).to(self[0].weight.device)
         return self.vocabulary
 
     def __getitem__(self, k: int) -> nn.Linear:
@@ -128,6 +129,9 @@ class TokenHeads(TrainableDrafter):
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
         return self.lm_heads.vocabulary
+
+    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
+        self.lm_heads.copy_from(target, tokens)
 
     def own_lm_heads(self) -> list[nn.Linear]:
         return [self.lm_heads[k] for k in range(self.num_heads)]

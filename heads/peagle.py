@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import Context, DraftStates, FirstBatch, TeacherSignals
-from draftsmith.heads.eagle3 import Eagle3Network, start_from_target, three_depths, vocabulary_size
+from draftsmith.heads.eagle3 import Eagle3Network, three_depths, vocabulary_size
 from draftsmith.heads.layers import layer_config, windows_of
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.multi_head import PathIndependentDrafter
@@ -81,8 +81,11 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
             draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
         )
         drafter.attach(target)
-        start_from_target(drafter.body, target, draft_vocabulary)
+        drafter.body.start_from_target(target, draft_vocabulary)
         return drafter
+
+    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
+        self.body.start_lm_head(target, tokens)
 
     def own_lm_heads(self) -> list[nn.Linear]:
         return [self.body.lm_head] * self.num_tokens

@@ -13,9 +13,8 @@ import torch
 
 import draftsmith.heads.checkpoint
 import draftsmith.train.checkpoint
-from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.train import trainer as loop
-from draftsmith.train.context import RunContext
+from draftsmith.train.launch import RunContext
 from draftsmith.train.trainer import Run
 
 
@@ -91,16 +90,16 @@ class Traps:
     @staticmethod
     def sleep_before_sampling(rank: int, seconds: float) -> None:
         """One process comes later than the others, who say how long they would wait."""
-        original = loop.data_and_drafter
+        original = loop.load_parts
 
-        def late(context: RunContext, target: LoadedTarget) -> Any:
+        def late(context: RunContext) -> Any:
             group = torch.distributed.distributed_c10d._get_default_group()
             print("waits", group._get_backend(torch.device("cpu")).options._timeout, flush=True)
             if context.accelerator.process_index == rank:
                 time.sleep(seconds)
-            return original(context, target)
+            return original(context)
 
-        loop.data_and_drafter = late
+        loop.load_parts = late
 
     @staticmethod
     def no_space(step: int, room: int) -> None:

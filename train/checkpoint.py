@@ -40,7 +40,7 @@ class Progress:
     best_averaged: bool = False
     """Whether the best drafter has averaged weights."""
     end: int | None = None
-    """The run's last step, where it ends before the recipe's, see train/early_stop.py."""
+    """The run's last step, where it ends before the recipe's, see `early_end`."""
 
     @property
     def last(self) -> Last:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import (
-    ExampleSettings,
     HeldOut,
     hold_back,
     hold_out,
@@ -28,18 +28,14 @@ from draftsmith.distill.state_files import StateFiles
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_vocab import most_frequent
+from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.heads.processor_inputs import ProcessorInputs, extended, inputs_for
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.train.batch import ReadImages
-from draftsmith.train.context import RunContext
+from draftsmith.train.launch import RunContext
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.recipe_sections import DataSection
-from draftsmith.train.teacher_files import teacher_files
-
-if TYPE_CHECKING:  # sampling imports the whole decoder, which only some recipes need
-    from draftsmith.distill.regeneration import SampleSettings
 
 # Shapes: B sequences, T positions, S positions of the source, V vocabulary.
 
@@ -67,6 +63,59 @@ class TrainingData:
         return len(self.rows) - self.validation
 
 
+class TeacherFiles(NamedTuple):
+    """Rows and states that are read from the recipe's `teacher.file`."""
+
+    rows: Dataset | None
+    """`input_ids` and `spans`, used instead of data.prompts; None for states of texts in data.prompts."""
+    states: StateFiles | None
+    """None for log-probabilities, which are in the rows."""
+
+
+def teacher_files(context: RunContext, chat: Chat, target: LoadedTarget) -> TeacherFiles:
+    """Read the recipe's `teacher.file`; a ConfigError where nothing in it can be trained on."""
+    recipe, say = context.recipe, context.console.say
+    file = recipe.teacher.file
+    assert file is not None, "the recipe refuses teachers of files without one"
+    if recipe.teacher.kind == "logprobs":
+        from draftsmith.distill.logprob_teacher import logprob_rows
+
+        with context.accelerator.main_process_first():
+            rows = logprob_rows(file, target.tokenizer, say, chat)
+        return TeacherFiles(_fitting(context, target, rows), None)
+    say(f"teacher: reading {file}")
+    vocab_size, hidden_size = weight_of(target.model.get_output_embeddings()).shape
+    states = StateFiles(file, vocab_size, hidden_size, say)
+    rows = states.trained_rows()
+    if rows is not None:
+        return TeacherFiles(_fitting(context, target, rows), states)
+    if recipe.data.response != "text":
+        raise ConfigError(
+            f"data.response={recipe.data.response!r} with teacher.kind='files', whose files do not say which tokens "
+            "are answers; expected 'text', and the same conversations in data.prompts"
+        )
+    return TeacherFiles(None, states)
+
+
+def _fitting(context: RunContext, target: LoadedTarget, rows: Dataset) -> Dataset:
+    """Return at most `data.count` of the rows that the recipe's limits and the target's context admit."""
+    data, file = context.recipe.data, context.recipe.teacher.file
+    limit = context_limit(target.model.config)
+
+    def fits(spans: list[list[int]]) -> bool:
+        start, end = spans[0][0], spans[-1][1]
+        room = limit is None or end <= limit
+        return start <= data.prompt_tokens and end - start <= data.response_tokens and room
+
+    kept = [index for index, spans in enumerate(rows["spans"]) if fits(spans)]
+    if len(kept) < len(rows):
+        most = f"data.prompt_tokens={data.prompt_tokens}, data.response_tokens={data.response_tokens} or the context"
+        context.console.say(f"{file}: {len(rows) - len(kept):,} of {len(rows):,} are longer than {most}: left out")
+    if not kept:
+        raise ConfigError(f"teacher.file={file} leaves nothing to train on; expected at least one row that fits")
+    return rows.select(kept[: data.count])
+
+
 def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
     """Return the target's tokenizer with the recipe's template.
 
@@ -75,7 +124,7 @@ def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
     """
     ends = eos_tokens(target.model.config, target.model.generation_config)
     chat = Chat(target.tokenizer, data.chat_template, data.template_options, processor=target.processor, ends=ends)
-    if data.turns == "all" and not target.tokenizer.chat_template:
+    if data.every_turn and not target.tokenizer.chat_template:
         raise ConfigError("data.turns='all' with a tokenizer without a chat template; expected 'first', or a template")
     return chat
 
@@ -93,29 +142,16 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
         rows, states = teacher_files(context, chat, target)
         if rows is not None:
             return replace(_of_file(context, chat, target, rows), states=states)
-    settings = ExampleSettings(
-        source=data.prompts,
-        count=data.count,
-        prompt_tokens=data.prompt_tokens,
-        response_tokens=data.response_tokens,
-        answered=data.response == "text",
-        every_turn=data.turns == "all",
-        deduplicate=data.deduplicate,
-        seed=recipe.train.seed,
-        subset=data.subset,
-        split=data.split,
-        images=data.images,
-    )
     console.say(f"data: reading {data.prompts}")
     with context.accelerator.main_process_first():
-        examples = read_examples(chat, settings, context_limit(target.model.config), console.say)
+        examples = read_examples(chat, data, context_limit(target.model.config), console.say, recipe.train.seed)
     if states is not None:
         examples = states.covered(examples, data.prompts, console.say)
     if evaluation.prompts is None and data.prompts != EMBEDDED:
         examples, heldout = hold_out(examples, evaluation.count)
     else:
         heldout = heldout_prompts(evaluation.prompts or EMBEDDED, chat, target, recipe)
-    if data.response == "text":
+    if data.answered:
         rows, validation = _packed(_readable(examples, target, console), data, console)
         return TrainingData(rows, heldout, states=states, validation=validation)
     rows = _with_images(_sampled(context, chat, target, drafter, examples), examples)
@@ -128,10 +164,10 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Dra
     from draftsmith.distill.regeneration import Sampler, target_samples
 
     recipe, console = context.recipe, context.console
-    settings = _sample_settings(recipe, recipe.train.seed)
-    if recipe.data.server is None:
-        writer = drafter if recipe.data.drafter_share else None
-        sampler = Sampler(target, chat, settings, writer, speculate=False)
+    data, seed = recipe.data, recipe.train.seed
+    if data.server is None:
+        writer = drafter if data.drafter_share else None
+        sampler = Sampler(target, chat, data, seed, writer, speculate=False)
         placement = context.placement.share
         return target_samples(sampler, examples, share=placement, progress=console.visible, say=console.say)
     from draftsmith.distill.server.probe import check_server
@@ -141,7 +177,7 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Dra
     model = None if divided else target.model
     check = partial(check_server, target=target.name, model=model)
     identity = fingerprint_of_numbers(target.model)
-    asker = ServerSampler(recipe.data.server, chat, settings, context_limit(target.model.config), identity)
+    asker = ServerSampler(data, chat, seed, context_limit(target.model.config), identity)
     with context.accelerator.main_process_first():  # the others read what it has stored
         return server_samples(asker, examples, console.say, check, progress=console.visible)
 
@@ -217,31 +253,17 @@ def resample(
     was_training = drafter.training
     drafter.eval()
     length = recipe.draft_length(drafter.max_draft_length)
-    settings, chat = _sample_settings(recipe, seed), chat_of(recipe.data, target)
-    sampler = Sampler(target, chat, settings, drafter, speculate=recipe.data.speculate, draft_length=length)
+    chat = chat_of(recipe.data, target)
+    sampler = Sampler(target, chat, recipe.data, seed, drafter, speculate=recipe.data.speculate, draft_length=length)
     folder = Path(recipe.output) / "samples" / f"round-{number:03d}"
     rows = target_samples(
         sampler, data.questions, folder=folder, share=context.placement.share, progress=context.console.visible
     )
     drafter.train(was_training)
-    counts = sampling_counts(folder, settings.responses)
+    counts = sampling_counts(folder, recipe.data.responses)
     rows = _readable(_with_images(rows, data.questions), target, context.console)
     packed, validation = _packed(rows, recipe.data, context.console)
     return SampledRound(TrainingData(packed, data.heldout, data.questions, validation=validation), counts)
-
-
-def _sample_settings(recipe: Recipe, seed: int) -> "SampleSettings":
-    from draftsmith.distill.regeneration import SampleSettings
-
-    data = recipe.data
-    return SampleSettings(
-        data.response_tokens,
-        data.temperature,
-        data.batch_size,
-        seed,
-        drafter_share=data.drafter_share,
-        responses=data.responses,
-    )
 
 
 def _packed(rows: Dataset, data: DataSection, console: Console) -> tuple[Dataset, int]:

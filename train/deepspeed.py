@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.checkpoint import TrainState, check_shapes, trained
-from draftsmith.train.engine import Optimizers, all_finite
+from draftsmith.train.engine import all_finite
+from draftsmith.train.optimizers import Optimizers
 from draftsmith.train.recipe import Recipe
 
 CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from draftsmith.heads.lora import like, whole
 from draftsmith.train.checkpoint import TrainState, check_shapes, trained
-
-Optimizers = list[torch.optim.Optimizer]
+from draftsmith.train.optimizers import Optimizers
 
 
 class Engine(Protocol):

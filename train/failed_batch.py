@@ -9,13 +9,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from draftsmith.distill.load_target import LoadedTarget
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import DraftsmithError
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.storage import write_json
-from draftsmith.train.accelerator import autocast
 from draftsmith.train.batch import Batch
-from draftsmith.train.context import RunContext
 from draftsmith.train.data import TrainingData
+from draftsmith.train.launch import RunContext, autocast
 from draftsmith.train.run_folder import CHECKPOINTS, FAILED
 from draftsmith.train.step import Teacher
 
@@ -23,14 +22,6 @@ NAMED = 8
 """Rows that a message names."""
 SHOWN = 60
 """Characters of a row's text in a message."""
-
-
-def check_excluded(excluded: Sequence[int], data: TrainingData) -> None:
-    """Raise ConfigError for `data.exclude_rows` that the data lacks, or that leave nothing to train on."""
-    if (largest := max(excluded, default=0)) >= len(data.rows):
-        raise ConfigError.of("data.exclude_rows", [largest], f"rows below {len(data.rows)}, which is what the data has")
-    if data.trained and not set(range(data.trained)) - set(excluded):
-        raise ConfigError(f"data.exclude_rows leaves none of {data.trained} rows; expected at least one to train on")
 
 
 def failure(

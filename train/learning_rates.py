@@ -6,71 +6,54 @@ A warning where the losses of a run's first steps show that its learning rate is
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
 from draftsmith.distill.load_target import load_tokenizer
-from draftsmith.heads.configs import DRAFTERS
+from draftsmith.errors import ConfigError
+from draftsmith.heads.configs import DRAFTERS, Rates
 from draftsmith.train.recipe import Recipe
-
-
-class Rates(NamedTuple):
-    """Peak learning rates for a target of width `WIDTH`."""
-
-    muon: float
-    adamw: float
-    scaled: bool = False
-    """Whether Muon's rate is proportional to 1/width, as AdamW's is; otherwise it is constant up to width `WIDEST`."""
-
+from draftsmith.train.schedules import SCHEDULES, Place
 
 WIDTH, WIDEST = 256, 512
-RATES = dict.fromkeys(DRAFTERS, Rates(muon=2e-2, adamw=3e-3))
-RATES["draft_model"] = Rates(muon=3e-3, adamw=2e-3, scaled=True)
 TRAINED = Rates(muon=1.5e-3, adamw=2.5e-4, scaled=True)
 """For drafters of any type that start from their own trained weights."""
 
 
 def starts_trained(recipe: Recipe) -> bool:
     """Return whether the drafter starts from trained weights: a checkpoint, or a module of the target's checkpoint."""
-    options = recipe.drafter_options()
-    return recipe.start_from is not None or options.get("model") is not None or options.get("init") == "native"
+    return recipe.start_from is not None or recipe.drafter.start == "trained"
 
 
-def default_rate(recipe: Recipe, width: int) -> float:
+def default_rate(recipe: Recipe, width: int) -> float | None:
     """Return the rate of the drafter's type and the recipe's optimizer for a target of hidden size `width`.
 
     AdamW's rate is proportional to 1/width. Muon's best rate was the same from width 64 to `WIDEST`, the largest one
-    measured, for drafters whose matrices all start untrained; above, 1/width is a precaution.
+    measured, for drafters whose matrices all start untrained; above, 1/width is a precaution. None for other
+    optimizers.
     """
-    return scaled_rate(TRAINED if starts_trained(recipe) else RATES[recipe.drafter.type], recipe.train.optimizer, width)
-
-
-def scaled_rate(rates: Rates, optimizer: str, width: int) -> float:
-    """Return the rate of an optimizer for a target of hidden size `width`; see `default_rate`."""
-    if optimizer == "adamw":
-        value = rates.adamw * WIDTH / width
-    else:
-        value = rates.muon * (WIDTH / width if rates.scaled else min(1.0, WIDEST / width))
-    return float(f"{value:.1e}")
+    rates = TRAINED if starts_trained(recipe) else DRAFTERS[recipe.drafter.type].rates
+    shares = {"adamw": WIDTH / width, "muon": WIDTH / width if rates.scaled else min(1.0, WIDEST / width)}
+    name = recipe.train.optimizer
+    return float(f"{getattr(rates, name) * shares[name]:.1e}") if name in shares else None
 
 
 def with_rate(recipe: Recipe) -> Recipe:
     """Return the recipe with the default rate where it has none, so that the stored recipe has one.
 
     Raises:
-        ConfigError: for a target whose config cannot be read.
+        ConfigError: for a target whose config cannot be read, or an optimizer without a default rate.
     """
     if recipe.train.learning_rate is not None:
         return recipe
     rate = default_rate(recipe, target_width(recipe))
+    if rate is None:
+        raise ConfigError(f"train.learning_rate is missing with train.optimizer={recipe.train.optimizer!r}")
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"learning_rate": rate})})
 
 
 def learning_rate(recipe: Recipe, step: int, end: int | None = None) -> float:
     """Return the rate of `step`, counted from 0: a linear warm-up to the peak, then the recipe's schedule.
-
-    'wsd' decays from the peak to zero as 1 - sqrt (Hägele et al. 2024, arXiv:2405.18392, section 3).
 
     Args:
         end: the step after which 'wsd' ends, by default the recipe's last one.
@@ -80,15 +63,8 @@ def learning_rate(recipe: Recipe, step: int, end: int | None = None) -> float:
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, settings.steps - warmup)
-    decay = decay_steps(recipe)
-    decayed = max(0.0, 1 - ((end or settings.steps) - step) / decay)
-    shares = {
-        "cosine": 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)),
-        "linear": 1 - done,
-        "wsd": 1 - math.sqrt(decayed),
-        "constant": 1.0,
-    }
-    return peak * shares[settings.schedule]
+    decayed = max(0.0, 1 - ((end or settings.steps) - step) / decay_steps(recipe))
+    return peak * SCHEDULES[settings.schedule].share(Place(done, decayed))
 
 
 def warmup_steps(recipe: Recipe) -> int:
@@ -101,23 +77,24 @@ def decay_steps(recipe: Recipe) -> int:
     return max(1, round(recipe.train.steps * recipe.train.decay_fraction))
 
 
-SCHEDULES = {
-    "cosine": "cosine to a tenth",
-    "linear": "linear to zero",
-    "wsd": "constant, over the last {decay} steps to zero",
-    "constant": "constant",
-}
-
-
 def described(recipe: Recipe, width: int) -> str:
     """Return the first line of a run: optimizer, rate, schedule and batch size, and whether the rate is the default."""
     settings, default = recipe.train, default_rate(recipe, width)
     of = f"the default for {recipe.drafter.type}{' with trained weights' * starts_trained(recipe)} at width {width}"
+    if default is None:
+        of = "there is no default"
+    elif settings.learning_rate != default:
+        of += f" is {default:g}"
+    schedule = SCHEDULES[settings.schedule].described.format(decay=decay_steps(recipe))
     return (
-        f"optimizer: {settings.optimizer}, rate {settings.learning_rate:g} "
-        f"({of}{'' if settings.learning_rate == default else f' is {default:g}'}), "
-        f"{SCHEDULES[settings.schedule].format(decay=decay_steps(recipe))}, {settings.batch_size} sequences a step"
+        f"optimizer: {settings.optimizer}, rate {settings.learning_rate:g} ({of}), {schedule}, {settings.batch_size} "
+        "sequences a step"
     )
+
+
+def _default_said(recipe: Recipe, width: int) -> str:
+    rate = default_rate(recipe, width)
+    return "there is no default" if rate is None else f"the default for this drafter is {rate:g}"
 
 
 def target_width(recipe: Recipe) -> int:
@@ -169,8 +146,7 @@ def divergence_warning(recipe: Recipe, losses: Sequence[float], width: int) -> s
         return None
     return (
         f"train.learning_rate={recipe.peak_rate:g} is probably far too high: {above} of the last {LAST} losses are "
-        f"above the first one ({max(losses[-LAST:]):.3g} instead of {losses[0]:.3g}); the default for this drafter is "
-        f"{default_rate(recipe, width):g}"
+        f"above the first one ({max(losses[-LAST:]):.3g} instead of {losses[0]:.3g}); {_default_said(recipe, width)}"
     )
 
 
@@ -188,16 +164,24 @@ def rate_warning(recipe: Recipe, losses: Sequence[float], width: int) -> str | N
     means = [losses[0], *(sum(losses[start : start + short]) / short for start in range(1, len(losses) - short + 1))]
     lowest = accumulate(means, min)
     rise, low, high = max((mean / least, least, mean) for mean, least in zip(means, lowest, strict=True))
-    default = f"the default for this drafter is {default_rate(recipe, width):g}"
+    default = _default_said(recipe, width)
     if rise > RISE:
         return (
             f"train.learning_rate={rate:g} is probably far too high: the loss rose from {low:.3g} to {high:.3g} within "
             f"the first {len(losses)} steps; {default}"
         )
-    untrained = not starts_trained(recipe) and recipe.drafter_options().get("init") != "target_layers"
+    untrained = not starts_trained(recipe) and recipe.drafter.start == "untrained"
     if last > FALL * first and untrained:
         return (
             f"train.learning_rate={rate:g} is probably far too low: the loss went from {first:.3g} to "
             f"{last:.3g} within the first {len(losses)} steps; {default}"
         )
     return None
+
+
+def judge_rate(recipe: Recipe, losses: Sequence[float], step: int, width: int) -> str | None:
+    """Return a warning where the losses of the first `step` steps show a rate that is far off; None otherwise."""
+    if recipe.continue_from is not None:
+        return None
+    warning = divergence_warning(recipe, losses, width)
+    return rate_warning(recipe, losses, width) if warning is None and step == watched_steps(recipe) else warning

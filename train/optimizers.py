@@ -1,83 +1,98 @@
-"""The optimizers of a run: Muon for the matrices inside the layers and AdamW for the rest, or AdamW alone."""
+"""The optimizers of a drafter by name: Muon for the matrices inside the layers with AdamW for the rest; AdamW alone."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from draftsmith.heads.start import InputSizes
-from draftsmith.train.engine import Optimizers
+from draftsmith.heads.base import TrainableDrafter
 
-Sizes = dict[Tensor, InputSizes]
+if TYPE_CHECKING:
+    from draftsmith.heads.start import InputSizes
+
+Optimizers = list[torch.optim.Optimizer]
+Sizes = dict[Tensor, "InputSizes"]
 """The sizes of what some weights of a drafter read."""
 BETAS = (0.9, 0.95)
 """AdamW's."""
 MEASURED_TOTAL = 64.0
 """Sum of the absolute inputs of an lm_head on the targets for which Muon's rates were measured: 54 to 100."""
-OUTSIDE_LAYERS = ("lm_head", "embed", "markov", "confidence")
-"""Parts of the names of matrices that Muon does not optimize, whatever module they belong to."""
 
 
-def optimizers(
-    drafter: nn.Module,
-    kind: str,
-    weight_decay: float,
-    adapters: nn.ParameterList | None = None,
-    ratio: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    adamw_ratio: float = 1.0,
-    sizes: Sizes | None = None,
-) -> Optimizers:
-    """Return optimizers with a learning rate of 0, which every step sets.
+@dataclass(frozen=True)
+class Trained:
+    """The weights of a drafter that are trained, and the values of the recipe that every optimizer reads."""
 
-    Muon optimizes the matrices inside the layers and AdamW the rest, as Muon's authors recommend. The fused AdamW needs
-    no memory beside the moments; an accelerator's default, which updates lists of tensors, needs that of the weights.
+    weights: list[nn.Parameter]
+    matrices: list[nn.Parameter]
+    """Those that are matrices inside the layers."""
+    sizes: Sizes = field(default_factory=dict)
+    """The sizes of the inputs of some weights, for which the rates hold as for inputs of ordinary sizes."""
+    weight_decay: float = 0.0
+    dtype: torch.dtype = torch.float32
+    """Of Muon's matrix products."""
+    adamw_ratio: float = 1.0
+    """AdamW's rate for the weights beside Muon's relative to the drafter's rate."""
 
-    Args:
-        kind: the recipe's `train.optimizer`.
-        adapters: on the target, for AdamW at `ratio` times the drafter's rate; the group stores it as `ratio`.
-        dtype: of Muon's matrix products.
-        adamw_ratio: AdamW's rate for the drafter's other weights relative to the drafter's rate.
-        sizes: the sizes of the inputs of some weights, for which the rates hold as for inputs of ordinary sizes.
-    """
-    sizes = sizes or {}
-    trained, outside = [weight for weight in drafter.parameters() if weight.requires_grad], _outside_layers(drafter)
-    matrices = [weight for weight in trained if kind == "muon" and weight.ndim == 2 and id(weight) not in outside]
-    taken = {id(weight) for weight in matrices}
-    rest = [weight for weight in trained if id(weight) not in taken]
+    @classmethod
+    def of(cls, drafter: TrainableDrafter, **values: Any) -> "Trained":
+        weights = [weight for weight in drafter.parameters() if weight.requires_grad]
+        outside = {id(weight) for weight in drafter.outside_layers()}
+        return cls(weights, [w for w in weights if w.ndim == 2 and id(w) not in outside], **values)
+
+
+def muon(of: Trained) -> Optimizers:
+    """Muon for the matrices inside the layers and AdamW for the rest, as Muon's authors recommend."""
+    from draftsmith.distill.muon import Muon
+
     made: Optimizers = []
-    if matrices:
-        from draftsmith.distill.muon import Muon
-
-        plain = [weight for weight in matrices if weight not in sizes]
+    if of.matrices:
+        plain = [weight for weight in of.matrices if weight not in of.sizes]
         groups: list[dict[str, Any]] = [{"params": plain}] if plain else []
-        groups += [{"params": [w], "columns": sizes[w].columns_F} for w in matrices if w in sizes]
-        made.append(Muon(groups, lr=0.0, weight_decay=weight_decay, dtype=dtype))
-    if adapters is not None:
-        group = {"params": list(adapters), "ratio": ratio}
-        made.append(torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True))
-    if rest:
-        plain = [weight for weight in rest if weight not in sizes]
-        groups = [{"params": plain, "ratio": adamw_ratio}] if plain else []
-        groups += [{"params": [w], "ratio": adamw_ratio * _share(sizes[w], kind)} for w in rest if w in sizes]
-        made.append(torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True))
-    return made
+        groups += [{"params": [w], "columns": of.sizes[w].columns_F} for w in of.matrices if w in of.sizes]
+        made.append(Muon(groups, lr=0.0, weight_decay=of.weight_decay, dtype=of.dtype))
+    taken = {id(weight) for weight in of.matrices}
+    rest = [weight for weight in of.weights if id(weight) not in taken]
+    return made + _adamw(of, rest, MEASURED_TOTAL)
 
 
-def _share(sizes: InputSizes, kind: str) -> float:
-    """Return the factor on AdamW's rate for a weight with such inputs.
+def adamw(of: Trained) -> Optimizers:
+    """AdamW for all weights."""
+    return _adamw(of, of.weights, None)
+
+
+OPTIMIZERS: dict[str, Callable[[Trained], Optimizers]] = {"adamw": adamw, "muon": muon}
+"""Functions by the names that `train.optimizer` accepts. They return optimizers with a rate of 0, which every step sets
+to the run's rate, times a group's `ratio` if it has one."""
+
+
+def adapters_optimizer(adapters: nn.ParameterList, ratio: float) -> torch.optim.Optimizer:
+    """Return the AdamW of adapters on the target, at `ratio` times the drafter's rate."""
+    group = {"params": list(adapters), "ratio": ratio}
+    return torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
+
+
+def _adamw(of: Trained, weights: list[nn.Parameter], ordinary: float | None) -> Optimizers:
+    """Return the AdamW of some weights, none without any.
 
     A step of AdamW moves each value of a weight by up to the rate, hence an output by up to the rate times `total`.
+
+    The fused AdamW needs no memory beside the moments; an accelerator's default, which updates lists of tensors, needs
+    that of the weights.
+
+    Args:
+        ordinary: the sum of a weight's absolute inputs at which the rate holds; None: the number of its inputs, since
+            alone AdamW's rates fall with the width.
     """
-    ordinary = MEASURED_TOTAL if kind == "muon" else len(sizes.columns_F)  # alone its rates fall with the width
-    return min(1.0, ordinary / max(sizes.total, 1e-9))
-
-
-def _outside_layers(drafter: nn.Module) -> set[int]:
-    """Return the ids of the weights that are no matrices of a layer: embeddings, lm_heads and those named so."""
-    modules = [module for module in drafter.modules() if isinstance(module, nn.Embedding)]
-    modules += [model.get_output_embeddings() for model in drafter.modules() if isinstance(model, PreTrainedModel)]
-    weights = [weight for module in modules if module is not None for weight in module.parameters()]
-    weights += [weight for name, weight in drafter.named_parameters() if any(part in name for part in OUTSIDE_LAYERS)]
-    return {id(weight) for weight in weights}
+    if not weights:
+        return []
+    plain = [weight for weight in weights if weight not in of.sizes]
+    groups: list[dict[str, Any]] = [{"params": plain, "ratio": of.adamw_ratio}] if plain else []
+    for weight in weights:
+        if weight in of.sizes:
+            sizes = of.sizes[weight]
+            share = min(1.0, (ordinary or len(sizes.columns_F)) / max(sizes.total, 1e-9))
+            groups.append({"params": [weight], "ratio": of.adamw_ratio * share})
+    return [torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=of.weight_decay, fused=True)]

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.dataset import ExampleSettings, length_statistics, read_examples
+from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.dataset import length_statistics, read_examples
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.load_target import check_attention, load_ends, load_target, load_tokenizer
 from draftsmith.distill.regeneration import (
     Sampler,
-    SampleSettings,
     response_folders,
     samples_key,
     sampling_counts,
@@ -34,10 +34,8 @@ from draftsmith.locks import hold_name, require_cache
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import require_writable_file, write_text, writing
-from draftsmith.train.accelerator import make_accelerator
-from draftsmith.train.builders import data_and_drafter, load_frozen_target, make_teacher
-from draftsmith.train.context import RunContext
-from draftsmith.train.preflight import preflight
+from draftsmith.train.bootstrap import load_parts
+from draftsmith.train.launch import RunContext, make_accelerator, preflight
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
 
@@ -46,63 +44,23 @@ BRACKETS = ("⟦", "⟧")
 """Marks around trained text where there are no colours."""
 
 
-@dataclass(frozen=True)
-class DataRequest:
-    """A source of text, a target, and the settings of samples; see the recipe's data section."""
-
-    source: str
-    target: str
-    count: int
-    prompt_tokens: int
-    response_tokens: int
-    every_turn: bool = False
-    subset: str | None = None
-    split: str = "train"
-    chat_template: str | None = None
-    template_options: dict[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
-
-    def examples(self, *, answered: bool) -> ExampleSettings:
-        """Return the settings of `read_examples`; `answered`: the source holds responses."""
-        return ExampleSettings(
-            source=self.source,
-            count=self.count,
-            prompt_tokens=self.prompt_tokens,
-            response_tokens=self.response_tokens,
-            answered=answered,
-            every_turn=self.every_turn,
-            subset=self.subset,
-            split=self.split,
-        )
-
-
-def preview(request: DataRequest, *, answered: bool, show: int) -> None:
+def preview(target: str, data: DataSection, *, show: int, trust_remote_code: bool = False) -> None:
     """Print the first samples with trained tokens marked, the number of samples left out, and statistics of lengths."""
-    _require_counts(request)
-    tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
-    ends = load_ends(request.target, trust_remote_code=request.trust_remote_code)
-    chat = Chat(tokenizer, request.chat_template, request.template_options, ends=ends)
+    tokenizer, config = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    ends = load_ends(target, trust_remote_code=trust_remote_code)
+    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends)
     console = Terminal()
     notes: list[str] = []
-    settings = request.examples(answered=answered)
-    if not answered:
-        settings = replace(settings, response_tokens=0)  # the recipe decides how long responses will be
-    rows = read_examples(chat, settings, context_limit(config), notes.append)
+    # Without answers, the recipe decides how long responses will be.
+    read = data if data.answered else data.model_copy(update={"response_tokens": 0})
+    rows = read_examples(chat, read, context_limit(config), notes.append)
     for index in range(min(show, len(rows))):
         _show(console, tokenizer, rows[index], index + 1)
     for note in notes:
         console.print(note, soft_wrap=True)
     console.print(_table(rows))
-    if not answered:
+    if not data.answered:
         console.print("These are prompts; a recipe samples responses to them from the target (data.response: target).")
-
-
-def _require_counts(request: DataRequest, **others: int) -> None:
-    """Raise ConfigError for a count below 1."""
-    counts = {key: getattr(request, key) for key in ("count", "prompt_tokens", "response_tokens")}
-    for key, value in {**counts, **others}.items():
-        if value < 1:
-            raise ConfigError.of(f"--{key.replace('_', '-')}", value, ">= 1")
 
 
 def _show(console: Terminal, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], number: int) -> None:
@@ -133,83 +91,80 @@ def _table(rows: Dataset) -> Table:
     return table
 
 
-def regenerate(
-    request: DataRequest,
-    settings: SampleSettings,
-    out: Path,
-    *,
-    drafter: str | None,
-    dtype: str,
-    attn_implementation: str | None = None,
-    server: ServerSection | None = None,
-) -> None:
+@dataclass(frozen=True)
+class Loading:
+    """How `regenerate` loads the target."""
+
+    target: str
+    dtype: str = "float32"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+def regenerate(loading: Loading, data: DataSection, out: Path, *, seed: int, drafter: str | None = None) -> None:
     """Sample the target's response to every prompt, and write JSON lines that recipes can use as data.
 
-    After an interruption, the same call continues with the batch that was not finished. With `server`, a running server
-    answer, of the target only the tokenizer is loaded, and the call continues with what was not answered.
+    After an interruption, the same call continues with the batch that was not finished. With `data.server`, a running
+    server answers, of the target only the tokenizer is loaded, and the call continues with what was not answered.
 
     Raises:
         ConfigError: for a file that exists, a seed or a temperature out of range, or prompts that cannot be read.
     """
-    _require_counts(request, batch_size=settings.batch_size)
-    require_seed("--seed", settings.seed)
-    Sampling(settings.temperature)  # checked before anything is loaded
-    check_attention("--attn-implementation", attn_implementation, dtype)
+    require_seed("--seed", seed)
+    Sampling(data.temperature)  # checked before anything is loaded
+    check_attention("--attn-implementation", loading.attn_implementation, loading.dtype)
     require_writable_file("--out", out)
     with hold_name("--out", out):
         if out.exists():
             raise ConfigError(f"--out {out} exists; expected a new file")
-        if server is None:
-            loading = {"dtype": dtype, "attn_implementation": attn_implementation}
-            _regenerate(request, settings, out, drafter, loading)
+        if data.server is None:
+            _regenerate(loading, data, out, seed, drafter)
         else:
-            _regenerate_from(server, request, settings, out)
+            _regenerate_from(data.server, loading, data, out, seed)
 
 
-def _regenerate(
-    request: DataRequest, settings: SampleSettings, out: Path, drafter: str | None, loading: dict[str, Any]
-) -> None:
-    loaded = load_target(request.target, **loading, trust_remote_code=request.trust_remote_code)
-    chat = _chat(request, loaded.tokenizer, eos_tokens(loaded.model.config, loaded.model.generation_config))
+def _regenerate(loading: Loading, data: DataSection, out: Path, seed: int, drafter: str | None) -> None:
+    options = {"dtype": loading.dtype, "attn_implementation": loading.attn_implementation}
+    loaded = load_target(loading.target, **options, trust_remote_code=loading.trust_remote_code)
+    chat = _chat(data, loaded.tokenizer, eos_tokens(loaded.model.config, loaded.model.generation_config))
     console = Console(True)
-    questions = read_examples(chat, request.examples(answered=False), context_limit(loaded.model.config), console.say)
+    questions = read_examples(chat, data, context_limit(loaded.model.config), console.say)
     writer = None if drafter is None else load_drafter(drafter, loaded.model, loaded.tokenizer)
-    sampler = Sampler(loaded, chat, settings, writer)
+    sampler = Sampler(loaded, chat, data, seed, writer)
     folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
     rows = target_samples(sampler, questions, folder=folder, say=console.say)
     separate = loaded.model.config.is_encoder_decoder
     made_with = tokenizer_fingerprint(chat.tokenizer)
     _write_lines(out, (_line(rows[index], questions, chat, made_with, separate) for index in range(len(rows))))
-    sampled = sampling_counts(folder, settings.responses)
-    for place in response_folders(folder, settings.responses):
+    sampled = sampling_counts(folder, data.responses)
+    for place in response_folders(folder, data.responses):
         shutil.rmtree(place)
     if sampled:
         console.say(f"{sampled['tokens']:,} tokens with tau {sampled['tau']:.2f}")
     console.say(f"{out}: {len(rows):,} samples")
 
 
-def _chat(request: DataRequest, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Chat:
-    chat = Chat(tokenizer, request.chat_template, request.template_options, ends=ends)
-    if request.every_turn and not tokenizer.chat_template:
+def _chat(data: DataSection, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Chat:
+    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends)
+    if data.every_turn and not tokenizer.chat_template:
         raise ConfigError("--turns all with a tokenizer without a chat template; expected first, or --chat-template")
     return chat
 
 
-def _regenerate_from(server: ServerSection, request: DataRequest, settings: SampleSettings, out: Path) -> None:
+def _regenerate_from(server: ServerSection, loading: Loading, data: DataSection, out: Path, seed: int) -> None:
     """Write the responses that a server samples, each with the model, the settings and the usage."""
     from draftsmith.distill.server.probe import check_server
     from draftsmith.distill.server.sampling import ServerSampler, server_samples
 
-    tokenizer, config = load_tokenizer(request.target, trust_remote_code=request.trust_remote_code)
+    target, trusted = loading.target, loading.trust_remote_code
+    tokenizer, config = load_tokenizer(target, trust_remote_code=trusted)
     if config.is_encoder_decoder:
-        raise ConfigError(f"--server with {request.target}, an encoder-decoder; expected a decoder-only target")
-    ends = load_ends(request.target, trust_remote_code=request.trust_remote_code)
-    chat, console = _chat(request, tokenizer, ends), Console(True)
-    questions = read_examples(chat, request.examples(answered=False), context_limit(config), console.say)
-    sampler = ServerSampler(server, chat, settings, context_limit(config), request.target)
+        raise ConfigError(f"--server with {target}, an encoder-decoder; expected a decoder-only target")
+    chat, console = _chat(data, tokenizer, load_ends(target, trust_remote_code=trusted)), Console(True)
+    questions = read_examples(chat, data, context_limit(config), console.say)
+    sampler = ServerSampler(data, chat, seed, context_limit(config), target)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
-    check = partial(check_server, target=request.target)
-    rows = server_samples(sampler, questions, console.say, check, folder=folder)
+    rows = server_samples(sampler, questions, console.say, partial(check_server, target=target), folder=folder)
     source, count, made_with = sampler.described(), len(rows), tokenizer_fingerprint(tokenizer)
     _write_lines(
         out,
@@ -258,8 +213,6 @@ def prepare(recipe: Recipe) -> None:
     require_cache()
     accelerator = make_accelerator(recipe, Path(recipe.output))
     context = RunContext.of(recipe, accelerator)
-    target = load_frozen_target(context)
-    _, data, drafter, _ = data_and_drafter(context, target)
-    make_teacher(context, target.model, drafter, data)
+    data = load_parts(context).data
     context.console.say(f"{recipe.name}: {len(data.rows):,} rows and {len(data.heldout)} held-out prompts are ready")
     accelerator.end_training()

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from draftsmith.config import Location, Section
+from draftsmith.config import Location, Section, expected
+from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
 from draftsmith.reading import parse_assignment, parse_yaml, read_text
 from draftsmith.train.recipe_sections import (
     CotrainSection,
-    DataSection,
     EvaluationSection,
     ObjectiveSection,
     PublishSection,
@@ -40,12 +40,6 @@ SECTIONS: dict[str, type[Section]] = {
 """Every section but `drafter`, whose keys depend on its type."""
 OF_FILES = {"files": "a folder of hidden states", "logprobs": "a file of answers with logprobs"}
 """Teachers that read `teacher.file`, and what it is."""
-BOUNDS = (
-    ("greater_than", ">", "gt"),
-    ("greater_than_equal", ">=", "ge"),
-    ("less_than", "<", "lt"),
-    ("less_than_equal", "<=", "le"),
-)
 
 
 class Recipe(Section):
@@ -88,7 +82,7 @@ class Recipe(Section):
         return self
 
     def _check_sampling(self) -> None:
-        data, from_file = self.data, self.data.response == "text"
+        data, from_file = self.data, self.data.answered
         if data.refresh_every is not None and (from_file or data.temperature == 0 == data.drafter_share):
             why = "response='text'" if from_file else "temperature=0, which gives the same text again"
             raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")
@@ -104,7 +98,7 @@ class Recipe(Section):
     def _check_server(self) -> None:
         data = self.data
         reasons = {
-            "data.response='text', whose responses are in the file": data.response == "text",
+            "data.response='text', whose responses are in the file": data.answered,
             f"teacher.kind={self.teacher.kind!r}, whose responses are in its file": self.teacher.kind in OF_FILES,
             "data.refresh_every, which samples with the current drafter": data.refresh_every is not None,
             "data.drafter_share, which samples from the drafter": data.drafter_share > 0,
@@ -116,7 +110,7 @@ class Recipe(Section):
         others = {
             "data.pack=true": self.data.pack,
             "data.server": self.data.server is not None,
-            "data.turns='all'": self.data.turns == "all",
+            "data.turns='all'": self.data.every_turn,
             "data.drafter_share, since draft models read text alone": self.data.drafter_share > 0,
             f"teacher.kind={self.teacher.kind!r}": self.teacher.kind != "online",
             "cotrain": self.cotrain is not None,
@@ -320,7 +314,7 @@ def _explain(error: ValidationError, values: dict[str, Any]) -> str:
         return f"{key} is missing; expected a value"
     if problem["type"].startswith("union_tag"):
         return f"drafter.type={kind!r}; expected one of {', '.join(DRAFTERS)}"
-    return f"{key}={problem['input']!r}; expected {_expected(problem)}"
+    return f"{key}={problem['input']!r}; expected {expected(problem)}"
 
 
 def _location(problem: ErrorDetails, values: Any) -> list[str]:
@@ -332,19 +326,6 @@ def _location(problem: ErrorDetails, values: Any) -> list[str]:
             values = inside[part]
             location.append(str(part))
     return [*location, str(problem["loc"][-1])] if problem["type"] == "missing" else location
-
-
-def _expected(problem: ErrorDetails) -> str:
-    """Return the values that pydantic would have accepted, in this project's words."""
-    bounds, kind = problem.get("ctx", {}), problem["type"]
-    if kind.startswith(("model_type", "model_attributes_type")):
-        return "a section with keys"
-    if kind == "string_too_long":
-        return f"at most {bounds['max_length']} characters"
-    for name, sign, bound in BOUNDS:
-        if kind == name:
-            return f"{sign} {bounds[bound]:.12g}"
-    return problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
 
 
 def _keys(sections: list[str], kind: str | None) -> list[str]:

@@ -1,13 +1,15 @@
 """The sections of a recipe except the drafter's: every key with its type, its default and its meaning."""
 
 import os
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from draftsmith.config import Count, Number, Section, Whole, no_as_written, no_truth_value
+from draftsmith.config import Count, Number, Section, no_as_written, no_truth_value
 from draftsmith.decode.sampling import LARGEST_SEED
-from draftsmith.distill.server.settings import ServerSection
+from draftsmith.distill.losses import LOSSES
+from draftsmith.train.optimizers import OPTIMIZERS
+from draftsmith.train.schedules import SCHEDULES
 
 MONTH = 30 * 24 * 60
 """Minutes in 30 days."""
@@ -15,7 +17,7 @@ DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable by which accelerate says that it was launched with DeepSpeed."""
 
 
-def default_optimizer() -> Literal["adamw", "muon"]:
+def default_optimizer() -> str:
     """Return `train.optimizer` where a recipe names none: 'adamw' under DeepSpeed, which has no Muon; else 'muon'."""
     return "adamw" if os.environ.get(DEEPSPEED, "false").lower() == "true" else "muon"
 
@@ -43,62 +45,6 @@ class TargetSection(Section):
     """Processes that hold the target together and compute each layer in parts, which divide the number of processes."""
 
 
-class DataSection(Section):
-    prompts: str = "embedded"
-    """'embedded'; a file (JSONL, JSON, Parquet, text) or a folder of them; or a Hub data set. Rows have `messages`,
-    `conversations` (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`, or `input_ids` with
-    `loss_mask`."""
-    subset: str | None = None
-    """Configuration of a Hub data set."""
-    split: str = "train"
-    """Split of a Hub data set."""
-    count: Count = 1000
-    """At most this many prompts, or samples of a file with answers."""
-    prompt_tokens: Count = 48
-    """Embedded prompts have this length; longer prompts of a file are left out and counted."""
-    response: Literal["target", "text"] = "target"
-    """'target' samples a response to each prompt from the target; 'text' uses the responses in the file, which follow
-    another distribution than the one that the drafter will see."""
-    response_tokens: Count = 128
-    """Longest response; with several turns, everything after the first prompt. Longer ones in a file are left out and
-    counted."""
-    turns: Literal["first", "all"] = "first"
-    """Turns of a conversation that the target answers; with 'all', each turn follows the target's own answers."""
-    responses: Count = 1
-    """Responses sampled for each prompt, each with its own seed; with several, a few hundred prompts suffice."""
-    temperature: Annotated[Number, Field(ge=0)] = 1.0
-    """Sampling temperature of the responses."""
-    batch_size: Count = 64
-    """Prompts that are decoded together."""
-    drafter_share: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    """Share of the prompts whose responses the current drafter writes by itself; for draft models."""
-    refresh_every: Count | None = None
-    """Sample all responses again every so many steps, with the current drafter."""
-    server: ServerSection | None = None
-    """Sample the responses from a running server of the target instead of in this process; see
-    distill/server/settings.py."""
-    speculate: bool = True
-    """Speed up that sampling with the drafter; false is faster where verifying a batch costs as much as decoding."""
-    chat_template: str | None = None
-    """A file with a chat template that replaces the tokenizer's."""
-    template_options: dict[str, Any] = Field(default_factory=dict)
-    """Variables for the chat template, such as enable_thinking."""
-    images: str | None = None
-    """Folder of the images that messages name; needed for rows with images. A change inside it reads the rows again."""
-    deduplicate: bool = True
-    """Leave out samples that repeat an earlier one of the file."""
-    exclude_rows: list[Annotated[Whole, Field(ge=0)]] = Field(default_factory=list)
-    """Rows to leave out of training and validation, by their number in failed_batch.json, such as one for which the
-    target's states are not finite; may be changed when a run continues."""
-    validation: Count | None = None
-    """Keep the samples of this many prompts out of training, and compute the mean objective over them at every
-    evaluation."""
-    pack: bool = False
-    """Pack several samples into one row of data.pack_tokens, to reduce padding; attention stays within a sample."""
-    pack_tokens: Count | None = None
-    """Length of packed rows; by default data.prompt_tokens + data.response_tokens."""
-
-
 class TeacherSection(Section):
     kind: Literal["online", "cached", "files", "logprobs"] = "online"
     """'online' runs the target in every step. 'cached' runs it over the data once and stores its hidden states on disk,
@@ -114,7 +60,14 @@ class TeacherSection(Section):
     """Rows in each file of the cache."""
 
 
-Term = Literal["kl", "reverse_kl", "js", "tv", "lk_alpha", "ce", "label", "lk_lambda", "accepted_length"]
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    Term: TypeAlias = str
+    OptimizerName: TypeAlias = str
+    ScheduleName: TypeAlias = str
+else:  # the keys of the tables
+    Term, OptimizerName, ScheduleName = Literal[*LOSSES], Literal[*OPTIMIZERS], Literal[*SCHEDULES]
 Weight = Annotated[Number, Field(ge=0)]
 Temperature = Annotated[Number, Field(gt=0)]
 
@@ -166,7 +119,7 @@ class TrainSection(Section):
     learning_rate: Annotated[Number, Field(gt=0)] | None = None
     """Peak rate after the warm-up. The default depends on the drafter's type, the optimizer and the target's hidden
     size; see train/learning_rates.py."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    schedule: ScheduleName = "cosine"
     """The rate after the warm-up: 'cosine' to a tenth, 'linear' to zero, 'constant', or 'wsd', which is constant until
     the last `decay_fraction` of the steps."""
     decay_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.2
@@ -176,7 +129,7 @@ class TrainSection(Section):
     average: Annotated[Number, Field(gt=0, lt=1)] | None = None
     """Decay of a moving average of the drafter's weights (EMA), such as 0.99, which is evaluated too; the drafter with
     the higher tau is kept."""
-    optimizer: Literal["adamw", "muon"] = Field(default_factory=default_optimizer)
+    optimizer: OptimizerName = Field(default_factory=default_optimizer)
     """'muon' optimizes the matrices inside the drafter's layers with Muon, the rest with AdamW, and needs fewer steps.
     The default is 'muon', and 'adamw' under DeepSpeed, which supports no other."""
     adamw_learning_rate: Annotated[Number, Field(gt=0)] | None = None

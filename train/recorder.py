@@ -1,6 +1,6 @@
-"""Everything that a run writes while it trains: metrics, checkpoints and the best drafter; and the evaluation of it."""
+"""What a run writes while it trains: metrics, checkpoints, the best drafter; averaged weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,24 +9,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.cotraining import Adapters, adapted_fingerprint
-from draftsmith.distill.dataset import HeldOut
 from draftsmith.distill.load_target import LoadedTarget
-from draftsmith.heads import TrainableDrafter
-from draftsmith.heads.base import Drafter
+from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprints
 from draftsmith.storage import atomic_folder
-from draftsmith.train.averaging import WeightAverage
-from draftsmith.train.batch import ReadImages
-from draftsmith.train.checkpoint import Progress, TrainState, load_from, load_state, load_step, prune, save_state
-from draftsmith.train.context import RunContext
+from draftsmith.train.checkpoint import (
+    Progress,
+    TrainState,
+    load_from,
+    load_state,
+    load_step,
+    prune,
+    save_state,
+    trained,
+)
 from draftsmith.train.engine import Engine, reduced
+from draftsmith.train.evaluation import DrafterEvaluation
 from draftsmith.train.interrupts import Stopping
+from draftsmith.train.launch import RunContext
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.recipe_sections import EvaluationSection
 from draftsmith.train.run_folder import (
     CHECKPOINTS,
     DRAFTER,
@@ -42,23 +48,40 @@ from draftsmith.train.run_folder import (
 )
 from draftsmith.train.step import Last
 
-if TYPE_CHECKING:  # only some runs have them, and the decoder is imported by the first evaluation
-    from draftsmith.decode.sequence import DecodeOutput
+if TYPE_CHECKING:  # only some runs have them
     from draftsmith.train.estimate.memory import MemoryEstimate
     from draftsmith.train.publishing import Publisher
     from draftsmith.train.trackers import Tracker
 
 
+class Original(NamedTuple):
+    """The target before adapters are added to it."""
+
+    described: dict[str, Any]
+    """See `describe_target`."""
+    fingerprints: list[str]
+
+    @classmethod
+    def of(cls, target: LoadedTarget) -> "Original":
+        described = describe_target(target.model, target.tokenizer, target.name, target.revision)
+        return cls(described, model_fingerprints(target.model))
+
+
 class BestDrafter:
     """Atomically saves the drafter with the highest measured acceptance length, with the target's adapters if any."""
 
-    def __init__(self, recipe: Recipe, target: LoadedTarget, drafter: TrainableDrafter, draft_length: int) -> None:
-        """To be created before adapters are added to the target, whose fingerprint is the original target's."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: LoadedTarget,
+        drafter: TrainableDrafter,
+        draft_length: int,
+        original: Original,
+        adapters: Adapters | None,
+    ) -> None:
         self.tau, self.step, self.averaged = 0.0, 0, False
-        self.adapters: Adapters | None = None
         self._recipe, self._target, self._drafter, self._draft_length = recipe, target, drafter, draft_length
-        self._described: dict[str, Any] = describe_target(target.model, target.tokenizer, target.name, target.revision)
-        self._base_fingerprints = model_fingerprints(target.model)
+        self._original, self._adapters = original, adapters
 
     def offer(self, step: int, result: dict[str, Any], averaged: bool = False) -> None:
         """Save the drafter when its tau is the highest so far and its target is within `cotrain.max_quality_kl`.
@@ -73,78 +96,75 @@ class BestDrafter:
 
     def save(self, quality: dict[str, Any] | None) -> None:
         """Save the current drafter; `quality`: measured on a target that is trained too, see `measure_quality`."""
-        folder, target = Path(self._recipe.output), self._target
-        if self.adapters is not None:
+        folder, target, described = Path(self._recipe.output), self._target, self._original.described
+        if self._adapters is not None:
             assert quality is not None, "an adapted target's quality is part of every evaluation"
-            tensors = self.adapters.tensors()
-            own, in_float16 = (adapted_fingerprint(base, tensors) for base in self._base_fingerprints)
+            tensors = self._adapters.tensors()
+            own, in_float16 = (adapted_fingerprint(base, tensors) for base in self._original.fingerprints)
             name = f"{target.name} with the adapter {self._recipe.name}"
-            self._described |= {"name": name, "model_fingerprint": own, "quality": quality}
-            self._described["float16_fingerprint"] = in_float16
+            described = {**described, "name": name, "model_fingerprint": own, "quality": quality}
+            described["float16_fingerprint"] = in_float16
             with atomic_folder(folder / TARGET) as temporary:
-                self.adapters.save(temporary, target.name, quality)
+                self._adapters.save(temporary, target.name, quality)
                 target.tokenizer.save_pretrained(temporary)
         with atomic_folder(folder / DRAFTER) as temporary:
             save_drafter(
                 self._drafter,
                 temporary,
-                target=self._described,
+                target=described,
                 recipe=self._recipe.model_dump(mode="json", exclude={"publish"}),
                 draft_length=self._draft_length,
                 tokenizer=target.tokenizer,
             )
 
 
-class DrafterEvaluation(NamedTuple):
-    """Metrics over all held-out prompts, and the decoded texts."""
+class WeightAverage:
+    """The average of a module's trained weights, whole, on the processes that evaluate.
 
-    metrics: dict[str, Any]
-    """`alpha`, `tau` and `acceptance_at`; `tokens` and `rounds` by prompt; `target_quality` where the target is trained
-    too."""
-    outputs: "list[DecodeOutput]"
-
-
-def evaluate_drafter(
-    target: PreTrainedModel,
-    drafter: Drafter,
-    prompts: list[HeldOut],
-    settings: EvaluationSection,
-    draft_length: int,
-    stop: Callable[[], bool] = lambda: False,
-    read_images: ReadImages | None = None,
-) -> DrafterEvaluation | None:
-    """Decode all prompts one by one with the current drafter; `read_images`: see `collate`.
-
-    Returns None as soon as `stop`, called before each prompt, is true: a machine that is about to be shut down may not
-    have the time for a whole evaluation.
+    The weights count as decay * average + (1 - decay) * weights after each step, where the decay of step t, counted
+    from 0, is at most (1 + t) / (10 + t), so that the first steps do not keep the initial weights.
     """
-    from draftsmith.decode.decoder import SpeculativeDecoder
-    from draftsmith.decode.sequence import acceptance_at
 
-    was_training = drafter.training
-    drafter.eval()
-    decoder = SpeculativeDecoder(target, drafter, draft_length=draft_length)
-    outputs: list[DecodeOutput] = []
-    for number, prompt in enumerate(prompts):
-        if stop():
-            drafter.train(was_training)
-            return None
-        inputs = None if read_images is None else read_images(prompt.images, prompt.input_ids)
-        options = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature, "seed": number}
-        output = decoder.generate(prompt.input_ids, inputs=inputs, **options)
-        outputs.append(output)
-    drafter.train(was_training)
-    rounds = [record for output in outputs for record in output.rounds]
-    overlaps = [value for record in rounds for value in record.overlap]
-    result = {
-        "alpha": sum(overlaps) / max(1, len(overlaps)),
-        # Without a round, if every text ends with its first token: the least tau, so that the first drafter is saved.
-        "tau": sum(output.decode_tokens for output in outputs) / len(rounds) if rounds else 1.0,
-        "tokens": [output.decode_tokens for output in outputs],
-        "rounds": [len(output.rounds) for output in outputs],
-        "acceptance_at": acceptance_at(rounds),
-    }
-    return DrafterEvaluation(result, outputs)
+    def __init__(self, module: nn.Module, decay: float, kept: bool) -> None:
+        """`kept`: whether this process evaluates; the others keep no average."""
+        self._module, self._decay, self._kept = module, decay, kept
+        self.weights: dict[str, Tensor] = {}
+        """Averages by name of the weight; empty before the first step."""
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Count the weights after `step`; to be called while the module holds whole weights."""
+        if not self._kept:
+            return
+        decay = min(self._decay, (1 + step) / (10 + step))
+        for name, weight in trained(self._module).items():
+            if name in self.weights:
+                self.weights[name].lerp_(weight, 1 - decay)
+            else:
+                self.weights[name] = weight.detach().clone()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the averages in place of the weights, which the module must hold as a whole, until the context ends."""
+        weights = trained(self._module)
+        own = {name: weight.data for name, weight in weights.items()}
+        for name, weight in weights.items():
+            weight.data = self.weights[name]
+        try:
+            yield
+        finally:
+            for name, weight in weights.items():
+                weight.data = own[name]
+
+    def load(self, state: TrainState) -> None:
+        """Set the averages to those of a checkpoint; of one without averages, to its weights.
+
+        Raises:
+            KeyError: on all processes, for averages of another module.
+        """
+        stored = state.average or state.weights
+        weights = {name: stored[name].to(weight.device) for name, weight in trained(self._module).items()}
+        self.weights = weights if self._kept else {}
 
 
 SAMPLES = 3
@@ -154,22 +174,30 @@ SAMPLES = 3
 class Record:
     """Writes a run's files on the main process; the other processes wait for it in `meet`."""
 
-    def __init__(self, context: RunContext, best: BestDrafter) -> None:
-        self.best, self.stopping = best, Stopping()
-        self.publisher: Publisher | None = None
+    def __init__(
+        self, context: RunContext, best: BestDrafter, engine: Engine, average: WeightAverage | None, stopping: Stopping
+    ) -> None:
+        """Restore the last checkpoint, or the one to continue from, and open the metrics and the tracker."""
+        self.best, self.stopping = best, stopping
         self._context, self._recipe, self._console = context, context.recipe, context.console
+        self._engine, self._average = engine, average
         self._folder = Path(self._recipe.output)
         self._main = context.accelerator.is_main_process
         self._saved: int | None = None
-        self._tracker: Tracker | None = None
-        if self._recipe.publish is not None:
-            from draftsmith.train import publishing
+        self.progress = self._restored()
+        """That of the checkpoint; None for a new run."""
+        if self._main:
+            with self._writing(METRICS):
+                self._metrics = Metrics(self._folder, self._saved, self.progress is None or self.progress.evaluated)
+        self.meet()
+        if self._main and self._saved is not None:
+            # The run may have been killed between writing one and deleting another.
+            with self._writing(CHECKPOINTS):
+                prune(self._folder / CHECKPOINTS, self._saved, self._recipe.train.keep_checkpoints)
+        self.publisher, self._tracker = self._opened()
 
-            self.publisher = publishing.Publisher(self._recipe, self._recipe.publish, self._console)
-
-    def resume(self, engine: Engine, average: WeightAverage | None) -> Progress | None:
+    def _restored(self) -> Progress | None:
         """Restore the last checkpoint, or the one to continue from, and return its progress; None without one."""
-        self._engine, self._average = engine, average
         progress, problems = load_state(self._folder / CHECKPOINTS, self._load)
         for problem in problems:
             self._console.say(problem)
@@ -181,19 +209,20 @@ class Record:
         elif (source := self._recipe.continue_from) is not None:
             progress = load_from(Path(source).expanduser(), self._load)
             self._console.say(f"{self._recipe.name}: continuing {source}, after step {progress.step}")
-        if self._main:
-            with self._writing(METRICS):
-                self._metrics = Metrics(self._folder, self._saved, progress is None or progress.evaluated)
-        self.meet()
-        if self._main and self._saved is not None:
-            # The run may have been killed between writing one and deleting another.
-            with self._writing(CHECKPOINTS):
-                prune(self._folder / CHECKPOINTS, self._saved, self._recipe.train.keep_checkpoints)
-        if self._recipe.tracker != "none":
-            from draftsmith.train import trackers
-
-            self._tracker = trackers.Tracker(self._context, self._saved)
         return progress
+
+    def _opened(self) -> "tuple[Publisher | None, Tracker | None]":
+        """Return what only some recipes ask for."""
+        publisher = tracker = None
+        if self._recipe.publish is not None:
+            from draftsmith.train.publishing import Publisher
+
+            publisher = Publisher(self._recipe, self._recipe.publish, self._console)
+        if self._recipe.tracker != "none":
+            from draftsmith.train.trackers import Tracker
+
+            tracker = Tracker(self._context, self._saved)
+        return publisher, tracker
 
     def _load(self, state: TrainState) -> None:
         if self._average is not None:

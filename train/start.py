@@ -30,12 +30,11 @@ def start_drafter(
 
     Every process does the same with the same rows. A resumed run measures the sizes again and loads its weights.
     """
-    if drafter.type == "draft_model":  # starts as a model of its own
+    if drafter.language_model is not None:  # starts as a model of its own
         return {}
     signals = _signals(recipe, teacher, data, batch)
     if signals is None:
         return {}
-    part, drafter.part = drafter.part, None
     drafter.eval()  # without noise
     torch.manual_seed(recipe.train.seed)  # block drafters draw the positions that they are trained at
     if not starts_trained(recipe):
@@ -43,7 +42,6 @@ def start_drafter(
         fit_start(drafter, FirstBatch(signals, frequencies(counts_V).to(signals.hidden_BTH.device)))
     sizes = input_sizes(drafter, signals)
     drafter.train()
-    drafter.part = part
     return sizes
 
 

@@ -13,8 +13,10 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.lora import without_lora
+from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.train.batch import Batch
 from draftsmith.train.progress import PARTS
+from draftsmith.train.recipe_sections import CotrainSection
 
 # Shapes: B sequences, T positions, K draft positions, H hidden size, N trained positions.
 
@@ -67,36 +69,35 @@ class Last:
 class AgreementStep(nn.Module):
     """Maps a batch to sums over this process's tokens. Its parameters are the drafter's only."""
 
-    def __init__(self, drafter: TrainableDrafter, objective: Objective, teacher: Teacher) -> None:
+    def __init__(
+        self,
+        drafter: TrainableDrafter,
+        objective: Objective,
+        teacher: Teacher,
+        *,
+        part: SequencePart | None = None,
+        clock: PartClock | None = None,
+    ) -> None:
+        """`part`: see `TeacherSignals`. `clock`: measures the parts of the forward pass."""
         super().__init__()
         self.drafter = drafter
-        self._objective = objective
+        self._objective, self._part = objective, part
         # In a tuple, so that the frozen target is not registered as a submodule to train, wrap or save.
         self._teacher = (teacher,)
-        self.clock = PartClock(torch.device("cpu"), PARTS)
-        """Measures the parts of the forward pass; the training loop sets its own."""
+        self.clock = PartClock(torch.device("cpu"), PARTS) if clock is None else clock
 
     def forward(self, batch: Batch, done: float, last: Last) -> StepSums:
         """`done`: the share of the run's steps that have been taken."""
         teacher = self._teacher[0]
         signals = teacher.signals(**vars(batch))
+        if self._part is not None:
+            signals = replace(signals, part=self._part)
         self.clock.end("teacher")
         unrolled = self.drafter.unroll(signals)
         self.clock.end("drafter")
         sums = self._objective(unrolled, signals, teacher.lm_head, last.alpha)
         self.clock.end("objective")
         return StepSums(sums.loss, sums.alpha_K, sums.match_K, sums.count_K, sums.loss.detach() * 0)
-
-
-@dataclass(frozen=True)
-class CotrainSettings:
-    """The recipe's section `cotrain` without the adapters' sizes."""
-
-    warmup_fraction: float
-    ramp_fraction: float
-    drafter_weight: float
-    quality_weight: float
-    max_quality_kl: float
 
 
 class CotrainStep(AgreementStep):
@@ -112,9 +113,11 @@ class CotrainStep(AgreementStep):
         objective: Objective,
         teacher: OnlineTeacher,
         adapters: Adapters,
-        settings: CotrainSettings,
+        settings: CotrainSection,
+        *,
+        clock: PartClock | None = None,
     ) -> None:
-        super().__init__(drafter, objective, teacher)
+        super().__init__(drafter, objective, teacher, clock=clock)
         self.adapters = nn.ParameterList(adapters.parameters.values())
         self._settings, self._online = settings, (teacher,)
 

@@ -24,7 +24,7 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.quantization import quantize
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
-from draftsmith.heads.hidden_states import layer_lists
+from draftsmith.heads.hidden_states import layers_of
 from draftsmith.provenance import model_fingerprints
 from draftsmith.train.recipe import Recipe
 
@@ -92,7 +92,7 @@ class Placement:
         if self._quantization is not None:
             vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)  # drafters are for the target itself
             quantize(model, self._quantization, self._accelerator.device)
-            self._move_the_rest(model, _layers(model))
+            self._move_the_rest(model, layers_of(model))
         if not self._sharded and not self._offload:
             return
         layers = getattr(model.base_model, "layers", getattr(model.base_model, "h", None))
@@ -111,7 +111,7 @@ class Placement:
 
     def offload(self, model: PreTrainedModel) -> None:
         """Copy each layer of `model`, which is in host memory, to the device while it computes."""
-        layers = _layers(model)
+        layers = layers_of(model)
         self._move_the_rest(model, layers)
         for layer in layers:
             cpu_offload(layer, self._accelerator.device)
@@ -161,7 +161,3 @@ class Placement:
         for layer in self._layers:
             layer.unshard()
             layer.reshard()
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    return [layer for name in layer_lists(model) for layer in model.get_submodule(name).children()]

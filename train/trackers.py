@@ -16,8 +16,7 @@ from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.safe_text import printable
 from draftsmith.storage import write_text
-from draftsmith.train.accelerator import TRACKER_FOLDER
-from draftsmith.train.context import RunContext
+from draftsmith.train.launch import TRACKER_FOLDER, RunContext
 from draftsmith.train.recipe import Recipe
 
 LEGEND = "Bold: draft tokens that the target accepted; the rest is the target's own."

@@ -18,37 +18,18 @@ from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.locks import hold_folder
-from draftsmith.train.accelerator import make_accelerator
-from draftsmith.train.averaging import WeightAverage
 from draftsmith.train.batch import Batch, batch_indices, collate, response_tokens
-from draftsmith.train.builders import (
-    compile_blocks,
-    data_and_drafter,
-    load_frozen_target,
-    make_engine,
-    make_teacher,
-    sequence_part,
-    step_and_optimizers,
-)
-from draftsmith.train.context import RunContext
+from draftsmith.train.bootstrap import compile_drafter, load_parts, make_engine, make_step, sequence_part
 from draftsmith.train.data import read_images, resample
-from draftsmith.train.early_stop import EarlyEnd, early_end
 from draftsmith.train.engine import reduced
-from draftsmith.train.failed_batch import check_excluded, failure
-from draftsmith.train.interrupts import leave
-from draftsmith.train.learning_rates import (
-    described,
-    divergence_warning,
-    learning_rate,
-    rate_warning,
-    watched_steps,
-    width_of,
-    with_rate,
-)
-from draftsmith.train.preflight import preflight
+from draftsmith.train.evaluation import EarlyEnd, Validation, early_end, evaluate_drafter
+from draftsmith.train.failed_batch import failure
+from draftsmith.train.interrupts import Stopping, leave
+from draftsmith.train.launch import RunContext, make_accelerator, preflight
+from draftsmith.train.learning_rates import described, judge_rate, learning_rate, target_width, watched_steps, with_rate
 from draftsmith.train.progress import PARTS, Console, MemoryMeter, in_units
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.recorder import BestDrafter, Record, evaluate_drafter
+from draftsmith.train.recorder import BestDrafter, Original, Record, WeightAverage
 from draftsmith.train.run_folder import (
     DRAFTER,
     check_continuation,
@@ -59,7 +40,6 @@ from draftsmith.train.run_folder import (
 )
 from draftsmith.train.start import start_drafter
 from draftsmith.train.step import Last, StepSums
-from draftsmith.train.validation import Validation
 
 
 def train(recipe: Recipe) -> Path:
@@ -148,46 +128,42 @@ class Run:
         self.console = context.console
         self.estimate = announce_memory(context)
         self.memory = MemoryMeter(accelerator.device)  # after the estimate, whose own memory does not count
-        self.target = load_frozen_target(context)
-        model = self.target.model
-        self.width = width_of(model.config)
+        self.width = target_width(recipe)
         self.console.say(described(recipe, self.width))
-        self.draft_length, self.data, self.drafter, self.quantization = data_and_drafter(context, self.target)
+        parts = load_parts(context)
+        self.target, self.drafter, self.teacher = parts.target, parts.drafter, parts.teacher
+        self.draft_length, self.data, self.quantization = parts.draft_length, parts.data, parts.quantization
+        model, original = self.target.model, Original.of(self.target)
         self.excluded = frozenset(recipe.data.exclude_rows)
-        check_excluded(recipe.data.exclude_rows, self.data)
-        self.round, self.last, self.end = 0, Last(), recipe.train.steps
-        self.rate_judged = False
-        best = BestDrafter(recipe, self.target, self.drafter, self.draft_length)
-        self.record = Record(context, best)
-        self.stopping = self.record.stopping
-        self.drafter.part = sequence_part(context)
-        self.teacher = make_teacher(context, model, self.drafter, self.data)
         self.expect = getattr(self.teacher, "expect", None)  # of teachers that read ahead
         self.start_token = start_token(model) if model.config.is_encoder_decoder else None
         self.limit = context_limit(model.config)
         self.read_images = read_images(recipe.data, self.target)
         sizes = start_drafter(recipe, self.drafter, self.teacher, self.data, self.batch)
-        step, optimizers, self.adapters = step_and_optimizers(recipe, model, self.drafter, self.teacher, sizes)
-        best.adapters = self.adapters
-        self.clock = step.clock = PartClock(accelerator.device, PARTS)
+        self.clock = PartClock(accelerator.device, PARTS)
+        options = {"sizes": sizes, "part": sequence_part(context), "clock": self.clock}
+        step, optimizers, self.adapters = make_step(recipe, model, self.drafter, self.teacher, **options)
         if recipe.train.compile:
-            compile_blocks(self.drafter)
+            compile_drafter(self.drafter)
         self.engine = make_engine(recipe, accelerator, step, optimizers)
-        self.module, self.optimizers = self.engine.module, self.engine.optimizers
         decay, kept = recipe.train.average, context.placement.share.index == 0
         self.average = None if decay is None else WeightAverage(step, decay, kept)
-        self.validation = Validation(context, self.module, self.record, self.batch)
+        best = BestDrafter(recipe, self.target, self.drafter, self.draft_length, original, self.adapters)
+        self.stopping = Stopping()
+        self.record = Record(context, best, self.engine, self.average, self.stopping)
+        self.validation = Validation(context, self.engine.module, self.batch, self.stopping, self.record.meet)
+        progress = self.record.progress
+        self.begin, self.evaluated = (0, False) if progress is None else (progress.step, progress.evaluated)
+        self.last = Last() if progress is None else progress.last
+        self.end = (progress and progress.end) or recipe.train.steps
+        self.round, self.rate_judged = 0, False
 
     def train(self) -> None:
         """Take the remaining steps, with evaluations and checkpoints, and write the run's summary."""
-        progress, stopping = self.record.resume(self.engine, self.average), self.stopping
-        step, self.last = (0, self.last) if progress is None else (progress.step, progress.last)
-        self.evaluated = progress is not None and progress.evaluated
-        self.end = (progress and progress.end) or self.end
-        name, settings = self.recipe.name, self.recipe.train
+        name, settings, step, stopping = self.recipe.name, self.recipe.train, self.begin, self.stopping
         if step == 0 and self.quantization is not None:
             self.record.log({"step": 0, "quantization": self.quantization})
-        self.module.train()
+        self.engine.module.train()
         if not self.evaluated:
             self._evaluate(step)
         with self.console.bar(name, settings.steps, step) as advance:
@@ -227,7 +203,7 @@ class Run:
             self.expect([*self._own(indices), *self._own(self._indices(step + 1))])
         tokens = response_tokens(self.data.rows, indices)
         rate = learning_rate(self.recipe, step, self.end)
-        for optimizer in self.optimizers:
+        for optimizer in self.engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("ratio", 1.0)
         sums = self._accumulate(indices, tokens, step / settings.steps)
@@ -266,14 +242,10 @@ class Run:
 
     def _judge_rate(self, step: int) -> None:
         """Print a warning, once, where the losses of the first steps show a learning rate that is far off."""
-        recipe, watched = self.recipe, watched_steps(self.recipe)
-        over = self.rate_judged or step > watched or recipe.continue_from is not None
-        if over or not self.accelerator.is_main_process:
+        if self.rate_judged or step > watched_steps(self.recipe) or not self.accelerator.is_main_process:
             return
         losses = [row["loss"] for row in read_metrics(self.folder) if "loss" in row]
-        warning = divergence_warning(recipe, losses, self.width)
-        if warning is None and step == watched:
-            warning = rate_warning(recipe, losses, self.width)
+        warning = judge_rate(self.recipe, losses, step, self.width)
         if warning is not None:
             self.rate_judged = True
             self.console.say(warning)
@@ -309,7 +281,7 @@ class Run:
             batch = self.batch(rows)
             self.clock.end("fetch")
             with self.engine.part(last=part == parts - 1):
-                sums: StepSums = self.module(batch, done, self.last)
+                sums: StepSums = self.engine.module(batch, done, self.last)
                 # Engines average gradients over processes; this gives the gradient of the mean over all tokens.
                 self.engine.backward(sums.loss * accelerator.num_processes / tokens)
             self.clock.end("backward")

@@ -122,7 +122,7 @@ async def _probe(
     sampler: ServerSampler, questions: Dataset, index: int, client: ServerClient, seed: int = 0, temperature: float = 0
 ) -> tuple[Asked, Answer]:
     asked = _asked(questions, index)
-    most = min(PROBE_TOKENS, sampler.settings.response_tokens)
+    most = min(PROBE_TOKENS, sampler.data.response_tokens)
     try:
         return asked, await sampler.ask(client, asked, [index, seed], temperature=temperature, max_tokens=most)
     except (RequestFailed, NoTokens) as error:

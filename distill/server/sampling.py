@@ -16,8 +16,8 @@ from rich.progress import TaskID, TextColumn
 from draftsmith.bars import Bars, units
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.questions import question_numbers, text_seed
-from draftsmith.distill.regeneration import SampleSettings
 from draftsmith.distill.server.answers import (
     CHAT,
     COMPLETION,
@@ -59,22 +59,24 @@ class ServerSampler:
 
     Args:
         chat: the target's tokenizer, with the chat template that the server uses.
-        settings: the parts for responses; batches and drafters are the server's own.
+        data: how many tokens to sample, how often and at which temperature, and the server.
         context: the target's context limit.
         target: for the cache key: the fingerprint of its numbers or, where it is not loaded, its name.
     """
 
-    server: ServerSection
+    data: DataSection
     chat: Chat
-    settings: SampleSettings
+    seed: int
     context: int | None
     target: str
     accepts: Accepts = field(default_factory=Accepts)
     """As the greedy probe found them."""
 
     def __post_init__(self) -> None:
+        assert self.data.server is not None, "the section names a server"
+        self.server: ServerSection = self.data.server
         thinking = self.server.thinking == "keep"
-        self._reader = AnswerReader(self.chat, self.settings.response_tokens, thinking)
+        self._reader = AnswerReader(self.chat, self.data.response_tokens, thinking)
 
     def target_key(self) -> str:
         """Return a key of what an answer depends on besides the question and the number of the response."""
@@ -86,8 +88,8 @@ class ServerSampler:
 
     def described(self) -> dict[str, Any]:
         """Return the model and the settings that are stored with the answers."""
-        names = ("response_tokens", "temperature", "seed")
-        return {**self.server.sampling, **{name: getattr(self.settings, name) for name in names}}
+        sampled = self.data.model_dump(include={"response_tokens", "temperature"})
+        return {**self.server.sampling, **sampled, "seed": self.seed}
 
     def path(self, asked: Asked) -> str:
         """Return the route of a conversation; ConfigError for the chat route and plain text."""
@@ -102,7 +104,7 @@ class ServerSampler:
 
     def fits(self, prompt: list[int]) -> bool:
         """Return whether a prompt and the longest response fit the target's context."""
-        return self.context is None or len(prompt) + self.settings.response_tokens <= self.context
+        return self.context is None or len(prompt) + self.data.response_tokens <= self.context
 
     async def ask(self, client: ServerClient, asked: Asked, seed: list[int], **instead: Any) -> Answer:
         """Return the answer to the last question; `instead` replaces fields of the request.
@@ -113,10 +115,10 @@ class ServerSampler:
         path = self.path(asked)
         body = {
             "model": self.server.model,
-            "temperature": self.settings.temperature,
+            "temperature": self.data.temperature,
             "top_p": self.server.top_p,
-            "max_tokens": self.settings.response_tokens,
-            "seed": request_seed(self.settings.seed, *seed),
+            "max_tokens": self.data.response_tokens,
+            "seed": request_seed(self.seed, *seed),
             **prompt_fields(asked, self.chat, path, self.accepts),
             **self.server.extra_body,
             **instead,
@@ -163,7 +165,7 @@ def server_samples(
     """
     cached = folder is None
     folder = folder or cache_dir() / "samples" / f"server-{sampler.target_key()}" / sampler.key(questions)
-    rows = folder / f"rows-{sampler.settings.responses}.arrow"
+    rows = folder / f"rows-{sampler.data.responses}.arrow"
     with nullcontext() if rows.exists() else hold_cache(folder):
         if not rows.exists():
             require_client()
@@ -189,7 +191,7 @@ class _Run:
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Yield the number of every response and question."""
-        for response in range(self.sampler.settings.responses):
+        for response in range(self.sampler.data.responses):
             for question in range(len(self.questions)):
                 yield response, question
 
@@ -213,7 +215,7 @@ class _Run:
     async def complete(self, check: Callable[..., Any], progress: bool) -> None:
         """Ask for everything that is not stored yet."""
         pending = [place for place in self.places() if self.replay(*place)[1] is not None]
-        total = len(self.questions) * self.sampler.settings.responses
+        total = len(self.questions) * self.sampler.data.responses
         if not pending:
             return
         self.say(f"responses: {len(pending):,} of {total:,} are new")

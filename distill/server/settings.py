@@ -5,9 +5,9 @@ from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from draftsmith.config import Count, Number, Section, Whole
+from draftsmith.config import Count, Number, Section, Whole, section_of
 from draftsmith.errors import ConfigError
 
 KEY = "DRAFTSMITH_SERVER_KEY"
@@ -64,15 +64,7 @@ class ServerSection(Section):
 
 def server_section(**values: Any) -> ServerSection:
     """Return the section of these values, without those that are None; ConfigError for the first that is wrong."""
-    try:
-        return ServerSection(**{key: value for key, value in values.items() if value is not None})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        key = ".".join(map(str, problem["loc"][:1]))
-        raise ConfigError(f"server.{key}={problem['input']!r}; expected {problem['msg']}") from error
+    return section_of(ServerSection, "server.{}".format, **values)
 
 
 def require_address(key: str, address: str) -> None:

@@ -117,10 +117,9 @@ def memory(
 ) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     from draftsmith.distill.load_target import load_tokenizer
-    from draftsmith.train.accelerator import precision
     from draftsmith.train.estimate.memory import estimate_memory
     from draftsmith.train.estimate.time import estimate_work, require_machine
-    from draftsmith.train.preflight import require_divisible
+    from draftsmith.train.launch import precision, require_divisible
     from draftsmith.train.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides)

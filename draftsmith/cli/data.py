@@ -15,7 +15,6 @@ from draftsmith.cli.options import (
     TemplateOptionsOption,
     TopPOption,
     TrustOption,
-    settings_of,
     suggest,
     template_options,
 )
@@ -23,6 +22,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.reading import assignment, parse_json
 
 if TYPE_CHECKING:
+    from draftsmith.distill.data_section import DataSection
     from draftsmith.distill.server.settings import ServerSection
 
 data_app = typer.Typer(
@@ -71,12 +71,21 @@ def data_preview(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Show samples with their trained tokens highlighted, and the distribution of lengths."""
-    if response not in ("text", "target"):
-        raise ConfigError.of("--response", response, "'text' or 'target'")
-    from draftsmith.train.prepare import DataRequest, preview
+    variables = template_options(template_option)
+    data = _section(
+        prompts=source,
+        response=response,
+        count=count,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        subset=subset,
+        split=split,
+        chat_template=chat_template,
+        template_options=variables,
+    )
+    from draftsmith.train.prepare import preview
 
-    request = settings_of(DataRequest, locals(), template_options=template_options(template_option))
-    preview(request, answered=response == "text", show=show)
+    preview(target, data, show=show, trust_remote_code=trust_remote_code)
     given = {"subset": subset, "split": split if split != "train" else None, "chat_template": chat_template}
     _suggest_recipe(target, source, response, {key: value for key, value in given.items() if value is not None})
 
@@ -116,19 +125,36 @@ def data_regenerate(
     options = {"model": model, "route": route, "top_p": top_p, "thinking": thinking, "extra_body": extra_body}
     options |= {"concurrency": concurrency, "timeout_seconds": timeout, "failures": failures}
     asked = _server(server, drafter, options)
-    if turns not in ("first", "all"):
-        raise ConfigError.of("--turns", turns, "'first' or 'all'")
     if responses > 1 and temperature == 0:
         raise ConfigError(f"--responses {responses} with --temperature 0, which gives the same text again; expected 1")
-    from draftsmith.distill.regeneration import SampleSettings
-    from draftsmith.train.prepare import DataRequest, regenerate
+    data = _section(
+        prompts=source,
+        count=count,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        turns=turns,
+        responses=responses,
+        temperature=temperature,
+        batch_size=batch_size,
+        server=asked,
+        subset=subset,
+        split=split,
+        chat_template=chat_template,
+        template_options=template_options(template_option),
+    )
+    from draftsmith.train.prepare import Loading, regenerate
 
-    variables = template_options(template_option)
-    request = settings_of(DataRequest, locals(), every_turn=turns == "all", template_options=variables)
-    settings = settings_of(SampleSettings, locals())
-    loading = {"dtype": dtype, "attn_implementation": attn_implementation}
-    regenerate(request, settings, out, drafter=drafter, server=asked, **loading)
+    loading = Loading(target, dtype, attn_implementation, trust_remote_code)
+    regenerate(loading, data, out, seed=seed, drafter=drafter)
     _suggest_recipe(target, out, "text", {} if chat_template is None else {"chat_template": chat_template})
+
+
+def _section(**values: Any) -> "DataSection":
+    """Return the recipe's section `data` that a command's options describe."""
+    from draftsmith.config import section_of
+    from draftsmith.distill.data_section import DataSection
+
+    return section_of(DataSection, lambda name: f"--{name.replace('_', '-')}", **values)
 
 
 def _suggest_recipe(target: str, prompts: str | Path, response: str, data: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.regeneration import SampleSettings
+from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server, check_temperatures
@@ -179,8 +179,10 @@ class ServerRun:
 
     def sampler(self, temperature: float, repeat: int) -> ServerSampler:
         """Return a function that asks with the seed of a repeat."""
-        samples = SampleSettings(self.settings.max_new_tokens, temperature, 1, self.settings.seed + 10_007 * repeat)
-        return ServerSampler(self.server, self.chat, samples, self.context, self.settings.target)
+        tokens = self.settings.max_new_tokens
+        data = DataSection(response_tokens=tokens, temperature=temperature, server=self.server)
+        seed = self.settings.seed + 10_007 * repeat
+        return ServerSampler(data, self.chat, seed, self.context, self.settings.target)
 
     def _questions(self) -> Dataset:
         return Dataset.from_list([{"input_ids": p.input_ids, "turns": _turns(p)} for p in self.prompts])

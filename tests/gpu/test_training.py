@@ -11,12 +11,11 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.quantization import quantize
+from draftsmith.distill.quantization import agreement, quantize
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads.base import FINAL
 from draftsmith.train.batch import Batch, collate
 from draftsmith.train.progress import MemoryMeter
-from draftsmith.train.quantized_target import agreement
 from draftsmith.train.step import AgreementStep, Last
 
 pytestmark = pytest.mark.gpu

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.decode.cache.rollback import RollbackCache
+from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import pack
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.load_target import load_ends, load_target
@@ -26,7 +27,6 @@ from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.train import trainer as loop
 from draftsmith.train.data import chat_of
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.recipe_sections import DataSection
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import AgreementStep, StepSums
 

@@ -31,7 +31,7 @@ from draftsmith.decode.policies import Chain
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.verification import Rule
 from draftsmith.distill.load_target import load_target
-from draftsmith.distill.losses import DIVERGENCES, overlap
+from draftsmith.distill.losses import LOSSES, LossInputs, overlap
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.forecast.profile import CostModel
@@ -41,7 +41,10 @@ from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.configs import DRAFTERS, VocabularyOption
 from draftsmith.train.batch import Batch
+from draftsmith.train.evaluation import METRICS
+from draftsmith.train.optimizers import OPTIMIZERS
 from draftsmith.train.recipe import Recipe, parse_recipe
+from draftsmith.train.schedules import SCHEDULES
 from draftsmith.train.step import AgreementStep, Last
 
 ROOT = Path(__file__).parents[2]
@@ -57,13 +60,14 @@ def _python_blocks() -> list[str]:
 @pytest.fixture
 def extending() -> SimpleNamespace:
     """Run the code on docs/extending.md and return what it defines; what it registers is removed afterwards."""
-    before, names = dict(DIVERGENCES), {"__name__": "extending"}
+    tables = (DRAFTERS, LOSSES, SCHEDULES, OPTIMIZERS, METRICS)
+    before, names = [dict(table) for table in tables], {"__name__": "extending"}
     for block in _python_blocks():
         exec(block, names)
     yield SimpleNamespace(**names)
-    DIVERGENCES.clear()
-    DIVERGENCES.update(before)
-    del DRAFTERS["bigram"]
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
 
 
 def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, tiny_target: LlamaForCausalLM) -> None:
@@ -124,6 +128,7 @@ from draftsmith.heads import HEADS, Bigram
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.train.recipe import Recipe, parse_recipe
+from draftsmith.train.schedules import SCHEDULES
 
 assert Path(draftsmith.__file__).parents[1] == Path.cwd(), "the copy is imported"
 recipe = parse_recipe({"name": "x", "output": "y", "drafter": {"type": "bigram", "rank": 8}}, "here")
@@ -131,6 +136,31 @@ assert recipe.drafter_options() == {"rank": 8}
 assert HEADS["bigram"] is Bigram
 assert "bigram" in LAYOUTS["transformers"]
 """
+
+
+IN_FILES = {"LOSSES": "distill/losses", "SCHEDULES": "train/schedules", "OPTIMIZERS": "train/optimizers"}
+IN_FILES |= {"METRICS": "train/evaluation"}
+"""Tables and the files in which they are."""
+
+
+def test_a_loss_a_schedule_an_optimizer_and_a_metric_are_one_file_each(recipe_file: Path, tmp_path: Path) -> None:
+    """Append each block of the page to its file in a copy of the package, and train with all of them."""
+    shutil.copytree(ROOT / "draftsmith", tmp_path / "copy" / "draftsmith")
+    for table, name in IN_FILES.items():
+        (block,) = (block for block in _python_blocks() if f"\n{table}[" in block)
+        file = tmp_path / "copy" / "draftsmith" / f"{name}.py"
+        own = re.sub(r"^from draftsmith.* import .*\n", "", block, flags=re.MULTILINE)
+        file.write_text(f"{file.read_text(encoding='utf-8')}\n\n{own}", encoding="utf-8")
+    chosen = ["objective.kind=hellinger", "train.schedule=inverse_sqrt", "train.optimizer=sgd"]
+    command = [sys.executable, "-m", "draftsmith.train", str(recipe_file), *chosen]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "copy")}
+    ran = subprocess.run(command, cwd=tmp_path / "copy", env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert rates[1:] == pytest.approx([3e-3 * (1 + 9 * step / 11) ** -0.5 for step in range(11)])
+    assert 0 <= rows[-1]["evaluation"]["full_rounds"] <= 1
+    assert "optimizer: sgd, rate 0.003 (there is no default), inverse square root" in " ".join(ran.stderr.split())
 
 
 def _require_forecast(target: LlamaForCausalLM, bigram: TrainableDrafter) -> None:
@@ -146,12 +176,13 @@ def _require_forecast(target: LlamaForCausalLM, bigram: TrainableDrafter) -> Non
             assert found == pytest.approx(expected, abs=1e-5), f"draft position {k + 1}"
 
 
-def test_the_objective_of_the_page_is_a_bound_of_alpha(extending: SimpleNamespace) -> None:
+def test_the_loss_of_the_page_is_a_bound_of_alpha(extending: SimpleNamespace) -> None:
     p_log, q_log = (torch.randn(200, 7, dtype=torch.float64).log_softmax(-1) for _ in range(2))
-    loss = extending.hellinger(p_log, q_log)
-    assert torch.allclose(extending.hellinger(p_log, p_log), torch.zeros(200, dtype=torch.float64))
+    ids = torch.zeros(200, dtype=torch.long)
+    loss, none = (extending.hellinger(LossInputs(p_log, q, q, ids, ids, 0.0)) for q in (q_log, p_log))
+    assert torch.allclose(none, torch.zeros(200, dtype=torch.float64))
     assert ((1 - overlap(p_log, q_log)) <= (2 * loss).sqrt() + 1e-12).all()
-    assert DIVERGENCES["hellinger"] is extending.hellinger
+    assert LOSSES["hellinger"] is extending.hellinger
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.errors import ConfigError
-from draftsmith.train import preflight
+from draftsmith.train import launch
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.trackers import LEGEND
 
@@ -81,8 +81,8 @@ def test_two_starts_of_a_run_are_one_in_the_tracker(tracked: str, tmp_path: Path
 
 @pytest.mark.parametrize("tracker", ["trackio", "mlflow"])
 def test_a_missing_package_is_named(tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == tracker else find_spec(name))
+    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == tracker else find_spec(name))
     with pytest.raises(
         ConfigError, match=f"tracker={tracker} is not installed; .* pip install 'draftsmith\\[{tracker}\\]'"
     ):
-        preflight._require_tracker(tracker)
+        launch._require_tracker(tracker)

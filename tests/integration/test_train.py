@@ -33,7 +33,7 @@ from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.train import builders as drafters
+from draftsmith.train import bootstrap as drafters
 from draftsmith.train import trainer as loop
 from draftsmith.train.estimate.memory import announce_memory
 from draftsmith.train.recipe import load_recipe

@@ -15,8 +15,8 @@ from draftsmith.distill.objective import Objective
 from draftsmith.errors import ConfigError
 from draftsmith.eval.plots import plot_training
 from draftsmith.train import trainer
-from draftsmith.train.accelerator import make_accelerator
 from draftsmith.train.batch import batch_indices
+from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 

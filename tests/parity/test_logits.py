@@ -25,7 +25,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.lm_head import logits_head, logits_map
 from draftsmith.train.batch import Batch
-from draftsmith.train.builders import check_target
+from draftsmith.train.bootstrap import check_target
 from draftsmith.train.recipe import parse_recipe
 from draftsmith.train.step import AgreementStep, Last
 

@@ -14,7 +14,7 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, unrolled_attention
 from draftsmith.heads.sequence_part import SequencePart
-from draftsmith.train.builders import check_target
+from draftsmith.train.bootstrap import check_target
 from draftsmith.train.recipe import parse_recipe
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -28,7 +28,6 @@ def loss_and_gradients(kind: str, part: SequencePart | None, objective: Objectiv
     own = {"layers": [1, 2], "draft_vocabulary": list(range(3, 43)), "train_steps": 3, "num_hidden_layers": 2}
     options = own if kind == "eagle3" else {"noise": 0.0, "train_steps": 2}
     drafter = HEADS[kind].from_target(target, **options).double()
-    drafter.part = part
     ids_BT = torch.randint(2, 60, (2, 17), generator=torch.Generator().manual_seed(0))
     seen_BT = torch.ones_like(ids_BT)
     seen_BT[1, 11:] = 0

@@ -29,16 +29,11 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 from draftsmith.distill.load_target import DTYPES, decoder_class
 from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.errors import DraftsmithError
-from draftsmith.heads import HEADS, TrainableDrafter
+from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
-from draftsmith.heads.draft_model import pretrained_config
-from draftsmith.heads.draft_vocab import checked_size
-from draftsmith.heads.formats.native_mtp import expected_layer
-from draftsmith.heads.mtp import Mtp
 from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.train.batch import Batch
-from draftsmith.train.builders import check_target, step_and_optimizers
-from draftsmith.train.data import logit_count
+from draftsmith.train.bootstrap import check_target, make_step, new_drafter
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import Last, Teacher
 
@@ -110,12 +105,13 @@ class DryStep:
 
 def dry_step(recipe: Recipe, target: PreTrainedModel, *, device: str, processes: int, bf16: bool) -> DryStep:
     """Build a step over sequences as long as the recipe allows; ConfigError for a drafter that does not fit."""
-    drafter = _drafter(recipe, target)
+    drafter = new_drafter(recipe, target, from_files=False)
+    drafter.attach(target)
     check_target(recipe, target, drafter)
-    step, optimizers, _ = step_and_optimizers(recipe, target, drafter, _teacher(recipe, target, drafter))
+    count = recipe.train.sequence_parallel
+    part = SequencePart(count - 1, count) if count > 1 else None
+    step, optimizers, _ = make_step(recipe, target, drafter, _teacher(recipe, target, drafter), part=part)
     step.train()
-    if (count := recipe.train.sequence_parallel) > 1:
-        drafter.part = SequencePart(count - 1, count)
     return DryStep(drafter, step, optimizers, partial(_batch, recipe, target.config, processes), device, bf16)
 
 
@@ -124,24 +120,6 @@ def sequence_length(recipe: Recipe) -> int:
     data = recipe.data
     sample = data.prompt_tokens + data.response_tokens  # a sample longer than packed rows has its own row
     return max(sample, data.pack_tokens or 0) if data.pack else sample
-
-
-def _drafter(recipe: Recipe, target: PreTrainedModel) -> TrainableDrafter:
-    options = recipe.drafter_options()
-    if options.get("model") is not None:  # only its shapes matter
-        options |= {"model": None, "config": pretrained_config(options["model"])}
-    if options.get("init") == "native":  # files cannot be read here; a new module has about the same size
-        options |= {"init": "random"}
-        if (layer := expected_layer(target)) is not None:
-            native = Mtp(layer, train_steps=recipe.drafter_options()["train_steps"])
-            native.attach(target)
-            return native
-    size = checked_size(recipe.draft_vocab_size, logit_count(target))
-    if size is not None:
-        options["draft_vocabulary"] = list(range(size))
-    drafter = HEADS[recipe.drafter.type].from_target(target, **options)
-    drafter.attach(target)
-    return drafter
 
 
 def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:

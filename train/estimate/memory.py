@@ -15,11 +15,8 @@ from draftsmith.distill.quantization import saved_bytes
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.hidden_states import final_states, layer_lists
 from draftsmith.heads.model_config import layer_value
-from draftsmith.train.accelerator import precision
-from draftsmith.train.context import RunContext
 from draftsmith.train.estimate.fake_run import (
     LiveBytes,
     dry_step,
@@ -29,6 +26,7 @@ from draftsmith.train.estimate.fake_run import (
     target_of,
     without_data,
 )
+from draftsmith.train.launch import RunContext, precision
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
@@ -150,8 +148,9 @@ def estimate_memory(
         if data.response == "target" and recipe.teacher.kind != "logprobs":
             cache = cache_bytes(recipe, config) // recipe.target.tensor_parallel  # of each process's heads
             reading = _reading_bytes(recipe, target, live)
-            if isinstance(step.drafter, DraftModel) and (data.refresh_every or data.drafter_share):
-                cache += cache_bytes(recipe, step.drafter.model.config)  # the drafter decodes with its own cache
+            draft_model = step.drafter.language_model
+            if draft_model is not None and (data.refresh_every or data.drafter_share):
+                cache += cache_bytes(recipe, draft_model.config)  # the drafter decodes with its own cache
             if data.refresh_every:
                 reading += moments  # later rounds are sampled during training
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated

@@ -21,9 +21,9 @@ from draftsmith.bars import Bars
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill import dataset
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import (
     FEATURES,
-    ExampleSettings,
     LengthStatistics,
     hold_out,
     length_statistics,
@@ -33,7 +33,7 @@ from draftsmith.distill.dataset import (
 from draftsmith.distill.load_target import LoadedTarget, load_target, load_tokenizer
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.questions import question_numbers
-from draftsmith.distill.regeneration import Sampler, SampleSettings, Share, samples_key, target_samples
+from draftsmith.distill.regeneration import Sampler, Share, samples_key, target_samples
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import DraftModel, Medusa
@@ -67,8 +67,29 @@ def questions(prompts: list[list[int]] = PROMPTS) -> Dataset:
     return Dataset.from_list(rows, features=FEATURES)
 
 
-def sampler(loaded: LoadedTarget, *settings: Any, responses: int = 1, **options: Any) -> Sampler:
-    return Sampler(loaded, Chat(loaded.tokenizer), SampleSettings(*settings, responses=responses), **options)
+def sampler(
+    loaded: LoadedTarget,
+    tokens: int,
+    temperature: float,
+    batch_size: int,
+    seed: int,
+    drafter_share: float = 0.0,
+    responses: int = 1,
+    **options: Any,
+) -> Sampler:
+    data = DataSection(
+        response_tokens=tokens,
+        temperature=temperature,
+        batch_size=batch_size,
+        drafter_share=drafter_share,
+        responses=responses,
+    )
+    return Sampler(loaded, Chat(loaded.tokenizer), data, seed, **options)
+
+
+def source_of(prompts: str, count: int, prompt_tokens: int, response_tokens: int, **more: Any) -> DataSection:
+    limits = {"count": count, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens}
+    return DataSection(prompts=prompts, **limits, **more)
 
 
 def test_what_is_left_out_is_counted_by_reason(
@@ -78,32 +99,32 @@ def test_what_is_left_out_is_counted_by_reason(
     source = write(tmp_path / "p.jsonl", [{"prompt": text} for text in texts])
     said: list[str] = []
     chat = Chat(loaded.tokenizer)
-    rows = read_examples(chat, ExampleSettings(source, 10, 5, 8), 128, said.append)
+    rows = read_examples(chat, source_of(source, 10, 5, 8), 128, said.append)
     assert [len(ids) for ids in rows["input_ids"]] == [3, 4]
     assert said == [
         f"{source}: 2 of 5 have prompts longer than data.prompt_tokens=5: left out",
         f"{source}: 1 of 5 are the same as another: left out",
     ]
     again: list[str] = []
-    assert read_examples(chat, ExampleSettings(source, 10, 5, 8), 128, again.append).to_list() == rows.to_list()
+    assert read_examples(chat, source_of(source, 10, 5, 8), 128, again.append).to_list() == rows.to_list()
     assert again == said, "the same lines are printed for cached examples"
     reading: list[str] = []
     monkeypatch.setattr(dataset, "SECONDS", 0)
-    read_examples(chat, ExampleSettings(source, 11, 5, 8), 128, reading.append)
+    read_examples(chat, source_of(source, 11, 5, 8), 128, reading.append)
     assert [line.partition(", at most ")[0] for line in reading[:2]] == [
         f"{source}: 1 rows read, 1 of 11 samples",
         f"{source}: 3 rows read, 2 of 11 samples",
     ]
     assert all(line.endswith(" left") for line in reading[:2])
-    twice = read_examples(chat, ExampleSettings(source, 10, 5, 8, deduplicate=False), 128, said.append)
+    twice = read_examples(chat, source_of(source, 10, 5, 8, deduplicate=False), 128, said.append)
     assert len(twice) == 3
-    short = read_examples(chat, ExampleSettings(source, 10, 300, 8), 128, said.append)
+    short = read_examples(chat, source_of(source, 10, 300, 8), 128, said.append)
     assert len(short) == 3
     assert said[-2] == (
         f"{source}: 1 of 5 do not fit the target's context of 128 with data.response_tokens=8 after them: left out"
     )
     with pytest.raises(ConfigError, match=r"leaves nothing to train on \(.* 5 of 5 have prompts longer"):
-        read_examples(chat, ExampleSettings(source, 10, 2, 8), 128, said.append)
+        read_examples(chat, source_of(source, 10, 2, 8), 128, said.append)
 
 
 def test_rows_without_a_question_or_an_answer_are_left_out_and_counted(loaded: LoadedTarget, tmp_path: Path) -> None:
@@ -112,7 +133,7 @@ def test_rows_without_a_question_or_an_answer_are_left_out_and_counted(loaded: L
     source = write(tmp_path / "p.jsonl", [{"messages": messages} for messages in rows])
     for answered, left_out in ((True, 4), (False, 3)):  # the target answers what has no answer
         said: list[str] = []
-        settings = ExampleSettings(source, 10, 9, 9, answered=answered, deduplicate=False)
+        settings = source_of(source, 10, 9, 9, response="text" if answered else "target", deduplicate=False)
         assert len(read_examples(Chat(loaded.tokenizer), settings, 128, said.append)) == 5 - left_out
         why = ("are empty", "begin with an answer", "have an empty question", "have an empty answer")
         assert said == [f"{source}: 1 of 5 {reason}: left out" for reason in why[:left_out]]
@@ -122,7 +143,7 @@ def test_conversations_that_continue_differently_are_no_twins(loaded: LoadedTarg
     chats = [{"turns": ["ab", later]} for later in ("cd", "ef", "ef")]
     source, chat = write(tmp_path / "p.jsonl", chats), Chat(loaded.tokenizer)
     for every_turn, left in ((False, 1), (True, 2)):
-        settings = ExampleSettings(source, 10, 9, 9, every_turn=every_turn)
+        settings = source_of(source, 10, 9, 9, turns="all" if every_turn else "first")
         assert len(read_examples(chat, settings, 128, lambda _: None)) == left
 
 
@@ -132,7 +153,7 @@ def test_messages_of_tables_may_have_dates(loaded: LoadedTarget, tmp_path: Path)
         {"role": role, "content": "ab", "timestamp": datetime(2023, 4, 9)} for role in ("user", "assistant")
     )
     Dataset.from_list([{"conversation": [user, answer, user]}]).to_parquet(tmp_path / "p.parquet")
-    settings = ExampleSettings(str(tmp_path / "p.parquet"), 10, 9, 9, every_turn=True)
+    settings = source_of(str(tmp_path / "p.parquet"), 10, 9, 9, turns="all")
     (row,) = read_examples(Chat(loaded.tokenizer), settings, 128, lambda _: None)
     turns = json.loads(row["turns"])["turns"]
     assert [[message["timestamp"] for message in turn] for turn in turns] == [["2023-04-09 00:00:00"]] * 2
@@ -142,7 +163,7 @@ def test_a_file_that_changed_is_read_again(loaded: LoadedTarget, tmp_path: Path)
     chat = Chat(loaded.tokenizer)
     for texts in (["abc"], ["abc", "abcd"]):
         source = write(tmp_path / "p.jsonl", [{"prompt": text} for text in texts])
-        assert len(read_examples(chat, ExampleSettings(source, 10, 9, 9), 128, lambda _: None)) == len(texts)
+        assert len(read_examples(chat, source_of(source, 10, 9, 9), 128, lambda _: None)) == len(texts)
 
 
 def test_examples_are_read_again_with_another_tokenizer(
@@ -152,7 +173,7 @@ def test_examples_are_read_again_with_another_tokenizer(
     source = write(tmp_path / "p.jsonl", [{"prompt": "ab", "response": "cd"}])
 
     def read(tokenizer: Any) -> list[int]:
-        settings = ExampleSettings(source, 10, 9, 9, answered=True)
+        settings = source_of(source, 10, 9, 9, response="text")
         return read_examples(Chat(tokenizer), settings, 128, lambda _: None)[0]["input_ids"]
 
     again = load_tokenizer(str(tiny_target_folder))[0]

@@ -10,7 +10,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.dataset import ExampleSettings, read_examples
+from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.dataset import read_examples
 from draftsmith.distill.sources import conversation, read_source
 from draftsmith.errors import ConfigError
 
@@ -65,7 +66,8 @@ def test_what_is_far_too_long_is_not_tokenised(
     source = tmp_path / "p.jsonl"
     source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "a" * 10_000_000)))
     said: list[str] = []
-    rows = read_examples(Chat(tiny_tokenizer), ExampleSettings(str(source), 10, 8, 8), None, said.append)
+    data = DataSection(prompts=str(source), count=10, prompt_tokens=8, response_tokens=8)
+    rows = read_examples(Chat(tiny_tokenizer), data, None, said.append)
     assert len(rows) == 1
     assert said == [f"{source}: 1 of 2 have more than 2,048 characters: left out"]
     assert max(longest) == 3

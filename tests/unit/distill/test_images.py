@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 from vision_models import build, save_image, save_target
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.dataset import ExampleSettings, read_examples
+from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.dataset import read_examples
 from draftsmith.distill.load_target import load_processor, load_target
 from draftsmith.distill.sources import conversation
 from draftsmith.errors import ConfigError
@@ -140,7 +140,7 @@ def rows_of(file: Path, *messages: dict) -> None:
 
 
 QUESTION = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "ab"}]}
-SETTINGS = ExampleSettings("", 10, 40, 20, answered=True)
+SETTINGS = {"count": 10, "prompt_tokens": 40, "response_tokens": 20, "response": "text"}
 
 
 @pytest.fixture(autouse=True)
@@ -149,8 +149,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examples(file: Path, chat: Chat, **changes: Any) -> Dataset:
-    settings = replace(SETTINGS, source=str(file), images=str(file.parent), **changes)
-    return read_examples(chat, settings, None, lambda _: None)
+    data = DataSection(**{**SETTINGS, "prompts": str(file), "images": str(file.parent), **changes})
+    return read_examples(chat, data, None, lambda _: None)
 
 
 def test_answers_after_an_image_are_trained(file: Path, chat: Chat) -> None:
@@ -163,7 +163,7 @@ def test_answers_after_an_image_are_trained(file: Path, chat: Chat) -> None:
     inputs = chat.row_inputs(row["images"], row["input_ids"])
     assert inputs is not None
     assert inputs["pixel_values"].shape == (1, 3, 8, 8)
-    (prompt,) = examples(file, chat, answered=False)
+    (prompt,) = examples(file, chat, response="target")
     assert prompt["input_ids"] == row["input_ids"][:19]
     assert chat.row_inputs("", row["input_ids"]) is None
 
@@ -198,7 +198,7 @@ def test_rows_that_differ_by_their_image_are_two(file: Path, chat: Chat) -> None
     other = {"role": "user", "content": [{"type": "image", "image": "b.png"}, {"type": "text", "text": "ab"}]}
     lines = [json.dumps({"messages": [question]}) for question in (QUESTION, other, QUESTION)]
     file.write_text("\n".join(lines) + "\n")
-    assert len(examples(file, chat, answered=False)) == 2
+    assert len(examples(file, chat, response="target")) == 2
 
 
 def test_an_image_after_an_answer_is_left_out(file: Path, chat: Chat) -> None:

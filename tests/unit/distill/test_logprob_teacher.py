@@ -21,7 +21,8 @@ from draftsmith.distill.logprob_teacher import (
     logprob_rows,
     require_reads_text_alone,
 )
-from draftsmith.distill.objective import KINDS, Objective
+from draftsmith.distill.losses import LOSSES
+from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
@@ -32,7 +33,7 @@ from draftsmith.train.recipe import Recipe, parse_recipe
 
 B, T, H, D, V = 3, 11, 8, 6, 13
 ETA, LAST_ALPHA, BETA = 3.0, [0.3, 0.6, 0.5], 0.3
-SUMMED = [kind for kind in KINDS if kind != "accepted_length"]
+SUMMED = [kind for kind in LOSSES if kind != "accepted_length"]
 
 
 class Both:
@@ -71,7 +72,7 @@ def _forbidden(_: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dpace", [None, 0.5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSSES)
 def test_with_every_token_known_nothing_is_lost(kind: str, dpace: float | None) -> None:
     both = Both(seed=1, known=V)
     objective = Objective(kind, beta=BETA, eta=ETA, dpace=dpace, chunk_tokens=4)
@@ -496,7 +497,7 @@ def test_packed_rows_know_what_their_documents_do(
     assert signals.documents_BT.tolist() == [[0] * 4 + [1] * 5]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSSES)
 def test_a_draft_model_has_the_gradient_that_states_give(kind: str, tiny_target: LlamaForCausalLM) -> None:
     """With every token known, the gradients of all weights of a draft model are equal."""
     target = tiny_target.double()

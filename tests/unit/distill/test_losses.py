@@ -7,11 +7,12 @@ import torch
 from plain_losses import ETA, LAST_ALPHA, B, D, H, T, V, overlap, plain_loss, random_signals, three_positions
 from torch import Tensor, nn
 
-from draftsmith.distill.objective import KINDS, Objective
+from draftsmith.distill.losses import LOSSES
+from draftsmith.distill.objective import Objective
 from draftsmith.heads.base import DraftStates, TeacherSignals
 from draftsmith.train.estimate.fake_run import LiveBytes
 
-SUMMED = [kind for kind in KINDS if kind != "accepted_length"]
+SUMMED = [kind for kind in LOSSES if kind != "accepted_length"]
 
 
 def _next_token(signals: TeacherSignals, b: int, t: int) -> int | None:
@@ -281,7 +282,7 @@ def test_mixes_temperatures_and_position_weights() -> None:
 def test_the_loss_is_a_sum_over_tokens_however_they_are_batched() -> None:
     """Single rows and rows with more padding give the same sums: no mean is taken before the training loop divides."""
     signals, lm_head, unrolled, _ = three_positions(torch.Generator().manual_seed(15))
-    objectives = [Objective(kind) for kind in KINDS]
+    objectives = [Objective(kind) for kind in LOSSES]
 
     def cut(pick: Callable[[Tensor], Tensor]) -> tuple[TeacherSignals, list[DraftStates]]:
         parts = (signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, signals.mask_BT)

@@ -184,7 +184,7 @@ def test_addresses() -> None:
         with pytest.raises(ConfigError, match="with the key in") as caught:
             server_section(url=secret, model="m")
         assert "hunter2" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"server\.url=\['http://a', 'http://b'\]; expected Input should be a valid"):
+    with pytest.raises(ConfigError, match=r"server\.url=\['http://a', 'http://b'\]; expected a valid"):
         server_section(url=["http://a", "http://b"], model="m")
     with pytest.raises(ConfigError, match="extra_body has seed"):
         server_section(url="http://a", model="m", extra_body={"seed": 1})

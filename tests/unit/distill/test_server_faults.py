@@ -14,8 +14,8 @@ from datasets import Dataset
 from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, chat_tokenizer
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.questions import question_numbers
-from draftsmith.distill.regeneration import SampleSettings
 from draftsmith.distill.server import client, sampling
 from draftsmith.distill.server.journal import Journal
 from draftsmith.distill.server.probe import check_server
@@ -47,7 +47,8 @@ def sample(
     engine: Engine, folder: Path | None, asked: Dataset, said: list[str] | None = None, **server: Any
 ) -> Dataset:
     section = ServerSection(url=engine.url, model="tiny", **server)
-    sampler = ServerSampler(section, Chat(chat_tokenizer()), SampleSettings(8, 1.0, 4, 0), 64, "tiny")
+    data = DataSection(response_tokens=8, server=section)
+    sampler = ServerSampler(data, Chat(chat_tokenizer()), 0, 64, "tiny")
     say = ([] if said is None else said).append
     return server_samples(sampler, asked, say, partial(check_server, target="tiny"), folder=folder, progress=False)
 

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from draftsmith import cli
-from draftsmith.cli import data, eval
+from draftsmith.cli import eval
 from draftsmith.cli.demo import DemoRequest
 from draftsmith.cli.generate import GenerateRequest
 from draftsmith.cli.options import settings_of
-from draftsmith.distill.regeneration import SampleSettings
 from draftsmith.eval.forecast.forecast import ForecastSettings
 from draftsmith.eval.lossless.check import CheckSettings
 from draftsmith.eval.settings import Settings
-from draftsmith.train.prepare import DataRequest
 
 OWN = {command.callback.__name__: command.callback for command in cli.app.registered_commands if command.callback}
 COMMANDS = {
@@ -27,8 +25,6 @@ COMMANDS = {
     eval.serve: [Settings],
     OWN["generate"]: [GenerateRequest],
     OWN["demo"]: [DemoRequest],
-    data.data_preview: [DataRequest],
-    data.data_regenerate: [DataRequest, SampleSettings],
 }
 """Commands that pass options on by name, and the settings that take them."""
 

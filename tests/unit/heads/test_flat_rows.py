@@ -15,10 +15,11 @@ from unit.heads.test_packing import LEAKING, PACKABLE, small
 
 from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows
 from draftsmith.heads.base import FINAL
+from draftsmith.heads.blocks import recompute_activations
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.flat_rows import MULTIPLE, NAME, flat_rows, read_flat, reading_rows
 from draftsmith.heads.hidden_states import document_numbers, final_states
-from draftsmith.train.builders import compile_blocks, recompute_activations
+from draftsmith.train.bootstrap import compile_drafter
 from draftsmith.train.estimate.fake_run import Operations
 
 LENGTHS = [[9, 1, 12], [16, 3], [12], [40]]
@@ -254,7 +255,7 @@ def test_recomputed_layers_know_the_flat_row() -> None:
     plain, drafter = double("llama").requires_grad_(), DraftModel(double("llama").requires_grad_())
     for model in (plain, drafter.model):
         measure_flat_rows(model)
-    recompute_activations(drafter)
+    recompute_activations(drafter.trained_blocks())
     ids_BT, seen_BT, documents_BT = batch()
     ours, theirs = (
         gradients(model, final_states(model, ids_BT, seen_BT, documents_BT=documents_BT))
@@ -268,6 +269,6 @@ def test_compiled_draft_models_read_rows() -> None:
     """They would be compiled again for each combination of lengths."""
     drafter = DraftModel(make_llama())
     measure_flat_rows(drafter.model)
-    compile_blocks(drafter)
+    compile_drafter(drafter)
     measure_flat_rows(drafter.model)
     assert flat_rows(drafter.model, *batch()[1:]) is None

@@ -13,7 +13,6 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, Context, Drafter, Level, Needs
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.hidden_states import layer_lists
-from draftsmith.train.builders import blocks_of
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 3]]
 
@@ -88,7 +87,7 @@ def test_layers_of_an_encoder_decoder_that_are_lists_themselves(layers: int) -> 
     model = T5ForConditionalGeneration(T5Config(num_layers=layers, **sizes))
     assert layer_lists(model) == ["encoder.block", "decoder.block"]
     draft = DraftModel.from_target(model, num_hidden_layers=layers, init="target_layers")
-    assert len(blocks_of(draft)) == 2 * layers
+    assert len(draft.trained_blocks()) == 2 * layers
     target = T5ForConditionalGeneration(T5Config(num_layers=6, **sizes))
     copied = DraftModel.from_target(target, num_hidden_layers=layers, init="target_layers", keep="first").state_dict()
     last = f"decoder.block.{layers - 1}.layer.0.SelfAttention.q.weight"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import ConfigError
-from draftsmith.train.early_stop import early_end
+from draftsmith.train.evaluation import early_end
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from draftsmith.heads import HEADS
+from draftsmith.heads.configs import DRAFTERS
 from draftsmith.train.learning_rates import (
-    RATES,
     TRAINED,
     default_rate,
     described,
@@ -30,7 +30,7 @@ def recipe_of(kind: str = "medusa", train: dict | None = None, **values: object)
 
 
 def test_every_family_has_rates() -> None:
-    assert set(RATES) == set(HEADS)
+    assert set(DRAFTERS) == set(HEADS)
 
 
 @pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.endswith("any_prompts")])
@@ -49,7 +49,7 @@ def test_recipes_for_one_target_name_both(name: str) -> None:
 
 
 def test_given_keys_win_one_by_one() -> None:
-    rates, here = RATES["medusa"], 256 / 192  # the rates are of width 256; AdamW's goes with 1/width
+    rates, here = DRAFTERS["medusa"].rates, 256 / 192  # the rates are of width 256; AdamW's goes with 1/width
     for given, expected in (
         ({}, ("muon", rates.muon)),
         ({"optimizer": "adamw"}, ("adamw", rates.adamw * here)),
@@ -71,7 +71,9 @@ def test_rates_go_with_the_width() -> None:
 def test_deepspeed_has_adamw_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     silent = [recipe_of(), parse_recipe({"name": "x", "output": "y", "drafter": {"type": "medusa"}}, "here")]
-    assert [with_rate(recipe).train.learning_rate for recipe in silent] == [RATES["medusa"].adamw * 256 / 192] * 2
+    assert [with_rate(recipe).train.learning_rate for recipe in silent] == [
+        DRAFTERS["medusa"].rates.adamw * 256 / 192
+    ] * 2
     assert [recipe.train.optimizer for recipe in silent] == ["adamw"] * 2
     assert recipe_of(train={"optimizer": "muon"}).train.optimizer == "muon", "which DeepSpeed then refuses"
 

@@ -14,14 +14,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill import quantization
 from draftsmith.distill.load_target import load_target
-from draftsmith.distill.quantization import quantize, quantized_matrices, require_quantization, saved_bytes
+from draftsmith.distill.quantization import agreement, quantize, quantized_matrices, require_quantization, saved_bytes
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.provenance import fingerprint_of_numbers, model_fingerprints
 from draftsmith.train.batch import collate
-from draftsmith.train.quantized_target import agreement
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.target_placement import Placement

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.start import InputSizes
-from draftsmith.train.optimizers import MEASURED_TOTAL, optimizers
+from draftsmith.train.optimizers import MEASURED_TOTAL, OPTIMIZERS, Trained
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.trainer import train
@@ -72,10 +72,10 @@ def test_rates_hold_for_inputs_of_ordinary_sizes() -> None:
     drafter = Medusa.from_target(make_llama(), num_heads=1)
     head = drafter.lm_heads[0].weight
     large = {head: InputSizes(torch.full((32,), 8.0), 4 * MEASURED_TOTAL)}
-    _, beside_muon = optimizers(drafter, "muon", 0.0, sizes=large, adamw_ratio=0.5)
-    (alone,) = optimizers(drafter, "adamw", 0.0, sizes=large)
+    _, beside_muon = OPTIMIZERS["muon"](Trained.of(drafter, sizes=large, adamw_ratio=0.5))
+    (alone,) = OPTIMIZERS["adamw"](Trained.of(drafter, sizes=large))
     small = {head: InputSizes(torch.full((32,), 0.1), 1.0)}
-    (unchanged,) = optimizers(drafter, "adamw", 0.0, sizes=small)
+    (unchanged,) = OPTIMIZERS["adamw"](Trained.of(drafter, sizes=small))
     ratios = [
         next(group["ratio"] for group in made.param_groups if group["params"][0] is head)
         for made in (beside_muon, alone, unchanged)

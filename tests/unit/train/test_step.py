@@ -1,6 +1,5 @@
 """Gradients of the training step: encoder-decoder batches, and how far adapters follow the drafter."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,25 @@ from transformers import RwkvConfig, RwkvForCausalLM, T5Config, T5ForConditional
 from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.heads import DraftModel, Medusa
+from draftsmith.heads import DraftModel, Medusa, TrainableDrafter
 from draftsmith.train.batch import collate
-from draftsmith.train.builders import step_and_optimizers
+from draftsmith.train.bootstrap import make_step
 from draftsmith.train.estimate.fake_run import LiveBytes
-from draftsmith.train.optimizers import optimizers
+from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Trained
 from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.step import AgreementStep, CotrainSettings, CotrainStep, Last
+from draftsmith.train.recipe_sections import CotrainSection
+from draftsmith.train.step import AgreementStep, CotrainStep, Last
 
 CPU = torch.device("cpu")
 ROWS = Dataset.from_list(
     [{"input_ids": [5, 6, 7, 8, 9], "spans": [[2, 5]]}, {"input_ids": [3, 4, 2, 1], "spans": [[3, 4]]}]
 )
-SETTINGS = CotrainSettings(0.0, 0.0, drafter_weight=0.5, quality_weight=1.0, max_quality_kl=1.0)
+SETTINGS = CotrainSection(warmup_fraction=0, ramp_fraction=0, drafter_weight=0.5, quality_weight=1, max_quality_kl=1)
+
+
+def optimizers(drafter: TrainableDrafter, name: str, weight_decay: float = 0.0) -> Optimizers:
+    return OPTIMIZERS[name](Trained.of(drafter, weight_decay=weight_decay))
 
 
 def test_an_encoder_reads_prompts_and_a_decoder_responses() -> None:
@@ -85,7 +89,7 @@ def test_few_numbers_of_rows_occur_in_the_heads() -> None:
     assert set(counts) == {64}
 
 
-def gradients(settings: CotrainSettings, done: float = 1.0, kl: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
+def gradients(settings: CotrainSection, done: float = 1.0, kl: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
     """Of the adapters and of the drafter, after one step with adapters that have moved."""
     target = make_llama().requires_grad_(False)
     drafter = Medusa.from_target(target)
@@ -100,10 +104,10 @@ def gradients(settings: CotrainSettings, done: float = 1.0, kl: float = 0.0) -> 
 
 def test_the_drafters_pull_on_the_adapters_is_weighted_and_ends_at_the_bound() -> None:
     full, drafter = gradients(SETTINGS)
-    double, same_drafter = gradients(replace(SETTINGS, drafter_weight=1.0))
+    double, same_drafter = gradients(SETTINGS.model_copy(update={"drafter_weight": 1.0}))
     bound, _ = gradients(SETTINGS, kl=2.0)
     near, _ = gradients(SETTINGS, kl=0.5)
-    early, warm = gradients(replace(SETTINGS, warmup_fraction=0.5), done=0.1)
+    early, warm = gradients(SETTINGS.model_copy(update={"warmup_fraction": 0.5}), done=0.1)
     assert all(torch.equal(a, b) for a, b in zip(drafter, same_drafter, strict=True)), "it learns at full speed"
     assert all(grad.abs().max() > 0 for grad in bound), "beyond the bound the KL to the original still pulls back"
     for a, b, c in zip(full, double, bound, strict=True):
@@ -116,7 +120,7 @@ def test_the_drafters_pull_on_the_adapters_is_weighted_and_ends_at_the_bound() -
 
 
 def test_the_ramp_rises_from_the_end_of_the_warm_up() -> None:
-    settings = replace(SETTINGS, warmup_fraction=0.2, ramp_fraction=0.4)
+    settings = SETTINGS.model_copy(update={"warmup_fraction": 0.2, "ramp_fraction": 0.4})
     half, full = gradients(settings, done=0.4)[0], gradients(settings, done=0.6)[0]
     none = gradients(settings, done=0.2)[0]
     assert max(float((b - c).abs().max()) for b, c in zip(full, none, strict=True)) > 1e-3
@@ -184,7 +188,7 @@ def test_muon_multiplies_in_the_runs_precision(precision: str, dtype: torch.dtyp
     """Also on machines where bf16 is fast."""
     target = make_llama().requires_grad_(False)
     recipe = load_recipe(str(recipe_file), ["train.optimizer=muon", f"train.mixed_precision={precision}"])
-    _, made, _ = step_and_optimizers(recipe, target, Medusa.from_target(target), OnlineTeacher(target))
+    _, made, _ = make_step(recipe, target, Medusa.from_target(target), OnlineTeacher(target))
     assert made[0].param_groups[0]["dtype"] == dtype
 
 

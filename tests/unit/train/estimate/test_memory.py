@@ -17,7 +17,7 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS
 from draftsmith.train.batch import Batch
-from draftsmith.train.builders import step_and_optimizers
+from draftsmith.train.bootstrap import make_step
 from draftsmith.train.estimate import memory
 from draftsmith.train.estimate.fake_run import DryStep, LiveBytes, marked_share, sequence_length
 from draftsmith.train.progress import in_units
@@ -61,7 +61,7 @@ def real_peak(recipe: Recipe, make_target: Callable[[], nn.Module]) -> int:
         drafter = HEADS[recipe.drafter.type].from_target(target, **recipe.drafter_options())
         drafter.attach(target)
         teacher = OnlineTeacher(target, drafter.needs.layers)
-        step, optimizers, _ = step_and_optimizers(recipe, target, drafter.train(), teacher)
+        step, optimizers, _ = make_step(recipe, target, drafter.train(), teacher)
         for _ in range(2):
             live.peak = live.now
             DryStep(drafter, step, optimizers, lambda: batch, "cpu", bf16=False).run()

@@ -14,8 +14,8 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.train import builders
-from draftsmith.train.builders import _started
+from draftsmith.train import bootstrap
+from draftsmith.train.bootstrap import make_drafter
 from draftsmith.train.prepare import prepare
 from draftsmith.train.recipe import Recipe, load_recipe, parse_recipe
 from draftsmith.train.target_placement import Placement
@@ -57,7 +57,7 @@ def test_training_starts_from_a_trained_drafter(
     values = {"name": "n", "output": "o", "drafter": drafter, "start_from": str(tmp_path / "saved")}
     any_tokens = {"draft_vocabulary": list(range(32))} if vocabulary else {}
     fresh = HEADS[kind].from_target(model, **made, **any_tokens)
-    found = _started(parse_recipe(values, "test"), LoadedTarget(model, tiny_tokenizer, "tiny", None), fresh)
+    found = make_drafter(parse_recipe(values, "test"), LoadedTarget(model, tiny_tokenizer, "tiny", None))
 
     for (name, a), (_, b) in zip(found.state_dict().items(), saved.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
@@ -81,8 +81,7 @@ def test_what_the_recipe_says_holds_for_a_trained_drafter(
     def found(**said: Any) -> Any:
         drafter = {"type": "dflash", "layers": [1, 2], **said}
         values = {"name": "n", "output": "o", "drafter": drafter, "start_from": str(tmp_path / "saved")}
-        fresh = HEADS["dflash"].from_target(model, layers=[1, 2])
-        return _started(parse_recipe(values, "test"), LoadedTarget(model, tiny_tokenizer, "tiny", None), fresh)
+        return make_drafter(parse_recipe(values, "test"), LoadedTarget(model, tiny_tokenizer, "tiny", None))
 
     kept = found()
     assert (kept.block_size, kept.max_draft_length, kept.anchors) == (4, 4, 9)
@@ -100,9 +99,8 @@ def test_keys_that_change_shapes_are_named(tmp_path: Path, tiny_tokenizer: PreTr
     save_drafter(saved, tmp_path / "saved", target=described, recipe=None, draft_length=2, tokenizer=tiny_tokenizer)
     values = {"name": "n", "output": "o", "drafter": {"type": "peagle", "layers": [1, 2]}}
     recipe = parse_recipe({**values, "start_from": str(tmp_path / "saved")}, "test")
-    fresh = HEADS["peagle"].from_target(model, layers=[1, 2])
     with pytest.raises(ConfigError, match=r"mask_hidden has shape .* says \(the drafter has mask_before_fc=True\)$"):
-        _started(recipe, LoadedTarget(model, tiny_tokenizer, "tiny", None), fresh)
+        make_drafter(recipe, LoadedTarget(model, tiny_tokenizer, "tiny", None))
 
 
 @pytest.mark.parametrize("start", [train, prepare])
@@ -117,7 +115,7 @@ def test_trainer_and_prepare_load_the_target_to_the_same_place(
         assert options["attn_implementation"] == "eager"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(builders, "load_target", load_target)
+    monkeypatch.setattr(bootstrap, "load_target", load_target)
     monkeypatch.setattr(Placement, "load_to", torch.device("meta"))
     with pytest.raises(KeyboardInterrupt):
         start(load_recipe(str(recipe_file), ["target.attn_implementation=eager"]))

@@ -1,10 +1,12 @@
-"""How a run is launched: engine, processes, device and precision."""
+"""The launch of a run: checks of the machine before anything is loaded, accelerate's set-up, and the run's context."""
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
@@ -16,17 +18,90 @@ from accelerate.utils import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from draftsmith.distill.load_target import bf16_is_fast
+from draftsmith.distill.chat_template import template_text
+from draftsmith.distill.load_target import EMBEDDED, bf16_is_fast, check_target_name
+from draftsmith.distill.server.settings import require_client
+from draftsmith.distill.sources import EmptyConversation, conversation, looks_local, read_source
 from draftsmith.errors import ConfigError
-from draftsmith.train.preflight import require_divisible
+from draftsmith.provenance import has_cxx_compiler
+from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recipe_sections import DEEPSPEED
+from draftsmith.train.target_placement import Placement
 
 FSDP, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"
 PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 TRACKER_FOLDER = "tracker"
 """Folder of the tracker's files in the run's folder."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A recipe and the processes that run it."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    console: Console
+    placement: Placement
+    """Where the target's layers are stored."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, accelerator: Accelerator) -> Self:
+        """Build the context of `recipe`, with a console and a target placement for this process."""
+        return cls(recipe, accelerator, Console(accelerator.is_main_process), Placement(recipe, accelerator))
+
+    @property
+    def text_share(self) -> tuple[int, int]:
+        """The number of shares that a batch is divided into, and the place of this process's."""
+        together, accelerator = self.recipe.train.sequence_parallel, self.accelerator
+        return accelerator.num_processes // together, accelerator.process_index // together
+
+
+def preflight(recipe: Recipe, *, training: bool) -> None:
+    """Check that this machine has the files, packages and tools that the recipe names.
+
+    `training`: also what only the training loop uses, the tracker and a compiler.
+
+    Raises:
+        ConfigError: for a package or compiler that is missing, and for a missing or malformed file.
+    """
+    if training:
+        _require_tracker(recipe.tracker)
+        _require_compiler(recipe)
+    if recipe.data.server is not None:
+        require_client()
+    check_target_name(recipe.target.model)
+    if recipe.target.quantization is not None:
+        from draftsmith.distill.quantization import require_quantization
+
+        require_quantization(recipe.target.quantization, recipe.target.dtype)
+    if recipe.data.chat_template is not None:
+        template_text(recipe.data.chat_template)
+    if recipe.teacher.kind == "files" and not Path(recipe.teacher.file or "").expanduser().is_dir():
+        raise ConfigError.of("teacher.file", recipe.teacher.file, "a folder of hidden states")
+    for source in (recipe.data.prompts if recipe.teacher.kind != "logprobs" else None, recipe.evaluation.prompts):
+        if source is not None and source != EMBEDDED:
+            _require_readable(source)
+
+
+def require_divisible(recipe: Recipe, processes: int) -> None:
+    """Raise ConfigError for a batch or processes that the recipe cannot divide evenly."""
+    together = {
+        "target.tensor_parallel": recipe.target.tensor_parallel,
+        "train.sequence_parallel": recipe.train.sequence_parallel,
+    }
+    for key, size in together.items():
+        if processes % size:
+            raise ConfigError(f"{key}={size} with processes={processes}; expected a divisor of the number of processes")
+    shares = processes // recipe.train.sequence_parallel
+    parts = shares * recipe.train.gradient_accumulation
+    if recipe.train.batch_size % parts:
+        of = "" if shares == processes else f" / sequence_parallel={recipe.train.sequence_parallel}"
+        raise ConfigError(
+            f"train.batch_size={recipe.train.batch_size}; expected a multiple of {parts} = {processes} processes{of} x "
+            f"gradient_accumulation={recipe.train.gradient_accumulation}"
+        )
 
 
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
@@ -87,6 +162,28 @@ def precision(recipe: Recipe) -> str:
         return recipe.train.mixed_precision
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return "bf16" if bf16_is_fast(device) else "no"
+
+
+def _require_tracker(tracker: str) -> None:
+    """Raise ConfigError when the tracker's package is not installed."""
+    if tracker != "none" and find_spec(tracker) is None:
+        raise ConfigError(f"tracker={tracker} is not installed; expected none, or: pip install 'draftsmith[{tracker}]'")
+
+
+def _require_compiler(recipe: Recipe) -> None:
+    """Raise ConfigError where torch.compile would fail in the first step for want of a C++ compiler."""
+    if recipe.train.compile and not has_cxx_compiler():
+        raise ConfigError(
+            "train.compile=True without a C++ compiler; expected one (g++ or CXX), or train.compile=false"
+        )
+
+
+def _require_readable(source: str) -> None:
+    """Read every row of a local file of prompts; data sets on the Hub are checked when they are downloaded."""
+    if Path(source).expanduser().exists() or looks_local(source):
+        for place, row in read_source(source):
+            with suppress(EmptyConversation):  # left out, and counted, when the data are read
+                conversation(place, row)
 
 
 def _enabled(variable: str) -> bool:

@@ -1,0 +1,372 @@
+"""Build what a run trains from its `RunContext`: target, drafter, data, teacher, step, optimizers and engine.
+
+Training, `draftsmith data prepare` and the memory estimate build these parts here.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list
+from datasets import Dataset
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
+
+from draftsmith.decode.clock import PartClock
+from draftsmith.distill.cotraining import Adapters
+from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target, load_tokenizer
+from draftsmith.distill.objective import Objective
+from draftsmith.distill.quantization import agreement, quantized_matrices, saved_bytes
+from draftsmith.distill.state_files import FileStates
+from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require_packable
+from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS, TrainableDrafter
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.blocks import compile_blocks, recompute_activations
+from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.heads.draft_vocab import checked_size
+from draftsmith.heads.flat_rows import read_flat
+from draftsmith.heads.hidden_states import layers_of
+from draftsmith.heads.lm_head import logits_map
+from draftsmith.heads.lora import check_lora
+from draftsmith.heads.model_config import start_token
+from draftsmith.heads.sequence_part import SequencePart
+from draftsmith.locks import hold_cache
+from draftsmith.train.batch import collate
+from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data
+from draftsmith.train.engine import Engine, TorchEngine
+from draftsmith.train.launch import RunContext, autocast, precision
+from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Sizes, Trained, adapters_optimizer
+from draftsmith.train.progress import in_units
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.step import AgreementStep, CotrainStep, Teacher
+
+COMPARED = 8
+"""The first rows of the data, on which a quantized target is compared with the target itself."""
+
+
+def load_frozen_target(context: RunContext) -> LoadedTarget:
+    """Load the recipe's target to the device from which `Placement.place` distributes it."""
+    settings, accelerator = context.recipe.target, context.accelerator
+    images, together = context.recipe.data.images is not None, settings.tensor_parallel
+    divided = f", divided among {together} processes" if together > 1 else ""
+    context.console.say(f"  target: loading {settings.model}{divided}")
+    with accelerator.main_process_first():  # a download happens once
+        options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+        processor = load_processor(settings.model, **options) if images else None
+        if together == 1:
+            loaded = _load(context, images=images)
+            if (note := loaded.dtype_note("target.dtype=bfloat16")) is not None:
+                context.console.say(note)
+            return replace(loaded, processor=processor)
+        load_tokenizer(settings.model, **options)
+    return _load(context, images=images, tensor_parallel=together)  # all processes at once: each reads its part
+
+
+def _load(context: RunContext, **options: Any) -> LoadedTarget:
+    """Load the recipe's target to the device from which it is placed; `options`: more of `load_target`."""
+    settings = context.recipe.target
+    return load_target(
+        settings.model,
+        revision=settings.revision,
+        dtype=settings.dtype,
+        attn_implementation=settings.attn_implementation,
+        trust_remote_code=settings.trust_remote_code,
+        device=context.placement.load_to,
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run trains, and what it trains on."""
+
+    target: LoadedTarget
+    """On its devices, see `Placement`."""
+    drafter: TrainableDrafter
+    draft_length: int
+    data: TrainingData
+    teacher: Teacher
+    quantization: dict[str, float] | None
+    """Memory and alpha of the quantized target, see `quantization_effect`; None where it is not quantized."""
+
+
+def load_parts(context: RunContext) -> Parts:
+    """Load the target, build the drafter, and prepare data and teacher.
+
+    A drafter that does not fit the target is refused before responses are sampled. The target is placed after the
+    drafter is built: drafters are made from whole layers, and move to the target's device.
+
+    Raises:
+        ConfigError: for a drafter, a teacher or adapters that do not fit the target, and for data that cannot be used.
+    """
+    recipe, target = context.recipe, load_frozen_target(context)
+    drafter = make_drafter(recipe, target)
+    draft_length = recipe.draft_length(drafter.max_draft_length)
+    check_target(recipe, target.model, drafter)
+    context.placement.place(target)
+    drafter.to(context.accelerator.device)
+    data = prepare_data(context, target, drafter)
+    check_excluded(recipe.data.exclude_rows, data)
+    quantization = None
+    if recipe.target.quantization is not None:
+        quantization = quantization_effect(context, target, data.rows)
+    if (vocabulary := drafter.draft_vocabulary) is not None and recipe.start_from is None:
+        rows = data.rows.select(range(data.trained))
+        drafter.choose_tokens(target.model, frequent_tokens(rows, len(vocabulary), target, context.console))
+    return Parts(target, drafter, draft_length, data, make_teacher(context, target.model, drafter, data), quantization)
+
+
+def make_drafter(recipe: Recipe, target: LoadedTarget) -> TrainableDrafter:
+    """Build the recipe's drafter, or load the one that `start_from` names.
+
+    Raises:
+        ConfigError: for a drafter that does not fit the target or the section `drafter`.
+    """
+    HEADS[recipe.drafter.type].require_tokenizer(target.tokenizer, **recipe.drafter_options())
+    fresh = new_drafter(recipe, target.model)
+    return fresh if recipe.start_from is None else _started(recipe, recipe.start_from, target, fresh)
+
+
+def new_drafter(recipe: Recipe, target: PreTrainedModel, *, from_files: bool = True) -> TrainableDrafter:
+    """Build the recipe's drafter with the first tokens as its draft vocabulary, which depends on the responses.
+
+    Args:
+        from_files: False: no checkpoint is read, and random weights of the same shapes take its place.
+    """
+    kind, options = HEADS[recipe.drafter.type], recipe.drafter_options()
+    size = checked_size(recipe.draft_vocab_size, logit_count(target))
+    if size is not None:
+        options["draft_vocabulary"] = list(range(size))
+    torch.manual_seed(recipe.train.seed)
+    return (kind.from_target if from_files else kind.like_target)(target, **options)
+
+
+def _started(recipe: Recipe, source: str, target: LoadedTarget, fresh: TrainableDrafter) -> TrainableDrafter:
+    """Return the drafter that `start_from` names, if it has the recipe's type, options and shapes, those of `fresh`.
+
+    Options that the recipe leaves out are the drafter's own.
+    """
+    key, trained = f"start_from={source}", load_drafter(source, target.model, target.tokenizer)
+    if not isinstance(trained, TrainableDrafter) or not isinstance(trained, type(fresh)):
+        raise ConfigError(f"{key} is a {trained.type!r} drafter; expected {fresh.type!r}")
+    trained, stored, options = trained.float().train(), trained.config(), recipe.drafter_options()
+    given = {name: options[name] for name in sorted(recipe.drafter.model_fields_set & options.keys())}
+    trained.train_further(**given)
+    shapes, expected = ({name: tuple(p.shape) for name, p in it.named_parameters()} for it in (trained, fresh))
+    if shapes != expected:
+        name = min(key for key in {**shapes, **expected} if shapes.get(key) != expected.get(key))
+        said, named = fresh.config(), (stored.keys() & options.keys()) - {*trained.training_options}
+        others = ", ".join(f"{other}={stored[other]!r}" for other in sorted(named) if stored[other] != said.get(other))
+        raise ConfigError(
+            f"{key}: {name} has shape {shapes.get(name)}; expected {expected.get(name)}, as the section drafter says"
+            + (f" (the drafter has {others})" if others else "")
+        )
+    for name, value in given.items():
+        if name in stored and name not in trained.training_options and value is not None and stored[name] != value:
+            raise ConfigError(
+                f"{key}: {name}={stored[name]!r}; expected {value!r}, as the section drafter says (leave the key out "
+                "to keep the drafter's own)"
+            )
+    requires_grad = {name: parameter.requires_grad for name, parameter in fresh.named_parameters()}
+    for name, parameter in trained.named_parameters():
+        parameter.requires_grad_(requires_grad[name])
+    trained.attach(target.model)
+    return trained
+
+
+def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDrafter) -> None:
+    """Raise ConfigError for a target or draft model that teacher, objective, packing or co-training do not support."""
+    OnlineTeacher(model, drafter.needs.layers)
+    draft_model = drafter.language_model
+    if draft_model is not None:
+        logits_map(draft_model)  # measured while an engine has not sharded it
+        measure_flat_rows(draft_model)
+    kind = model.config.model_type
+    if recipe.teacher.kind in ("cached", "files") and model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"teacher.kind={recipe.teacher.kind!r} with a target of model_type={kind!r}; expected 'online'"
+        )
+    if recipe.data.server is not None and model.config.is_encoder_decoder:
+        raise ConfigError(f"data.server with a target of model_type={kind!r}; expected a decoder-only one")
+    if recipe.target.quantization is not None:
+        quantized_matrices(model, recipe.target.quantization)
+    if recipe.train.sequence_parallel > 1 and (reason := drafter.why_undivided()) is not None:
+        raise ConfigError(
+            f"train.sequence_parallel={recipe.train.sequence_parallel} with {reason}; expected 1, or a drafter of type "
+            "eagle, hass or eagle3 without a sliding window"
+        )
+    if recipe.data.pack:
+        require_packable(model)
+        if draft_model is not None:
+            require_packable(draft_model, "drafter")
+    if recipe.cotrain is not None:
+        if model.config.is_encoder_decoder:
+            raise ConfigError(f"cotrain with a target of model_type={kind!r}; expected a decoder-only one")
+        check_lora(model, "cotrain", rank=recipe.cotrain.lora_rank, modules=recipe.cotrain.modules)
+
+
+def check_excluded(excluded: Sequence[int], data: TrainingData) -> None:
+    """Raise ConfigError for `data.exclude_rows` that the data lacks, or that leave nothing to train on."""
+    if (largest := max(excluded, default=0)) >= len(data.rows):
+        raise ConfigError.of("data.exclude_rows", [largest], f"rows below {len(data.rows)}, which is what the data has")
+    if data.trained and not set(range(data.trained)) - set(excluded):
+        raise ConfigError(f"data.exclude_rows leaves none of {data.trained} rows; expected at least one to train on")
+
+
+def quantization_effect(context: RunContext, target: LoadedTarget, rows: Dataset) -> dict[str, float] | None:
+    """Print and return the bytes that quantizing `target` saves, and its agreement with the target itself.
+
+    The main process loads the latter, and copies its layers to the device one by one. Other processes wait, and return
+    None.
+    """
+    kind, accelerator, model = context.recipe.target.quantization, context.accelerator, target.model
+    assert kind is not None, "the target is quantized"
+    start = start_token(model) if model.config.is_encoder_decoder else None
+    with accelerator.main_process_first():
+        if not accelerator.is_main_process:
+            return None
+        context.console.say(f"target: comparing it with {target.name} as it was before it was quantized")
+        whole = _load(context).model
+        saved, total = saved_bytes(whole, kind), sum(w.numel() * w.element_size() for w in whole.parameters())
+        context.placement.offload(whole)
+        batches = (collate(rows, [row], accelerator.device, start) for row in range(min(COMPARED, len(rows))))
+        with autocast(context.recipe, accelerator.device):
+            found = agreement(OnlineTeacher(model), OnlineTeacher(whole), batches)
+    context.console.say(
+        f"target: {kind} saves {in_units(saved)} of {in_units(total)}; at {found.positions:,} trained positions sum "
+        f"min(p, p') is {found.overlap:.4f} on average, so that alpha differs by at most {1 - found.overlap:.4f}, and "
+        f"the most likely token is the same at {found.same_argmax:.1%}"
+    )
+    return {"saved_bytes": saved, **found._asdict()}
+
+
+def sequence_part(context: RunContext) -> SequencePart | None:
+    """Return this process's part of each text; None where every process trains on texts of its own."""
+    count, accelerator = context.recipe.train.sequence_parallel, context.accelerator
+    if count == 1:
+        return None
+    shape = (accelerator.num_processes // count, count)
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("texts", "parts"))
+    return SequencePart(accelerator.process_index % count, count, mesh["parts"].get_group())
+
+
+def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter, data: TrainingData) -> Teacher:
+    """Return the recipe's teacher for the rows of `data`; a cache of hidden states is completed first.
+
+    Every process builds its share of the missing shards, and all wait for each other.
+
+    Raises:
+        ConfigError: for an engine's states that are not the target's.
+    """
+    recipe, accelerator, console, rows = context.recipe, context.accelerator, context.console, data.rows
+    if recipe.teacher.kind == "logprobs":
+        from draftsmith.distill.logprob_teacher import LogprobTeacher
+
+        return LogprobTeacher(target, rows)
+    online, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
+    if settings.kind == "online":
+        shared = recipe.train.sequence_parallel > 1  # a group of tensor parallelism reads one text anyway
+        return online if shared else context.placement.teacher(online)
+    from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
+
+    if data.states is not None:
+        read = FileStates(data.states, target, drafter.needs.layers, rows)
+        console.say(f"teacher: states of {settings.file}, at most {read.error:.2%} from the target's on a few texts")
+        return CachedTeacher(online, read)
+    cache = SignalCache(target, rows, drafter.needs.layers, settings.dtype, shard_rows=settings.shard_rows)
+    with ExitStack() as locks:
+        missing, problems = cache.missing() if accelerator.is_main_process else ([], [])
+        if missing:
+            locks.enter_context(hold_cache(cache.folder))
+            missing, problems = cache.missing()  # another run may have built some since
+        for problem in problems:
+            console.say(problem)
+        missing: list[int] = broadcast_object_list([missing])[0]
+        share = context.placement.share
+        mine = missing[share.index :: share.count]
+        if missing:
+            with console.bar("teacher cache", cache.rows_of(mine), 0) as advance, autocast(recipe, accelerator.device):
+                cache.build(mine, online, lambda: advance(None), writes=share.writes)
+        context.placement.meet()
+    console.say(
+        f"teacher cache: {sum(cache.lengths)} tokens at {cache.bytes_a_token():.0f} bytes each in {cache.folder}; "
+        f"{len(missing)} of {cache.shards} shards were built now"
+    )
+    return CachedTeacher(online, cache)
+
+
+class TrainedStep(NamedTuple):
+    """The module that is trained, its optimizers, and the adapters on the target where the recipe trains them."""
+
+    module: AgreementStep
+    optimizers: Optimizers
+    adapters: Adapters | None
+
+
+def make_step(
+    recipe: Recipe,
+    target: PreTrainedModel,
+    drafter: TrainableDrafter,
+    teacher: Teacher,
+    *,
+    sizes: Sizes | None = None,
+    part: SequencePart | None = None,
+    clock: PartClock | None = None,
+) -> TrainedStep:
+    """Build the step module and its optimizers, with adapters on the target where the recipe trains them too.
+
+    Args:
+        sizes: see `Trained`.
+        part: see `TeacherSignals`.
+        clock: measures the parts of the forward pass.
+    """
+    settings, cotrain = recipe.train, recipe.cotrain
+    objective = Objective(**recipe.objective_options(recipe.draft_length(drafter.max_draft_length)))
+    if settings.activation_checkpointing:
+        recompute_activations(drafter.trained_blocks())
+    beside = settings.adamw_learning_rate
+    trained = Trained.of(
+        drafter,
+        sizes=sizes or {},
+        weight_decay=settings.weight_decay,
+        dtype=torch.bfloat16 if precision(recipe) == "bf16" else torch.float32,
+        adamw_ratio=1.0 if beside is None else beside / (settings.learning_rate or beside),
+    )
+    optimizers = OPTIMIZERS[settings.optimizer](trained)
+    if cotrain is None:
+        return TrainedStep(AgreementStep(drafter, objective, teacher, part=part, clock=clock), optimizers, None)
+    torch.manual_seed(settings.seed)
+    adapters = Adapters.on(target, rank=cotrain.lora_rank, alpha=cotrain.lora_alpha, modules=cotrain.modules)
+    if settings.activation_checkpointing:
+        recompute_activations(layers_of(target))
+    assert isinstance(teacher, OnlineTeacher), "the recipe refuses other teachers with cotrain"
+    step = CotrainStep(drafter, objective, teacher, adapters, cotrain, clock=clock)
+    return TrainedStep(step, [*optimizers, adapters_optimizer(step.adapters, cotrain.learning_rate_ratio)], adapters)
+
+
+def compile_drafter(drafter: TrainableDrafter) -> None:
+    """Compile the drafter's blocks."""
+    if drafter.language_model is not None:
+        read_flat(drafter.language_model, False)  # a flat row would be compiled for each combination of lengths
+    compile_blocks(drafter.trained_blocks())
+
+
+def make_engine(recipe: Recipe, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers) -> Engine:
+    """Hand `step`, under the recipe's autocast, and its optimizers to the engine that accelerate was launched with."""
+    inner = step.forward
+
+    def forward(*arguments: Any) -> Any:
+        with autocast(recipe, accelerator.device):
+            return inner(*arguments)
+
+    step.forward = forward
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from draftsmith.train.deepspeed import ZeroEngine  # DeepSpeed is an extra
+
+        return ZeroEngine(accelerator, step, optimizers)
+    return TorchEngine(accelerator, step, optimizers, recipe.train.clip_norm)

@@ -1,0 +1,174 @@
+"""What a run measures while it trains: acceptance on held-out prompts, the validation loss, and early ends."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from draftsmith.distill.dataset import HeldOut
+from draftsmith.heads.base import Drafter
+from draftsmith.train.batch import Batch, ReadImages, response_tokens
+from draftsmith.train.data import TrainingData
+from draftsmith.train.engine import reduced
+from draftsmith.train.interrupts import Stopping
+from draftsmith.train.launch import RunContext
+from draftsmith.train.learning_rates import decay_steps
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe_sections import EvaluationSection
+from draftsmith.train.step import Last, StepSums
+
+if TYPE_CHECKING:  # the decoder is imported by the first evaluation
+    from draftsmith.decode.sequence import DecodeOutput
+
+
+def _alpha(outputs: "Sequence[DecodeOutput]") -> float:
+    overlaps = [value for output in outputs for record in output.rounds for value in record.overlap]
+    return sum(overlaps) / max(1, len(overlaps))
+
+
+def _tau(outputs: "Sequence[DecodeOutput]") -> float:
+    """Return 1, the least tau, without a round, if every text ends with its first token: the first drafter is saved."""
+    rounds = sum(len(output.rounds) for output in outputs)
+    return sum(output.decode_tokens for output in outputs) / rounds if rounds else 1.0
+
+
+def _acceptance_at(outputs: "Sequence[DecodeOutput]") -> list[float]:
+    from draftsmith.decode.sequence import acceptance_at
+
+    return acceptance_at([record for output in outputs for record in output.rounds])
+
+
+METRICS: "dict[str, Callable[[Sequence[DecodeOutput]], float | list[float]]]" = {
+    "alpha": _alpha,
+    "tau": _tau,
+    "tokens": lambda outputs: [output.decode_tokens for output in outputs],
+    "rounds": lambda outputs: [len(output.rounds) for output in outputs],
+    "acceptance_at": _acceptance_at,
+}
+"""Metrics of the decoded texts, by their key in `metrics.jsonl` and in trackers."""
+
+
+class DrafterEvaluation(NamedTuple):
+    """Metrics over all held-out prompts, and the decoded texts."""
+
+    metrics: dict[str, Any]
+    """`METRICS`; `target_quality` where the target is trained too."""
+    outputs: "list[DecodeOutput]"
+
+
+def evaluate_drafter(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    prompts: list[HeldOut],
+    settings: EvaluationSection,
+    draft_length: int,
+    stop: Callable[[], bool] = lambda: False,
+    read_images: ReadImages | None = None,
+) -> DrafterEvaluation | None:
+    """Decode all prompts one by one with the current drafter; `read_images`: see `collate`.
+
+    Returns None as soon as `stop`, called before each prompt, is true: a machine that is about to be shut down may not
+    have the time for a whole evaluation.
+    """
+    from draftsmith.decode.decoder import SpeculativeDecoder
+
+    was_training = drafter.training
+    drafter.eval()
+    decoder = SpeculativeDecoder(target, drafter, draft_length=draft_length)
+    outputs: list[DecodeOutput] = []
+    for number, prompt in enumerate(prompts):
+        if stop():
+            drafter.train(was_training)
+            return None
+        inputs = None if read_images is None else read_images(prompt.images, prompt.input_ids)
+        options = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature, "seed": number}
+        outputs.append(decoder.generate(prompt.input_ids, inputs=inputs, **options))
+    drafter.train(was_training)
+    return DrafterEvaluation({name: metric(outputs) for name, metric in METRICS.items()}, outputs)
+
+
+class Validation:
+    """Computes the mean objective, alpha and top-1 agreement over the validation rows."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        module: nn.Module,
+        batch: Callable[[list[int]], Batch],
+        stopping: Stopping,
+        meet: Callable[[], None],
+    ) -> None:
+        """`module`: the step in its engine. `batch`: returns the rows of these indices. `meet`: see `Record`."""
+        self._context, self._module, self._batch = context, module, batch
+        self._stopping, self._meet = stopping, meet
+
+    def rows(self, data: TrainingData) -> list[int]:
+        """Return the indices of the validation rows, without those that the recipe excludes."""
+        excluded = self._context.recipe.data.exclude_rows
+        return [row for row in range(data.trained, len(data.rows)) if row not in excluded]
+
+    @torch.no_grad()
+    def __call__(self, data: TrainingData, step: int, last: Last) -> dict[str, Any] | None:
+        """Return the means after `step`, the same on all processes; None without such rows, and where a signal came."""
+        rows, settings = self.rows(data), self._context.recipe.train
+        if not rows:
+            return None
+        shares, share = self._context.text_share
+        size = settings.batch_size // (shares * settings.gradient_accumulation)
+        totals: StepSums | None = None
+        self._module.eval()
+        for begin in range(0, len(rows), shares * size):
+            mine = rows[begin + share * size : begin + (share + 1) * size]
+            torch.manual_seed(begin + share)  # block drafters draw the positions that they are trained at
+            # All processes run the same passes, as sharded weights need; one without rows of its own counts none.
+            sums: StepSums = self._module(self._batch(mine or [rows[0]]), step / settings.steps, last)
+            totals = StepSums(*(value if mine else torch.zeros_like(value) for value in sums)).plus(totals)
+            self._meet()
+            if self._stopping.agreed is not None:
+                break
+        self._module.train()
+        if isinstance(self._module, FSDPModule):
+            self._module.reshard()  # in training the backward pass does
+        if totals is None or self._stopping.agreed is not None:
+            return None
+        loss, alpha_K, match_K, count_K = (reduced(self._context.accelerator, value) for value in totals[:4])
+        count_K = count_K.clamp_min(1)
+        return {
+            "loss": loss.item() / response_tokens(data.rows, rows),
+            "alpha": (alpha_K / count_K).tolist(),
+            "top1": (match_K / count_K).tolist(),
+        }
+
+
+class EarlyEnd(NamedTuple):
+    """The last step of a run, and why."""
+
+    step: int
+    reason: str
+
+
+def early_end(recipe: Recipe, metrics: Sequence[Mapping[str, Any]], step: int, decaying: bool) -> EarlyEnd | None:
+    """Return where the run is to end by its evaluations up to `step`; None where it is to continue as planned.
+
+    A run with the schedule 'wsd' ends after its decay, which begins now. `decaying`: it has begun already.
+    """
+    from draftsmith.eval.learning_curve import LearningCurve  # few runs need it
+
+    target, window = recipe.train.target_tau, recipe.train.patience
+    curves = [curve for key in ("evaluation", "average") if (curve := LearningCurve.of(metrics, key)) is not None]
+    for curve in curves:
+        if target is not None and curve.last().interval[0] >= target:
+            return EarlyEnd(step, f"tau {curve.last()} has reached train.target_tau={target:g}")
+    if window is None or decaying or not curves:
+        return None
+    rises = [rise for curve in curves if (rise := curve.rise(window)) is not None]
+    if len(rises) < len(curves) or any(rise.interval[0] > 0 for rise in rises):
+        return None
+    rise = max(rises)  # of own and averaged weights
+    reason = f"tau has stopped rising: {rise.value:+.2f} [{rise.interval[0]:.2f}, {rise.interval[1]:.2f}] "
+    reason += f"from {window} evaluations to the next {window}"
+    last = step + decay_steps(recipe) if recipe.train.schedule == "wsd" else step
+    return None if last >= recipe.train.steps else EarlyEnd(last, reason)
