@@ -201,7 +201,7 @@ def test_memory_on_a_machine_is_in_its_precision(
 ) -> None:
     asked = []
     monkeypatch.setattr("draftsmith.train.estimate.memory.estimate_memory", lambda *_, **options: asked.append(options))
-    monkeypatch.setattr("draftsmith.train.accelerator.bf16_is_fast", lambda _: False)
+    monkeypatch.setattr("draftsmith.train.launch.bf16_is_fast", lambda _: False)
     for words in (["auto"], ["auto", "--on", "h100"], ["no", "--on", "h100"]):
         precision, *on = words
         assert _run(capsys, "memory", str(recipe_file), f"train.mixed_precision={precision}", *on)[0] == 0

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from draftsmith.distill.muon import Muon
 from draftsmith.errors import ConfigError
 from draftsmith.heads.lora import like, whole
-from draftsmith.train import accelerator as launching
+from draftsmith.train import launch as launching
 from draftsmith.train.deepspeed import make_plugin
 from draftsmith.train.recipe import load_recipe, shipped_recipes
 from draftsmith.train.run_folder import comparable
