@@ -31,7 +31,6 @@ from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.lora import merged_state
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
 from draftsmith.heads.validation import (
     LONGEST_DRAFT,
     StoredDrafter,
@@ -75,6 +74,9 @@ def parse_named(text: str) -> tuple[str, dict[str, Any]]:
 
 def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Drafter]) -> Drafter:
     """Return the drafter that `text` names; `load` reads the checkpoint of a hybrid."""
+    # Imported here, like other drafters: training loads none of them.
+    from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
+
     name, values = parse_named(text)
     if name == "prompt-lookup":
         return PromptLookup(**values)

@@ -6,7 +6,7 @@ Training, `draftsmith data prepare` and the memory estimate build these parts he
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,8 +20,6 @@ from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import Adapters
 from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target, load_tokenizer
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.quantization import agreement, quantized_matrices, saved_bytes
-from draftsmith.distill.state_files import FileStates
 from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require_packable
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, TrainableDrafter
@@ -34,7 +32,6 @@ from draftsmith.heads.hidden_states import layers_of
 from draftsmith.heads.lm_head import logits_map
 from draftsmith.heads.lora import check_lora
 from draftsmith.heads.model_config import start_token
-from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.locks import hold_cache
 from draftsmith.train.batch import collate
 from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data
@@ -44,6 +41,9 @@ from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Sizes, Trained, 
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainStep, Teacher
+
+if TYPE_CHECKING:
+    from draftsmith.heads.sequence_part import SequencePart
 
 COMPARED = 8
 """The first rows of the data, on which a quantized target is compared with the target itself."""
@@ -194,6 +194,8 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
     if recipe.data.server is not None and model.config.is_encoder_decoder:
         raise ConfigError(f"data.server with a target of model_type={kind!r}; expected a decoder-only one")
     if recipe.target.quantization is not None:
+        from draftsmith.distill.quantization import quantized_matrices
+
         quantized_matrices(model, recipe.target.quantization)
     if recipe.train.sequence_parallel > 1 and (reason := drafter.why_undivided()) is not None:
         raise ConfigError(
@@ -224,6 +226,8 @@ def quantization_effect(context: RunContext, target: LoadedTarget, rows: Dataset
     The main process loads the latter, and copies its layers to the device one by one. Other processes wait, and return
     None.
     """
+    from draftsmith.distill.quantization import agreement, saved_bytes
+
     kind, accelerator, model = context.recipe.target.quantization, context.accelerator, target.model
     assert kind is not None, "the target is quantized"
     start = start_token(model) if model.config.is_encoder_decoder else None
@@ -245,11 +249,13 @@ def quantization_effect(context: RunContext, target: LoadedTarget, rows: Dataset
     return {"saved_bytes": saved, **found._asdict()}
 
 
-def sequence_part(context: RunContext) -> SequencePart | None:
+def sequence_part(context: RunContext) -> "SequencePart | None":
     """Return this process's part of each text; None where every process trains on texts of its own."""
     count, accelerator = context.recipe.train.sequence_parallel, context.accelerator
     if count == 1:
         return None
+    from draftsmith.heads.sequence_part import SequencePart
+
     shape = (accelerator.num_processes // count, count)
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("texts", "parts"))
     return SequencePart(accelerator.process_index % count, count, mesh["parts"].get_group())
@@ -275,6 +281,8 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
     from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 
     if data.states is not None:
+        from draftsmith.distill.state_files import FileStates
+
         read = FileStates(data.states, target, drafter.needs.layers, rows)
         console.say(f"teacher: states of {settings.file}, at most {read.error:.2%} from the target's on a few texts")
         return CachedTeacher(online, read)
@@ -315,7 +323,7 @@ def make_step(
     teacher: Teacher,
     *,
     sizes: Sizes | None = None,
-    part: SequencePart | None = None,
+    part: "SequencePart | None" = None,
     clock: PartClock | None = None,
 ) -> TrainedStep:
     """Build the step module and its optimizers, with adapters on the target where the recipe trains them too.

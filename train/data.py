@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -24,7 +24,6 @@ from draftsmith.distill.dataset import (
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import EMBEDDED, LoadedTarget
 from draftsmith.distill.sources import question, read_source
-from draftsmith.distill.state_files import StateFiles
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_vocab import most_frequent
@@ -36,6 +35,9 @@ from draftsmith.train.batch import ReadImages
 from draftsmith.train.launch import RunContext
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from draftsmith.distill.state_files import StateFiles
 
 # Shapes: B sequences, T positions, S positions of the source, V vocabulary.
 
@@ -52,7 +54,7 @@ class TrainingData:
     heldout: list[HeldOut]
     questions: Dataset | None = None
     """The prompts, for sampling responses again; None for data that comes with responses."""
-    states: StateFiles | None = None
+    states: "StateFiles | None" = None
     """The target's states of the rows, where an engine wrote them."""
     validation: int = 0
     """The last rows, which are not trained on."""
@@ -68,7 +70,7 @@ class TeacherFiles(NamedTuple):
 
     rows: Dataset | None
     """`input_ids` and `spans`, used instead of data.prompts; None for states of texts in data.prompts."""
-    states: StateFiles | None
+    states: "StateFiles | None"
     """None for log-probabilities, which are in the rows."""
 
 
@@ -83,6 +85,8 @@ def teacher_files(context: RunContext, chat: Chat, target: LoadedTarget) -> Teac
         with context.accelerator.main_process_first():
             rows = logprob_rows(file, target.tokenizer, say, chat)
         return TeacherFiles(_fitting(context, target, rows), None)
+    from draftsmith.distill.state_files import StateFiles
+
     say(f"teacher: reading {file}")
     vocab_size, hidden_size = weight_of(target.model.get_output_embeddings()).shape
     states = StateFiles(file, vocab_size, hidden_size, say)

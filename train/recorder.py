@@ -238,10 +238,9 @@ class Record:
             self._tracker.log(row)
 
     def show(self, step: int, evaluation: DrafterEvaluation, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Show decoded texts and a chart of an evaluation in the tracker."""
+        """Show decoded texts of an evaluation in the tracker."""
         if self._tracker is not None:
-            acceptance_at = evaluation.metrics["acceptance_at"]
-            self._tracker.show(step, acceptance_at, evaluation.outputs[:SAMPLES], tokenizer)
+            self._tracker.show(step, evaluation.outputs[:SAMPLES], tokenizer)
 
     def offer(self, step: int, result: dict[str, Any], averaged: bool) -> None:
         """Save the drafter if it is the best by this evaluation, and publish it where the recipe says so."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,12 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.lora import without_lora
-from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.train.batch import Batch
 from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe_sections import CotrainSection
+
+if TYPE_CHECKING:
+    from draftsmith.heads.sequence_part import SequencePart
 
 # Shapes: B sequences, T positions, K draft positions, H hidden size, N trained positions.
 
@@ -75,7 +77,7 @@ class AgreementStep(nn.Module):
         objective: Objective,
         teacher: Teacher,
         *,
-        part: SequencePart | None = None,
+        part: "SequencePart | None" = None,
         clock: PartClock | None = None,
     ) -> None:
         """`part`: see `TeacherSignals`. `clock`: measures the parts of the forward pass."""

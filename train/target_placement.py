@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from draftsmith.distill.load_target import LoadedTarget
-from draftsmith.distill.quantization import quantize
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import layers_of
@@ -90,6 +89,8 @@ class Placement:
             vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)
             model.base_model.register_forward_pre_hook(self._require_same_input, with_kwargs=True)
         if self._quantization is not None:
+            from draftsmith.distill.quantization import quantize
+
             vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)  # drafters are for the target itself
             quantize(model, self._quantization, self._accelerator.device)
             self._move_the_rest(model, layers_of(model))

@@ -1,4 +1,4 @@
-"""wandb, tensorboard, trackio and mlflow, through accelerate: curves, acceptance by position, and decoded texts."""
+"""wandb, tensorboard, trackio and mlflow, through accelerate: curves and decoded texts."""
 
 import html
 import os
@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.sequence import DecodeOutput
@@ -57,22 +56,6 @@ class Sample:
         )
 
 
-def acceptance_chart(acceptance_at: list[float], title: str) -> np.ndarray:
-    """Return an image [height, width, 3] of bytes: the share accepted at each draft position, given those before."""
-    # Imported here: few runs have a tracker, and matplotlib loads slowly.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5, 3), dpi=100, layout="tight")
-    canvas, axis = FigureCanvasAgg(figure), figure.subplots()
-    places = range(1, len(acceptance_at) + 1)
-    axis.bar_label(axis.bar(places, acceptance_at, color="#0072b2", width=0.7), fmt="%.2f", fontsize=8)
-    axis.set(xlabel="draft position", ylabel="accepted, given those before", ylim=(0, 1.1), title=title)
-    axis.set_xticks(list(places))
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
 PROJECT = "draftsmith"
 RUN_IDS = {"wandb": "wandb-run-id", "mlflow": "mlflow-run-id"}
 """Files with the tracker's id of the run, by which a later start continues it."""
@@ -96,11 +79,9 @@ class Tracker:
         """Log a row of `metrics.jsonl`."""
         self._try("log", lambda: self._accelerator.log(tracker_row(row), step=row["step"]))
 
-    def show(
-        self, step: int, acceptance_at: list[float], outputs: list[DecodeOutput], tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        """Log a chart of acceptance by draft position, and texts in which accepted draft tokens are marked."""
-        self._try("log", lambda: self._show(step, acceptance_at, [Sample.of(out, tokenizer) for out in outputs]))
+    def show(self, step: int, outputs: list[DecodeOutput], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Log texts in which accepted draft tokens are marked."""
+        self._try("log", lambda: self._show(step, [Sample.of(output, tokenizer) for output in outputs]))
 
     def close(self) -> None:
         self._try("close", self._finish)
@@ -134,24 +115,19 @@ class Tracker:
             options["logging_dir"] = (folder / "artifacts").as_uri()
         return {**options, "run_id": file.read_text(encoding="utf-8").strip()} if file.exists() else options
 
-    def _show(self, step: int, acceptance_at: list[float], samples: list[Sample]) -> None:
-        name, chart = "evaluation/acceptance", acceptance_chart(acceptance_at, f"step {step}")
+    def _show(self, step: int, samples: list[Sample]) -> None:
         named = {f"evaluation/sample_{number}": sample for number, sample in enumerate(samples, 1)}
         tracker = self._accelerator.trackers[0]
         if self._name == "tensorboard":
-            tracker.log_images({name: chart[None]}, step=step, dataformats="NHWC")
             tracker.log({key: sample.markdown() for key, sample in named.items()}, step=step)
             return
         package: Any = import_module(self._name)  # an optional one
         if self._name == "mlflow":
-            package.log_image(chart, f"{name}/step-{step:06d}.png")
             for key, sample in named.items():
                 package.log_text(sample.html(), f"{key}/step-{step:06d}.html")
         elif self._name == "trackio":
-            texts = {key: package.Markdown(sample.markdown()) for key, sample in named.items()}
-            tracker.log({name: package.Image(chart), **texts}, step=step)
+            tracker.log({key: package.Markdown(sample.markdown()) for key, sample in named.items()}, step=step)
         else:
-            tracker.log_images({name: [chart]}, step=step)
             tracker.log({key: package.Html(sample.html()) for key, sample in named.items()}, step=step)
 
     def _finish(self) -> None:

@@ -39,7 +39,7 @@ from draftsmith.train.estimate.memory import announce_memory
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.target_placement import Placement
-from draftsmith.train.trackers import LEGEND, Sample, acceptance_chart
+from draftsmith.train.trackers import LEGEND, Sample
 
 
 def _launched(recipe: Path, *overrides: str, processes: int) -> subprocess.CompletedProcess:
@@ -522,9 +522,6 @@ def test_a_sample_says_who_wrote_what(tiny_tokenizer: PreTrainedTokenizerFast) -
     assert sample == Sample("xy", [("a", False), ("bc", True), ("de", False), ("f", True)])
     assert "a<b>bc</b>de<b>f</b>" in sample.markdown()
     assert "&lt;" in Sample("<", []).html()
-    image = acceptance_chart([0.5, 0.25], "step 3")
-    assert image.shape == (300, 450, 3)
-    assert image.std() > 10, "something is drawn"
 
 
 @pytest.mark.slow  # it builds kernels

@@ -220,10 +220,10 @@ def test_values_beyond_all_bounds_are_refused(override: str, said: str) -> None:
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("row", ["null", "[]", '{"loss": 1}', '{"step": "x"}', '{"step": 1, "loss": 2.0}'])
+@pytest.mark.parametrize("row", ["null", '{"loss": 1}', '{"step": "x"}'])
 def test_metrics_of_another_shape_are_refused(row: str, tmp_path: Path) -> None:
     recipe = parse_recipe({**BASE, "output": str(tmp_path / "run")}, "here")
     claim_output(recipe)
     (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": 0}}\n{row}\n')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: .* is not a metric of a run"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2 is not a row of a run's metrics"):
         check_output(recipe)
