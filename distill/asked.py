@@ -1,13 +1,18 @@
-"""A conversation while a target answers it turn by turn, and the samples that it becomes."""
+"""A conversation while a target answers it turn by turn, and the samples that it becomes; seeds of its answers."""
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+from datasets import Dataset
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.messages import ASSISTANT, Message
 from draftsmith.distill.sources import Conversation
 from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.provenance import fingerprint
 
 
 class Asked:
@@ -68,3 +73,23 @@ class Asked:
     def as_conversation(self) -> Conversation:
         """Return the variables of the chat template besides the messages."""
         return Conversation(f"question {self.index}", tools=self.tools)
+
+
+def question_numbers(questions: Dataset) -> list[int]:
+    """Return a number below 2**60 for each question, from its tokens, turns and images.
+
+    Questions that are equal get different numbers, by their order.
+    """
+    images = questions["images"] if "images" in questions.column_names else [""] * len(questions)
+    seen: Counter[str] = Counter()
+    numbers = []
+    for ids, turns, shown in zip(questions["input_ids"], questions["turns"], images, strict=True):
+        key = fingerprint([ids, turns, json.loads(shown)["content"] if shown else ""])
+        numbers.append(int(fingerprint([key, seen[key]])[:15], 16))
+        seen[key] += 1
+    return numbers
+
+
+def text_seed(*parts: int) -> int:
+    """Return a seed of 63 bits; different for different parts."""
+    return int.from_bytes(hashlib.sha256(json.dumps(parts).encode()).digest()[:8]) >> 1

@@ -14,10 +14,9 @@ from datasets.arrow_writer import ArrowWriter
 from rich.progress import TaskID, TextColumn
 
 from draftsmith.bars import Bars, units
-from draftsmith.distill.asked import Asked
+from draftsmith.distill.asked import Asked, question_numbers, text_seed
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
-from draftsmith.distill.questions import question_numbers, text_seed
 from draftsmith.distill.server.answers import (
     CHAT,
     COMPLETION,

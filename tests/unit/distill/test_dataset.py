@@ -20,6 +20,7 @@ from transformers import (
 from draftsmith.bars import Bars
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill import dataset
+from draftsmith.distill.asked import question_numbers
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import (
@@ -32,7 +33,6 @@ from draftsmith.distill.dataset import (
 )
 from draftsmith.distill.load_target import LoadedTarget, load_target, load_tokenizer
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.questions import question_numbers
 from draftsmith.distill.regeneration import Sampler, Share, samples_key, target_samples
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError

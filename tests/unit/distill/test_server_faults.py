@@ -13,9 +13,9 @@ import pytest
 from datasets import Dataset
 from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, chat_tokenizer
 
+from draftsmith.distill.asked import question_numbers
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
-from draftsmith.distill.questions import question_numbers
 from draftsmith.distill.server import client, sampling
 from draftsmith.distill.server.journal import Journal
 from draftsmith.distill.server.probe import check_server
