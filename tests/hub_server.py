@@ -7,7 +7,6 @@ batch API; the rest was read from huggingface_hub 2.4. Xet is not supported: cli
 
 import hashlib
 import json
-import os
 import re
 import threading
 import time
@@ -83,13 +82,6 @@ class Hub:
             self._server.shutdown()
             self._server.server_close()
             thread.join()
-
-    def environment(self, folder: Path, token: str | None = TOKEN) -> dict[str, str]:
-        """For a process of its own."""
-        values = {**os.environ, "HF_ENDPOINT": self.url, "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1"}
-        values |= {"OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1"}
-        values.pop("HF_TOKEN", None)
-        return values if token is None else {**values, "HF_TOKEN": token}
 
 
 @pytest.fixture

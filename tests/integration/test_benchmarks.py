@@ -6,15 +6,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
-from typing import Any
 
 import pytest
 import torch
 
-from draftsmith import SpeculativeDecoder
-from draftsmith.train.estimate import memory
 from draftsmith.train.progress import PARTS
-from draftsmith.train.recipe import Recipe
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -68,43 +64,6 @@ def test_gpu_ends_in_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "Medusa-5: not measured, half of the minutes have passed" in printed
     assert "T=0, batch 1, context 8: not measured, 0 minutes have passed" in printed
     assert "ms/round" not in printed
-
-
-@pytest.mark.slow
-def test_gpu_keeps_what_it_has(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """A drafter or a cell that fails is named and costs nothing else; what is known when the run is ended is stored."""
-    estimate, decode = memory.estimate_memory, SpeculativeDecoder.generate_batch
-
-    def estimated(recipe: Recipe, *arguments: Any, **settings: Any) -> memory.MemoryEstimate:
-        if recipe.drafter.type == "dflash":
-            raise ValueError("no kernel for it\nand more")
-        return estimate(recipe, *arguments, **settings)
-
-    def decoded(decoder: SpeculativeDecoder, prompts: list, **settings: Any) -> Any:
-        if len(prompts) == 2:
-            raise RuntimeError("two are too many") if settings["temperature"] else KeyboardInterrupt
-        return decode(decoder, prompts, **settings)
-
-    monkeypatch.setattr(memory, "estimate_memory", estimated)
-    monkeypatch.setattr(SpeculativeDecoder, "generate_batch", decoded)
-    written = tmp_path / "gpu.json"
-    sizes = f"--shape tiny --contexts 8 --max-new-tokens 12 --repeats 1 --gamma 3 --steps 1 --json {written}"
-    with pytest.raises(SystemExit, match="some figures are missing"):
-        output_of("gpu", f"{sizes} --batches 2 1 --temperatures 1 --lengths 32", monkeypatch, capsys)
-    captured = capsys.readouterr()
-    stored = json.loads(written.read_text())
-    failed = [row for row in stored["training"] if "error" in row]
-    assert len(stored["training"]) == 5
-    assert failed == [{"trained": "DSpark", "compiled": False, "error": "ValueError: no kernel for it"}]
-    assert ["error" in cell for cell in stored["decoding"]] == [False, True]
-    assert "T=1, batch 2, context 8: RuntimeError: two are too many" in captured.out
-    assert captured.err.count("Traceback") == 2
-    with pytest.raises(KeyboardInterrupt):
-        output_of("gpu", f"{sizes} --batches 1 2 --temperatures 0 --lengths", monkeypatch, capsys)
-    stored = json.loads(written.read_text())
-    assert (stored["training"], [cell["batch"] for cell in stored["decoding"]]) == ([], [1])
 
 
 @pytest.mark.parametrize(

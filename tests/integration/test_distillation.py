@@ -18,17 +18,16 @@ from draftsmith.cli import main
 from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import pack
-from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.load_target import load_ends, load_target
 from draftsmith.distill.regeneration import Sampler
 from draftsmith.distill.sources import conversation
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.train import trainer as loop
 from draftsmith.train.data import chat_of
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
-from draftsmith.train.step import AgreementStep, StepSums
+from draftsmith.train.step import AgreementStep
 
 
 def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -283,29 +282,6 @@ def test_a_drafter_learns_from_a_file_of_logprobs(recipe_file: Path, tmp_path: P
             run(recipe_file, *kind, change, f"output={tmp_path}/none")
 
 
-def test_a_loss_that_is_no_number_keeps_the_batch_and_the_state(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = run(recipe_file, f"output={tmp_path}/whole")
-    original, broken = loop.Run._accumulate, [True]
-
-    def infinite(self: loop.Run, indices: list[int], tokens: int, done: float) -> StepSums:
-        sums = original(self, indices, tokens, done)
-        if done > 0.5 and broken[0]:
-            sums = sums._replace(loss=sums.loss * float("inf"))
-        return sums
-
-    monkeypatch.setattr(loop.Run, "_accumulate", infinite)
-    with pytest.raises(DraftsmithError, match=r"step=8, .*loss=inf.* finite in all 8 rows.*failed_batch\.json"):
-        run(recipe_file)
-    failed = json.loads((tmp_path / "run" / "failed_batch.json").read_text())
-    assert failed["step"] == 8
-    assert len(failed["rows"]) == 8
-    assert failed["rows"][0]["input_ids"]
-    broken[0] = False
-    assert losses(run(recipe_file)) == losses(whole), "the state before the step was kept: nothing is lost"
-
-
 def test_preview_marks_what_is_trained(
     tiny_target_folder: Path,
     tiny_tokenizer: PreTrainedTokenizerFast,
@@ -372,17 +348,3 @@ def test_a_recipes_data_is_prepared_ahead(
     written = {file.name: file.stat().st_mtime_ns for file in cache.iterdir()}
     run(recipe_file, "teacher.kind=cached")
     assert {file.name: file.stat().st_mtime_ns for file in cache.iterdir()} == written, "training builds nothing again"
-
-
-def test_cached_states_are_read_one_pass_ahead_and_once(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed: list[tuple[int, ...]] = []
-    read: list[tuple[int, ...]] = []
-    states, of_rows = CachedTeacher._states, SignalCache.read
-    monkeypatch.setattr(CachedTeacher, "_states", lambda self, rows: (needed.append(rows), states(self, rows))[1])
-    monkeypatch.setattr(SignalCache, "read", lambda self, rows: (read.append(rows), of_rows(self, rows))[1])
-    short = ["train.steps=3", "train.evaluate_every=3", "evaluation.count=1"]
-    loop.train(load_recipe(str(recipe_file), ["teacher.kind=cached", "train.gradient_accumulation=2", *short]))
-    assert len(needed) == 6, "two passes a step"
-    assert all(len(rows) == 4 for rows in needed)
-    assert read[:6] == needed, "in this order, none twice"
-    assert len(read) == 7, "and the first pass of the step that would follow"

@@ -87,20 +87,6 @@ def test_a_disk_without_room_is_told_before_anything_is_loaded(
         assert ({*tmp_path.rglob("*")} - before) <= {tmp_path / "cache"}, name
 
 
-def test_a_cache_that_cannot_be_written_is_told_before_anything_is_loaded(
-    asked: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    assert run(asked["prepare"]) == 2
-    said = capsys.readouterr().err
-    assert said == (
-        f"ConfigError: DRAFTSMITH_CACHE={tmp_path / 'file'} cannot be written (File exists); expected a folder with at "
-        "least 1 MiB of room\n"
-    )
-
-
 def test_a_complete_cache_is_read_where_nothing_can_be_written(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 Runs are forked from a process that has everything imported (tests/forked.py); traps.py makes one stop at a call.
 """
 
-import json
 import os
 import re
 import signal
@@ -130,31 +129,3 @@ def test_one_output_belongs_to_one_run(processes: int, started: Started) -> None
     assert sorted(started.wait(*both)) in ([0, 2], [0, 0]), "at once, or one after the other"
     assert [row["step"] for row in read_metrics(started.place / "run") if "loss" in row] == [1, 2]
     assert list((started.place / "run").rglob(".*")) == []
-
-
-def test_one_measurement_belongs_to_one_process(started: Started, tmp_path: Path) -> None:
-    out = tmp_path / "report"
-    asked = [
-        "eval",
-        "--target",
-        tmp_path / "tiny-target",
-        "--drafter",
-        "prompt-lookup",
-        "--prompts",
-        tmp_path / "prompts.jsonl",
-    ]
-    asked += ["--count", 3, "--max-new-tokens", 6, "--repeats", 1, "--temperature", 0, "--out", out]
-    paused = started.noted("cells", "draftsmith.eval.journal:Journal.add", pause_at=3)
-    (first,) = started.command("first", *asked, note_calls=paused)
-    started.until(lambda: len(started.calls("cells")) == 3, "first")
-    assert started.wait(started.command("second", *asked)) == [2]
-    assert f"ConfigError: out={out} is in use by process {first} on " in started.said("second")
-    os.kill(first, signal.SIGKILL)
-    assert started.wait([first]) == [KILLED]
-    assert started.wait(started.command("third", *asked, note_calls=started.noted("cells"))) == [0], started.said(
-        "third"
-    )
-    cells = [json.loads(line)["cell"] for line in (out / "cells.jsonl").read_text().splitlines() if "cell" in line[:8]]
-    keys = [(cell["drafter"], cell["group"], cell["repeat"]) for cell in cells if "group" in cell]
-    assert len(keys) == len(set(keys)) > 3
-    assert list(out.glob(".*")) == []

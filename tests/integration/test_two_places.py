@@ -24,30 +24,16 @@ HOST = torch.tensor([[0, 1], [1, 1]])
 REFUSED: dict[str, Callable[[Tensor], object]] = {
     "sum": lambda x: x + HOST,
     "cat": lambda x: torch.cat([x, HOST.float()]),
-    "stack of a number": lambda x: torch.stack([x.sum(), torch.tensor(1.0)]),
-    "where": lambda x: torch.where(HOST > 0, x, 0.0),
-    "gather": lambda x: x.gather(1, HOST),
-    "embedding": lambda x: nn.functional.embedding(HOST, x),
     "in place": lambda x: torch.zeros(2, 2).add_(x),
     "a copy on the host": lambda x: x * x.cpu(),
-    "a copy by name": lambda x: x * x.to("cpu"),
-    "values by index": lambda x: x.clone().index_put_((HOST[0],), torch.ones(2, 2)),
-    "like the host": lambda x: x + torch.ones_like(HOST),
-    "of a view": lambda x: x.t()[0] + HOST.float()[0],
 }
 ACCEPTED: dict[str, Callable[[Tensor], object]] = {
     "number": lambda x: x * torch.tensor(2.0),
     "index": lambda x: x[HOST[0]],
-    "assignment by index": lambda x: x.clone().index_put_((HOST[0],), x),
     "upload": lambda x: x + torch.tensor([1.0, 2.0], device=x.device),
     "move": lambda x: x + HOST.to(x.device),
-    "move to another": lambda x: x + HOST.to(x),
-    "copy": lambda x: torch.zeros_like(x).copy_(HOST),
     "copy to the host": lambda x: torch.zeros(2, 2).copy_(x) + HOST,
-    "new": lambda x: torch.cat([x, x.new_tensor([[1, 2]]), x.new_zeros(1, 2)]),
-    "like": lambda x: x + torch.zeros_like(x),
     "generated": lambda x: x + torch.rand(2, 2, generator=torch.Generator()).to(x.device),
-    "host": lambda x: HOST + torch.ones(2),
 }
 
 
@@ -65,14 +51,6 @@ def test_tensors_of_two_places_are_refused(name: str) -> None:
 def test_what_an_accelerator_takes_passes(name: str) -> None:
     with two_places():
         ACCEPTED[name](weights())
-
-
-def test_nothing_is_refused_outside() -> None:
-    move = nn.Module.to
-    with two_places():
-        weight = weights()
-    assert nn.Module.to is move
-    REFUSED["sum"](weight)
 
 
 def test_masks_that_were_made_outside_are_made_again() -> None:

@@ -1,7 +1,6 @@
 """The loss over samples that are kept out of training."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from draftsmith.distill.dataset import hold_back
 from draftsmith.distill.objective import Objective
 from draftsmith.errors import ConfigError
-from draftsmith.eval.plots import plot_training
 from draftsmith.train import trainer
 from draftsmith.train.batch import batch_indices
 from draftsmith.train.launch import make_accelerator
@@ -68,19 +66,6 @@ def test_the_loss_is_the_mean_objective_over_samples_that_are_not_trained_on(
         tokens = sum(int(one.count_K[0]) for one in sums)
         assert found["loss"] == pytest.approx(float(sum(one.loss for one in sums)) / tokens, rel=1e-5)
         assert found["alpha"][0] == pytest.approx(float(sum(one.alpha_K[0] for one in sums)) / tokens, rel=1e-5)
-
-
-def test_a_killed_run_repeats_its_validation(recipe_file: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(str(recipe_file), [*VALIDATED])
-    trainer.train(recipe)
-    rows = _rows(tmp_path / "run")
-    (tmp_path / "run" / "finished.json").unlink()
-    for step in range(5, 13):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
-    trainer.train(recipe)
-    assert _rows(tmp_path / "run") == rows
-    axes = plot_training({"tiny": rows}).figure.axes
-    assert [line.get_label() for line in axes[0].lines] == ["tiny", "tiny, validation"]
 
 
 @pytest.mark.parametrize(

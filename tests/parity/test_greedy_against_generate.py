@@ -1,4 +1,4 @@
-"""Greedy decoding gives transformers' own `generate` token by token, in fp32, on 200 prompts."""
+"""Greedy decoding gives transformers' own `generate` token by token, in fp32, on 100 prompts."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.heads import Drafter, DraftModel, Medusa
 
-PROMPTS = 200
+PROMPTS = 100
 NEW_TOKENS = 32
 
 
@@ -53,7 +53,7 @@ def generated() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "together"), [("none", 1), ("draft_model", 1), ("medusa", 8)])
-def test_identical_tokens_on_two_hundred_prompts(kind: str, together: int, generated: list[list[int]]) -> None:
+def test_identical_tokens_on_a_hundred_prompts(kind: str, together: int, generated: list[list[int]]) -> None:
     """One text at a time, and in ragged batches."""
     target = make_llama()
     decoder = SpeculativeDecoder(target, _drafter(kind, target))
@@ -75,5 +75,5 @@ def test_identical_tokens_for_gpt2() -> None:
     )
     target = GPT2LMHeadModel(config).eval()
     decoder = SpeculativeDecoder(target, DraftModel.from_target(target, num_hidden_layers=2, init="target_layers"))
-    for prompt in _prompts()[:30]:
+    for prompt in _prompts()[:10]:
         assert decoder.generate(prompt, max_new_tokens=NEW_TOKENS).tokens == _generated(target, prompt)

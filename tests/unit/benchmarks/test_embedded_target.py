@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.embedded.corpus import read_modules
@@ -17,12 +17,9 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from embedded_target import (
     EmbeddedRecipe,
     Stage,
-    batches,
     build,
     encode_corpus,
-    grow,
     heldout_loss,
-    model_config,
 )
 
 sys.path.pop()
@@ -49,12 +46,10 @@ def built(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def tokenizer(built):
-    return AutoTokenizer.from_pretrained(built)
-
-
-def test_loads_with_transformers_and_records_its_build(built, tokenizer):
+def test_loads_with_transformers_and_records_its_build(built):
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    text = "def f(x):\n\treturn  x ** 2  # naïve ≤ 日本 🙂\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     model = AutoModelForCausalLM.from_pretrained(built)
     assert model.config.num_hidden_layers == 2
     assert model.dtype == torch.float32
@@ -64,11 +59,6 @@ def test_loads_with_transformers_and_records_its_build(built, tokenizer):
     info = json.loads((built / "build.json").read_text())
     assert 0 < info["heldout_loss"] < 8
     assert info["precision"] in ("bf16 autocast", "fp32")
-
-
-def test_tokenizer_gives_every_text_back(tokenizer):
-    for text in ("def f(x):\n\treturn  x ** 2  # naïve ≤ 日本 🙂\n", "", " ", "\n\n    \n", "don 't . ,"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_same_seed_same_weights(built, tmp_path):
@@ -93,24 +83,3 @@ def test_shipped_weights_are_those_of_the_recipe():
     assert target.model.config.num_hidden_layers == recipe.stages[-1].layers
     texts = [module.text for module in read_modules("heldout")]
     assert heldout_loss(target.model, encode_corpus(target.tokenizer, texts), 256) < info["heldout_loss"] + 0.2
-
-
-def test_growing_by_repeated_blocks_nearly_keeps_the_function(tokenizer):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(model_config(MINIATURE, tokenizer, 2)).eval()
-    deeper = grow(model, 6).eval()
-    ids = torch.arange(20)[None]
-    before, after = model(ids).logits, deeper(ids).logits
-    # 0.02-sized random blocks move the residual little, so that splitting their update changes it to second order only.
-    assert (after - before).abs().max() < 0.05 * before.abs().max()
-    assert deeper.config.num_hidden_layers == 6
-
-
-def test_an_epoch_visits_every_piece_once():
-    stage = Stage(layers=1, steps=1, batch_size=3, sequence_length=9)
-    tokens = torch.arange(100)
-    source = batches(tokens, stage, seed=0)
-    seen = torch.cat([next(source) for _ in range(3)])
-    assert seen.shape == (9, 10)
-    assert len(set(seen[:, 0].tolist())) == 9
-    assert torch.equal(seen - seen[:, :1], torch.arange(10).expand(9, 10))
