@@ -3,21 +3,25 @@
     python benchmarks/rates.py --targets w128 --families eagle3 --settings muon:6e-3 adamw:1e-3 --steps 150
     python benchmarks/rates.py --targets FOLDER --schedules cosine wsd
     python benchmarks/rates.py --targets FOLDER --families draft_model@OTHER    # starts from the model in OTHER
-    python benchmarks/rates.py --targets embedded STORIES260K SMOLLM2 GEMMA3 --draft-vocab 8192 --samples 128 --new 16
+    python benchmarks/rates.py --targets embedded FOLDER --settings muon:x0.25 muon:x0.5 muon:x1 muon:x2 --batch 4 \
+        --steps 100 --samples 128 --response 48 --new 32 --draft-vocab 8192 --dtype bfloat16    # x1 is the default rate
     python benchmarks/rates.py --show                                    # print the table of all measurements
 
 All runs of a target share its samples: the target continues its own openings, which it generates from BOS at T=1. Each
-run is `*/embedded` of the family with --batch sequences of at most 128 tokens a step. tau is exact on the target's own
-held-out texts at T=0 and T=1 (the forecast's teacher-forced pass), for a chain of the recipe's draft length. One JSON
-line per run is appended to --out; runs that are in it are skipped. Folders of two published models: real_models.py; the
-losses of the first step alone: starts.py.
+run is `*/any_prompts` of the family, smaller where `SMALLER` says so, with --batch sequences a step. tau is exact on
+the target's own held-out texts at T=0 and T=1 (the forecast's teacher-forced pass), for a chain of the recipe's draft
+length. One JSON line per run is appended to --out; runs that are in it are skipped. Lines without a `recipe` are of
+`*/embedded`. Folders of two published models: real_models.py; the losses of the first step alone: starts.py.
 """
 
 import argparse
 import json
 import math
+import os
+import shutil
 import time
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.storage import cache_dir
 from draftsmith.train import trainer as loop
 from draftsmith.train.launch import make_accelerator
+from draftsmith.train.learning_rates import default_rate, divergence_warning, width_of
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output, read_metrics
 
@@ -70,15 +75,35 @@ TARGETS = {
 OPENING, RESPONSE, SAMPLES, HELDOUT, NEW = 16, 112, 1280, 32, 64
 """Tokens of an opening and of the longest response, training samples, held-out openings and their new tokens. The last
 four are options, for large targets."""
-OWN_LM_HEAD = ("medusa", "hydra", "mlp_speculator", "eagle3", "peagle")
+DTYPE = "float32"
+"""The target's, an option."""
+OWN_LM_HEAD = ("medusa", "hydra", "mlp_speculator", "eagle3", "peagle", "dflash", "dspark")
 """Families whose lm_head may have fewer rows than the target's, with --draft-vocab."""
+
+BLOCKS = {
+    "drafter.block_size": 6,
+    "drafter.num_hidden_layers": 2,
+    "drafter.anchors": 16,
+    "train.draft_length": 5,
+    "train.gradient_accumulation": 1,
+}
+SMALLER = {
+    "eagle3": {"drafter.train_steps": 4},
+    "peagle": {"drafter.num_tokens": 5, "train.draft_length": 5},
+    "dflash": BLOCKS,
+    "dspark": BLOCKS | {"drafter.markov_rank": 64, "drafter.confidence_head": True},
+}
+"""Keys of `*/any_prompts` that these runs change, by family."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", nargs="+", default=list(TARGETS), help=f"{', '.join(TARGETS)} or folders")
+    parser.add_argument(
+        "--targets", nargs="+", default=list(TARGETS), help=f"{', '.join(TARGETS)}, embedded or folders"
+    )
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--settings", nargs="+", default=list(GRID), metavar="OPTIMIZER:RATE")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
     parser.add_argument("--schedules", nargs="+", default=["cosine"], choices=SCHEDULES)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=16)
@@ -108,10 +133,12 @@ SCHEDULES = {"cosine": loop.learning_rate, "wsd": wsd, "constant": constant}
 
 @lru_cache(1)
 def loaded(name: str) -> LoadedTarget:
-    folder = cache_dir() / "rates" / "targets" / name if name in TARGETS else Path(name)
-    if name in TARGETS and not folder.is_dir():
+    if name not in TARGETS:
+        return load_target(name, dtype=DTYPE)
+    folder = cache_dir() / "rates" / "targets" / name
+    if not folder.is_dir():
         build(folder, TARGETS[name])
-    return load_target(str(folder))
+    return load_target(str(folder), dtype=DTYPE)
 
 
 @lru_cache(1)
@@ -146,25 +173,22 @@ def tau(name: str, drafter: Drafter, draft_length: int, temperature: float) -> f
     return sum(text.tokens for text in rounds) / sum(text.rounds for text in rounds)
 
 
-def run(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Train a drafter with the options in `wanted` and measure it."""
-    name, started = wanted["target"], time.perf_counter()
-    target = loaded(name)
-    prompts = cache_dir() / "rates" / f"{Path(name).name}.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in openings(name)[HELDOUT:]))
-    output = cache_dir() / "rates" / "runs" / f"{'-'.join(str(value).replace('/', '_') for value in wanted.values())}"
-    steps = wanted["steps"]
+def recipe_of(wanted: dict[str, Any]) -> Recipe:
+    """Return the recipe of a run, without a rate where `wanted` has none."""
+    name, steps = wanted["target"], wanted["steps"]
+    target, family = loaded(name), wanted["family"].partition("@")[0]
+    text = target.model.config.get_text_config(decoder=True)
     overrides = {
-        "output": output,
+        "output": cache_dir() / "rates" / f"run-{os.getpid()}",
         "target.model": target.name,
-        "data.prompts": prompts,
+        "target.dtype": DTYPE,
+        "data.prompts": cache_dir() / "rates" / f"{Path(name).name}.jsonl",
         "data.count": SAMPLES,
         "data.prompt_tokens": 3 * OPENING,
         "data.response_tokens": RESPONSE,
         "data.temperature": 1.0,
         "teacher.kind": "cached",
         "train.optimizer": wanted["optimizer"],
-        "train.learning_rate": wanted["rate"],
         "train.steps": steps,
         "train.batch_size": wanted["batch"],
         "train.seed": wanted["seed"],
@@ -172,17 +196,38 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
         "train.checkpoint_every": 10 * steps,
         "evaluation.count": 1,
         "evaluation.max_new_tokens": 2,
+        **SMALLER.get(family, {}),
     }
-    family, _, start = wanted["family"].partition("@")
-    if start:
+    if "rate" in wanted:
+        overrides["train.learning_rate"] = wanted["rate"]
+    if start := wanted["family"].partition("@")[2]:
         overrides |= {"drafter.model": start, "drafter.init": "random"}
     rows = wanted.get("draft_vocab")
-    if rows is not None and family in OWN_LM_HEAD and target.model.get_output_embeddings().weight.shape[0] > rows:
+    if rows is not None and family in OWN_LM_HEAD and text.vocab_size > rows:
         overrides["drafter.draft_vocab_size"] = rows
-    depth = target.model.config.num_hidden_layers
+    depth = text.num_hidden_layers
     if family in FEATURES and depth < 4:  # too few for the default choice of layers
         overrides["drafter.layers"] = list(range(1, depth))
-    recipe = load_recipe(f"{family}/embedded", [f"{key}={value}" for key, value in overrides.items()])
+    folder = "dflash" if family == "dspark" else family
+    return load_recipe(f"{folder}/any_prompts", [f"{key}={value}" for key, value in overrides.items()])
+
+
+def rate_of(setting: str, wanted: dict[str, Any]) -> float:
+    """Return the rate that a setting names, as a number or as `x` and a multiple of the default rate."""
+    if not setting.startswith("x"):
+        return float(setting)
+    width = width_of(loaded(wanted["target"]).model.config)
+    return float(f"{float(setting[1:]) * default_rate(recipe_of(wanted), width):.2e}")
+
+
+def run(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Train a drafter with the options in `wanted` and measure it."""
+    name, started = wanted["target"], time.perf_counter()
+    recipe, width = recipe_of(wanted), width_of(loaded(name).model.config)
+    prompts = "".join(json.dumps({"prompt": text}) + "\n" for text in openings(name)[HELDOUT:])
+    Path(str(recipe.data.prompts)).write_text(prompts, encoding="utf-8")
+    output = Path(recipe.output)
+    shutil.rmtree(output, ignore_errors=True)
     loop.learning_rate = SCHEDULES[wanted["schedule"]]
     result: dict[str, Any] = {"tau": [math.nan, math.nan]}
     try:
@@ -197,9 +242,15 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
         ]
     except DraftsmithError as error:
         result["error"] = str(error)[:200]
-    losses = [row["loss"] for row in read_metrics(output) if "loss" in row]
-    result["losses"] = [round(losses[min(place, len(losses) - 1)], 3) for place in (0, 9, 19, 39, steps - 1) if losses]
-    result["width"] = target.model.config.hidden_size
+    rows = [row for row in read_metrics(output) if "loss" in row]
+    losses = [row["loss"] for row in rows]
+    result["losses"] = [round(losses[min(place, len(losses) - 1)], 3) for place in (0, 9, 19, 39, -1) if losses]
+    result["last_loss"] = round(sum(losses[-20:]) / max(1, len(losses[-20:])), 3)
+    prefixes = (losses[:count] for count in range(1, len(losses) + 1))
+    result["diverged"] = any(divergence_warning(recipe, prefix, width) for prefix in prefixes)
+    result["alpha"] = [round(sum(row["alpha"][0] for row in rows[-20:]) / max(1, len(rows[-20:])), 4)]
+    result["width"] = width
+    shutil.rmtree(output, ignore_errors=True)  # the weights of a large target's draft model take gigabytes
     return {**wanted, **result, "seconds": round(time.perf_counter() - started, 1)}
 
 
@@ -224,29 +275,32 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    global RESPONSE, SAMPLES, HELDOUT, NEW
+    global RESPONSE, SAMPLES, HELDOUT, NEW, DTYPE
     options = arguments()
     RESPONSE, SAMPLES, HELDOUT, NEW = options.response, options.samples, options.heldout, options.new
+    DTYPE = options.dtype
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.is_file() else []
     keys = ("target", "family", "schedule", "optimizer", "rate", "steps", "batch", "seed")
-    done = {tuple(row[key] for key in keys) for row in rows}  # folders by their last part
-    wanted = [
-        (target, family, schedule, setting.split(":")[0], float(setting.split(":")[1]), options.steps, options.batch)
-        for target in options.targets
-        for family in options.families
-        for schedule in options.schedules
-        for setting in options.settings
-    ]
-    for values in [] if options.show else [(*values, seed) for values in wanted for seed in options.seeds]:
-        target, family, *rest = values
+    done = {tuple(row[key] for key in keys) for row in rows if "recipe" in row}  # folders by their last part
+    for target, family, schedule, setting, seed in (
+        []
+        if options.show
+        else product(options.targets, options.families, options.schedules, options.settings, options.seeds)
+    ):
+        optimizer, _, rate = setting.partition(":")
+        wanted = {"target": target, "family": family, "schedule": schedule, "optimizer": optimizer}
+        wanted |= {"steps": options.steps, "batch": options.batch, "seed": seed}
+        if options.draft_vocab is not None:
+            wanted["draft_vocab"] = options.draft_vocab
+        wanted["rate"] = rate_of(rate, wanted)
         names = {"target": Path(target).name, "family": "@".join(Path(part).name for part in family.split("@"))}
-        if (*names.values(), *rest) in done:
+        if tuple((wanted | names)[key] for key in keys) in done:
             continue
-        more = {} if options.draft_vocab is None else {"draft_vocab": options.draft_vocab}
-        rows.append({**run({**dict(zip(keys, values, strict=True)), **more}), **names})
-        print(json.dumps(rows[-1]), flush=True)
+        row = {**run(wanted), **names, "setting": rate, "recipe": "any_prompts", "dtype": DTYPE}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
         with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
+            file.write(json.dumps(row) + "\n")
     show(rows)
 
 

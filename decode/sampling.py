@@ -108,7 +108,7 @@ def _index_in_blocks(weights_xV: Tensor, uniform_x1: Tensor) -> Tensor:
     width = width if width >= BLOCK_WIDTH // 8 else BLOCK_WIDTH
     whole = weights_xV if V % width == 0 else nn.functional.pad(weights_xV, (0, -V % width))
     blocks_xKW = whole.unflatten(-1, (-1, width))
-    ends_xK = blocks_xKW.sum(-1, dtype=torch.float64).cumsum(-1)
+    ends_xK = blocks_xKW.sum(-1).double().cumsum(-1)  # a sum in fp64 copies all weights
     wanted_x1 = ends_xK[..., -1:] * uniform_x1
     block_x1 = torch.searchsorted(ends_xK, wanted_x1, right=True).clamp_(max=ends_xK.shape[-1] - 1)
     start_x1 = nn.functional.pad(ends_xK, (1, 0)).gather(-1, block_x1)

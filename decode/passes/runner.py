@@ -4,7 +4,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -150,17 +150,26 @@ class ModelRunner:
             self._ids(tokens, width),
             None if compiled else self._positions.of_text(starts, counts, width),
         )
-        with self._mixers.reading(width, counts, compiled=compiled):
+        place_B = None  # the last token of each row, where they differ
+        if len(columns) > 1:
+            place_B = torch.tensor([columns.index(last) for last in lasts], device=self._device)
+        one_logit = nullcontext() if compiled or place_B is None else self._one_logit(len(columns), place_B)
+        with self._mixers.reading(width, counts, compiled=compiled), one_logit:
             logits, states = self._forward(ids, positions_BQ, visible, starts, columns, features_BQF)
         for row, count in enumerate(counts):
             self._cache.lengths[row] += count
-        if len(columns) == 1:
-            self.states = states[:, 0] if states is not None else self.states
-            return logits[:, 0]
-        place_B = torch.tensor([columns.index(last) for last in lasts], device=self._device)
-        rows_B = torch.arange(len(lasts), device=self._device)
-        self.states = states[rows_B, place_B] if states is not None else self.states
-        return logits[rows_B, place_B]
+        self.states = self.states if states is None else _of_rows(states, place_B)
+        return _of_rows(logits, place_B)
+
+    def _one_logit(self, columns: int, place_B: Tensor) -> AbstractContextManager[object]:
+        """Let the lm_head read one of several columns of each row, in place of all columns that rows end at.
+
+        The logits of a batch of prompts, which all end at different columns, would take B times as much memory.
+        """
+        head = self.model.get_output_embeddings() if isinstance(self.model, PreTrainedModel) else None
+        if head is None or not self._takes_keep:
+            return nullcontext()
+        return head.register_forward_pre_hook(partial(_only_columns, columns, place_B))
 
     def _kept(self, columns: list[int], width: int) -> int | Tensor:
         """Return `logits_to_keep` for some of `width` columns.
@@ -509,9 +518,27 @@ class ModelRunner:
         return Mixers(nn.Module() if self._again else model, config, self._cache, rows)
 
 
+def _only_columns(count: int, place_B: Tensor, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Replace an lm_head's input [B, count, H] by one of its columns for each row, [B, 1, H]; a forward pre-hook."""
+    if not arguments or arguments[0].shape[:-1] != (len(place_B), count):
+        return None
+    return _of_rows(arguments[0], place_B)[:, None], *arguments[1:]
+
+
+def _of_rows(values_BQX: Tensor, place_B: Tensor | None) -> Tensor:
+    """Return the column of each row at these places [B, X]; with one column, which has been selected before, that."""
+    if place_B is None or values_BQX.shape[1] == 1:
+        return values_BQX[:, 0]
+    return values_BQX[torch.arange(len(place_B), device=place_B.device), place_B]
+
+
 def _columns(logits_BQV: Tensor, states_BQH: Tensor | None, keep: list[int] | None) -> tuple[Tensor, Tensor | None]:
-    """Return logits and states of the columns in `keep`, which the model may have selected; None: all of them."""
-    if keep is not None and logits_BQV.shape[1] != len(keep):
+    """Return logits and states of the columns in `keep`, which the model may have selected; None: all of them.
+
+    Logits of one column in place of several are those of `_one_logit`.
+    """
+    if keep is not None and logits_BQV.shape[1] not in (1, len(keep)):
         logits_BQV = logits_BQV[:, keep]
-        states_BQH = states_BQH[:, keep] if states_BQH is not None and states_BQH.shape[1] != len(keep) else states_BQH
+        if states_BQH is not None and states_BQH.shape[1] not in (1, len(keep)):
+            states_BQH = states_BQH[:, keep]
     return logits_BQV, states_BQH

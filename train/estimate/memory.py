@@ -31,7 +31,10 @@ from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
 LIBRARIES = 176 * 2**20
-"""Bytes that libraries, and kernels of oneDNN for each shape, take on a CPU."""
+"""Bytes that libraries, kernels of oneDNN for each shape, and a tokenizer of `USUAL` tokens take on a CPU."""
+USUAL, TOKEN = 32_000, 1200
+"""Tokens of a usual vocabulary, and bytes of each token beyond them in a tokenizer: 262,144 of Gemma 3 take 267 to 315
+MiB, 49,152 of SmolLM2 10 to 41 MiB, the less where the process had read the tokenizer before."""
 GAPS = {"activations": 0.6, "cache": 0.2, "prompts": 0.2, "states": 0.2}
 """Memory of the allocator on a CPU beside tensors, as a share of temporary tensors by use: steps create many sizes.
 Measured with glibc, see docs/guide/train.md."""
@@ -58,6 +61,8 @@ class MemoryEstimate:
     """Other memory while the target's states are cached; 0 without a cached teacher."""
     on_host: bool = False
     """Whether all of it is in host memory, where libraries and the allocator need memory too."""
+    tokenizer: int = 0
+    """Memory of a large tokenizer, on the host, beyond that of a usual one."""
 
     @property
     def training(self) -> int:
@@ -85,7 +90,7 @@ class MemoryEstimate:
         if self.on_host:
             for parts in phases.values():
                 gaps = sum(share * parts.get(use, 0) for use, share in GAPS.items())
-                parts["libraries and allocator"] = LIBRARIES + round(gaps)
+                parts["libraries and allocator"] = LIBRARIES + self.tokenizer + round(gaps)
         return dict(sorted(phases.items(), key=lambda phase: -sum(phase[1].values())))
 
     @property
@@ -166,6 +171,7 @@ def estimate_memory(
             reading=reading,
             caching=caching,
             on_host=not beside_host,
+            tokenizer=TOKEN * max(0, config.get_text_config(decoder=True).vocab_size - USUAL),
         )
 
 

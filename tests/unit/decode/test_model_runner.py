@@ -36,6 +36,20 @@ def test_same_logits_as_the_dynamic_cache(tiny_target: LlamaForCausalLM) -> None
 
 
 @torch.inference_mode()
+def test_the_lm_head_reads_the_last_token_of_each_text(tiny_target: LlamaForCausalLM) -> None:
+    """Texts of a batch end at different columns; all their columns together are far more logits than are used."""
+    texts, read = [[2, 3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]], []
+    head = tiny_target.get_output_embeddings()
+    hook = head.register_forward_hook(lambda _, arguments, logits: read.append(logits[..., 0].numel()))
+    runner = ModelRunner(tiny_target, len(texts), remember=True)
+    ours = runner.append(texts)
+    hook.remove()
+    assert read == [len(texts)]
+    torch.testing.assert_close(ours, torch.stack([read_afresh(tiny_target, text) for text in texts]), **CLOSE)
+    torch.testing.assert_close(head(runner.states), ours, **CLOSE)
+
+
+@torch.inference_mode()
 def test_the_lm_head_in_16_bits_reads_no_view_of_the_last_states(tiny_target: LlamaForCausalLM) -> None:
     """On a CPU: such a view has the stride of the whole text, and its product takes 60 times as long."""
     target, strides = tiny_target.bfloat16(), list[tuple[int, ...]]()

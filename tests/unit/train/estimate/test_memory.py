@@ -181,19 +181,26 @@ def test_packed_rows_are_as_full_of_answers_as_the_samples_in_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response"),
-    [pytest.param(40, 56, marks=pytest.mark.slow), (100, 300)],  # the second one's storage has to grow
+    ("prompt", "response", "rows", "vocabulary"),
+    [
+        pytest.param(40, 56, 5, 700, marks=pytest.mark.slow),
+        (100, 300, 5, 700),  # storage has to grow
+        (24, 8, 24, 20_000),  # one row of logits for each prompt, not one for each length of a prompt
+    ],
 )
-def test_sampling_takes_what_is_foretold(prompt: int, response: int) -> None:
-    lengths = {"prompt_tokens": prompt, "response_tokens": response, "batch_size": 5}
-    longer = {**WIDE, "max_position_embeddings": 512, "eos_token_id": None}
+def test_sampling_takes_what_is_foretold(prompt: int, response: int, rows: int, vocabulary: int) -> None:
+    lengths = {"prompt_tokens": prompt, "response_tokens": response, "batch_size": rows}
+    longer = {**WIDE, "vocab_size": vocabulary, "max_position_embeddings": 512, "eos_token_id": None}
     estimate = memory.estimate_memory(recipe_of({"type": "medusa"}, data=lengths), make_llama(**longer).config)
     with LiveBytes() as live:
         target = make_llama(**longer).requires_grad_(False)
         drafter = HEADS["medusa"].from_target(target)
         live.peak = live.now
-        rows, limits = [[5] * prompt] * 5, {"max_new_tokens": response, "temperature": 1.0}
-        SpeculativeDecoder(target).generate_batch(rows, seeds=list(range(5)), **limits)
+        prompts, limits = (
+            [[5] * (prompt - row) for row in range(rows)],
+            {"max_new_tokens": response, "temperature": 1.0},
+        )
+        SpeculativeDecoder(target).generate_batch(prompts, seeds=list(range(rows)), **limits)
     assert drafter.training, "alive until here"
     assert estimate.sampling == pytest.approx(live.peak, rel=0.15)
     text = recipe_of({"type": "medusa"}, data={**lengths, "response": "text"})
@@ -238,6 +245,9 @@ def test_the_larger_phase_is_announced_first() -> None:
     several = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 150}), config)
     assert list(several.phases) == ["while sampling", "in training"]
     assert str(several).startswith(f"{in_units(several.announced)} a process while sampling (target ")
+    large = memory.estimate_memory(recipe_of({"type": "medusa"}), make_llama(**WIDE | {"vocab_size": 64_000}).config)
+    assert large.tokenizer > 0 == several.tokenizer
+    assert large.announced - large.training > memory.LIBRARIES + large.tokenizer
     beside = several.announced - several.sampling
     gaps = memory.GAPS["cache"] * several.cache + memory.GAPS["prompts"] * several.reading
     assert beside == memory.LIBRARIES + round(gaps)
