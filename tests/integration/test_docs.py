@@ -213,6 +213,13 @@ def test_links_exist(page: Path) -> None:
             assert (page.parent / link).exists(), link
 
 
+def test_the_index_names_every_page() -> None:
+    docs = ROOT / "docs"
+    named = set(re.findall(r"\]\(([^)#\s]+)", (docs / "index.md").read_text(encoding="utf-8")))
+    pages = {page.relative_to(docs).as_posix() for kind in ("*.md", "*.ipynb") for page in docs.rglob(kind)}
+    assert pages - {"index.md"} <= named
+
+
 def yaml_blocks() -> list[tuple[str, dict[str, Any]]]:
     """Return every YAML block with the name of its page."""
     blocks = ((page, re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)) for page in PAGES)
