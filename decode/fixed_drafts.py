@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
 from draftsmith.decode.draws import Draws, SeededDraws
 from draftsmith.decode.sampling import Processors, index_at, precise
-from draftsmith.heads.base import Chain, Drafter, Level, WantedChain
+from draftsmith.heads.base import DraftedChain, Drafter, Level, WantedChain
 from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, chain_parents, path_to, stacked
 
 Siblings = Literal["best", "without-replacement", "iid"]
@@ -136,7 +136,7 @@ class FixedDrafts:
             return None
         return WantedChain(length, self._processors.sampling.temperature, self._draws.block(length))
 
-    def _of_chain(self, chain: Chain) -> DraftBatch:
+    def _of_chain(self, chain: DraftedChain) -> DraftBatch:
         """Return a chain that the drafter made at once as the drafts, of which it has read all tokens but the last."""
         length = chain.tokens_BD.shape[1]
         self.slots = [*range(length - 1), None]
@@ -216,16 +216,16 @@ class FixedDrafts:
         return DraftBatch(tokens_BN, tuple(self._parents), stacked(self._valid, tokens_BN))
 
 
-def _at_once(drafter: Drafter, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+def _at_once(drafter: Drafter, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
     """Return a chain whose tokens the drafter need not read one by one; None where it has to."""
     logits_BDV = drafter.chain_logits(wanted.length)
     if logits_BDV is None:
         return drafter.chain(logits_BV, wanted)
     scores_BDV = precise(logits_BDV)
     if wanted.uniform_BD is None:
-        return Chain(scores_BDV.argmax(-1), [])
+        return DraftedChain(scores_BDV.argmax(-1), [])
     q_BDV = (scores_BDV / wanted.temperature).softmax(-1)
-    return Chain(index_at(q_BDV, wanted.uniform_BD[..., None])[..., 0], list(q_BDV.unbind(1)))
+    return DraftedChain(index_at(q_BDV, wanted.uniform_BD[..., None])[..., 0], list(q_BDV.unbind(1)))
 
 
 def contexts_of(

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.hub import cached_file
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.validation import without_warnings
+from draftsmith.heads.untrusted import without_warnings
 from draftsmith.locks import hold_cache
 from draftsmith.storage import atomic_folder, cache_dir
 

@@ -27,7 +27,7 @@ from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.model_config import eos_tokens
-from draftsmith.heads.validation import require_whole_model
+from draftsmith.heads.untrusted import require_whole_model
 
 EMBEDDED = "embedded"
 FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")

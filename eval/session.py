@@ -15,7 +15,7 @@ from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import is_named, load_drafter, parse_named
 from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.validation import local_folder, read_config
+from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.safe_text import Terminal
 
 

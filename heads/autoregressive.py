@@ -23,8 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import (
-    Chain,
     Context,
+    DraftedChain,
     DraftStates,
     Level,
     ModuleTypes,
@@ -32,6 +32,7 @@ from draftsmith.heads.base import (
     TeacherSignals,
     TrainableDrafter,
     WantedChain,
+    unread,
 )
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import require_layers
@@ -199,11 +200,9 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
         self._read([text.tokens[1:] for text in context.texts])
 
     def begin(self, rows: list[int]) -> Tensor:
-        unread: list[list[int]] = [[] for _ in self.context.texts]
-        for row in rows:
-            unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] + 1 :]
-        if any(unread):  # not in the first round, whose logits follow from the pass over the prompt
-            self._read(unread)
+        tokens = unread(self.context, rows, self._runner, first=1)
+        if any(tokens):  # not in the first round, whose logits follow from the pass over the prompt
+            self._read(tokens)
         self._states_BnH = self._runner.states[:, None]
         return self._logits_BV
 
@@ -217,7 +216,7 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
         self._states_BnH = self._runner.states
         return logits_BnV
 
-    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
         return self._runner.chain(logits_BV, wanted, self._states_BnH[:, 0])
 
     def rollback(self, slots: list[list[int]]) -> None:

@@ -68,7 +68,7 @@ class WantedChain:
 
 
 @dataclass(frozen=True)
-class Chain:
+class DraftedChain:
     """A chain of D draft tokens of every text."""
 
     tokens_BD: Tensor
@@ -76,7 +76,7 @@ class Chain:
     """The distributions [B, V] from which the tokens were drawn; empty where they were chosen."""
 
 
-class ModelRunner(Protocol):
+class Runner(Protocol):
     """Runs a model of the drafter on the texts, one row each, with a cache of its own. Implemented by the decoder.
 
     The model is a transformers LM or a `DraftNetwork`, which has the same interface and also reads target features.
@@ -104,7 +104,7 @@ class ModelRunner(Protocol):
         """Read the next level of draft tokens and return the logits [B, n, V] after them."""
         ...
 
-    def chain(self, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None = None) -> Chain | None:
+    def chain(self, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None = None) -> DraftedChain | None:
         """Draft a chain in one compiled pass; None where the decoder does not compile, or `extend` is as fast.
 
         Args:
@@ -159,7 +159,7 @@ class Context(Protocol):
         """
         ...
 
-    def runner(self, model: nn.Module, *, width: int = 0) -> ModelRunner:
+    def runner(self, model: nn.Module, *, width: int = 0) -> Runner:
         """Return a runner for a model of the drafter, whose passes may be padded to a cheaper width.
 
         With `width`, the usual number of tokens of its passes, only compiled passes are padded: narrower ones to it.
@@ -172,6 +172,17 @@ class Context(Protocol):
         Tensors are [B, n, ...] like the output, whose values for a node do not depend on other nodes.
         """
         ...
+
+
+def unread(context: Context, rows: list[int], runner: Runner, first: int = 0) -> list[list[int]]:
+    """Return the committed tokens of each text that `runner` has not read; none for texts that are not in `rows`.
+
+    `first`: the token that it reads first of a text.
+    """
+    tokens: list[list[int]] = [[] for _ in context.texts]
+    for row in rows:
+        tokens[row] = context.texts[row].tokens[runner.lengths[row] + first :]
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -308,7 +319,7 @@ class Drafter(nn.Module):
         """
         return None
 
-    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
         """Return a chain for all texts, whose first token has these logits; None: `extend` is called for each token."""
         return None
 

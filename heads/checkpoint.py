@@ -31,7 +31,7 @@ from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.lora import merged_state
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.validation import (
+from draftsmith.heads.untrusted import (
     LONGEST_DRAFT,
     StoredDrafter,
     bounded,
@@ -244,7 +244,7 @@ def _read(
 
 def _published(folder: Path, config: dict[str, Any], target: PreTrainedModel) -> TrainableDrafter | None:
     """Return the drafter of a folder in another project's format, None for other folders."""
-    from draftsmith.heads.formats.readers import read_published
+    from draftsmith.heads.formats.registry import read_published
 
     return read_published(folder, config, target)
 

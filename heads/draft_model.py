@@ -31,12 +31,21 @@ from transformers import (
 )
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.base import Chain, Context, DraftStates, Level, TeacherSignals, TrainableDrafter, WantedChain
+from draftsmith.heads.base import (
+    Context,
+    DraftedChain,
+    DraftStates,
+    Level,
+    TeacherSignals,
+    TrainableDrafter,
+    WantedChain,
+    unread,
+)
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, layers_of, text_weights
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.lora import add_lora, check_lora, whole
 from draftsmith.heads.model_config import context_limit, text_config
-from draftsmith.heads.validation import load_all_weights, require_countable, require_whole_model, without_warnings
+from draftsmith.heads.untrusted import load_all_weights, require_countable, require_whole_model, without_warnings
 
 MOST_LAYERS = 1024
 """Maximum number of layers of a model that is built from a recipe's config."""
@@ -146,11 +155,9 @@ class DraftModel(TrainableDrafter):
     def begin(self, rows: list[int]) -> Tensor:
         # Unread are the last committed token, and after a round with full acceptance also the one before it; in the
         # first round none.
-        unread: list[list[int]] = [[] for _ in self.context.texts]
-        for row in rows:
-            unread[row] = self._known(self.context.texts[row].tokens[self._runner.lengths[row] :])
-        if any(unread):
-            self._logits_BV = self._runner.append(unread)
+        tokens = unread(self.context, rows, self._runner)
+        if any(tokens):
+            self._logits_BV = self._runner.append(list(map(self._known, tokens)))
         return self._logits_BV
 
     def _known(self, tokens: list[int]) -> list[int]:
@@ -164,7 +171,7 @@ class DraftModel(TrainableDrafter):
             level = replace(level, tokens_Bn=level.tokens_Bn.masked_fill(level.tokens_Bn >= self.vocab_size, 0))
         return self._runner.extend(level)
 
-    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
         return self._runner.chain(logits_BV, wanted)
 
     def rollback(self, slots: list[list[int]]) -> None:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.heads.autoregressive import DraftNetwork
-from draftsmith.heads.base import FINAL, Context, FirstBatch, ModuleTypes, Needs, TeacherSignals
+from draftsmith.heads.base import FINAL, Context, FirstBatch, ModuleTypes, Needs, TeacherSignals, unread
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.medusa import ResidualBlock
@@ -145,7 +145,7 @@ class Hydra(TokenHeads):
 
     def config(self) -> dict[str, Any]:
         keys = ("hidden_size", "embedding_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head", "original")
-        return {**self._sizes(*keys), "prefix": None if self.prefix is None else self.prefix.config.to_diff_dict()}
+        return {**self.sizes(*keys), "prefix": None if self.prefix is None else self.prefix.config.to_diff_dict()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -171,11 +171,9 @@ class Hydra(TokenHeads):
     def committed_states(self, rows: list[int]) -> Tensor:
         if self.prefix is None:
             return super().committed_states(rows)
-        unread: list[list[int]] = [[] for _ in self.context.texts]
-        for row in rows:
-            unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] : -1]
-        if any(unread):  # not in the first round
-            self._read(unread)
+        tokens = [row[:-1] for row in unread(self.context, rows, self._runner)]
+        if any(tokens):  # not in the first round
+            self._read(tokens)
         return self._states_BH
 
     def _read(self, tokens: list[list[int]]) -> None:

@@ -11,19 +11,16 @@ target frozen; Medusa-2 also trains adapters on it (the recipe's section `cotrai
 
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.heads.base import Context, DraftStates, ModuleTypes, Needs, TeacherSignals
-from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.base import DraftStates, ModuleTypes, TeacherSignals
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import (
+    HeadsDrafter,
     LmHeads,
     PathIndependentDrafter,
     check_heads,
-    last_states,
-    require_states,
     target_sizes,
 )
 from draftsmith.heads.read_positions import ReadPositions
@@ -43,12 +40,11 @@ class ResidualBlock(nn.Module):
         return x + self.activation(self.linear(x))
 
 
-class Medusa(PathIndependentDrafter):
+class Medusa(HeadsDrafter, PathIndependentDrafter):
     """K heads of residual blocks and an lm_head each; with `shared_lm_head` one lm_head for all."""
 
     type: ClassVar[str] = "medusa"
     block_types: ClassVar[ModuleTypes] = (ResidualBlock,)
-    needs: Needs = Needs(hidden=True)
 
     def __init__(
         self,
@@ -86,35 +82,11 @@ class Medusa(PathIndependentDrafter):
         drafter.lm_heads.copy_from(target, draft_vocabulary)
         return drafter
 
-    @property
-    def draft_vocabulary(self) -> DraftVocabulary | None:
-        return self.lm_heads.vocabulary
-
-    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
-        self.lm_heads.copy_from(target, tokens)
-
-    def own_lm_heads(self) -> list[nn.Linear]:
-        return [self.lm_heads[k] for k in range(self.num_heads)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.blocks.parameters()).dtype
-
     def config(self) -> dict[str, Any]:
-        keys = ("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head")
-        size = None if self.draft_vocabulary is None else len(self.draft_vocabulary)
-        return {**{key: getattr(self, key) for key in keys}, "draft_vocab_size": size}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(**config)
-
-    def start(self, context: Context) -> None:
-        super().start(context)
-        require_states(context, "Medusa heads")
+        return self.sizes("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head")
 
     def begin(self, rows: list[int]) -> Tensor:
-        self._hidden_B1H = last_states(self.context, self.dtype)[:, None]
+        self._hidden_B1H = self.committed_states(rows)[:, None]
         return self.logits_at(0)
 
     def logits_at(self, depth: int) -> Tensor:
@@ -126,8 +98,7 @@ class Medusa(PathIndependentDrafter):
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         read, tokens_D = ReadPositions(signals, self.num_heads), self.lm_heads.tokens_D
-        # The heads may be kept in fp32 while the target is in half precision.
-        hidden_NH = read.values(signals.hidden_BTH, read.queries_N)[0].to(self.dtype)
+        hidden_NH = self.teacher_states(signals, read)  # the heads may be in fp32, and the target in half precision
         return [
             DraftStates(block(hidden_NH), self.lm_heads[k], places_N=read.towards(k + 1), vocabulary_D=tokens_D)
             for k, block in enumerate(self.blocks)

@@ -127,7 +127,7 @@ class MlpSpeculator(TokenHeads):
 
     def config(self) -> dict[str, Any]:
         keys = ("hidden_size", "inner_size", "vocab_size", "num_heads", "tie_weights", "fms", "scale_input")
-        return self._sizes(*keys)
+        return self.sizes(*keys)
 
     def first(self, hidden_nH: Tensor) -> Tensor:
         return self.scale(hidden_nH) / math.sqrt(2) if self.scale_input else hidden_nH

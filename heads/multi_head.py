@@ -1,7 +1,8 @@
 """Base classes of drafters with several heads on the target's final hidden state: Medusa, Hydra, MLP speculator.
 
+`HeadsDrafter`: their states and lm_heads. `TokenHeads`: head k also reads the draft tokens before its own.
 `PathIndependentDrafter`: the probabilities at a depth do not depend on the draft tokens before it, so one pass serves
-the whole tree. `TokenHeads`: head k also reads the draft tokens before its own.
+the whole tree.
 """
 
 from abc import abstractmethod
@@ -17,31 +18,7 @@ from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.lm_head import scaled_weight, weight_of
 from draftsmith.heads.read_positions import ReadPositions
 
-
-class PathIndependentDrafter(TrainableDrafter):
-    """A drafter whose logits at a node depend on the depth of the node alone."""
-
-    @abstractmethod
-    def logits_at(self, depth: int) -> Tensor:
-        """Return logits [B, V] for the token after a node at `depth`; depth 0 is the last committed token."""
-
-    def extend(self, level: Level) -> Tensor:
-        return self.logits_at(level.depth)[:, None].expand(-1, level.tokens_Bn.shape[1], -1)
-
-
 # Shapes: B rows, H hidden size, V vocabulary, D draft vocabulary.
-
-
-def require_states(context: Context, kind: str) -> None:
-    """Raise ConfigError unless the target provides its final hidden state."""
-    if context.hidden is None:
-        raise ConfigError(f"target provides no hidden states; expected a transformers model for {kind}")
-
-
-def last_states(context: Context, dtype: torch.dtype) -> Tensor:
-    """Return the target's final states [B, H] from which the last token of each text was predicted."""
-    assert context.hidden is not None, "checked by require_states"
-    return context.hidden.to(dtype)
 
 
 class LmHeads(nn.Module):
@@ -111,20 +88,12 @@ def check_heads(num_heads: int, num_layers: int = 1, context: int | None = None)
 # Shapes: n nodes, B rows, T positions, H hidden size, S size of the carried state of a head.
 
 
-class TokenHeads(TrainableDrafter):
-    """K heads; head k reads the carried state of head k - 1 and the token that was drafted after it."""
+class HeadsDrafter(TrainableDrafter):
+    """K heads on the target's final hidden state, with lm_heads of their own."""
 
     needs: Needs = Needs(hidden=True)
     lm_heads: LmHeads
     num_heads: int
-
-    @abstractmethod
-    def first(self, hidden_nH: Tensor) -> Tensor:
-        """Return the carried state [n, S] of the states [n, H] after committed tokens, which head 0 reads."""
-
-    @abstractmethod
-    def advance(self, k: int, carried_nS: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Run head k on a carried state and the token after it: (its state [n, H], its carried state [n, S'])."""
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
@@ -141,21 +110,44 @@ class TokenHeads(TrainableDrafter):
         return self.lm_heads[0].weight.dtype
 
     def start(self, context: Context) -> None:
+        if context.hidden is None:
+            raise ConfigError(f"target provides no hidden states; expected a transformers model for {self.type} heads")
         super().start(context)
-        require_states(context, f"{self.type} heads")
+
+    def committed_states(self, rows: list[int]) -> Tensor:
+        """Return the states [B, H] after the second to last committed tokens; rows other than `rows` are undefined."""
+        assert self.context.hidden is not None, "checked by `start`"
+        return self.context.hidden.to(self.dtype)
+
+    def teacher_states(self, signals: TeacherSignals, read: ReadPositions) -> Tensor:
+        """Return the states [N, H] that `committed_states` returns in decoding, at the queries' places."""
+        return read.values(signals.hidden_BTH, read.queries_N)[0].to(self.dtype)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(**config)
+
+    def sizes(self, *keys: str) -> dict[str, Any]:
+        """Return these attributes and the size of the draft vocabulary, for `config`."""
+        size = None if self.draft_vocabulary is None else len(self.draft_vocabulary)
+        return {**{key: getattr(self, key) for key in keys}, "draft_vocab_size": size}
+
+
+class TokenHeads(HeadsDrafter):
+    """K heads; head k reads the carried state of head k - 1 and the token that was drafted after it."""
+
+    @abstractmethod
+    def first(self, hidden_nH: Tensor) -> Tensor:
+        """Return the carried state [n, S] of the states [n, H] after committed tokens, which head 0 reads."""
+
+    @abstractmethod
+    def advance(self, k: int, carried_nS: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:
+        """Run head k on a carried state and the token after it: (its state [n, H], its carried state [n, S'])."""
 
     def begin(self, rows: list[int]) -> Tensor:
         tokens_B = [text.tokens[-1] for text in self.context.texts]
         self._carried_BnS = self.first(self.committed_states(rows))[:, None]
         return self._logits(torch.tensor(tokens_B, device=self._carried_BnS.device)[:, None], 0)[:, 0]
-
-    def committed_states(self, rows: list[int]) -> Tensor:
-        """Return the states [B, H] after the second to last committed tokens; rows other than `rows` are undefined."""
-        return last_states(self.context, self.dtype)
-
-    def teacher_states(self, signals: TeacherSignals, read: ReadPositions) -> Tensor:
-        """Return the states [N, H] that `committed_states` returns in decoding, at the queries' places."""
-        return read.values(signals.hidden_BTH, read.queries_N)[0].to(self.dtype)
 
     def extend(self, level: Level) -> Tensor:
         self._carried_BnS = level.of_parents(self._carried_BnS)
@@ -181,14 +173,16 @@ class TokenHeads(TrainableDrafter):
             unrolled.append(DraftStates(state_NH, head, places_N=read.towards(k + 1), vocabulary_D=tokens_D))
         return unrolled
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(**config)
 
-    def _sizes(self, *keys: str) -> dict[str, Any]:
-        """Return these attributes and the size of the draft vocabulary, for `config`."""
-        size = None if self.draft_vocabulary is None else len(self.draft_vocabulary)
-        return {**{key: getattr(self, key) for key in keys}, "draft_vocab_size": size}
+class PathIndependentDrafter(TrainableDrafter):
+    """A drafter whose logits at a node depend on the depth of the node alone."""
+
+    @abstractmethod
+    def logits_at(self, depth: int) -> Tensor:
+        """Return logits [B, V] for the token after a node at `depth`; depth 0 is the last committed token."""
+
+    def extend(self, level: Level) -> Tensor:
+        return self.logits_at(level.depth)[:, None].expand(-1, level.tokens_Bn.shape[1], -1)
 
 
 def target_sizes(target: PreTrainedModel) -> tuple[int, int]:

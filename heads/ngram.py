@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Chain, Context, Drafter, Level, WantedChain
+from draftsmith.heads.base import Context, DraftedChain, Drafter, Level, WantedChain
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.suffix import Datastore, SuffixAutomaton
 
@@ -214,7 +214,7 @@ class Hybrid(Drafter):
     def chain_logits(self, length: int) -> Tensor | None:
         return self.drafter.chain_logits(length)
 
-    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> Chain | None:
+    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
         return self.drafter.chain(logits_BV, wanted)
 
     def confidences(self) -> Tensor | None:

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import NetworkDrafter
-from draftsmith.heads.base import Context, DraftStates, FirstBatch, TeacherSignals
+from draftsmith.heads.base import Context, DraftStates, FirstBatch, TeacherSignals, unread
 from draftsmith.heads.eagle3 import Eagle3Network, three_depths, vocabulary_size
 from draftsmith.heads.layers import layer_config, windows_of
 from draftsmith.heads.lm_head import weight_of
@@ -114,9 +114,9 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         super().start(context)
         # At most num_tokens + 1 committed tokens of a round, the first of which is not a mask, and the other masks.
         self._runner = context.runner(self.body, width=2 * self.num_tokens)
-        unread = [text.tokens[1:-1] for text in context.texts]
-        if any(unread):
-            self._runner.append(unread, self._states([len(row) for row in unread]))
+        known = [text.tokens[1:-1] for text in context.texts]
+        if any(known):
+            self._runner.append(known, self._states([len(row) for row in known]))
 
     def _states(self, counts: list[int]) -> Tensor:
         """Return the states [B, most, H] of the next `counts` committed tokens of each text, padded on the right."""
@@ -124,13 +124,11 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
 
     def begin(self, rows: list[int]) -> Tensor:
         """Read new committed tokens and the masks after them in one pass; then the masks are dropped from the cache."""
-        unread: list[list[int]] = [[] for _ in self.context.texts]
-        for row in rows:
-            unread[row] = self.context.texts[row].tokens[self._runner.lengths[row] + 1 :]
-        counts = [len(row) for row in unread]
+        new = unread(self.context, rows, self._runner, first=1)
+        counts = [len(row) for row in new]
         # Rows are padded with masks on the right, which the tokens and masks before them do not see.
         width = max(counts) + self.num_tokens - 1
-        tokens = [row + [self.mask_token] * (width - len(row)) for row in unread]
+        tokens = [row + [self.mask_token] * (width - len(row)) for row in new]
         tokens_BQ = torch.tensor(tokens, device=self.mask_hidden.device)
         count_B1 = torch.tensor(counts, device=tokens_BQ.device)[:, None]
         known_BQH = nn.functional.pad(self._states(counts), (0, 0, 0, self.num_tokens - 1))

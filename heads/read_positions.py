@@ -31,7 +31,7 @@ train/batch.py."""
 
 
 @dataclass(frozen=True)
-class Run:
+class DocumentSpan:
     """Successive queries of a document and the keys up to the last of them."""
 
     queries: slice
@@ -151,8 +151,8 @@ class _Layout(NamedTuple):
     """Index of each query among the keys."""
     ends_N: Tensor
     """The place after the last one of each query's document."""
-    runs: list[Run]
-    documents: list[Run]
+    runs: list[DocumentSpan]
+    documents: list[DocumentSpan]
     """All keys, as queries."""
 
 
@@ -174,7 +174,7 @@ def _layout(trained_BT: Tensor, first_BT: Tensor) -> _Layout:
         new_N[1:] = (queries_N[1:] != queries_N[:-1] + 1) | (document_N[1:] != document_N[:-1])
         begins = new_N.nonzero()[:, 0].tolist()
         runs = [
-            Run(slice(begin, end), slice(key_starts[document_N[begin]], int(among_N[end - 1]) + 1))
+            DocumentSpan(slice(begin, end), slice(key_starts[document_N[begin]], int(among_N[end - 1]) + 1))
             for begin, end in zip(begins, [*begins[1:], len(queries_N)], strict=False)
         ]
         return _Layout(
@@ -183,21 +183,21 @@ def _layout(trained_BT: Tensor, first_BT: Tensor) -> _Layout:
             among_N,
             ends_D[document_N],
             runs,
-            [Run(slice(start, end), slice(start, end)) for start, end in documents if start < end],
+            [DocumentSpan(slice(start, end), slice(start, end)) for start, end in documents if start < end],
         )
 
 
-def _within(runs: Sequence[Run], own: slice) -> Iterator[Run]:
+def _within(runs: Sequence[DocumentSpan], own: slice) -> Iterator[DocumentSpan]:
     """Yield the parts of runs whose queries lie in `own`, counted from its start."""
     for run in runs:
         start, stop = max(run.queries.start, own.start), min(run.queries.stop, own.stop)
         if start < stop:
             last = run.keys.stop - (run.queries.stop - stop)
-            yield Run(slice(start - own.start, stop - own.start), slice(run.keys.start, last))
+            yield DocumentSpan(slice(start - own.start, stop - own.start), slice(run.keys.start, last))
 
 
-def _shifted(run: Run, by: int) -> Run:
-    return Run(slice(run.queries.start + by, run.queries.stop + by), run.keys)
+def _shifted(run: DocumentSpan, by: int) -> DocumentSpan:
+    return DocumentSpan(slice(run.queries.start + by, run.queries.stop + by), run.keys)
 
 
 def _rounded(count: int) -> int:

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from draftsmith.heads.base import Context, Drafter, SequenceState
 from draftsmith.heads.draft_tree import Draft
-from draftsmith.heads.memory import NgramMemory
 from draftsmith.heads.ngram import Hybrid, Retrieval
+from draftsmith.heads.ngram_memory import NgramMemory
 
 PRIOR = 4.0
 """Rounds that an expectation counts for beside those that were seen."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from draftsmith.errors import reason_of
-from draftsmith.heads.read_positions import ReadPositions, Run
+from draftsmith.heads.read_positions import DocumentSpan, ReadPositions
 
 # Shapes: B rows (1 in training), T positions, N queries, M keys, Q queries and S keys of a run, h heads, g key heads,
 # m heads for each key head, d head size.
@@ -69,7 +69,13 @@ class UnrolledAttention:
 class _TextAndOwn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, runs: Sequence[Run], reach: int | None, q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor, *own: Tensor
+        ctx: Any,
+        runs: Sequence[DocumentSpan],
+        reach: int | None,
+        q_BhTd: Tensor,
+        k_BgTd: Tensor,
+        v_BgTd: Tensor,
+        *own: Tensor,
     ) -> Tensor:
         B, h, T, d = q_BhTd.shape
         # In the layout [B, T, h, d], from which the projection after it reads without a copy. Queries outside of all
@@ -277,7 +283,7 @@ def _backward_in_parts(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Queries:
     """Some queries of a document, and the keys that at least one of them sees."""
 
     queries: slice
@@ -307,7 +313,7 @@ class _Part:
         return (scores.to(wide) * q_BhTd.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
 
 
-def _parts(q_BhTd: Tensor, k_BgSd: Tensor, reach: int | None) -> list[_Part]:
+def _parts(q_BhTd: Tensor, k_BgSd: Tensor, reach: int | None) -> list[_Queries]:
     """Divide the queries of a document."""
     parts, length = [], q_BhTd.shape[2]
     before = k_BgSd.shape[2] - length
@@ -315,5 +321,5 @@ def _parts(q_BhTd: Tensor, k_BgSd: Tensor, reach: int | None) -> list[_Part]:
         stop = min(start + QUERIES, length)
         first = 0 if reach is None else max(0, before + start - max(reach, 0) + 1)
         keys = slice(min(first, before + stop - 1), before + stop)
-        parts.append(_Part(slice(start, stop), keys, reach, before))
+        parts.append(_Queries(slice(start, stop), keys, reach, before))
     return parts

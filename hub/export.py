@@ -25,7 +25,7 @@ from draftsmith.heads.checkpoint import describe_target, is_named, load_drafter,
 from draftsmith.heads.formats.common import Serving, Source, name_of
 from draftsmith.heads.formats.llama_cpp import gguf_package
 from draftsmith.heads.formats.registry import LAYOUTS
-from draftsmith.heads.validation import local_folder, read_config
+from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.locks import hold_name
 from draftsmith.safe_text import Terminal, markdown_environment
 from draftsmith.storage import atomic_folder, require_apart, require_writable, write_text

@@ -30,7 +30,7 @@ from draftsmith.heads.formats.common import (
     vllm_type,
 )
 from draftsmith.heads.formats.transformers import CODE
-from draftsmith.heads.validation import read_config, shapes_in
+from draftsmith.heads.untrusted import read_config, shapes_in
 from draftsmith.reading import dump_yaml
 from draftsmith.safe_text import markdown_environment
 from draftsmith.storage import write_json, write_text

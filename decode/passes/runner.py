@@ -33,7 +33,7 @@ from draftsmith.decode.passes.masks import Attention, tree_mask, tree_masks
 from draftsmith.decode.passes.reread import Reread
 from draftsmith.decode.sampling import precise
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Chain, Level, WantedChain
+from draftsmith.heads.base import DraftedChain, Level, WantedChain
 from draftsmith.heads.draft_tree import Parents, chain_parents, depths_of
 from draftsmith.heads.hidden_states import Watched, feature_modules
 from draftsmith.heads.model_config import context_limit, is_compiled, rotary_switch, text_config, uncompiled
@@ -224,7 +224,7 @@ class ModelRunner:
             return self._branch(level.tokens_Bn, [level.depth] * n, drafted.visible, features_BnF)
         return self._branch(level.tokens_Bn, range(level.depth, level.depth + 1), None, features_BnF)
 
-    def chain(self, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None = None) -> Chain | None:
+    def chain(self, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None = None) -> DraftedChain | None:
         """Draft a whole chain in one compiled pass after the tokens that were read; None where `extend` is as fast.
 
         No draft token is read after the chain until `commit`.
@@ -244,7 +244,7 @@ class ModelRunner:
         inputs = ChainInputs(logits_BV, starts_B, features_BF, temperature_B1, wanted.uniform_BD)
         with self._mixers.reading(1, None, compiled=True):
             inputs = inputs._replace(again_B=self._again_before())
-            return Chain(*passes.chain(self.model, inputs, length))
+            return DraftedChain(*passes.chain(self.model, inputs, length))
 
     def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""

@@ -35,7 +35,7 @@ from draftsmith.heads.checkpoint import is_named
 from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type
 from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.validation import local_folder, read_config
+from draftsmith.heads.untrusted import local_folder, read_config
 
 SHORT, LONG = 8, 72
 """Tokens of short and long answers."""

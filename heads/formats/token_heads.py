@@ -22,7 +22,7 @@ from draftsmith.heads.formats.published import POSITIVE, Published
 from draftsmith.heads.hydra import Hydra
 from draftsmith.heads.layers import layer_config
 from draftsmith.heads.mlp_speculator import MlpSpeculator
-from draftsmith.heads.validation import LONGEST_DRAFT
+from draftsmith.heads.untrusted import LONGEST_DRAFT
 
 BOTH = (False, True)
 ARCHITECTURES = {"mlp": False, "prefix-mlp": True}

@@ -12,7 +12,7 @@ from exact.toys import ToyDrafter, ToyModel, ToyTarget
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import Chain, Policy
 from draftsmith.decode.sampling import Processors
-from draftsmith.heads.memory import NgramMemory
+from draftsmith.heads.ngram_memory import NgramMemory
 from draftsmith.heads.recall import Recall
 
 

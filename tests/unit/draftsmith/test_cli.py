@@ -14,7 +14,7 @@ from draftsmith.cli.options import named_drafters, template_options
 from draftsmith.cli.quickstart import chosen
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, require_valid
-from draftsmith.heads.validation import local_folder
+from draftsmith.heads.untrusted import local_folder
 from draftsmith.train.recipe import shipped_recipes
 
 

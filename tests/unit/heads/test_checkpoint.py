@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 from draftsmith import load_drafter
 from draftsmith.errors import ConfigError
 from draftsmith.heads import Drafter, DraftModel, Medusa
-from draftsmith.heads import validation as downloads
+from draftsmith.heads import untrusted as downloads
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.draft_model import spread
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from draftsmith.heads.memory import LEAST, MOST, NgramMemory
+from draftsmith.heads.ngram_memory import LEAST, MOST, NgramMemory
 
 STORY = [3, 8, 1, 9, 4, 7, 2, 6, 11, 15, 12, 10]
 

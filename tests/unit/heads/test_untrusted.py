@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from draftsmith import load_drafter
 from draftsmith.errors import ConfigError
-from draftsmith.heads import validation as module
-from draftsmith.heads.validation import bounded
+from draftsmith.heads import untrusted as module
+from draftsmith.heads.untrusted import bounded
 
 V = 512
 SMALL = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
