@@ -4,11 +4,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GenerationConfig,
     PreTrainedTokenizerFast,
     T5Config,
@@ -141,32 +137,6 @@ def test_an_encoder_decoder_draft_model_learns(
     drafter = load_drafter(folder, target, AutoTokenizer.from_pretrained(tmp_path / "t5"))
     out = SpeculativeDecoder(target, drafter).generate([5, 6, 7, 8], max_new_tokens=20)
     assert out.tokens == SpeculativeDecoder(target).generate([5, 6, 7, 8], max_new_tokens=20).tokens
-
-
-@pytest.mark.parametrize("drafter", mostly_slow(["draft_model", "medusa"], "draft_model"))
-def test_a_soft_capped_target_has_drafters(
-    drafter: str, recipe_file: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Gemma 2 caps scores and logits and has eager attention alone."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8, "sliding_window": 6}
-    sizes |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.3}
-    torch.manual_seed(0)
-    config = Gemma2Config(**sizes, final_logit_softcapping=3.0, attn_logit_softcapping=2.0, max_position_embeddings=128)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma2")
-    tiny_tokenizer.save_pretrained(tmp_path / "gemma2")
-    overrides = [f"target.model={tmp_path / 'gemma2'}", "train.steps=40", "train.learning_rate=1e-2"]
-    overrides += [f"drafter.type={drafter}", *["drafter.init=target_layers"] * (drafter == "draft_model")]
-    folder = loop.train(load_recipe(str(recipe_file), overrides))
-    losses = _losses(tmp_path / "run")
-    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
-    target = AutoModelForCausalLM.from_pretrained(tmp_path / "gemma2")
-    loaded = load_drafter(folder, target, AutoTokenizer.from_pretrained(tmp_path / "gemma2"))
-    ids_1T = torch.tensor([[5, 6, 7, 8]])
-    expected = target.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=30, do_sample=False)
-    for policy in ("chain:draft_length=3", "dynamic-tree:size=8,depth=3,top_k=3"):
-        out = SpeculativeDecoder(target, loaded, policy=policy).generate([5, 6, 7, 8], max_new_tokens=30)
-        assert out.tokens == expected[0, 4:].tolist(), policy
 
 
 @pytest.mark.parametrize(
@@ -325,31 +295,6 @@ def test_two_processes_and_accumulation_give_the_same_losses(
         torch.testing.assert_close(curves[name], curves[reference], atol=1e-5, rtol=0)
 
 
-def test_a_killed_run_resumes_bit_by_bit(recipe_file: Path, tmp_path: Path, forked: Processes) -> None:
-    interrupted, log = tmp_path / "interrupted", tmp_path / "log"
-
-    def start(folder: Path) -> list[int]:
-        overrides = (f"output={folder}", "train.steps=60", "train.checkpoint_every=5")
-        return forked.start([str(recipe_file), *overrides], log, 1, {})
-
-    assert forked.wait(start(tmp_path / "whole")) == [0], log.read_text()[-2000:]
-    codes = list[int]()
-    for wanted in (8, 31):
-        (process,) = start(interrupted)
-        deadline = time.monotonic() + 120
-        while len(_losses(interrupted)) < wanted:
-            assert time.monotonic() < deadline, log.read_text()[-2000:]
-            time.sleep(0.005)
-        os.kill(process, signal.SIGKILL)
-        codes += forked.wait([process])
-    assert -signal.SIGKILL in codes, "the run was over before it could be killed"
-    assert forked.wait(start(interrupted)) == [0], log.read_text()[-2000:]
-    assert "resuming after step" in log.read_text()
-    assert _comparable(interrupted) == _comparable(tmp_path / "whole")
-    weights = [(folder / "drafter" / "model.safetensors").read_bytes() for folder in (interrupted, tmp_path / "whole")]
-    assert weights[0] == weights[1]
-
-
 @pytest.mark.parametrize("torn", [True, False], ids=["torn", "one bit"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     torn: bool, recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -452,15 +397,6 @@ def test_bad_files_stop_a_run_before_the_target_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_drafter_learns_from_text_as_it_stands(recipe_file: Path, tmp_path: Path) -> None:
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": LETTERS[i % 9 :]}) + "\n" for i in range(20)))
-    overrides = [f"data.prompts={file}", "data.response=text", "train.steps=2", "evaluation.count=2"]
-    loop.train(load_recipe(str(recipe_file), overrides))
-    assert len(_losses(tmp_path / "run")) == 2
-    assert not (tmp_path / "cache" / "samples").exists()
-
-
 def test_the_first_drafter_is_kept_where_no_evaluation_has_a_round(recipe_file: Path, tmp_path: Path) -> None:
     """Every token ends a text, so that the target's first one, which no draft precedes, is the last."""
     file, target = tmp_path / "texts.jsonl", tmp_path / "ending"
@@ -497,15 +433,6 @@ def test_a_row_that_is_shorter_than_the_draft_is_a_part_of_a_batch(
     loop.train(load_recipe(str(recipe_file), overrides))
     assert len(_losses(tmp_path / "run")) == 3
     assert len({len(row["alpha"]) for row in read_metrics(tmp_path / "run") if "alpha" in row}) == 1
-
-
-def test_a_loss_that_is_no_number_stops_the_run(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "learning_rate", lambda recipe, step, end: float("nan") if step == 6 else 1e-3)
-    with pytest.raises(DraftsmithError, match=r"step=8,.* the drafter's are not. Try a lower train.learning_rate"):
-        loop.train(load_recipe(str(recipe_file)))
-    assert (tmp_path / "run" / "checkpoints" / "step-000004").is_dir()
 
 
 def test_a_sample_says_who_wrote_what(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -86,29 +85,6 @@ def test_every_order_of_layers_comes_back(layers: tuple[int, ...]) -> None:
             torch.testing.assert_close(seen(b, online), seen(a, online), rtol=1e-5, atol=1e-5)
 
 
-def test_progress_moves_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU few tokens are read at a time, and each row counts when it has been read."""
-    monkeypatch.setattr("draftsmith.distill.hidden_state_cache.ON_HOST", 24)
-    rows, model = rows_of(), make_llama().requires_grad_(False)
-    cache, teacher = SignalCache(model, rows, LAYERS, "float32", shard_rows=10), OnlineTeacher(model, LAYERS)
-    read, written = [0], list[tuple[int, bool]]()
-    original = teacher.signals
-
-    def signals(input_ids_BT: Tensor, *of: Any, **options: Any) -> TeacherSignals:
-        assert input_ids_BT.numel() <= 24
-        read[0] += len(input_ids_BT)
-        return original(input_ids_BT, *of, **options)
-
-    teacher.signals = signals
-    cache.build([0], teacher, lambda: written.append((read[0], cache.folder.exists())))
-    assert len(written) == cache.rows_of([0]) == 10, "a step for each row"
-    assert all(rows_read >= number for number, (rows_read, _) in enumerate(written, 1))
-    assert written[0][0] < 5
-    assert not any(exists for _, exists in written), "before the shard is written"
-    online, cached = both(cache, OnlineTeacher(model, LAYERS), rows)
-    assert torch.allclose(seen(online.hidden_BTH, online), seen(cached.hidden_BTH, online), atol=1e-5)
-
-
 def test_drafters_of_the_final_states_share_a_cache() -> None:
     """The second one finds every shard, whichever of them wrote it."""
     rows, model = rows_of(), make_llama().requires_grad_(False)
@@ -150,20 +126,6 @@ def test_a_killed_build_continues_and_damage_costs_one_shard(monkeypatch: pytest
     again = SignalCache(model, rows, LAYERS, "float32", shard_rows=4)
     again.build(wanted, teacher, lambda: None)
     assert file.read_bytes() == whole
-
-
-def test_shards_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start hashes the shards that have changed since they were hashed, such as copies, and remembers that."""
-    rows, hashed, sha256 = rows_of(), [], signal_cache._sha256
-    monkeypatch.setattr(signal_cache, "_sha256", lambda file: (hashed.append(file.name), sha256(file))[1])
-    cache, teacher = built("float32", rows)
-    assert len(hashed) == cache.shards
-    file = cache.folder / "shard-00001.safetensors"
-    os.utime(file, ns=(0, 0))
-    hashed.clear()
-    for _ in range(2):
-        assert SignalCache(teacher.model, rows, LAYERS, "float32", shard_rows=4).missing() == ([], [])
-    assert hashed == [file.name]
 
 
 def test_another_target_data_layers_or_dtype_is_another_cache() -> None:

@@ -174,14 +174,6 @@ def test_a_question_without_an_answer_is_refused(file: Path, chat: Chat) -> None
         examples(file, chat)
 
 
-def test_the_processor_reads_an_image_once(file: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows_of(file, QUESTION, {"role": "assistant", "content": "ef"})
-    processed, images = [], chat.processor.image_processor
-    original = type(images).__call__
-    monkeypatch.setattr(type(images), "__call__", lambda *a, **k: processed.append(1) or original(*a, **k))
-    assert len(examples(file, chat)) == len(processed) == 1
-
-
 def test_an_image_that_changes_is_read_again_and_never_mixed(file: Path, chat: Chat) -> None:
     rows_of(file, QUESTION, {"role": "assistant", "content": "ef"})
     (before,) = examples(file, chat)

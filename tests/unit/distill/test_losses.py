@@ -231,18 +231,6 @@ def test_padding_is_no_label() -> None:
     torch.testing.assert_close(*losses)
 
 
-@pytest.mark.parametrize("settings", [{}, {"dpace": 0.5}, {"kind": "accepted_length"}, {"temperatures": (0.5, 1.0)}])
-def test_the_targets_logits_are_computed_once(settings: dict) -> None:
-    """Count the rows that the target's lm_head maps to logits: the positions that at least one state is trained at."""
-    signals, lm_head, unrolled, _ = three_positions(torch.Generator().manual_seed(22))
-    rows = []
-    lm_head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[0]))
-    sums = Objective(**settings, chunk_tokens=4)(unrolled, signals, lm_head)
-    trained = int(signals.mask_BT[:, 1:].sum())
-    assert sum(rows) == trained == sums.count_K[0] < sums.count_K.sum()
-    assert max(rows) <= 4
-
-
 def test_a_shared_head_has_one_gradient() -> None:
     """Draft positions that share a head add to one gradient, instead of one each until the backward pass."""
     signals = random_signals(torch.Generator().manual_seed(23))

@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from conftest import make_llama
 
 import draftsmith.heads
-from draftsmith.heads import HEADS
+from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.configs import DRAFTERS, VocabularyOption
 
 
@@ -21,6 +23,24 @@ def test_entry_names_its_class_and_options(kind: str) -> None:
     taken = set(options) - {"target", "draft_vocabulary"} | ({"draft_vocab_size"} & keys)
     assert keys == taken if "options" not in taken else keys > taken - {"options"}
     assert ("draft_vocabulary" in options) == issubclass(entry.section, VocabularyOption)
+
+
+WITH_VOCABULARY = [kind for kind, entry in DRAFTERS.items() if issubclass(entry.section, VocabularyOption)]
+
+
+@pytest.mark.parametrize("kind", WITH_VOCABULARY)
+def test_a_drafter_whose_tokens_are_chosen_later_is_the_one_built_with_them(kind: str) -> None:
+    target, tokens = make_llama(num_hidden_layers=4), [3, 9, 20, 41]
+
+    def built(chosen: list[int]) -> TrainableDrafter:
+        torch.manual_seed(1)
+        return HEADS[kind].from_target(target, draft_vocabulary=chosen)
+
+    later = built([0, 1, 2, 3])
+    later.choose_tokens(target, tokens)
+    expected, found = built(tokens).state_dict(), later.state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
 def test_an_unknown_name_is_no_attribute() -> None:

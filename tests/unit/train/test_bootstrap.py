@@ -1,7 +1,6 @@
 """Parts that the trainer and `draftsmith data prepare` build alike, and drafters that start from a trained one."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,8 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.train import bootstrap
 from draftsmith.train.bootstrap import make_drafter
-from draftsmith.train.prepare import prepare
-from draftsmith.train.recipe import Recipe, load_recipe, parse_recipe
-from draftsmith.train.target_placement import Placement
-from draftsmith.train.trainer import train
+from draftsmith.train.recipe import parse_recipe
 
 EVEN = list(range(0, 64, 2))
 DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -101,31 +96,3 @@ def test_keys_that_change_shapes_are_named(tmp_path: Path, tiny_tokenizer: PreTr
     recipe = parse_recipe({**values, "start_from": str(tmp_path / "saved")}, "test")
     with pytest.raises(ConfigError, match=r"mask_hidden has shape .* says \(the drafter has mask_before_fc=True\)$"):
         make_drafter(recipe, LoadedTarget(model, tiny_tokenizer, "tiny", None))
-
-
-@pytest.mark.parametrize("start", [train, prepare])
-def test_trainer_and_prepare_load_the_target_to_the_same_place(
-    start: Callable[[Recipe], Any], recipe_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A target that is offloaded or sharded may not fit the accelerator as a whole."""
-    places = []
-
-    def load_target(name: str, **options: Any) -> None:
-        places.append(options["device"])
-        assert options["attn_implementation"] == "eager"
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bootstrap, "load_target", load_target)
-    monkeypatch.setattr(Placement, "load_to", torch.device("meta"))
-    with pytest.raises(KeyboardInterrupt):
-        start(load_recipe(str(recipe_file), ["target.attn_implementation=eager"]))
-    assert places == [torch.device("meta")]
-
-
-@pytest.mark.parametrize("start", [train, prepare])
-def test_trainer_and_prepare_refuse_the_same_engines(
-    start: Callable[[Recipe], Any], recipe_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
-    with pytest.raises(ConfigError, match="expected DDP, FSDP2 or DeepSpeed"):
-        start(load_recipe(str(recipe_file)))

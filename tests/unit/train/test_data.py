@@ -1,5 +1,7 @@
-"""Rows of a step, and their masks."""
+"""Rows of a step, their masks, and the draft vocabulary of their responses."""
 
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.train import trainer
 from draftsmith.train.batch import batch_indices, collate, response_tokens
-from draftsmith.train.data import chat_of
+from draftsmith.train.data import ROWS_COUNTED, chat_of, frequent_tokens
+from draftsmith.train.progress import Console
 from draftsmith.train.recipe import load_recipe
 
 ROWS = Dataset.from_list(
@@ -67,3 +70,22 @@ def test_a_target_with_learned_positions_is_trained_on_up_to_its_last_one(
     tiny_tokenizer.save_pretrained(tmp_path / "gpt2")
     own = [f"target.model={tmp_path / 'gpt2'}", "data.prompt_tokens=8", "data.response_tokens=12", "train.steps=2"]
     trainer.train(load_recipe(str(recipe_file), [*own, "evaluation.max_new_tokens=8"]))
+
+
+def test_the_tokens_that_responses_hold_most_often(
+    tiny_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture
+) -> None:
+    dice = random.Random(0)
+    rows, counts = [], Counter()
+    for _ in range(ROWS_COUNTED + 40):
+        ids = [min(63, int(dice.expovariate(0.1))) for _ in range(12)]
+        spans = [[2, 5], [8, 12]]
+        rows.append({"input_ids": ids, "spans": spans})
+        counts.update(ids[2:5] + ids[8:12])
+    target = LoadedTarget(make_llama(), tiny_tokenizer, "tiny", None)
+    eos = tiny_tokenizer.eos_token_id
+    found = frequent_tokens(Dataset.from_list(rows), 10, target, Console(True))
+    others = sorted((token for token in range(64) if token != eos), key=lambda token: (-counts[token], token))
+    assert found == sorted([eos, *others[:9]])
+    share = sum(counts[token] for token in found) / counts.total()
+    assert f"draft vocabulary: 10 of 64 tokens, {share:.2%} of the responses" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from transformers import RwkvConfig, RwkvForCausalLM, T5Config, T5ForConditional
 from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.heads import DraftModel, Medusa, TrainableDrafter
+from draftsmith.heads import HEADS, DraftModel, Medusa, TrainableDrafter
 from draftsmith.train.batch import collate
 from draftsmith.train.bootstrap import make_step
 from draftsmith.train.estimate.fake_run import LiveBytes
@@ -170,6 +170,15 @@ def test_muon_takes_no_lm_head_of_another_name() -> None:
     muon, _ = optimizers(DraftModel(model), "muon", 0.0)
     names = {id(weight): name for name, weight in model.named_parameters()}
     assert {names[id(weight)].split(".")[1] for weight in muon.param_groups[0]["params"]} == {"blocks"}
+
+
+def test_muon_takes_neither_markov_biases_nor_a_confidence_head() -> None:
+    options = {"layers": [1, 2], "block_size": 4, "markov_rank": 4, "confidence_head": True}
+    drafter = HEADS["dflash"].from_target(make_llama(), **options)
+    muon, _ = optimizers(drafter, "muon")
+    names = {id(weight): name for name, weight in drafter.named_parameters()}
+    taken = {names[id(weight)].split(".")[1] for weight in muon.param_groups[0]["params"]}
+    assert taken == {"fc", "layers"}
 
 
 def test_adamw_needs_no_memory_beside_its_moments() -> None:
