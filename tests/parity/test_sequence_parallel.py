@@ -14,8 +14,10 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, unrolled_attention
 from draftsmith.heads.sequence_part import SequencePart
+from draftsmith.train.batch import Batch
 from draftsmith.train.bootstrap import check_target
 from draftsmith.train.recipe import parse_recipe
+from draftsmith.train.step import AgreementStep, Last
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 COUNT = 3
@@ -32,8 +34,8 @@ def loss_and_gradients(kind: str, part: SequencePart | None, objective: Objectiv
     seen_BT = torch.ones_like(ids_BT)
     seen_BT[1, 11:] = 0
     teacher = OnlineTeacher(target.requires_grad_(False), drafter.needs.layers)
-    signals = teacher.signals(ids_BT * seen_BT, seen_BT, seen_BT.bool() & (ids_BT > 15))
-    sums = objective(drafter.unroll(signals), signals, teacher.lm_head)
+    batch = Batch(ids_BT * seen_BT, seen_BT, seen_BT.bool() & (ids_BT > 15))
+    sums = AgreementStep(drafter, objective, teacher, part=part)(batch, 1.0, Last())
     sums.loss.backward()
     found = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
     return {**found, "loss": sums.loss.detach(), "alpha": sums.alpha_K, "count": sums.count_K.double()}
@@ -60,12 +62,14 @@ def test_drafters_that_cannot_divide_a_text_are_refused() -> None:
     target, values = make_llama(num_hidden_layers=3), {"name": "m", "output": "m", "train": {"sequence_parallel": 2}}
     for kind in ("medusa", "mtp"):
         recipe = parse_recipe({**values, "drafter": {"type": kind}}, "test")
-        with pytest.raises(ConfigError, match=f"drafter.type='{kind}'; expected eagle, hass or eagle3"):
+        with pytest.raises(
+            ConfigError, match=f"=2 with drafter.type='{kind}'; expected 1, or a drafter of type eagle, "
+        ):
             check_target(recipe, target, HEADS[kind].from_target(target))
     recipe, drafter = parse_recipe({**values, "drafter": {"type": "hass"}}, "test"), HEADS["hass"].from_target(target)
     check_target(recipe, target, drafter)
     drafter.body.config.layer_types, drafter.body.config.sliding_window = ["sliding_attention"], 3
-    with pytest.raises(ConfigError, match=r"drafter\.type='hass' and a sliding window; expected 1"):
+    with pytest.raises(ConfigError, match="=2 with a sliding window; expected 1"):
         check_target(recipe, target, drafter)
 
 
