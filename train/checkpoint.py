@@ -128,15 +128,6 @@ def load_state(folder: Path, put: Callable[[TrainState], None]) -> tuple[Progres
     return None, problems
 
 
-def load_step(folder: Path, step: int, put: Callable[[TrainState], None]) -> bool:
-    """Pass the checkpoint of `step` to `put`; return False where there is none, or it cannot be read."""
-    try:
-        _put(checkpoint_folder(folder, step), put)
-    except UNREADABLE:
-        return False
-    return True
-
-
 def load_from(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
     """Pass the state of another run's checkpoint to `put` and return its progress, without that run's best drafter.
 

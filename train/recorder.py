@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +22,6 @@ from draftsmith.train.checkpoint import (
     TrainState,
     load_from,
     load_state,
-    load_step,
     prune,
     save_state,
     trained,
@@ -41,9 +39,8 @@ from draftsmith.train.run_folder import (
     TARGET,
     Metrics,
     comparable,
+    deleted_drafter,
     finish,
-    is_lost,
-    lost_for_good,
     read_metrics,
 )
 from draftsmith.train.step import Last
@@ -266,27 +263,6 @@ class Record:
         self.meet()
         self._saved = step
 
-    def restore(self) -> None:
-        """Write the best drafter again from its checkpoint, if its folder was deleted; called at the end of the run.
-
-        Raises:
-            DraftsmithError: on all processes, where that checkpoint has been deleted too.
-        """
-        lost = self._main and self.best.tau > 0 and is_lost(self._recipe)
-        if not broadcast_object_list([lost])[0]:
-            return
-        step, drafter = self.best.step, self._folder / DRAFTER
-        if not load_step(self._folder / CHECKPOINTS, step, self._load):
-            raise lost_for_good(self._folder, step)
-        with self._engine.gathered():
-            if self._main:
-                key = "average" if self.best.averaged else "evaluation"
-                rows = [row for row in read_metrics(self._folder) if row["step"] == step and key in row]
-                with self._writing(DRAFTER), self.weights(self.best.averaged):
-                    self.best.save(rows[-1][key].get("target_quality") if rows else None)
-        self.meet()
-        self._console.say(f"{drafter} was deleted: written again from the checkpoint of step {step}")
-
     def weights(self, averaged: bool) -> AbstractContextManager[None]:
         """Return the context in which the drafter has its averaged weights, or its own."""
         return self._average.in_place() if averaged and self._average is not None else nullcontext()
@@ -295,8 +271,13 @@ class Record:
         """Write the run's summary, and print what more steps would bring and where the time went.
 
         `peak`: the most bytes that this start of the run has used.
+
+        Raises:
+            DraftsmithError: on all processes, where the best drafter was deleted.
         """
-        if self._main:
+        if self._main and self.best.tau > 0 and (problem := deleted_drafter(self._recipe, self.best.step)) is not None:
+            self.stopping.problem = str(problem)
+        elif self._main:
             from draftsmith.eval.learning_curve import outlook, time_split  # the measurement: loaded at the end alone
 
             memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}

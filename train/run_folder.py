@@ -14,7 +14,7 @@ from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.locks import LOCK, hold_folder
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
-from draftsmith.train.checkpoint import checkpoint_folder, read_state, stored_recipes
+from draftsmith.train.checkpoint import read_state, stored_recipes
 from draftsmith.train.learning_rates import decay_steps, warmup_steps
 from draftsmith.train.recipe import Recipe, parse_recipe
 
@@ -212,37 +212,27 @@ def metrics_of(drafters: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     return {name: rows for name, rows in metrics.items() if rows}
 
 
-def is_lost(recipe: Recipe) -> bool:
-    """Return whether the saved best drafter, or the adapter that it needs, has been deleted."""
+def deleted_drafter(recipe: Recipe, step: int) -> DraftsmithError | None:
+    """Return the error for a best drafter, of `step`, that was deleted, or the adapter that it needs; None for none."""
     drafter, target = Path(recipe.output) / DRAFTER, Path(recipe.output) / TARGET
     whole = (drafter / "config.json").is_file() and any(drafter.glob("*.safetensors"))
-    return not whole or (recipe.cotrain is not None and not (target / "adapter_config.json").is_file())
+    if whole and (recipe.cotrain is None or (target / "adapter_config.json").is_file()):
+        return None
+    return DraftsmithError(
+        f"{drafter} was deleted: it held the best drafter, of step {step}; expected another output, to train it again"
+    )
 
 
 def is_finished(recipe: Recipe) -> bool:
-    """Return whether an earlier start has finished the run and its drafter does not have to be written again.
-
-    Raises:
-        DraftsmithError: where the drafter was deleted, and so was the checkpoint to write it from.
-    """
-    folder = Path(recipe.output)
+    """Return whether an earlier start has finished the run; DraftsmithError where its drafter was deleted since."""
     try:
-        summary = read_json(folder / FINISHED)
+        summary = read_json(Path(recipe.output) / FINISHED)
         step, tau = int(summary["best_step"]), float(summary["best_tau"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return False  # a damaged file is written again
-    lost = tau > 0 and is_lost(recipe)
-    if lost and not checkpoint_folder(folder / CHECKPOINTS, step).is_dir():
-        raise lost_for_good(folder, step)
-    return not lost
-
-
-def lost_for_good(folder: Path, step: int) -> DraftsmithError:
-    """Return the error for a best drafter that was deleted together with its checkpoint."""
-    return DraftsmithError(
-        f"{folder / DRAFTER} was deleted: it held the best drafter, of step {step}, and no intact checkpoint of that "
-        f"step is kept in {folder / CHECKPOINTS}; expected another output, to train it again"
-    )
+    if tau > 0 and (problem := deleted_drafter(recipe, step)) is not None:
+        raise problem
+    return True
 
 
 def finish(folder: Path, summary: dict[str, Any]) -> None:

@@ -182,7 +182,6 @@ class Run:
         if stopping.agreed is not None:
             self.console.say(f"{name}: stopped by a signal after step {step}; the same command continues from there")
             return
-        self.record.restore()
         self.record.finish(step, self.memory.peak(), self.estimate)
         best = self.record.best
         peak = in_units(self.memory.peak())

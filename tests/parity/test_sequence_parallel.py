@@ -62,9 +62,7 @@ def test_drafters_that_cannot_divide_a_text_are_refused() -> None:
     target, values = make_llama(num_hidden_layers=3), {"name": "m", "output": "m", "train": {"sequence_parallel": 2}}
     for kind in ("medusa", "mtp"):
         recipe = parse_recipe({**values, "drafter": {"type": kind}}, "test")
-        with pytest.raises(
-            ConfigError, match=f"=2 with drafter.type='{kind}'; expected 1, or a drafter of type eagle, "
-        ):
+        with pytest.raises(ConfigError, match=f"=2 with drafter.type='{kind}'; expected 1, or a drafter of"):
             check_target(recipe, target, HEADS[kind].from_target(target))
     recipe, drafter = parse_recipe({**values, "drafter": {"type": "hass"}}, "test"), HEADS["hass"].from_target(target)
     check_target(recipe, target, drafter)

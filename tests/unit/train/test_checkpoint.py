@@ -21,7 +21,6 @@ from draftsmith.train.checkpoint import (
     Progress,
     load_from,
     load_state,
-    load_step,
     prune,
     save_state,
     stored_recipes,
@@ -94,7 +93,6 @@ def test_a_flipped_bit_in_any_file_falls_back_to_the_checkpoint_before(file: str
         step, problems = _load(tmp_path)
         assert step == 4, f"byte {place}"
         assert problems[0].startswith("checkpoint step-000008 cannot be read (")
-        assert not load_step(tmp_path, 8, lambda state: None)
         with pytest.raises(DraftsmithError, match="expected an intact checkpoint"):
             load_from(tmp_path / "step-000008", lambda state: None)
         if file == STATE:
