@@ -39,21 +39,10 @@ class Sample:
         pieces[-1] = (pieces[-1][0] + printable(text.rest()), pieces[-1][1])
         return cls(printable(str(tokenizer.decode(output.prompt_tokens))), pieces)
 
-    def markdown(self) -> str:
-        """Return the text in the Markdown of tensorboard and trackio."""
-        marked = "".join(f"<b>{html.escape(text)}</b>" if ours else html.escape(text) for text, ours in self.pieces)
-        return f"{LEGEND}\n\n<pre>{html.escape(self.prompt)}│{marked}</pre>"
-
     def html(self) -> str:
-        """Return the text as HTML for wandb and mlflow."""
-        marked = "".join(
-            f"<b style='background:#cdebdc;color:#000'>{html.escape(text)}</b>" if ours else html.escape(text)
-            for text, ours in self.pieces
-        )
-        return (
-            f"<p style='font-family:sans-serif'>{LEGEND}</p><pre style='white-space:pre-wrap'>"
-            f"<span style='color:#777'>{html.escape(self.prompt)}</span>{marked}</pre>"
-        )
+        """Return the text as HTML, which Markdown may contain."""
+        marked = "".join(f"<b>{html.escape(text)}</b>" if ours else html.escape(text) for text, ours in self.pieces)
+        return f"{LEGEND}\n\n<pre style='white-space:pre-wrap'>{html.escape(self.prompt)}│{marked}</pre>"
 
 
 PROJECT = "draftsmith"
@@ -116,19 +105,15 @@ class Tracker:
         return {**options, "run_id": file.read_text(encoding="utf-8").strip()} if file.exists() else options
 
     def _show(self, step: int, samples: list[Sample]) -> None:
-        named = {f"evaluation/sample_{number}": sample for number, sample in enumerate(samples, 1)}
-        tracker = self._accelerator.trackers[0]
-        if self._name == "tensorboard":
-            tracker.log({key: sample.markdown() for key, sample in named.items()}, step=step)
-            return
-        package: Any = import_module(self._name)  # an optional one
+        texts = {f"evaluation/sample_{number}": sample.html() for number, sample in enumerate(samples, 1)}
+        package: Any = None if self._name == "tensorboard" else import_module(self._name)  # an optional one
         if self._name == "mlflow":
-            for key, sample in named.items():
-                package.log_text(sample.html(), f"{key}/step-{step:06d}.html")
-        elif self._name == "trackio":
-            tracker.log({key: package.Markdown(sample.markdown()) for key, sample in named.items()}, step=step)
-        else:
-            tracker.log({key: package.Html(sample.html()) for key, sample in named.items()}, step=step)
+            for key, text in texts.items():
+                package.log_text(text, f"{key}/step-{step:06d}.html")
+            return
+        kinds = {"trackio": "Markdown", "wandb": "Html"}
+        shown = {key: getattr(package, kinds[self._name])(text) if package else text for key, text in texts.items()}
+        self._accelerator.trackers[0].log(shown, step=step)
 
     def _finish(self) -> None:
         for tracker in self._accelerator.trackers:

@@ -427,7 +427,7 @@ def test_a_sample_says_who_wrote_what(tiny_tokenizer: PreTrainedTokenizerFast) -
     assert output.drafted == [False, True, True, False, False, True]
     sample = Sample.of(output, tiny_tokenizer)
     assert sample == Sample("xy", [("a", False), ("bc", True), ("de", False), ("f", True)])
-    assert "a<b>bc</b>de<b>f</b>" in sample.markdown()
+    assert "a<b>bc</b>de<b>f</b>" in sample.html()
     assert "&lt;" in Sample("<", []).html()
 
 
