@@ -513,12 +513,9 @@ def test_trackers_write_without_a_network(tracker: str, recipe_file: Path, tmp_p
     if tracker == "wandb":
         (page, *_) = sorted(file for file in written if file.suffix == ".html")
         assert LEGEND in page.read_text()
-        assert any(file.suffix == ".png" for file in written), "acceptance by position"
         return
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "run" / "tracker" / "draftsmith")).Reload()
-    (image, *_) = events.Images("evaluation/acceptance")
-    assert (image.width, image.height) == (450, 300)
     (text, *_) = events.Tensors("evaluation/sample_1/text_summary")
     assert LEGEND in text.tensor_proto.string_val[0].decode()
