@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.sampling import Sampling, require_seed
+from draftsmith.decode.sampling import require_seed
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import length_statistics, read_examples
@@ -111,7 +111,6 @@ def regenerate(loading: Loading, data: DataSection, out: Path, *, seed: int, dra
         ConfigError: for a file that exists, a seed or a temperature out of range, or prompts that cannot be read.
     """
     require_seed("--seed", seed)
-    Sampling(data.temperature)  # checked before anything is loaded
     check_attention("--attn-implementation", loading.attn_implementation, loading.dtype)
     require_writable_file("--out", out)
     with hold_name("--out", out):

@@ -29,7 +29,7 @@ def _run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
     ("options", "message"),
     [
         (["--gamma", "0"], "ConfigError: gamma=0; expected >= 1"),
-        (["--temperature", "-1"], "ConfigError: temperature=-1.0; expected >= 0"),
+        (["--temperature", "-1"], "ConfigError: --temperature=-1.0; expected >= 0"),
         (["--temperature", "1", "--temperature", "1"], "ConfigError: temperature=[1.0, 1.0]; expected each only once"),
         (["--max-new-tokens", "0"], "ConfigError: max_new_tokens=0; expected >= 1"),
         (["--repeats", "1001"], "ConfigError: repeats=1001; expected at most 1000"),
