@@ -29,7 +29,7 @@ def _run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
     ("options", "message"),
     [
         (["--gamma", "0"], "ConfigError: gamma=0; expected >= 1"),
-        (["--temperature", "-1"], "ConfigError: --temperature=-1.0; expected >= 0"),
+        (["--temperature", "-1"], "ConfigError: temperature=-1.0; expected >= 0"),
         (["--temperature", "1", "--temperature", "1"], "ConfigError: temperature=[1.0, 1.0]; expected each only once"),
         (["--max-new-tokens", "0"], "ConfigError: max_new_tokens=0; expected >= 1"),
         (["--repeats", "1001"], "ConfigError: repeats=1001; expected at most 1000"),
@@ -87,7 +87,7 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
         code, _, err = _run(capsys, *regenerate[:-1], place)
         assert (code, f"--out={place or '.'} is a folder; expected the name of a file" in err) == (2, True), err
     code, _, err = _run(capsys, *regenerate, "--temperature", "-1")
-    assert (code, err.startswith("ConfigError: temperature=-1.0; expected >= 0")) == (2, True), err
+    assert (code, err.startswith("ConfigError: --temperature=-1.0; expected >= 0")) == (2, True), err
     code, _, err = _run(capsys, "train", "quickstart/mtp", "train.stepz=1")
     assert (code, "did you mean train.steps?" in err) == (2, True)
     assert _run(capsys, "recipes", "nothing")[0] == 2
