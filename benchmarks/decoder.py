@@ -90,6 +90,7 @@ def arguments() -> argparse.Namespace:
         "--pair", choices=("trained", *PAIRS), default="trained", help="all but trained: random weights, built here"
     )
     parser.add_argument("--target", default="embedded", help="'embedded', a local folder or a Hub id")
+    parser.add_argument("--dtype", default="float32", help="of the target")
     parser.add_argument("--drafter", help="a draft model: a local folder or a Hub id")
     parser.add_argument("--heads", help="also a drafter of another type for the same target, with draftsmith alone")
     parser.add_argument("--prompt-set", default="embedded", help="'embedded' or a JSONL file")
@@ -139,7 +140,7 @@ def load(options: argparse.Namespace) -> Loaded:
         raise SystemExit(
             "--drafter is missing; expected a draft model's folder or Hub id (or --pair 134m, --pair tiny)"
         )
-    loaded = load_target(options.target)
+    loaded = load_target(options.target, dtype=options.dtype)
     drafter = load_drafter(options.drafter, loaded.model, loaded.tokenizer)
     if not isinstance(drafter, DraftModel):
         raise SystemExit(f"--drafter {options.drafter} is of type {drafter.type}; expected a draft model")

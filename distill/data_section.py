@@ -7,12 +7,15 @@ from pydantic import Field
 from draftsmith.config import Count, Number, Section, Whole
 from draftsmith.distill.server.settings import ServerSection
 
+SELF = "self"
+"""The value of `prompts` with which the target writes the prompts itself."""
+
 
 class DataSection(Section):
     prompts: str = "embedded"
-    """'embedded'; a file (JSONL, JSON, Parquet, text) or a folder of them; or a Hub data set. Rows have `messages`,
-    `conversations` (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`, or `input_ids` with
-    `loss_mask`."""
+    """'embedded'; a file (JSONL, JSON, Parquet, text) or a folder of them; a Hub data set; or 'self': the target writes
+    the user's turns of its own chat template (distill/self_prompts.py). Rows have `messages`, `conversations`
+    (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`, or `input_ids` with `loss_mask`."""
     subset: str | None = None
     """Configuration of a Hub data set."""
     split: str = "train"

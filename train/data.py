@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.data_section import SELF, DataSection
 from draftsmith.distill.dataset import (
     HeldOut,
     hold_back,
@@ -146,6 +146,8 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
         rows, states = teacher_files(context, chat, target)
         if rows is not None:
             return replace(_of_file(context, chat, target, rows), states=states)
+    if data.prompts == SELF:
+        data = data.model_copy(update={"prompts": _self_prompts(context, chat, target)})
     console.say(f"data: reading {data.prompts}")
     with context.accelerator.main_process_first():
         examples = read_examples(chat, data, context_limit(target.model.config), console.say, recipe.train.seed)
@@ -161,6 +163,15 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
     rows = _with_images(_sampled(context, chat, target, drafter, examples), examples)
     rows, validation = _packed(_readable(rows, target, console), data, console)
     return TrainingData(rows, heldout, examples, validation=validation)
+
+
+def _self_prompts(context: RunContext, chat: Chat, target: LoadedTarget) -> str:
+    """Return the file of prompts that the target writes itself."""
+    from draftsmith.distill.self_prompts import write_self_prompts
+
+    recipe, console = context.recipe, context.console
+    how = {"share": context.placement.share, "progress": console.visible, "say": console.say}
+    return str(write_self_prompts(target, chat, recipe.data, recipe.train.seed, **how))
 
 
 def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Drafter, examples: Dataset) -> Dataset:

@@ -19,6 +19,7 @@ from accelerate.utils import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.distill.chat_template import template_text
+from draftsmith.distill.data_section import SELF
 from draftsmith.distill.load_target import EMBEDDED, bf16_is_fast, check_target_name
 from draftsmith.distill.server.settings import require_client
 from draftsmith.distill.sources import EmptyConversation, conversation, looks_local, read_source
@@ -81,7 +82,7 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
     if recipe.teacher.kind == "files" and not Path(recipe.teacher.file or "").expanduser().is_dir():
         raise ConfigError.of("teacher.file", recipe.teacher.file, "a folder of hidden states")
     for source in (recipe.data.prompts if recipe.teacher.kind != "logprobs" else None, recipe.evaluation.prompts):
-        if source is not None and source != EMBEDDED:
+        if source not in (None, EMBEDDED, SELF):
             _require_readable(source)
 
 

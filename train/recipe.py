@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from draftsmith.config import Location, Section, expected
-from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.data_section import SELF, DataSection
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
@@ -93,6 +93,9 @@ class Recipe(Section):
         }
         if data.responses > 1:
             _exclude(f"data.responses={data.responses}", reasons, "1")
+        if data.prompts == SELF:
+            del reasons["temperature=0, which gives the same text again"]
+            _exclude(f"data.prompts={SELF!r}", {**reasons, "data.images": data.images is not None}, "a file of prompts")
         self._check_server()
 
     def _check_server(self) -> None:

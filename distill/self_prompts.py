@@ -1,0 +1,135 @@
+"""Prompts that the target writes itself: the user's turn of its chat template, sampled (Magpie, arXiv:2406.08464)."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from datasets import Dataset
+
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import SELF, DataSection
+from draftsmith.distill.dataset import FEATURES
+from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.regeneration import Sampler, Share, target_key, target_samples
+from draftsmith.distill.sources import Conversation
+from draftsmith.errors import ConfigError
+from draftsmith.provenance import fingerprint
+from draftsmith.storage import cache_dir, write_text, writing
+
+VERSION = 1
+PLACEHOLDER = "\ue001"
+MOST = 8
+"""Texts that are sampled for each prompt that is wanted, before giving up."""
+
+
+def write_self_prompts(
+    target: LoadedTarget,
+    chat: Chat,
+    data: DataSection,
+    seed: int,
+    *,
+    share: Share | None = None,
+    progress: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Return a file of `data.count` prompts, JSON lines with `messages`, that the target sampled at temperature 1.
+
+    Texts that do not end, are empty, contain special tokens, repeat another or exceed `data.prompt_tokens` in the
+    template are left out and counted. The file and the samples are cached; a larger count samples only what is missing.
+
+    Raises:
+        ConfigError: for a target without a chat template, a template that does not show the user's text, a longest
+            prompt without room for text, and a target of which fewer than one text in `MOST` is usable.
+    """
+    share = share or Share()
+    header, longest, count = turn_header(chat), data.prompt_tokens, data.count
+    if longest <= len(header):
+        raise ConfigError(
+            f"data.prompt_tokens={longest} with data.prompts={SELF!r}; expected more than the {len(header)} tokens of "
+            "the chat template before the user's text"
+        )
+    drawn = {"response_tokens": longest - len(header), "temperature": 1.0, "responses": 1, "drafter_share": 0.0}
+    sampler = Sampler(target, replace(chat, template=None), data.model_copy(update=drawn), seed)
+    key = fingerprint([VERSION, target_key(sampler, _headers(header, 1)), chat.key(), header, count, longest])
+    file = cache_dir() / "self-prompts" / f"{key}.jsonl"
+    share.wait()  # all processes decide alike: the file is written after the next one
+    if file.is_file():
+        return file
+    asked = count
+    while True:
+        rows = target_samples(sampler, _headers(header, asked), share=share, progress=progress)
+        texts, left_out = _usable(rows, sampler, longest)
+        if len(texts) >= count or asked >= MOST * count:
+            break
+        asked = min(MOST * count, math.ceil(1.1 * asked * count / max(1, len(texts))))
+    reasons = "".join(f", {number:,} {reason}" for reason, number in sorted(left_out.items()))
+    say(f"data: the target wrote {asked:,} texts as prompts: {len(texts):,} usable{reasons}")
+    if len(texts) < count:
+        raise ConfigError(
+            f"data.count={count:,} with data.prompts={SELF!r}: of {asked:,} texts {len(texts):,} are usable{reasons}; "
+            "expected a smaller data.count, a larger data.prompt_tokens, or a file of prompts"
+        )
+    if share.first:
+        lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in texts[:count]]
+        with writing(file, "the samples are kept, and the same command writes their prompts once there is room"):
+            write_text(file, "".join(lines))
+    share.wait()
+    return file
+
+
+def turn_header(chat: Chat) -> list[int]:
+    """Return the tokens of the chat template before the text of the first user turn.
+
+    Raises:
+        ConfigError: for a tokenizer without a template, or with one that does not show the user's text.
+    """
+    if not chat.tokenizer.chat_template:
+        raise ConfigError(
+            f"data.prompts={SELF!r} with a tokenizer without a chat template; expected a file of prompts, or "
+            "data.chat_template"
+        )
+    message = {"role": "user", "content": PLACEHOLDER}
+    whole = str(chat.tokenizer.apply_chat_template([message], tokenize=False, **chat.options))
+    before, found, _ = whole.partition(PLACEHOLDER)
+    if not found or not before:
+        raise ConfigError(
+            f"data.prompts={SELF!r}: the chat template shows nothing before the user's text; expected a file of prompts"
+        )
+    return list(chat.tokenizer(before, add_special_tokens=False)["input_ids"])
+
+
+def _headers(header: list[int], count: int) -> Dataset:
+    """Return `count` equal questions; each has a seed of its own, from its place among its equals."""
+    row = {"input_ids": header, "spans": [], "opening": "", "turns": "", "images": ""}
+    return Dataset.from_list([row] * count, features=FEATURES)
+
+
+def _usable(rows: Dataset, sampler: Sampler, longest: int) -> tuple[list[str], Counter[str]]:
+    """Return the texts that can be asked, in their order, and the numbers of the others by reason."""
+    chat, texts, left_out = sampler.chat, dict[str, None](), Counter[str]()
+    special = set(chat.tokenizer.all_special_ids)
+    ends = {*chat.ends, chat.tokenizer.eos_token_id}
+    for ids in _written(rows):
+        text = chat.tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
+        if ids[-1] not in ends:
+            left_out["without an end"] += 1
+        elif special & set(ids[:-1]):
+            left_out["with special tokens"] += 1
+        elif not text:
+            left_out["empty"] += 1
+        elif text in texts:
+            left_out["repeated"] += 1
+        elif len(chat.generation_prompt([{"role": "user", "content": text}], Conversation("prompt"))) > longest:
+            left_out[f"longer than data.prompt_tokens={longest}"] += 1
+        else:
+            texts[text] = None
+    return list(texts), left_out
+
+
+def _written(rows: Dataset) -> Iterator[list[int]]:
+    for ids, spans in zip(rows["input_ids"], rows["spans"], strict=True):
+        start, end = spans[0]
+        yield ids[start:end]

@@ -1,0 +1,111 @@
+"""Prompts that the target writes itself."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.load_target import LoadedTarget, load_target
+from draftsmith.distill.self_prompts import turn_header, write_self_prompts
+from draftsmith.errors import ConfigError
+from draftsmith.heads.model_config import eos_tokens
+from draftsmith.train.recipe import load_recipe
+from draftsmith.train.trainer import train
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}Q{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}aQ{% endif %}"
+)
+
+
+@pytest.fixture
+def target(tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedTarget:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    return load_target(str(tiny_target_folder))
+
+
+def chat_of(target: LoadedTarget, template: str | None = TEMPLATE) -> Chat:
+    target.tokenizer.chat_template = template
+    return Chat(target.tokenizer, ends=eos_tokens(target.model.config))
+
+
+def section(longest: int, count: int) -> DataSection:
+    return DataSection(prompts="self", prompt_tokens=longest, count=count, batch_size=8)
+
+
+def written(target: LoadedTarget, count: int, *, seed: int = 0, longest: int = 40) -> list[str]:
+    file = write_self_prompts(target, chat_of(target), section(longest, count), seed, progress=False)
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert all([message["role"] for message in row["messages"]] == ["user"] for row in rows)
+    return [row["messages"][0]["content"] for row in rows]
+
+
+def test_the_header_is_what_the_template_shows_before_the_users_text(target: LoadedTarget) -> None:
+    assert target.tokenizer.decode(turn_header(chat_of(target))) == "uQ"
+
+
+def test_prompts_are_distinct_and_fit_and_belong_to_the_seed(target: LoadedTarget) -> None:
+    prompts = written(target, 12)
+    assert len({*filter(None, prompts)}) == 12
+    assert all(len(chat_of(target).tokenizer(text)["input_ids"]) + len("uQaQ") + 1 <= 40 for text in prompts)
+    assert written(target, 12) == prompts
+    assert written(target, 12, seed=1) != prompts
+
+
+def test_a_larger_count_keeps_the_prompts(target: LoadedTarget) -> None:
+    few = written(target, 6)
+    assert written(target, 20)[:6] == few
+
+
+def test_every_text_is_counted_as_usable_or_with_the_reason_why_not(target: LoadedTarget) -> None:
+    said: list[str] = []
+    write_self_prompts(target, chat_of(target), section(24, 6), 0, progress=False, say=said.append)
+    (line,) = said
+    sampled, *numbers = (
+        int(number) for number in re.findall(r"(\d+) (?:texts|usable|without|with|empty|repeated|longer)", line)
+    )
+    assert "without an end" in line
+    assert numbers[0] >= 6
+    assert sum(numbers) == sampled
+
+
+@pytest.mark.parametrize(
+    ("template", "longest", "message"),
+    [
+        (None, 40, "without a chat template; expected a file of prompts"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", 40, "shows nothing before the user's text"),
+        (TEMPLATE, 2, "expected more than the 2 tokens of"),
+        (TEMPLATE, 3, "texts 0 are usable"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    target: LoadedTarget, template: str | None, longest: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write_self_prompts(target, chat_of(target, template), section(longest, 4), 0, progress=False)
+
+
+def test_a_template_of_the_tokenizer_alone_is_used_with_its_options(
+    target: LoadedTarget, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    chat = Chat(target.tokenizer, options={"word": "Z"})
+    chat.tokenizer.chat_template = "{{ word }}{% for m in messages %}u{{ m.content }}{% endfor %}"
+    assert target.tokenizer.decode(turn_header(chat)) == "Zu"
+
+
+def test_a_run_trains_on_answers_to_prompts_of_its_target(recipe_file: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    changes = ["data.prompts=self", f"data.chat_template={template}", "data.count=10", "evaluation.count=2"]
+    recipe = load_recipe(str(recipe_file), [*changes, "data.prompt_tokens=40", "train.steps=2"])
+    assert (train(recipe) / "config.json").is_file()
+    (file,) = (tmp_path / "cache" / "self-prompts").glob("*.jsonl")
+    assert len(file.read_text().splitlines()) == 10
+
+
+def test_prompts_of_the_target_need_its_answers(recipe_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.prompts='self' with response='text'.*; expected a file of prompts"):
+        load_recipe(str(recipe_file), ["data.prompts=self", "data.response=text"])
