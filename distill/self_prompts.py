@@ -16,6 +16,7 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, target_key, target_samples
 from draftsmith.distill.sources import Conversation
 from draftsmith.errors import ConfigError
+from draftsmith.heads.model_config import eos_tokens
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import cache_dir, write_text, writing
 
@@ -109,11 +110,11 @@ def _headers(header: list[int], count: int) -> Dataset:
 
 def _usable(rows: Dataset, sampler: Sampler, longest: int) -> tuple[list[str], Counter[str]]:
     """Return the texts that can be asked, in their order, and the numbers of the others by reason."""
-    chat, texts, left_out = sampler.chat, dict[str, None](), Counter[str]()
+    chat, model, texts, left_out = sampler.chat, sampler.target.model, dict[str, None](), Counter[str]()
     special = set(chat.tokenizer.all_special_ids)
-    ends = {*chat.ends, chat.tokenizer.eos_token_id}
+    ends = eos_tokens(model.config, model.generation_config)
     for ids in _written(rows):
-        text = chat.tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
+        text = str(chat.tokenizer.decode(ids[:-1], skip_special_tokens=True)).strip()
         if ids[-1] not in ends:
             left_out["without an end"] += 1
         elif special & set(ids[:-1]):
