@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument(
         "--tree",
-        default="dynamic-tree:size=16,depth=5,top_k=5",
+        default="best-first:size=16,depth=5",
         help="the tree policy that is measured besides the chain",
     )
     parser.add_argument("--train-only", action="store_true")

@@ -122,8 +122,6 @@ class SpeculativeDecoder:
             require_fitting(self.rule, drafter, self.policy)
         if self.policy is not None:
             require_readable(self.policy, models)
-            if compile:
-                most_nodes(self.policy, greedy=False)  # refuses trees of any size
         self.costs = costs
         self._target.widths = {} if costs is None else costs.verify_widths
         self._target.compile = compile

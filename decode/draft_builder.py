@@ -60,7 +60,6 @@ class Draws(NamedTuple):
 
     counts: list[int]
     """Children of each node; it gets fewer where q has no token left."""
-    replacement: bool = False
     chances: bool = False
     """Whether `Children` contains probabilities."""
 
@@ -125,11 +124,11 @@ class DraftBuilder:
         assert self._drawing is None, "chosen tokens cannot be added to a drawn draft"
         return self.add(parent, token)
 
-    def drawing(self, *, replacement: bool) -> Drawing:
+    def drawing(self) -> Drawing:
         """Return the `Drawing` of this draft, all of whose tokens are drawn."""
         if self._drawing is None:
             assert not self.tokens, "drawn tokens cannot be added to a chosen draft"
-            self._drawing = Drawing(self.rng.categorical, replacement=replacement)
+            self._drawing = Drawing(self.rng.categorical)
         return self._drawing
 
     def draft(self) -> Draft:

@@ -7,7 +7,6 @@ host needs no token of the draft before the draft is verified.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from draftsmith.decode.sampling import Processors, index_at, precise
 from draftsmith.heads.base import DraftedChain, Drafter, Level, WantedChain
 from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, chain_parents, path_to, stacked
 
-Siblings = Literal["best", "without-replacement", "iid"]
-
 # Shapes: B texts, n nodes of a level, D tokens on a path, V vocabulary.
 
 
@@ -27,12 +24,11 @@ Siblings = Literal["best", "without-replacement", "iid"]
 class Shape:
     """A tree: for each level, its nodes as (index of the parent in the level before, rank among all tokens).
 
-    Nodes of one parent stand together, in order. `siblings`: "best" chooses the tokens of these ranks; otherwise the
-    children are drawn from q, and their ranks are 0, 1, ….
+    Nodes of one parent stand together, in order. `drawn`: a chain whose tokens are drawn from q, not chosen by rank.
     """
 
     levels: tuple[tuple[tuple[int, int], ...], ...]
-    siblings: Siblings
+    drawn: bool = False
 
     @cached_property
     def nodes(self) -> int:
@@ -63,9 +59,9 @@ class Shape:
         ]
 
 
-def chain_shape(length: int, siblings: Siblings) -> Shape:
+def chain_shape(length: int, *, drawn: bool) -> Shape:
     """Return the shape of a chain."""
-    return Shape(tuple(((0, 0),) for _ in range(length)), siblings)
+    return Shape(tuple(((0, 0),) for _ in range(length)), drawn)
 
 
 class FixedDrafts:
@@ -94,9 +90,9 @@ class FixedDrafts:
         self._draws = draws
         self._drawing: BatchDrawing | None = None
         own: tuple[list[Tensor], list[Tensor | None], list[int]] = ([], [], [])
-        if shape.siblings != "best":
+        if shape.drawn:
             assert draws is not None, "children are drawn"
-            self._drawing = BatchDrawing(draws.categorical, replacement=shape.siblings == "iid")
+            self._drawing = BatchDrawing(draws.categorical)
             own = self._drawing.tokens, self._drawing.valid, self._drawing.parents
         self._tokens, self._valid, self._parents = own
         self.slots: list[int | None] = []
@@ -160,7 +156,7 @@ class FixedDrafts:
                 q_BV = scores_BV.softmax(-1)
                 if self._processors.may_empty:
                     q_BV = q_BV.nan_to_num(0.0)
-                self._drawing.add(node, q_BV, len(ranks), valid_B)
+                self._drawing.add(node, q_BV, valid_B)
         return list(range(first, len(self._tokens)))
 
     def _choose(self, node: int, ranks: list[int], scores_BV: Tensor, valid_B: Tensor | None) -> None:

@@ -128,10 +128,10 @@ def _drawn(
     if len(rows) == 1 and drawing[rows[0]] == Draws([1]):  # fewer operations
         row, builder = rows[0], builders[rows[0]]
         (parent,), q_V = reads[row].nodes, q_mV[starts[row]]
-        token = None if builder.may_empty and not q_V.any() else builder.drawing(replacement=False).add(parent, q_V)
+        token = None if builder.may_empty and not q_V.any() else builder.drawing().add(parent, q_V)
         return {row: [[] if token is None else [(builder.add(parent, token), None)]]}
     rngs = [builders[row].rng for row in rows]
-    drawings = [builders[row].drawing(replacement=drawing[row].replacement) for row in rows]
+    drawings = [builders[row].drawing() for row in rows]
     counts = [drawing[row].counts for row in rows]
     # A row that draws nothing more still reads a number.
     draws = draws_of(rngs, max(map(sum, counts)) + 1, q_mV.device)

@@ -18,7 +18,7 @@ from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnD
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
 
 NO_DRAFT = Draft()
-CHAIN, TREES = "drawn chain", ("trees without replacement", "trees with replacement")
+CHAIN, TREES = "drawn chain", "drawn trees"
 """Kinds of drawn drafts that are verified together."""
 Group = tuple[list[int], DraftBatch | MixedBatch, Draws]
 """Rows whose drafts are verified together, the drafts and the random draws of these rows."""
@@ -128,7 +128,7 @@ class Proposal:
             by_kind.setdefault(_kind(draft, rule), []).append(row)
         groups = []
         for kind, rows in by_kind.items():
-            if kind in TREES:
+            if kind == TREES:
                 batches = self._united(rows, device)
             else:
                 batches = [(rows, self._batch(kind, [self.drafts[row] for row in rows], device))]
@@ -171,7 +171,7 @@ def _kind(draft: Draft, rule: Rule | None) -> Hashable:
     if isinstance(draft, DrawnDraft) and draft.tokens:
         if draft.is_chain:
             return CHAIN
-        return TREES[draft.replacement] if takes_united(rule) else (draft.parents, draft.replacement)
+        return TREES if takes_united(rule) else ("drawn", draft.parents)
     return "chosen" if takes_mixed(rule) and draft.tokens else draft.parents
 
 

@@ -10,26 +10,13 @@ from draftsmith.heads.draft_tree import ROOT, DraftBatch, DrawnBatch, children_o
 # Shapes: B texts, P places, D levels of the draft, V vocabulary.
 
 
-def siblings_iid_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
-    """Test independently drawn siblings: accept with min(1, p/q); a rejection sets p to norm(max(p - q, 0)).
-
-    q does not change. SpecInfer, Miao et al. 2023, arXiv:2305.09781, Algorithm 2.
-    """
-    return _descend(p_BPV, draft, draws, shrink=False)
-
-
-def siblings_without_replacement_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
+def siblings_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     """Test siblings that were drawn without replacement, in the order in which they were drawn.
 
-    As for independent siblings, but each rejection also removes the token from q, which is renormalised.
-    Sequoia, Chen et al. 2024, arXiv:2402.12374, Algorithm 1; recursive rejection sampling, Jeon et al. 2024,
-    arXiv:2402.14160.
+    Accept with min(1, p/q). A rejection sets p to norm(max(p - q, 0)), and removes the token from q, which is
+    renormalised. Sequoia, Chen et al. 2024, arXiv:2402.12374, Algorithm 1; recursive rejection sampling, Jeon et al.
+    2024, arXiv:2402.14160.
     """
-    return _descend(p_BPV, draft, draws, shrink=True)
-
-
-def _descend(p_BPV: Tensor, draft: DrawnBatch, draws: Draws, *, shrink: bool) -> Outcome:
-    """Test the children of each accepted node in order; `shrink`: a rejection removes the token from q."""
     B, depth = p_BPV.shape[0], max(depths_of(draft.parents))
     children = children_of(draft.parents)
     rows_B = torch.arange(B, device=p_BPV.device)
@@ -55,8 +42,7 @@ def _descend(p_BPV: Tensor, draft: DrawnBatch, draws: Draws, *, shrink: bool) ->
                 open_B = open_B & ~accepted_B
                 rest_BV = residual(p_BV, q_BV)
                 p_BV = torch.where(rejected_B1, rest_BV / rest_BV.sum(-1, keepdim=True), p_BV)
-                if shrink:
-                    q_BV = without(q_BV, token_B1)
+                q_BV = without(q_BV, token_B1)
             end_BV = torch.where(open_B[:, None], p_BV, end_BV)
         node_B = next_B
         path.append(next_B)

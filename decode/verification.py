@@ -8,7 +8,7 @@ from torch import Tensor
 from draftsmith.decode.draws import Draws, RowDraws
 from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.sampling import Rng
-from draftsmith.decode.tree_rules import siblings_iid_rule, siblings_without_replacement_rule, traversal_rule
+from draftsmith.decode.tree_rules import siblings_rule, traversal_rule
 from draftsmith.decode.verification_rules import (
     Decided,
     Outcome,
@@ -21,7 +21,7 @@ from draftsmith.decode.verification_rules import (
     verify_greedy,
 )
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_tree import Draft, DraftBatch, DrawnBatch, DrawnDraft
+from draftsmith.heads.draft_tree import Draft, DraftBatch, DrawnBatch
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, V vocabulary.
 
@@ -59,13 +59,12 @@ class Rule:
             raise ConfigError(f"rule={self.name!r} needs {self.takes}; this draft is a {shape} {kind}")
 
 
+def _drawn(draft: Draft | DraftBatch) -> bool:
+    return draft.drawn
+
+
 def _drawn_chain(draft: Draft | DraftBatch) -> bool:
     return draft.drawn and draft.is_chain
-
-
-def _drawn(draft: Draft | DraftBatch, *, replacement: bool) -> bool:
-    # Without siblings, both ways of drawing are the same.
-    return isinstance(draft, (DrawnDraft, DrawnBatch)) and (draft.is_chain or draft.replacement == replacement)
 
 
 def _ratio_rule(rule: Callable[[Tensor, DrawnBatch, Draws], Outcome]) -> VerifyBatch:
@@ -85,23 +84,16 @@ RULES: dict[str, Rule] = {
         Rule("block", _drawn_chain, "a chain drawn from q", batched=_ratio_rule(block_rule)),
         Rule("point-mass", lambda draft: True, "any draft", batched=point_mass_rule),
         Rule(
-            "siblings-iid",
-            lambda draft: _drawn(draft, replacement=True),
-            "a tree whose siblings were drawn independently from q",
-            unites=True,
-            batched=_ratio_rule(siblings_iid_rule),
-        ),
-        Rule(
             "siblings-without-replacement",
-            lambda draft: _drawn(draft, replacement=False),
-            "a tree whose siblings were drawn from q without replacement",
+            _drawn,
+            "a draft whose tokens were drawn from q",
             unites=True,
-            batched=_ratio_rule(siblings_without_replacement_rule),
+            batched=_ratio_rule(siblings_rule),
         ),
         Rule(
             "traversal",
-            lambda draft: _drawn(draft, replacement=False),
-            "a tree whose siblings were drawn from q without replacement",
+            _drawn,
+            "a draft whose tokens were drawn from q",
             unites=True,
             batched=_ratio_rule(traversal_rule),
         ),
@@ -119,11 +111,9 @@ def rule_named(name: str) -> Rule:
 
 def best_rule(draft: Draft | DraftBatch) -> Rule:
     """Return the lossless rule that accepts most for this kind of draft."""
-    if not isinstance(draft, (DrawnDraft, DrawnBatch)):
+    if not draft.drawn:
         return RULES["point-mass"]
-    if draft.is_chain:
-        return RULES["block"]
-    return RULES["siblings-iid" if draft.replacement else "traversal"]
+    return RULES["block" if draft.is_chain else "traversal"]
 
 
 def takes_mixed(rule: Rule | None) -> bool:

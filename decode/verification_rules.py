@@ -1,8 +1,8 @@
 """Verification rules: functions of the target's distributions, the drafts and `draws` that return an `Outcome`.
 
     token, block                                  chains drawn from q
-    siblings-iid, siblings-without-replacement    trees whose siblings were drawn from q, tested one after the other
-    traversal                                     the block rule for trees drawn without replacement, leaf by leaf
+    siblings-without-replacement    trees whose siblings were drawn from q, tested one after the other
+    traversal                       the block rule for such trees, leaf by leaf
     point-mass                                    any draft, however its tokens were chosen, sorted or pruned
     typical                                       any draft; LOSSY: texts are not distributed as the target's
     greedy                                        any draft under greedy decoding: the target's argmax
@@ -254,13 +254,9 @@ def point_mass_rule(p_BPV: Tensor, draft: DraftBatch | MixedBatch, draws: Draws)
 
 
 def _candidates(p_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
-    """Return the probability [B, P] of the children of each place, each token counted once."""
+    """Return the probability [B, P] of the children of each place, which hold different tokens."""
     place_BN = draft.places().expand(len(p_BPV), -1)
     p_BN = _of_tokens(p_BPV, draft.tokens_BN, place_BN)
-    if isinstance(draft, DrawnBatch) and draft.replacement:  # siblings may hold the same token
-        same_BNN = draft.tokens_BN[:, :, None] == draft.tokens_BN[:, None]
-        before_NN = torch.ones_like(same_BNN[0]).tril(-1) & (place_BN[0, :, None] == place_BN[0])
-        p_BN = p_BN.masked_fill((same_BNN & before_NN).any(-1), 0.0)
     if draft.valid_BN is not None:
         p_BN = p_BN * draft.valid_BN
     return torch.zeros_like(p_BPV[:, :, 0]).scatter_add_(1, place_BN, p_BN)

@@ -63,7 +63,7 @@ class Draft:
     """A tree of draft tokens, chosen in any way. A chain is a tree with one path.
 
     Nodes are stored in topological order. `parents[i]` is the index of node i's parent, `ROOT` for a child of the last
-    committed token. Siblings hold different tokens, unless they were drawn independently.
+    committed token. Siblings hold different tokens.
     """
 
     tokens: tuple[int, ...] = ()
@@ -125,9 +125,8 @@ class DrawnDraft(Draft):
 
     drawn: ClassVar[bool] = True
     q: tuple[Tensor, ...]
-    """For each node the distribution [V] after its parent, with all logits processors applied; siblings share it."""
-    replacement: bool
-    """True: siblings are independent draws from q. False: each is drawn from q without the earlier siblings."""
+    """For each node the distribution [V] after its parent, with all logits processors applied; siblings share it, and
+    each was drawn without the earlier ones."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a DrawnDraft is created by Drawing only; use Draft for tokens that were chosen otherwise")
@@ -146,28 +145,26 @@ class Drawing:
 
     Args:
         draw: returns an index with probability proportional to the weights [V], i.e. `Rng.categorical`.
-        replacement: whether siblings are drawn independently of each other.
     """
 
-    def __init__(self, draw: Callable[[Tensor], int], *, replacement: bool = False) -> None:
-        self._draw, self.replacement = draw, replacement
+    def __init__(self, draw: Callable[[Tensor], int]) -> None:
+        self._draw = draw
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self._q: list[Tensor] = []
 
     def add(self, parent: int, q_V: Tensor) -> int | None:
-        """Draw one more child of `parent` from `q_V` and return its token.
+        """Draw one more child of `parent` from `q_V` without its earlier children, and return its token.
 
-        Without replacement, return None and add no child once all tokens in the support of q are drawn.
+        Return None and add no child once all tokens in the support of q are drawn.
         """
         weights_V = q_V
-        if not self.replacement:
-            siblings = [self.tokens[i] for i, other in enumerate(self.parents) if other == parent]
-            if siblings:
-                weights_V = q_V.clone()
-                weights_V[siblings] = 0
-                if not weights_V.any():
-                    return None
+        siblings = [self.tokens[i] for i, other in enumerate(self.parents) if other == parent]
+        if siblings:
+            weights_V = q_V.clone()
+            weights_V[siblings] = 0
+            if not weights_V.any():
+                return None
         token = self._draw(weights_V)
         self._add(parent, token, q_V)
         return token
@@ -179,7 +176,7 @@ class Drawing:
 
     def draft(self) -> DrawnDraft:
         """Return the draft of all tokens that were drawn."""
-        return _drawn(tuple(self.tokens), tuple(self.parents), tuple(self._q), self.replacement)
+        return _drawn(tuple(self.tokens), tuple(self.parents), tuple(self._q))
 
 
 def draw_together(
@@ -216,8 +213,8 @@ def draw_together(
             valid_B = None
             if min(wanted) <= order:
                 valid_B = torch.tensor([count > order for count in wanted], device=q_BV.device)
-            if may_empty or (order > 0 and not drawings[0].replacement):
-                if order > 0 and not drawings[0].replacement:
+            if may_empty or order > 0:
+                if order > 0:
                     weights_BV = weights_BV.scatter(1, columns[-1][:, None].clamp_min(0), 0)
                 left_B = weights_BV.any(-1)
                 valid_B = left_B if valid_B is None else valid_B & left_B
@@ -236,9 +233,9 @@ def draw_together(
     return drawn
 
 
-def _drawn(tokens: tuple[int, ...], parents: Parents, q: tuple[Tensor, ...], replacement: bool) -> DrawnDraft:
+def _drawn(tokens: tuple[int, ...], parents: Parents, q: tuple[Tensor, ...]) -> DrawnDraft:
     draft = object.__new__(DrawnDraft)
-    for name, value in {"tokens": tokens, "parents": parents, "q": q, "replacement": replacement}.items():
+    for name, value in {"tokens": tokens, "parents": parents, "q": q}.items():
         object.__setattr__(draft, name, value)
     return draft
 
@@ -264,10 +261,8 @@ class DraftBatch:
         tokens_BN = torch.tensor([draft.tokens for draft in drafts], dtype=torch.int64, device=device)
         if not isinstance(first, DrawnDraft):
             return DraftBatch(tokens_BN, first.parents)
-        q = [draft.q for draft in drafts if isinstance(draft, DrawnDraft) and draft.replacement == first.replacement]
-        return _drawn_batch(
-            tokens_BN, first.parents, None, tuple(torch.stack(rows) for rows in zip(*q, strict=True)), first.replacement
-        )
+        q = [draft.q for draft in drafts if isinstance(draft, DrawnDraft)]
+        return _drawn_batch(tokens_BN, first.parents, None, tuple(torch.stack(rows) for rows in zip(*q, strict=True)))
 
     @staticmethod
     def of_chains(drafts: Sequence[Draft], device: torch.device | None = None) -> "DrawnBatch":
@@ -283,7 +278,7 @@ class DraftBatch:
         if min(lengths) < len(longest):
             valid_BN = torch.tensor([[node < length for node in nodes] for length in lengths], device=device)
         tokens_BN, q = torch.tensor(rows, device=device), tuple(map(torch.stack, q))
-        return _drawn_batch(tokens_BN, longest.parents, valid_BN, q, longest.replacement)
+        return _drawn_batch(tokens_BN, longest.parents, valid_BN, q)
 
     @staticmethod
     def of_trees(
@@ -300,9 +295,7 @@ class DraftBatch:
         rows = [[tree.tokens[node] for node in nodes] for tree, nodes in zip(trees, held, strict=True)]
         q = zip(*([tree.q[node] for node in nodes] for tree, nodes in zip(trees, held, strict=True)), strict=True)
         own_BN = torch.tensor(own, device=device)
-        batch = _drawn_batch(
-            torch.tensor(rows, device=device), parents, own_BN >= 0, tuple(map(torch.stack, q)), trees[0].replacement
-        )
+        batch = _drawn_batch(torch.tensor(rows, device=device), parents, own_BN >= 0, tuple(map(torch.stack, q)))
         batch.own = own
         return batch
 
@@ -347,21 +340,18 @@ class DrawnBatch(DraftBatch):
     drawn: ClassVar[bool] = True
     q: tuple[Tensor, ...]
     """For each node the distributions [B, V] after its parent, as in a `DrawnDraft`."""
-    replacement: bool
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a DrawnBatch is created by BatchDrawing only; use DraftBatch for tokens that were not drawn")
 
     def _draft(self, row: int, nodes: list[int], tokens: tuple[int, ...], parents: Parents) -> DrawnDraft:
-        return _drawn(tokens, parents, tuple(self.q[node][row] for node in nodes), self.replacement)
+        return _drawn(tokens, parents, tuple(self.q[node][row] for node in nodes))
 
 
-def _drawn_batch(
-    tokens_BN: Tensor, parents: Parents, valid_BN: Tensor | None, q: tuple[Tensor, ...], replacement: bool
-) -> DrawnBatch:
+def _drawn_batch(tokens_BN: Tensor, parents: Parents, valid_BN: Tensor | None, q: tuple[Tensor, ...]) -> DrawnBatch:
     batch = object.__new__(DrawnBatch)
     DraftBatch.__init__(batch, tokens_BN, parents, valid_BN)
-    batch.q, batch.replacement = q, replacement
+    batch.q = q
     return batch
 
 
@@ -372,26 +362,20 @@ class BatchDrawing:
         draw: weights [B, V] and the rows that draw [B] (None: all) to indices [B], i.e. `Draws.categorical`.
     """
 
-    def __init__(self, draw: Callable[[Tensor, Tensor | None], Tensor], *, replacement: bool = False) -> None:
-        self._draw, self._replacement = draw, replacement
+    def __init__(self, draw: Callable[[Tensor, Tensor | None], Tensor]) -> None:
+        self._draw = draw
         self.parents: list[int] = []
         self.tokens: list[Tensor] = []
         """The tokens [B] of each node."""
         self.valid: list[Tensor | None] = []
         self._q: list[Tensor] = []
 
-    def add(self, parent: int, q_BV: Tensor, count: int, valid_B: Tensor | None) -> None:
-        """Draw `count` children of `parent` for the rows that are valid, fewer where the support of q is smaller."""
-        weights_BV = q_BV
-        for order in range(count):
-            if order > 0 and not self._replacement:
-                weights_BV = weights_BV.scatter(1, self.tokens[-1][:, None], 0)
-                left_B = weights_BV.any(-1)
-                valid_B = left_B if valid_B is None else valid_B & left_B
-            self.tokens.append(self._draw(weights_BV, valid_B))
-            self.parents.append(parent)
-            self.valid.append(valid_B)
-            self._q.append(q_BV)
+    def add(self, parent: int, q_BV: Tensor, valid_B: Tensor | None) -> None:
+        """Draw a child of `parent` for the rows that are valid."""
+        self.tokens.append(self._draw(q_BV, valid_B))
+        self.parents.append(parent)
+        self.valid.append(valid_B)
+        self._q.append(q_BV)
 
     def add_chain(self, tokens_BD: Tensor, q: Sequence[Tensor]) -> None:
         """Add a chain after the root for all rows, each of whose tokens was drawn from its q [B, V]."""
@@ -404,9 +388,7 @@ class BatchDrawing:
     def batch(self) -> DrawnBatch:
         """Return the drafts of all tokens that were drawn."""
         tokens_BN = torch.stack(self.tokens, 1)
-        return _drawn_batch(
-            tokens_BN, tuple(self.parents), stacked(self.valid, tokens_BN), tuple(self._q), self._replacement
-        )
+        return _drawn_batch(tokens_BN, tuple(self.parents), stacked(self.valid, tokens_BN), tuple(self._q))
 
 
 def stacked(valid: Sequence[Tensor | None], tokens_BN: Tensor) -> Tensor | None:

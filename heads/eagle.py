@@ -47,7 +47,7 @@ class EagleNetwork(DraftNetwork):
 
 
 class Eagle(AutoregressiveDrafter[EagleNetwork]):
-    """EAGLE-1; with the policy `dynamic-tree` it is EAGLE-2."""
+    """EAGLE-1; with the policy `best-first` it drafts as EAGLE-2."""
 
     type: ClassVar[str] = "eagle"
     regresses: ClassVar[bool] = True

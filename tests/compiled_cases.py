@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Callable[[torch.nn.Module], Drafter] | None, dict[str, ob
     "target alone": (None, {}),
     "draft_model": (draft_model, {"draft_length": 3}),
     "tree": (draft_model, {"policy": "tree:widths=2x1"}),
-    "dynamic tree": (draft_model, {"policy": "dynamic-tree:size=7,depth=3,top_k=2"}),
+    "best-first": (draft_model, {"policy": "best-first:size=7,depth=3"}),
     "eagle3": (eagle, {"draft_length": 3}),
     "mtp": (mtp, {"draft_length": 3}),
     "peagle": (peagle, {"draft_length": 3}),

@@ -8,40 +8,35 @@ from collections.abc import Callable
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
 from draftsmith.decode.policies.base import Growing, Policy, exploring
+from draftsmith.decode.policies.best_first import BestFirst
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
-from draftsmith.decode.policies.dynamic_tree import BestFirst, DynamicTree
-from draftsmith.decode.policies.static_tree import MeasuredTree, SampledTree, StaticTree, best_shape, widths_shape
+from draftsmith.decode.policies.static_tree import SampledTree, StaticTree, widths_shape
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.reading import parse_specification, specified_name
 
 
-def _tree(*, widths: str = "3x2x1", siblings: str = "best") -> StaticTree:
+def _tree(*, widths: str = "3x2x1") -> StaticTree:
     try:
         counts = [int(width) for width in widths.split("x")]
     except ValueError as error:
         raise ConfigError.of("widths", widths, "numbers of children per level, as in 3x2x1") from error
-    if siblings not in SIBLINGS:
-        raise ConfigError.of("siblings", siblings, f"one of {', '.join(SIBLINGS)}")
-    return StaticTree(widths_shape(counts), siblings)
+    return StaticTree(widths_shape(counts))
 
 
-SIBLINGS = ("best", "without-replacement", "iid")
 KINDS: dict[str, tuple[Callable[..., Policy], dict[str, type]]] = {
     "chain": (Chain, {"draft_length": int}),
     "confidence": (ConfidenceChain, {"threshold": float, "draft_length": int}),
     "adaptive": (AdaptiveChain, {"draft_length": int}),
-    "tree": (_tree, {"widths": str, "siblings": str}),
-    "measured-tree": (MeasuredTree, {"size": int}),
-    "sampled-tree": (SampledTree, {"width": int, "depth": int, "siblings": str}),
-    "dynamic-tree": (DynamicTree, {"size": int, "depth": int, "top_k": int}),
+    "tree": (_tree, {"widths": str}),
+    "sampled-tree": (SampledTree, {"width": int, "depth": int}),
     "best-first": (BestFirst, {"size": int, "depth": int}),
     "optimal-tree": (OptimalTree, {"size": int, "depth": int, "top_k": int}),
 }
 """By name, the constructor of each policy and the types of its settings."""
 PLANNED = ("adaptive", "optimal-tree")
 """Policies that plan with measured costs."""
-MAY_BRANCH = (MeasuredTree, SampledTree, DynamicTree, BestFirst, OptimalTree)
+MAY_BRANCH = (SampledTree, BestFirst, OptimalTree)
 """Policies whose drafts have branches or not, depending on q and on earlier rounds."""
 
 
@@ -76,14 +71,11 @@ __all__ = [
     "BestFirst",
     "Chain",
     "ConfidenceChain",
-    "DynamicTree",
     "Growing",
-    "MeasuredTree",
     "OptimalTree",
     "Policy",
     "SampledTree",
     "StaticTree",
-    "best_shape",
     "check_policy",
     "default_policy",
     "exploring",

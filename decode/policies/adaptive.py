@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read
 from draftsmith.decode.policies.base import Growing, MostNodes, require_counts
-from draftsmith.decode.policies.dynamic_tree import Candidates
+from draftsmith.decode.policies.best_first import Candidates
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
 

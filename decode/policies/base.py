@@ -75,19 +75,12 @@ class MostNodes(NamedTuple):
 
 
 def most_nodes(policy: Policy | None, *, greedy: bool) -> MostNodes:
-    """Return the most nodes of a draft. A policy whose trees depend on q has them in `most_nodes`; None: any number.
-
-    Raises:
-        ConfigError: for any number.
-    """
+    """Return the most nodes of a draft. A policy whose trees depend on q has them in its property `most_nodes`."""
     own = None if policy is None else policy.fresh()
     if isinstance(own, FixedPolicy):
         shape = own.fixed(greedy=greedy)
         return MostNodes(0, 0) if shape.is_chain else MostNodes(shape.nodes, shape.nodes)
-    most: MostNodes | None = getattr(own, "most_nodes", MostNodes(0, 0))
-    if most is None:
-        raise ConfigError(f"compile=True with policy={own}, whose trees have any size; expected another policy")
-    return most
+    return getattr(own, "most_nodes", MostNodes(0, 0))
 
 
 def require_counts(policy: object, *keys: str) -> None:

@@ -27,7 +27,7 @@ class Chain:
 
     def fixed(self, *, greedy: bool) -> Shape:
         """Return the shape of all drafts."""
-        return chain_shape(self.draft_length, "best" if greedy else "without-replacement")
+        return chain_shape(self.draft_length, drawn=not greedy)
 
     def grow(self, builder: DraftBuilder) -> Growing:
         node: int | None = ROOT

@@ -48,8 +48,8 @@ DRAFTER_HELP = (
     "early-exit:layers=N, native-mtp, hybrid:drafter=FOLDER."
 )
 POLICY_HELP = (
-    "Draft policy: chain, confidence, adaptive, tree, measured-tree, sampled-tree, dynamic-tree, best-first or "
-    "optimal-tree, with settings as in best-first:size=16,depth=8."
+    "Draft policy: chain, confidence, adaptive, tree, sampled-tree, best-first or optimal-tree, with settings as in "
+    "best-first:size=16,depth=8."
 )
 RuleOption = Annotated[str | None, typer.Option("--rule", help="Verification rule; default: the best lossless one.")]
 TopKOption = Annotated[int | None, typer.Option("--top-k", help="Sample from the k most likely tokens.")]

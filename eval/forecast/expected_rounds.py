@@ -3,9 +3,8 @@
     policy                      T = 0    T > 0
     chain, any rule for chains  exact    exact
     confidence                  exact    exact (rejected tails of drafts are assumed to be as long as on the text)
-    tree of the most likely     exact    exact
-    tree of sampled siblings    exact    refused
-    best-first, dynamic-tree    exact    exact, by replay (eval/forecast/replay.py)
+    tree                        exact    exact
+    best-first                  exact    exact, by replay (eval/forecast/replay.py)
     sampled-tree                replay   refused
     drafters that retrieve      exact    exact
     policies that learn         refused  refused
@@ -40,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, DynamicTree, Policy, SampledTree, StaticTree
+from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree, StaticTree
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import Round
 from draftsmith.errors import DraftsmithError
@@ -73,7 +72,6 @@ CHAIN_RULES: dict[str, Callable[[Floats, Floats], Floats]] = {
     "block": block_rule,
     "point-mass": point_mass,
     # On a chain, which has no siblings, these are the rules above.
-    "siblings-iid": token_rule,
     "siblings-without-replacement": token_rule,
     "traversal": block_rule,
 }
@@ -165,7 +163,7 @@ class RetrievalStats:
 
 def needs_replay(policy: Policy | None, sampling: Sampling) -> bool:
     """Return whether the drafter has to run along the text: its draft depends on tokens that are not in the text."""
-    return isinstance(policy, (BestFirst, DynamicTree)) or (isinstance(policy, SampledTree) and sampling.greedy)
+    return isinstance(policy, BestFirst) or (isinstance(policy, SampledTree) and sampling.greedy)
 
 
 def require_predicted(policy: Policy | None, sampling: Sampling, rule: str | None) -> None:
@@ -176,8 +174,7 @@ def require_predicted(policy: Policy | None, sampling: Sampling, rule: str | Non
         return
     if rule == "typical":
         raise NotPredicted("rule 'typical' is lossy: its texts are not the target's")
-    drawn = isinstance(policy, SampledTree) or (isinstance(policy, StaticTree) and policy.siblings != "best")
-    if drawn:
+    if isinstance(policy, SampledTree):
         raise NotPredicted(f"{policy} draws siblings: their acceptance depends on p of tokens that are not in the text")
     if not isinstance(policy, (Chain, ConfidenceChain)) and rule not in (None, "point-mass"):
         raise NotPredicted(

@@ -11,7 +11,7 @@ from exact.one_round import DRAFTER_SEEDS, EXACT
 from exact.toys import ToyDrafter, ToyModel, ToyTarget
 
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, StaticTree, widths_shape
+from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree, StaticTree, widths_shape
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence, Stops
 from draftsmith.decode.verification import RULES
@@ -115,7 +115,7 @@ def test_chains(rule: str | None, gamma: int, count: int, sampling: str) -> None
         assert assert_exact(pair, Chain(gamma), rule, count) > 0
 
 
-@pytest.mark.parametrize("rule", [None, "traversal", "siblings-iid", "siblings-without-replacement"])
+@pytest.mark.parametrize("rule", [None, "traversal", "siblings-without-replacement"])
 def test_rules_that_are_one_of_these_on_chains(rule: str | None) -> None:
     pair = Pair(1, SAMPLING["top-k"], banned=frozenset(), independent=False)
     assert assert_exact(pair, Chain(2), rule, 4) > 0
@@ -193,7 +193,7 @@ def _by_paths(pair: Pair) -> np.ndarray:
     return expected
 
 
-@pytest.mark.parametrize("policy", [Chain(3), ConfidenceChain(0.5, 3), StaticTree(TREE.shape, "iid")], ids=str)
+@pytest.mark.parametrize("policy", [Chain(3), ConfidenceChain(0.5, 3), TREE], ids=str)
 def test_greedy(policy: Policy) -> None:
     moved = 0
     for seed in range(20):
@@ -219,7 +219,7 @@ def test_the_block_rule_saves_rounds() -> None:
 @pytest.mark.parametrize(
     ("policy", "rule", "name"),
     [
-        (StaticTree(TREE.shape, "without-replacement"), None, "draws siblings"),
+        (SampledTree(2, 2), None, "draws siblings"),
         (BestFirst(size=3, depth=2), None, "candidates beside the text"),
         (Chain(2), "typical", "lossy"),
     ],

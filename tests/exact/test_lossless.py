@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from conftest import make_llama, mostly_slow
+from drawn_tree import DrawnTree
 from exact.enumeration import (
     BranchingRng,
     Tokens,
@@ -43,7 +44,6 @@ from draftsmith.decode.policies import (
     BestFirst,
     Chain,
     ConfidenceChain,
-    DynamicTree,
     OptimalTree,
     Policy,
     SampledTree,
@@ -117,12 +117,11 @@ def toy_gap(
 
 
 BRANCHED = ((0,), (1,), (0, 0))
-DRAWN_TREES = (StaticTree(BRANCHED, siblings="without-replacement"), SampledTree(width=2, depth=2))
-CHOSEN_TREES = (StaticTree(BRANCHED), DynamicTree(size=3, depth=2, top_k=2), BestFirst(size=3, depth=2))
+DRAWN_TREES = (DrawnTree(BRANCHED), SampledTree(width=2, depth=2))
+CHOSEN_TREES = (StaticTree(BRANCHED), BestFirst(size=3, depth=2))
 CASES = [
     *product(["token", "block"], [Chain(2), ConfidenceChain(0.5, 2)]),
     *product(["siblings-without-replacement", "traversal"], DRAWN_TREES),
-    ("siblings-iid", StaticTree(BRANCHED, siblings="iid")),
     *product(["point-mass"], [Chain(2), *CHOSEN_TREES]),
     *product([None], [Chain(2), *DRAWN_TREES, *CHOSEN_TREES]),
 ]

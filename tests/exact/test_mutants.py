@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from drawn_tree import DrawnTree
 from exact import wrong_rules
 from exact.enumeration import Tokens
 from exact.one_round import EXACT, GAMMA, PROMPT, Drafts, Round, Setting, Verify, the_rule
@@ -21,8 +22,7 @@ SEED = 7
 PLAIN_SETTING = Setting()
 CHAIN = Chain(GAMMA)
 PAIR_OF_SIBLINGS, THREE_SIBLINGS = widths_shape([2]), widths_shape([3])
-TREE = StaticTree(((0,), (1,), (0, 0)), siblings="without-replacement")
-IID_TREE = StaticTree(TREE.shape, siblings="iid")
+TREE = DrawnTree(((0,), (1,), (0, 0)))
 CHOSEN_TREE = StaticTree(TREE.shape)
 
 
@@ -62,21 +62,6 @@ MUTANTS = [
         TREE,
         1e-2,
     ),
-    Mutant(
-        "iid rule without replacement",
-        partial(wrong_rules.unchecked, "siblings-iid"),
-        "siblings-without-replacement",
-        TREE,
-        1e-2,
-    ),
-    Mutant(
-        "replacement ignored",
-        partial(wrong_rules.unchecked, "siblings-without-replacement"),
-        "siblings-iid",
-        IID_TREE,
-        1e-1,
-    ),
-    Mutant("traversal of iid siblings", partial(wrong_rules.unchecked, "traversal"), "siblings-iid", IID_TREE, 1e-1),
     Mutant("traversal, weight kept", partial(wrong_rules.traversal, update_weight=False), "traversal", TREE, 1e-2),
     Mutant(
         "traversal, q not renormalised", partial(wrong_rules.traversal, renormalise_q=False), "traversal", TREE, 1e-2
@@ -118,7 +103,6 @@ def forged(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Tensor]) -
         ("tokens", tuple(tokens)),
         ("parents", tuple(parents)),
         ("q", tuple(q)),
-        ("replacement", False),
     ):
         object.__setattr__(draft, name, value)
     return draft
@@ -181,10 +165,10 @@ FORGERIES = [
     Forgery(softmax_q, CHAIN, "block", 1e-2, CHAIN, Setting(Sampling(0.7))),
     Forgery(softmax_q, CHOSEN_TREE, WOR, 1e-1, TREE),
     Forgery(softmax_q, CHOSEN_TREE, "traversal", 1e-1, TREE),
-    Forgery(sorted_by_q, StaticTree(PAIR_OF_SIBLINGS, siblings="without-replacement"), WOR, 1e-1, TREE),
-    Forgery(sorted_by_q, StaticTree(PAIR_OF_SIBLINGS, siblings="without-replacement"), "traversal", 1e-1, TREE),
-    Forgery(best_two, StaticTree(THREE_SIBLINGS, siblings="without-replacement"), WOR, 5e-2, TREE),
-    Forgery(best_two, StaticTree(THREE_SIBLINGS, siblings="without-replacement"), "traversal", 5e-2, TREE),
+    Forgery(sorted_by_q, DrawnTree(PAIR_OF_SIBLINGS), WOR, 1e-1, TREE),
+    Forgery(sorted_by_q, DrawnTree(PAIR_OF_SIBLINGS), "traversal", 1e-1, TREE),
+    Forgery(best_two, DrawnTree(THREE_SIBLINGS), WOR, 5e-2, TREE),
+    Forgery(best_two, DrawnTree(THREE_SIBLINGS), "traversal", 5e-2, TREE),
     Forgery(learned_from_the_draft, CHAIN, "token", 1e-1, CHAIN),
     Forgery(learned_from_the_draft, CHAIN, "block", 1e-1, CHAIN),
     Forgery(learned_from_the_draft, TREE, WOR, 1e-1, TREE),

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import pytest
 from conftest import mostly_slow
+from drawn_tree import DrawnTree
 from exact.enumeration import total_variation
 from exact.one_round import EXACT, GAMMA, PLAIN, Round, Setting, gaps, the_rule
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
@@ -15,7 +16,6 @@ from draftsmith.decode.policies import (
     BestFirst,
     Chain,
     ConfidenceChain,
-    DynamicTree,
     OptimalTree,
     Policy,
     SampledTree,
@@ -65,30 +65,22 @@ CHAINS = {
 }
 DRAWN_TREES = {
     "chain": Chain(GAMMA),
-    "static": StaticTree(BRANCHED, siblings="without-replacement"),
+    "static": DrawnTree(BRANCHED),
     "sampled": SampledTree(width=2, depth=GAMMA),
     "optimal": OptimalTree(SHALLOW, size=ANY_SIZE, depth=GAMMA, top_k=2),
 }
-IID_TREES = {
-    "chain": Chain(GAMMA),
-    "static": StaticTree(BRANCHED, siblings="iid"),
-    "sampled": SampledTree(width=2, depth=GAMMA, siblings="iid"),
-}
 CHOSEN_TREES = {
     "static best": StaticTree(BRANCHED),
-    "dynamic": DynamicTree(size=3, depth=GAMMA, top_k=2),
     "best-first": BestFirst(size=3, depth=GAMMA),
 }
 SHAPES = {
     "token": CHAINS,
     "block": CHAINS,
-    "siblings-iid": IID_TREES,
     "siblings-without-replacement": DRAWN_TREES,
     "traversal": DRAWN_TREES,
     "point-mass": {
         **CHOSEN_TREES,
         "chain": Chain(GAMMA),
-        "iid": IID_TREES["static"],
         "sampled": DRAWN_TREES["sampled"],
     },
 }
@@ -99,12 +91,11 @@ GREEDY_SHAPES = {**CHAINS, **CHOSEN_TREES, "optimal": DRAWN_TREES["optimal"]}
 # One level deeper, for chains and for trees in which the end of one branch depends on what was drawn in another.
 DEEP = GAMMA + 1
 DEEP_CHAIN = Chain(DEEP)
-DEEP_TREE = StaticTree((*BRANCHED, (0, 0, 0)), siblings="without-replacement")
+DEEP_TREE = DrawnTree((*BRANCHED, (0, 0, 0)))
 DEEP_OPTIMAL = OptimalTree(SHALLOW, size=ANY_SIZE, depth=DEEP, top_k=2)
 DEEP_CELLS = [
     *((rule, DEEP_CHAIN) for rule in SHAPES),
     *((rule, tree) for rule in ("siblings-without-replacement", "traversal") for tree in (DEEP_TREE, DEEP_OPTIMAL)),
-    ("siblings-iid", StaticTree(DEEP_TREE.shape, siblings="iid")),
 ]
 
 
@@ -133,7 +124,6 @@ MIXTURES: dict[str, tuple[str | None, dict[str, Policy]]] = {
     "chains and chosen": (None, CHOSEN_AND_CHAIN),
     "drawn": (None, DRAWN_TREES),
     "drawn, siblings": ("siblings-without-replacement", DRAWN_TREES),
-    "drawn independently": (None, IID_TREES),
     "drawn and chosen": (None, {"optimal": DRAWN_TREES["optimal"], **CHOSEN_TREES}),
 }
 
@@ -160,11 +150,11 @@ def test_a_greedy_round_is_the_targets(shape: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize("widths", mostly_slow([(2, 2), (3, 1)], (3, 1)), ids=str)
-@pytest.mark.parametrize("rule", ["siblings-iid", "siblings-without-replacement", "traversal"])
+@pytest.mark.parametrize("rule", ["siblings-without-replacement", "traversal"])
 @pytest.mark.parametrize("setting", ["T=1", "truncated draft vocabulary", "disjoint", "top-k"])
 def test_a_round_on_a_wider_tree_is_exact(rule: str, widths: tuple[int, ...], setting: str) -> None:
     """Where q has two or three tokens, three siblings exhaust it: the last draws return nothing."""
-    policy = StaticTree(widths_shape(widths), siblings="iid" if rule == "siblings-iid" else "without-replacement")
+    policy = DrawnTree(widths_shape(widths))
     pairs = [one_round(SETTINGS[setting], seed) for seed in range(1 if setting == "T=1" else 3)]
     assert max(gaps(pairs, RULES[rule], policy, leave_open=True)) < EXACT
 

@@ -11,17 +11,17 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import ROOT, Draft, Drawing, DrawnDraft
 
 Q_V = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.1], dtype=torch.float64)
-RATIO_RULES = ("token", "block", "siblings-iid", "siblings-without-replacement", "traversal")
+RATIO_RULES = ("token", "block", "siblings-without-replacement", "traversal")
 
 
-def drawn(parents: list[int], *, replacement: bool = False) -> DrawnDraft:
-    drawing = Drawing(BranchingRng().categorical, replacement=replacement)
+def drawn(parents: list[int]) -> DrawnDraft:
+    drawing = Drawing(BranchingRng().categorical)
     for parent in parents:
         drawing.add(parent, Q_V)
     return drawing.draft()
 
 
-CHAIN, TREE, IID_TREE = drawn([ROOT, 0]), drawn([ROOT, ROOT, 0]), drawn([ROOT, ROOT, 0], replacement=True)
+CHAIN, TREE = drawn([ROOT, 0]), drawn([ROOT, ROOT, 0])
 CHOSEN = {
     "chosen chain": Draft.chain([2, 3]),
     "chosen tree": Draft((2, 3), (ROOT, ROOT)),
@@ -29,7 +29,7 @@ CHOSEN = {
     "whole chain, kept": CHAIN.keep([0, 1]),
     "pruned tree": TREE.keep([0, 2]),
     "re-sorted tree": TREE.keep([1, 0, 2]),
-    "nothing pruned off an iid tree": IID_TREE.keep([0, 1, 2]),
+    "whole tree, kept": TREE.keep([0, 1, 2]),
 }
 
 
@@ -48,20 +48,9 @@ def test_a_ratio_rule_refuses_tokens_that_were_chosen(rule: str, draft: str) -> 
     require_refusal(rule, CHOSEN[draft], "chosen, not drawn")
 
 
-@pytest.mark.parametrize(
-    ("rule", "draft"),
-    [
-        ("siblings-without-replacement", IID_TREE),
-        ("traversal", IID_TREE),
-        ("siblings-iid", TREE),
-        ("token", TREE),
-        ("block", TREE),
-        ("token", IID_TREE),
-        ("block", IID_TREE),
-    ],
-)
-def test_a_ratio_rule_refuses_siblings_drawn_in_another_way(rule: str, draft: DrawnDraft) -> None:
-    require_refusal(rule, draft, "tree drawn from q")
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rules_for_chains_refuse_trees(rule: str) -> None:
+    require_refusal(rule, TREE, "tree drawn from q")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -70,12 +59,12 @@ def test_every_rule_takes_a_drawn_chain(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["point-mass", "typical"])
-@pytest.mark.parametrize("draft", [*CHOSEN.values(), TREE, IID_TREE])
+@pytest.mark.parametrize("draft", [*CHOSEN.values(), TREE])
 def test_rules_without_a_ratio_take_any_draft(rule: str, draft: Draft) -> None:
     assert verify(RULES[rule], Q_V.expand(len(draft) + 1, -1), draft, BranchingRng()).accepted <= draft.depth
 
 
-@pytest.mark.parametrize("draft", [*CHOSEN.values(), CHAIN, TREE, IID_TREE])
+@pytest.mark.parametrize("draft", [*CHOSEN.values(), CHAIN, TREE])
 def test_the_default_rule_fits_and_is_lossless(draft: Draft) -> None:
     assert best_rule(draft).fits(draft)
     assert best_rule(draft).lossless

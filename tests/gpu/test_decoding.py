@@ -27,7 +27,7 @@ from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
 
 pytestmark = pytest.mark.gpu
 NEW_TOKENS = 24
-POLICIES = ("chain:draft_length=3", "tree:widths=3x2", "dynamic-tree:size=8,depth=3,top_k=3")
+POLICIES = ("chain:draft_length=3", "tree:widths=3x2", "best-first:size=8,depth=3")
 ROUNDING = 1e-4
 """Nobody draws with other probabilities than these: float32 logits of this target differ by less between kernels."""
 
@@ -158,10 +158,9 @@ def test_half_precision_parts_from_the_target_at_near_ties_alone(
     [
         *((name, "chain:draft_length=3") for name in FAMILIES),
         ("draft_model", "tree:widths=3x2"),
-        ("draft_model", "sampled-tree:width=2,depth=2,siblings=without-replacement"),
-        ("draft_model", "sampled-tree:width=2,depth=2,siblings=iid"),
-        ("medusa", "dynamic-tree:size=6,depth=2,top_k=3"),
-        ("eagle3", "sampled-tree:width=2,depth=2,siblings=without-replacement"),
+        ("draft_model", "sampled-tree:width=2,depth=2"),
+        ("medusa", "best-first:size=6,depth=2"),
+        ("eagle3", "sampled-tree:width=2,depth=2"),
     ],
 )
 def test_sampled_texts_are_draws_from_the_target(name: str, policy: str, target: LlamaForCausalLM) -> None:

@@ -94,7 +94,7 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
     again.load_state_dict(drafter.state_dict())
     prompt, options = [5, 6, 7], {"max_new_tokens": 24, "eos_token_id": None}
     alone = SpeculativeDecoder(tiny_target).generate(prompt, **options).tokens
-    for policy in ("chain:draft_length=3", "tree:widths=2x2", "dynamic-tree:size=6,depth=3,top_k=2"):
+    for policy in ("chain:draft_length=3", "tree:widths=2x2", "best-first:size=6,depth=3"):
         out = SpeculativeDecoder(tiny_target, again.eval(), policy=policy).generate(prompt, **options)
         assert out.tokens == alone
     signals = SimpleNamespace(input_ids_BT=ids_BT)

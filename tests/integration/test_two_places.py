@@ -63,7 +63,7 @@ def texts_of(name: str) -> list[list[int]]:
     """Return greedy and sampled texts with drafts of each kind."""
     target, texts = target_model().to(DEVICE), []
     drafter = make_drafter(name, target)
-    for policy in ("chain:draft_length=3", "sampled-tree:width=3,depth=2", "dynamic-tree:size=6,depth=2,top_k=2"):
+    for policy in ("chain:draft_length=3", "sampled-tree:width=3,depth=2", "best-first:size=6,depth=2"):
         decoder = SpeculativeDecoder(target, drafter, policy=policy)
         for temperature in (0.0, 1.0):
             settings = {"max_new_tokens": 5, "eos_token_id": None, "top_p": 0.9, "logits_processor": [PENALTY]}

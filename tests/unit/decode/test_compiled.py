@@ -159,9 +159,8 @@ COSTS = Costs({1: 1.0, 64: 1.1}, {1: 0.01, 64: 0.02})
     "policy",
     [
         "tree:widths=8x3x1",
-        "measured-tree:size=24",
         "sampled-tree:width=20,depth=3",
-        *mostly_slow(["best-first:size=40", "dynamic-tree:size=40,depth=6,top_k=8", "optimal-tree:size=40"]),
+        *mostly_slow(["best-first:size=40", "optimal-tree:size=40"]),
     ],
 )
 def test_trees_at_the_end_of_the_storage(untraced: None, policy: str) -> None:
@@ -183,9 +182,9 @@ def test_storage_has_slots_for_the_nodes_that_each_model_reads(untraced: None, m
         return compiled.take_passes(model, rows, tokens)
 
     monkeypatch.setattr("draftsmith.decode.passes.runner.take_passes", taken)
-    decoder = SpeculativeDecoder(target, drafter, policy="dynamic-tree:size=5,depth=3,top_k=4", compile=True)
+    decoder = SpeculativeDecoder(target, drafter, policy="best-first:size=5,depth=3", compile=True)
     decoder.generate([5, 9], max_new_tokens=10, eos_token_id=None)
-    assert longest == {target: 12 + 5, drafter.model: 12 + 3 * 4}
+    assert longest == {target: 12 + 5, drafter.model: 12 + 5 * 3}
 
 
 def sharp(seed: int, factor: float) -> torch.nn.Module:
@@ -197,7 +196,7 @@ def sharp(seed: int, factor: float) -> torch.nn.Module:
 @pytest.mark.parametrize("factor", [0.3, 6.0], ids=["flat", "sharp"])
 @pytest.mark.parametrize(
     "policy",
-    ["sampled-tree:width=4,depth=4", "best-first:size=6,depth=6", "dynamic-tree:size=4,depth=6", "optimal-tree:size=6"],
+    ["sampled-tree:width=4,depth=4", "best-first:size=6,depth=6", "optimal-tree:size=6"],
 )
 def test_trees_have_no_more_nodes_than_they_say(policy: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled passes have slots for these; the slots that a drafter has taken are counted after each of its passes."""
@@ -415,7 +414,7 @@ def test_hooks_are_removed(untraced: None, compile: bool) -> None:
 def test_wide_passes_run_uncompiled_on_the_same_storage(untraced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.decode.passes.runner.MOST_WIDTH", 2)
     target = target_model()
-    plan = {"policy": "dynamic-tree:size=7,depth=3,top_k=2"}
+    plan = {"policy": "best-first:size=7,depth=3"}
     expected, own = (
         SpeculativeDecoder(target, Medusa.from_target(target), compile=on, **plan).generate_batch(PROMPTS, **SETTINGS)
         for on in (False, True)
@@ -484,14 +483,6 @@ def test_passes_are_freed_with_their_model(traced: None) -> None:
     del target
     gc.collect()
     assert gone() is None
-
-
-def test_trees_of_any_size_are_refused() -> None:
-    policy = "sampled-tree:width=4,depth=4,siblings=iid"
-    with pytest.raises(
-        ConfigError, match=r"compile=True with policy=sampled-tree:.*siblings=iid, whose trees have any"
-    ):
-        SpeculativeDecoder(target_model(), DraftModel(target_model()), policy=policy, compile=True)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

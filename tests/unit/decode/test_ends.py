@@ -9,7 +9,7 @@ from conftest import make_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.policies import AdaptiveChain, MeasuredTree, OptimalTree, Policy
+from draftsmith.decode.policies import AdaptiveChain, OptimalTree, Policy
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.heads import DraftModel
 
@@ -116,7 +116,7 @@ def test_drafts_end_before_the_last_token_of_a_text(count: int, tiny_target: Lla
 def test_policies_learn_nothing_from_a_draft_inside_which_the_text_ends(tiny_target: LlamaForCausalLM) -> None:
     costs = measure_costs(tiny_target, widest=8)
     eos = SpeculativeDecoder(tiny_target).generate(PROMPTS[0], max_new_tokens=3, eos_token_id=None).tokens[1]
-    for policy in (AdaptiveChain(costs), OptimalTree(costs), MeasuredTree(size=5)):
+    for policy in (AdaptiveChain(costs), OptimalTree(costs)):
         decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), policy=policy)
         found = []
         for end in (eos, None):
@@ -126,7 +126,5 @@ def test_policies_learn_nothing_from_a_draft_inside_which_the_text_ends(tiny_tar
 
 
 def _learned(policy: Policy | None) -> list[Any]:
-    if isinstance(policy, MeasuredTree):
-        return [list(policy.reached), [list(row) for row in policy.accepted]]
     assert isinstance(policy, (AdaptiveChain, OptimalTree))
     return [policy.experience[True].speed.tokens_per_second, policy.experience[True].first.mean]

@@ -20,13 +20,10 @@ from draftsmith.decode.policies import (
     BestFirst,
     Chain,
     ConfidenceChain,
-    DynamicTree,
-    MeasuredTree,
     OptimalTree,
     Policy,
     SampledTree,
     StaticTree,
-    best_shape,
     check_policy,
     policy_named,
     widths_shape,
@@ -85,12 +82,9 @@ ALL = [
     ConfidenceChain(0.3, 6),
     AdaptiveChain(FLAT, 5),
     StaticTree(widths_shape((2, 2, 1))),
-    StaticTree(widths_shape((2, 2, 1)), "iid"),
     SampledTree(3, 3),
-    DynamicTree(size=8, depth=4, top_k=3),
     BestFirst(size=8, depth=4),
     OptimalTree(FLAT, size=12, depth=4),
-    MeasuredTree(size=9),
 ]
 
 
@@ -103,15 +97,9 @@ def test_drafts_are_trees_that_fit(policy: Policy, greedy: bool, room: int) -> N
         assert len(shown) >= 1
         assert shown.depth <= room
         assert all(parent < node for node, parent in enumerate(shown.parents))
-        chosen = (
-            greedy
-            or isinstance(policy, (DynamicTree, BestFirst, MeasuredTree))
-            or getattr(policy, "siblings", "") == "best"
-        )
-        assert isinstance(shown, DrawnDraft) != chosen
-        if not getattr(shown, "replacement", False):
-            pairs = list(zip(shown.parents, shown.tokens, strict=True))
-            assert len(set(pairs)) == len(pairs), "siblings differ"
+        assert isinstance(shown, DrawnDraft) != (greedy or isinstance(policy, (StaticTree, BestFirst)))
+        pairs = list(zip(shown.parents, shown.tokens, strict=True))
+        assert len(set(pairs)) == len(pairs), "siblings differ"
 
 
 def test_best_first_is_the_best_of_all_prefixes() -> None:
@@ -128,14 +116,6 @@ def test_best_first_is_the_best_of_all_prefixes() -> None:
         assert sorted(path_weights(shown, table)) == pytest.approx(sorted(sorted(weights)[-9:]))
 
 
-def test_dynamic_tree_keeps_the_best_of_what_it_extended() -> None:
-    table = Table(3)
-    shown = draft(DynamicTree(size=5, depth=3, top_k=2), table=table)
-    whole = draft(DynamicTree(size=100, depth=3, top_k=2), table=table)
-    assert len(whole) == 2 + 4 + 4, "two children for each of at most two nodes a level"
-    assert sorted(path_weights(shown, table)) == pytest.approx(sorted(path_weights(whole, table))[-5:])
-
-
 def test_static_shapes() -> None:
     assert len(widths_shape((3, 2, 1))) == 3 + 6 + 6
     shown = draft(StaticTree(((0,), (1,), (0, 0), (0, 0, 0))))
@@ -144,48 +124,9 @@ def test_static_shapes() -> None:
     assert draft(StaticTree(((0,), (2,)))).tokens == tuple(q_V.topk(3).indices[[0, 2]].tolist()), (
         "ranks may be left out"
     )
-    for shape, siblings in ((((0, 0),), "best"), ((), "best"), (((0,), (2,)), "iid")):
+    for shape in (((0, 0),), ()):
         with pytest.raises(ConfigError, match="shape="):
-            StaticTree(shape, siblings)
-
-
-def test_the_best_shape_is_the_best_of_all() -> None:
-    acceptance = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.05], [0.4, 0.1, 0.1]]
-    weights = {}
-    for depth in (1, 2, 3):
-        for path in product(range(3), repeat=depth):
-            weights[path] = math.prod(acceptance[level][rank] for level, rank in enumerate(path))
-    for size in (1, 4, 9):
-        chosen = best_shape(acceptance, size)
-        assert sum(weights[path] for path in chosen) == pytest.approx(sum(sorted(weights.values())[-size:]))
-        StaticTree(chosen)
-
-
-def test_a_measured_tree_takes_the_shape_that_its_counts_suggest(tiny_target: LlamaForCausalLM) -> None:
-    """With the target as drafter rank 0 is always accepted: after calibration the tree is a chain."""
-    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), policy=MeasuredTree(size=5))
-    first = decoder.generate([5, 6], max_new_tokens=20, eos_token_id=None)
-    assert first.rounds[0].drafted > 30
-    decoder.calibrate([[5, 6], [7]], max_new_tokens=30, eos_token_id=None)
-    out = decoder.generate([8, 9, 10], max_new_tokens=40, eos_token_id=None)
-    assert (out.rounds[0].drafted, out.rounds[0].depth, out.rounds[0].accepted) == (5, 5, 5)
-    assert (
-        out.tokens == SpeculativeDecoder(tiny_target).generate([8, 9, 10], max_new_tokens=40, eos_token_id=None).tokens
-    )
-    medusa = SpeculativeDecoder(tiny_target, Medusa.from_target(tiny_target, num_heads=2), policy=MeasuredTree(size=5))
-    medusa.calibrate([[5, 6], [7]], max_new_tokens=60, temperature=1.0, eos_token_id=None)
-    counts = medusa.policy
-    assert counts.reached[0] > counts.reached[1] > 0 == counts.reached[2], "two heads reach two levels"
-    assert all(sum(row) <= reached for row, reached in zip(counts.accepted, counts.reached, strict=True))
-    assert len(counts.shape()) <= 5
-
-
-def test_a_measured_tree_of_which_nothing_was_accepted_has_one_node(tiny_target: LlamaForCausalLM) -> None:
-    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(7)), policy=MeasuredTree(size=8))
-    decoder.calibrate([[5, 9, 33, 2]], max_new_tokens=8, eos_token_id=None)
-    assert decoder.policy.reached[0] > sum(map(sum, decoder.policy.accepted)) == 0
-    out = decoder.generate([5, 9, 33, 2], max_new_tokens=8, eos_token_id=None)
-    assert {record.drafted for record in out.rounds[:-1]} == {1}
+            StaticTree(shape)
 
 
 def test_confidence_stops_before_an_unsure_token_is_drawn() -> None:
@@ -284,7 +225,7 @@ def test_a_pass_is_padded_where_a_wider_one_is_cheaper(tiny_target: LlamaForCaus
 
 
 def test_names_are_read_as_they_are_written() -> None:
-    for policy in (*ALL, StaticTree(widths_shape((3, 1)), "without-replacement")):
+    for policy in ALL:
         again = policy_named(str(policy), FLAT)
         assert str(again) == str(policy)
         assert type(again) is type(policy)
@@ -299,13 +240,12 @@ def test_names_are_read_as_they_are_written() -> None:
         ("chain:draft_length=0", "draft_length=0; expected >= 1"),
         ("confidence:threshold=2", "threshold=2.0; expected a probability"),
         ("tree:widths=3xx", "widths='3xx'; expected numbers of children"),
-        ("tree:siblings=any", "siblings='any'; expected one of best"),
-        ("sampled-tree:siblings=best", "a sampled tree is drawn"),
+        ("tree:siblings=iid", "siblings=iid.; expected tree:KEY=VALUE with widths"),
+        ("dynamic-tree", "policy='dynamic-tree'; expected one of chain, confidence"),
         ("best-first:size=0", "size=0; expected >= 1"),
         ("best-first:size=100000", "size=100000; expected at most 1024"),
         ("best-first:depth=1000000000", "depth=1000000000; expected at most 1024"),
-        ("dynamic-tree:top_k=99999", "top_k=99999; expected at most 1024"),
-        ("measured-tree:size=2000", "size=2000; expected at most 1024"),
+        ("optimal-tree:top_k=99999", "top_k=99999; expected at most 1024"),
         ("optimal-tree:size=2000", "size=2000; expected at most 1024"),
         ("sampled-tree:width=10000000", "width=10000000; expected at most 1024"),
         ("tree:widths=1000x1000x1000", "widths='1000x1000x1000'; expected at most 1024 nodes together"),
@@ -320,14 +260,13 @@ def test_names_that_do_not_fit_are_refused(name: str, message: str) -> None:
 def test_a_rule_that_does_not_fit_the_draft_is_refused(tiny_target: LlamaForCausalLM) -> None:
     """The refusal comes before decoding, whatever the drafter retrieves and however confident it is."""
     drafter = DraftModel(make_llama(1))
-    for policy in ("best-first", "dynamic-tree", "tree", "measured-tree"):
+    for policy in ("best-first", "tree"):
         with pytest.raises(ConfigError, match="rule='token' needs a chain drawn from q; this draft is a tree chosen"):
             SpeculativeDecoder(tiny_target, drafter, policy=policy, rule="token")
-    for policy in (OptimalTree(FLAT), "sampled-tree", "tree:siblings=without-replacement"):
+    for policy in (OptimalTree(FLAT), "sampled-tree"):
         SpeculativeDecoder(tiny_target, drafter, policy=policy, rule="traversal")
-        for rule in ("block", "siblings-iid"):
-            with pytest.raises(ConfigError, match=f"rule='{rule}' needs .* this draft is a tree drawn"):
-                SpeculativeDecoder(tiny_target, drafter, policy=policy, rule=rule)
+        with pytest.raises(ConfigError, match=r"rule='block' needs .* this draft is a tree drawn"):
+            SpeculativeDecoder(tiny_target, drafter, policy=policy, rule="block")
     for copies in (Hybrid(drafter), SuffixRetrieval()):
         for rule in ("token", "block", "traversal"):
             with pytest.raises(ConfigError, match=f"rule='{rule}' needs .* a {copies.type} drafter also retrieves"):

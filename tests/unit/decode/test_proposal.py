@@ -31,23 +31,22 @@ def drawn_chain(length: int, seed: int) -> Draft:
     return drawing.draft()
 
 
-def drawn_tree(parents: tuple[int, ...], seed: int, *, replacement: bool) -> Draft:
+def drawn_tree(parents: tuple[int, ...], seed: int) -> Draft:
     """Return a tree whose siblings are not numbered one after the other: (ROOT, 0, ROOT) among others."""
-    drawing, q = Drawing(SeededRng(seed).categorical, replacement=replacement), distributions(len(parents) + 1)
+    drawing, q = Drawing(SeededRng(seed).categorical), distributions(len(parents) + 1)
     for parent in parents:
         drawing.add(parent, q[parent + 1])
     return drawing.draft()
 
 
-def drawn_trees(seed: int, *, replacement: bool) -> list[Draft]:
+def drawn_trees(seed: int) -> list[Draft]:
     shapes = [(ROOT, ROOT, 0), (ROOT, 0, ROOT, 1), (ROOT, ROOT, ROOT, 1, 1), (ROOT, 0, 0, ROOT, 3, 3)]
-    return [drawn_tree(shape, seed + row, replacement=replacement) for row, shape in enumerate(shapes)]
+    return [drawn_tree(shape, seed + row) for row, shape in enumerate(shapes)]
 
 
 def some_drafts(kind: str, seed: int) -> list[Draft]:
     chains = [*(drawn_chain(length, seed + length) for length in (3, 1, 4)), NO_DRAFT]
-    trees = [tree for way in kind.split("+") for tree in drawn_trees(seed, replacement=way == "iid")]
-    return chains + (CHOSEN if kind == "chosen" else trees)
+    return chains + (CHOSEN if kind == "chosen" else drawn_trees(seed))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,6 @@ def some_drafts(kind: str, seed: int) -> list[Draft]:
         ("chosen", "typical", 6),
         ("drawn", None, 3),
         ("drawn", "siblings-without-replacement", 3),
-        ("iid", None, 3),
-        ("drawn+iid", None, 4),
         ("drawn", "point-mass", 6),
     ],
 )
@@ -93,17 +90,17 @@ def test_trees_that_have_little_in_common_are_verified_apart() -> None:
     """Together they would need p and q of more than twice the nodes of the largest one."""
     wide, deep = tuple([ROOT] * 6), (ROOT, 0, 1, 2, 3, 4, 4)
     both = [wide, deep, (ROOT, 0, ROOT), deep]
-    drafts = [drawn_tree(shape, row, replacement=True) for row, shape in enumerate(both * 3)]
+    drafts = [drawn_tree(shape, row) for row, shape in enumerate(both * 3)]
     assert len(united([wide, deep])[0]) == len(wide) + len(deep) - 1 <= 2 * len(deep)
     rngs = [SeededRng(row) for row in range(len(drafts))]
     assert len(Proposal(drafts).groups(rngs, CPU, None)) == 1
     other = (ROOT, ROOT, 1, 1, 1, 1, 1)
-    drafts += [drawn_tree(other, 40 + row, replacement=True) for row in range(3)]
+    drafts += [drawn_tree(other, 40 + row) for row in range(3)]
     rngs += [SeededRng(row) for row in range(3)]
     groups = Proposal(drafts).groups(rngs, CPU, None)
     assert sorted(row for rows, _, _ in groups for row in rows) == list(range(len(drafts)))
     assert 1 < len(groups) < 4
-    mingled = [drawn_tree(shape, row, replacement=True) for row, shape in enumerate([wide, deep, other] * 4)]
+    mingled = [drawn_tree(shape, row) for row, shape in enumerate([wide, deep, other] * 4)]
     parts = Proposal(mingled).groups([SeededRng(row) for row in range(12)], CPU, None)
     assert len(parts) == 2, "equal shapes come together, wherever they stand"
     assert all(len(batch) <= 2 * max(len(drafts[row]) for row in rows) for rows, batch, _ in groups)

@@ -200,17 +200,8 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
     "block with a recurrent bias, sampled": ("dflash", CHAIN, None, SAMPLED),
     "tree, greedy": ("draft_model", TREE, None, {}),
     "tree, best": ("draft_model", TREE, None, SAMPLED),
-    "tree, without replacement": ("draft_model", f"{TREE},siblings=without-replacement", None, SAMPLED),
-    "tree, siblings without replacement": (
-        "draft_model",
-        f"{TREE},siblings=without-replacement",
-        "siblings-without-replacement",
-        SAMPLED,
-    ),
     "tree, typical": ("draft_model", TREE, "typical", SAMPLED),
-    "tree, sampled, penalty": ("draft_model", f"{TREE},siblings=without-replacement", None, SAMPLED | PENALTY),
-    "measured tree, greedy": ("draft_model", "measured-tree", None, {}),
-    "tree, iid": ("draft_model", f"{TREE},siblings=iid", None, SAMPLED),
+    "tree, sampled, penalty": ("draft_model", TREE, None, SAMPLED | PENALTY),
 }
 """By name: drafter, policy, rule, settings of `generate_batch`."""
 
@@ -229,7 +220,6 @@ READS_OF_A_LEVEL: dict[str, tuple[int, int]] = {
     "confidence": (1, 2),
     "optimal-tree": (1, 2),
     "best-first": (1, 1),
-    "dynamic-tree": (1, 1),
     "sampled-tree": (1, 1),
 }
 """Reads of a level of the drafts of all texts, greedy and sampled: what policies decide by, and what they drew."""

@@ -84,9 +84,9 @@ def test_every_policy_has_to_suit_the_target(tmp_path: Path, tiny_tokenizer: Pre
     config = BloomConfig(vocab_size=len(tiny_tokenizer), hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
     BloomForCausalLM(config).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
-    policies = ("chain:draft_length=2", "dynamic-tree:size=4,depth=2,top_k=2")
+    policies = ("chain:draft_length=2", "best-first:size=4,depth=2")
     settings = PairSettings(str(tmp_path), {"draft": str(tmp_path)}, policies=policies)
-    with pytest.raises(ConfigError, match=r"policy=dynamic-tree.* takes no position_ids"):
+    with pytest.raises(ConfigError, match=r"policy=best-first.* takes no position_ids"):
         load_session(settings, None)
     assert load_session(replace(settings, policies=policies[:1]), None).drafters
 

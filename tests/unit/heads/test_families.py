@@ -184,7 +184,7 @@ def test_the_text_is_the_targets_own(name: str) -> None:
     target = target_model()
     drafter = make(name, target, noise=0.02)
     expected = [alone(tuple(prompt), 24) for prompt in PROMPTS]
-    policies = ("dynamic-tree:size=8,depth=3,top_k=3", "chain:draft_length=3", "confidence:threshold=0.2")
+    policies = ("best-first:size=8,depth=3", "chain:draft_length=3", "confidence:threshold=0.2")
     for policy, prompt, tokens in zip(policies, PROMPTS, expected, strict=True):
         decoder = SpeculativeDecoder(target, drafter, policy=policy)
         assert decoder.generate(prompt, max_new_tokens=24, eos_token_id=None).tokens == tokens, policy

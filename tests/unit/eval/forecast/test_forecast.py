@@ -14,7 +14,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.draft_builder import DraftBuilder, Look, Read, probabilities
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, DynamicTree, Policy, SampledTree, StaticTree
+from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree, StaticTree
 from draftsmith.decode.policies.base import Growing
 from draftsmith.decode.sampling import Processors, Sampling, SeededRng
 from draftsmith.decode.sequence import DecodeSequence
@@ -133,8 +133,8 @@ def decoded(target: nn.Module, drafter: Drafter, policy: Policy | None, sampling
 
 GREEDY_POLICIES = (
     *(Chain(1), Chain(3), ConfidenceChain(0.3, 3)),
-    *(StaticTree(((0,), (1,), (2,), (0, 0), (1, 0))), StaticTree(((0,), (1,), (0, 0)), "iid")),
-    *(BestFirst(5, 3), DynamicTree(6, 3, 3), SampledTree(3, 3)),
+    *(StaticTree(((0,), (1,), (2,), (0, 0), (1, 0)))),
+    *(BestFirst(5, 3), SampledTree(3, 3)),
 )
 
 
@@ -146,7 +146,7 @@ def test_greedy_rounds_are_the_decoders_own(kind: str, policy: Policy, target: L
         drafter = EarlyExit(target, layers=3)
     outs = decoded(target, drafter, policy, greedy)
     texts = [target_text(target, out.prompt_tokens, out.tokens, NEW) for out in outs]
-    if isinstance(policy, (BestFirst, DynamicTree, SampledTree)):
+    if isinstance(policy, (BestFirst, SampledTree)):
         found = [of_rounds(t, r) for t, r in zip(texts, replay(target, drafter, policy, texts, greedy, 2), strict=True)]
     else:
         tables = agreement(target, drafter, texts, 3, [acceptance_measure(Processors(greedy))])
@@ -164,7 +164,7 @@ def test_greedy_rounds_are_the_decoders_own(kind: str, policy: Policy, target: L
     assert any(one.rounds < one.tokens for one in found)
 
 
-@pytest.mark.parametrize("policy", [StaticTree(((0,), (1,), (0, 0))), BestFirst(5, 3), DynamicTree(6, 3, 3)], ids=str)
+@pytest.mark.parametrize("policy", [StaticTree(((0,), (1,), (0, 0))), BestFirst(5, 3)], ids=str)
 @pytest.mark.parametrize("kind", ["early-exit", "hydra"])
 def test_chosen_trees_are_certain_of_a_sampled_text_too(kind: str, policy: Policy, target: LlamaForCausalLM) -> None:
     drafter, sampling = make_drafter(kind, target), Sampling(0.7, top_k=8, top_p=0.95)

@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from drawn_tree import DrawnTree
 from exact.one_round import Round, Setting
 
 from draftsmith.decode.policies import Chain, Policy, StaticTree
@@ -76,8 +77,8 @@ def second_and_first(rule: str, policy: Policy) -> tuple[dict[int, torch.Tensor]
         ("block", Chain(2)),
         ("block", Chain(3)),
         ("point-mass", StaticTree(((0,), (1,), (0, 0)))),
-        ("siblings-without-replacement", StaticTree(((0,), (1,), (0, 0)), siblings="without-replacement")),
-        ("traversal", StaticTree(((0,), (1,), (0, 0), (1, 0)), siblings="without-replacement")),
+        ("siblings-without-replacement", DrawnTree(((0,), (1,), (0, 0)))),
+        ("traversal", DrawnTree(((0,), (1,), (0, 0), (1, 0)))),
     ],
 )
 def test_the_place_in_a_round_is_a_fair_split_and_acceptance_is_not(rule: str, policy: Policy) -> None:

@@ -53,7 +53,7 @@ def drawn(
     return result
 
 
-TREE = "tree:widths=2x2,siblings=without-replacement"
+TREE = "sampled-tree:width=3,depth=2"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,6 @@
-"""Trees of the most likely paths under q; verified by the point-mass rule, which is exact for any choice.
+"""The most likely paths under q, of any shape; verified by the point-mass rule, which is exact for any choice."""
 
-dynamic    EAGLE-2: extends the most likely paths of each level and keeps the most likely nodes of all
-best-first the `size` most likely prefixes, exactly
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
@@ -51,10 +47,9 @@ class Candidates:
             if confidence > 0:
                 self._candidates.append(Candidate(weight * rate, node, token, confidence, rank))
 
-    def best(self, count: int, depth: int | None = None) -> list[int]:
-        """Return the indices of the `count` most likely candidates, at `depth` or at any depth."""
-        places = [place for place in range(len(self._candidates)) if depth is None or self.depth(place) == depth]
-        return sorted(places, key=lambda place: (-self._candidates[place].weight, place))[:count]
+    def best(self, count: int) -> list[int]:
+        """Return the indices of the `count` most likely candidates."""
+        return sorted(range(len(self._candidates)), key=lambda place: (-self._candidates[place].weight, place))[:count]
 
     def depth(self, place: int) -> int:
         return self._builder.depth(self._candidates[place].parent) + 1
@@ -77,62 +72,6 @@ class Candidates:
     def draft(self, places: list[int]) -> Draft:
         """Return a draft of the most likely candidates; a child's weight is at most its parent's, which is included."""
         return self._builder.pruned(sorted(self.node(place) for place in places))
-
-
-def _grown(
-    builder: DraftBuilder, depth: int, top: int, size: int, extended: Callable[[Candidates, int], list[int]]
-) -> Growing:
-    """Grow a tree level by level, and keep the `size` most likely nodes of all.
-
-    Args:
-        top: most likely tokens that are read after each node.
-        extended: returns the candidates at a depth that get children.
-    """
-    candidates, nodes, last = Candidates(builder), [ROOT], min(depth, builder.room)
-    for level in range(1, last + 1):
-        look: Look = yield Read(nodes, top)
-        for node, rates, tokens in zip(nodes, look.values, look.tokens, strict=True):
-            candidates.add(node, rates, tokens)
-        if level == last:
-            break
-        nodes = [candidates.node(place) for place in extended(candidates, level)]
-        if not nodes:
-            break
-    return candidates.draft(candidates.best(size))
-
-
-@dataclass(frozen=True)
-class DynamicTree:
-    """EAGLE-2: extends the `top_k` most likely paths of each level, then keeps the `size` most likely nodes of all.
-
-    Li et al. 2024, arXiv:2406.16858, section 4.
-    """
-
-    learns: ClassVar[bool] = False
-    size: int = 24
-    depth: int = 6
-    top_k: int = 8
-
-    def __post_init__(self) -> None:
-        require_counts(self, "size", "depth", "top_k")
-
-    @property
-    def most_nodes(self) -> MostNodes:
-        """Nodes for compiled passes."""
-        return MostNodes(self.size, self.top_k * self.depth)
-
-    def fresh(self) -> Self:
-        """Return the policy itself, which has no state."""
-        return self
-
-    def grow(self, builder: DraftBuilder) -> Growing:
-        return _grown(builder, self.depth, self.top_k, self.size, lambda found, depth: found.best(self.top_k, depth))
-
-    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
-        """Do nothing: the tree depends on q only."""
-
-    def __str__(self) -> str:
-        return f"dynamic-tree:size={self.size},depth={self.depth},top_k={self.top_k}"
 
 
 @dataclass(frozen=True)
@@ -160,10 +99,18 @@ class BestFirst:
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        def extended(found: Candidates, depth: int) -> list[int]:
-            return [place for place in found.best(self.size) if found.depth(place) == depth]
-
-        return _grown(builder, self.depth, self.size, self.size, extended)
+        candidates, nodes, last = Candidates(builder), [ROOT], min(self.depth, builder.room)
+        for depth in range(1, last + 1):
+            look: Look = yield Read(nodes, self.size)
+            for node, rates, tokens in zip(nodes, look.values, look.tokens, strict=True):
+                candidates.add(node, rates, tokens)
+            if depth == last:
+                break
+            best = candidates.best(self.size)
+            nodes = [candidates.node(place) for place in best if candidates.depth(place) == depth]
+            if not nodes:
+                break
+        return candidates.draft(candidates.best(self.size))
 
     def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
         """Do nothing: the tree depends on q only."""
