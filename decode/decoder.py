@@ -31,7 +31,7 @@ from draftsmith.decode.policies.base import most_nodes, usual_width
 from draftsmith.decode.policies.chain import Chain
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.prompts import Ids, one_seed_each, prompt_rows, require_known
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops, stop_string_criteria
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.turns import turn, turn_of_others
@@ -353,7 +353,7 @@ class SpeculativeDecoder:
             warnings.warn(f"prompt={len(prompt)} tokens fill {of_drafter}: decoded without drafts", stacklevel=4)
         length = len(prompt) + max_new_tokens
         length = length if limit is None else min(length, limit)
-        return DecodeSequence(list(prompt), length, SeededRng(seed), stops, number=number)
+        return DecodeSequence(list(prompt), length, seed, stops, number=number)
 
     def _prompts(
         self, rows: list[list[int]], decoder_input_ids: Ids | None

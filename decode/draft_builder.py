@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
 from draftsmith.decode.fixed_drafts import fitted
-from draftsmith.decode.sampling import Processors, Rng
+from draftsmith.decode.sampling import Processors
 from draftsmith.heads.draft_tree import ROOT, Draft, Drawing
 
 # Shapes: n nodes of one text, m nodes of several texts, V vocabulary of the target.
@@ -19,7 +19,6 @@ class BuilderSequence(Protocol):
     tokens: list[int]
     padding: list[int]
     number: int
-    rng: Rng
 
 
 class Read(NamedTuple):
@@ -52,7 +51,7 @@ class Look(NamedTuple):
         return node
 
 
-class Draws(NamedTuple):
+class DrawChildren(NamedTuple):
     """A policy's request to draw children of the nodes that were last read, after which it is sent the `Children`.
 
     The numbers are fixed before any of these tokens is known, as rules for drawn drafts require.
@@ -88,7 +87,7 @@ class DraftBuilder:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
-        self.rng, self.may_empty = sequence.rng, processors.may_empty
+        self.may_empty = processors.may_empty
         self._sequence, self._processors = sequence, processors
         self._shared = shared
         """(shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes."""
@@ -112,11 +111,11 @@ class DraftBuilder:
         """Return the number of draft tokens on the path to `node`; 0 for `ROOT`."""
         return 0 if node == ROOT else self.depths[node]
 
-    def follow(self, look: "Look") -> Generator["Draws", "Children", int | None]:
+    def follow(self, look: "Look") -> Generator["DrawChildren", "Children", int | None]:
         """Add a child of the only node that was read, the most likely when greedy, else drawn; return it or None."""
         if self.greedy:
             return self.choose(look.parent, look.tokens[0][0]) if look.values[0][0] > 0 else None
-        (children,) = yield Draws([1])
+        (children,) = yield DrawChildren([1])
         return children[0][0] if children else None
 
     def choose(self, parent: int, token: int) -> int:
@@ -128,7 +127,7 @@ class DraftBuilder:
         """Return the `Drawing` of this draft, all of whose tokens are drawn."""
         if self._drawing is None:
             assert not self.tokens, "drawn tokens cannot be added to a chosen draft"
-            self._drawing = Drawing(self.rng.categorical)
+            self._drawing = Drawing()
         return self._drawing
 
     def draft(self) -> Draft:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
-from draftsmith.decode.draws import Draws, SeededDraws
+from draftsmith.decode.draws import Draws
 from draftsmith.decode.sampling import Processors, index_at, precise
 from draftsmith.heads.base import DraftedChain, Drafter, Level, WantedChain
 from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, chain_parents, path_to, stacked
@@ -92,7 +92,7 @@ class FixedDrafts:
         own: tuple[list[Tensor], list[Tensor | None], list[int]] = ([], [], [])
         if shape.drawn:
             assert draws is not None, "children are drawn"
-            self._drawing = BatchDrawing(draws.categorical)
+            self._drawing = BatchDrawing(draws.drafted)
             own = self._drawing.tokens, self._drawing.valid, self._drawing.parents
         self._tokens, self._valid, self._parents = own
         self.slots: list[int | None] = []
@@ -128,9 +128,9 @@ class FixedDrafts:
             return None
         if self._drawing is None:
             return WantedChain(length)
-        if not isinstance(self._draws, SeededDraws):
-            return None
-        return WantedChain(length, self._processors.sampling.temperature, self._draws.block(length))
+        assert self._draws is not None, "children are drawn"
+        uniform_BD = self._draws.chain(length)
+        return None if uniform_BD is None else WantedChain(length, self._processors.sampling.temperature, uniform_BD)
 
     def _of_chain(self, chain: DraftedChain) -> DraftBatch:
         """Return a chain that the drafter made at once as the drafts, of which it has read all tokens but the last."""
@@ -138,8 +138,6 @@ class FixedDrafts:
         self.slots = [*range(length - 1), None]
         if self._drawing is None:
             return DraftBatch(chain.tokens_BD, chain_parents(length))
-        assert isinstance(self._draws, SeededDraws), "the chain was drawn with its numbers"
-        self._draws.skip(length)
         self._drawing.add_chain(chain.tokens_BD, chain.q)
         return self._drawing.batch()
 

@@ -6,17 +6,15 @@ texts, and so are the tokens that they draw.
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.cache.committed import CommittedTokens
-from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read, probabilities
-from draftsmith.decode.draws import SeededDraws, draws_of
+from draftsmith.decode.draft_builder import Children, DraftBuilder, DrawChildren, Look, Read, probabilities
+from draftsmith.decode.draws import Draws
 from draftsmith.decode.policies.base import Growing, Policy
 from draftsmith.decode.proposal import NO_DRAFT
-from draftsmith.decode.sampling import SeededRng
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_tree import ROOT, Draft, draw_together
 
@@ -28,18 +26,20 @@ def propose(
     policies: Sequence[Policy | None],
     builders: Sequence[DraftBuilder],
     retrieved: Sequence[Draft | None],
+    draws: Draws | None,
     committed: CommittedTokens | None = None,
 ) -> list[Draft]:
     """Return a draft for each text.
 
     Args:
         retrieved: what `Drafter.retrieve` returned for each text; the `DraftBuilder` of a retrieved draft stays empty.
+        draws: of all texts; None where decoding is greedy.
         committed: the tokens of the texts, see `probabilities`.
     """
     drafts = [draft or NO_DRAFT for draft in retrieved]
     growing: dict[int, Growing] = {}
     wanted: dict[int, Read] = {}
-    drawing: dict[int, Draws] = {}
+    drawing: dict[int, DrawChildren] = {}
 
     def advance(row: int, seen: Look | Children | None) -> None:
         """Send the policy of one text what it asked for (None starts it); store its next request, or its draft."""
@@ -51,7 +51,7 @@ def propose(
             drafts[row] = end.value
             del growing[row]
             return
-        if isinstance(asked, Draws):
+        if isinstance(asked, DrawChildren):
             drawing[row] = asked
         else:
             wanted[row] = asked
@@ -74,7 +74,8 @@ def propose(
         for row, look in _looks(reads, logits_mV, q_mV).items():
             advance(row, look)
         while drawing:
-            for row, children in _drawn(builders, reads, dict(drawing), q_mV).items():
+            assert draws is not None, "greedy policies draw nothing"
+            for row, children in _drawn(builders, reads, dict(drawing), q_mV, draws).items():
                 advance(row, children)
         if not growing:
             return drafts
@@ -120,38 +121,27 @@ def _looks(reads: dict[int, Read], logits_mV: Tensor, q_mV: Tensor) -> dict[int,
 
 
 def _drawn(
-    builders: Sequence[DraftBuilder], reads: dict[int, Read], drawing: dict[int, Draws], q_mV: Tensor
+    builders: Sequence[DraftBuilder],
+    reads: dict[int, Read],
+    drawing: dict[int, DrawChildren],
+    q_mV: Tensor,
+    draws: Draws,
 ) -> dict[int, Children]:
     """Draw the children that policies asked for and add them, with one transfer for all texts."""
     rows = list(drawing)
     starts = dict(zip(reads, accumulate([len(read.nodes) for read in reads.values()], initial=0), strict=False))
-    if len(rows) == 1 and drawing[rows[0]] == Draws([1]):  # fewer operations
-        row, builder = rows[0], builders[rows[0]]
-        (parent,), q_V = reads[row].nodes, q_mV[starts[row]]
-        token = None if builder.may_empty and not q_V.any() else builder.drawing().add(parent, q_V)
-        return {row: [[] if token is None else [(builder.add(parent, token), None)]]}
-    rngs = [builders[row].rng for row in rows]
-    drawings = [builders[row].drawing() for row in rows]
-    counts = [drawing[row].counts for row in rows]
-    # A row that draws nothing more still reads a number.
-    draws = draws_of(rngs, max(map(sum, counts)) + 1, q_mV.device)
-    parents = [reads[row].nodes for row in rows]
-    may_empty = builders[rows[0]].may_empty
-    chances = any(drawing[row].chances for row in rows)
     drawn = draw_together(
-        drawings,
-        parents,
-        counts,
+        [builders[row].drawing() for row in rows],
+        [reads[row].nodes for row in rows],
+        [drawing[row].counts for row in rows],
         q_mV,
         [starts[row] for row in rows],
-        draws.categorical,
-        may_empty=may_empty,
-        chances=chances,
+        draws.of(rows).drafted,
+        may_empty=builders[rows[0]].may_empty,
+        chances=any(drawing[row].chances for row in rows),
     )
     children = {}
-    for row, rng, own in zip(rows, rngs, drawn, strict=True):
-        if isinstance(draws, SeededDraws):
-            cast(SeededRng, rng).skip(sum(map(len, own)))
+    for row, own in zip(rows, drawn, strict=True):
         builder = builders[row]
         children[row] = [
             [(builder.add(parent, token), value) for token, value in of_node]

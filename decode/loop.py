@@ -14,17 +14,17 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.committed import CommittedTokens, FeatureQueue
 from draftsmith.decode.clock import PartClock
 from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.draws import NOT_DRAWN, draws_of
+from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, seeded_draws
 from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.passes.compiled import in_one_layout, run_step
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.base import FixedPolicy, Policy, most_nodes
 from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
-from draftsmith.decode.sampling import MakeContexts, Processors, Rng, Sampling, SeededRng, precise
+from draftsmith.decode.sampling import MakeContexts, Processors, Sampling, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
-from draftsmith.decode.verification import Rule, VerifyResult, verify, verify_batch, verify_greedy
+from draftsmith.decode.verification import Rule, VerifyResult, verify_batch, verify_greedy
 from draftsmith.heads.base import Drafter, Level, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 
@@ -44,10 +44,10 @@ def example_draft(policy: Policy, sharpness: float) -> Draft:
 
     `sharpness`: the difference between consecutive logits.
     """
-    text = DecodeSequence([0], 2 + EXAMPLE, SeededRng(0))
+    text = DecodeSequence([0], 2 + EXAMPLE)
     builder = DraftBuilder(text, EXAMPLE, Processors(Sampling(1.0)))
     logits_V = -sharpness * torch.arange(2.0 * EXAMPLE)
-    return propose(_Constant(logits_V), [policy.fresh()], [builder], [None])[0]
+    return propose(_Constant(logits_V), [policy.fresh()], [builder], [None], seeded_draws([0], [1], logits_V.device))[0]
 
 
 class _Constant(Drafter):
@@ -95,6 +95,8 @@ class DecodeLoop:
         """The committed tokens, with padding, where a processor reads them."""
         self.hidden: Tensor | None = None
         self._features = FeatureQueue()
+        self.draws_of: MakeDraws = seeded_draws
+        """The source of all random draws, which the exact tests replace."""
         self._device = torch.device("cpu")
         self._clock = PartClock(self._device, ("draft",))
         self._shapes: dict[int, Shape | None] = {}
@@ -141,7 +143,7 @@ class DecodeLoop:
             assert self._drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
             self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
         texts, proposal = self.texts, Proposal.empty(len(self.texts), self._device)
-        results = self._decided(logits_BV[:, None], proposal)
+        results = self._decided(logits_BV[:, None], proposal, self._draws())
         if self._drafter is not None:
             self._hand_over(None)
         new = self._commit(proposal.drafts, results, logits_BV[:, None])
@@ -157,11 +159,12 @@ class DecodeLoop:
         started = time.perf_counter()
         clock = self._clock
         clock.start()
-        proposal = self._propose()
+        draws = self._draws()
+        proposal = self._propose(draws)
         clock.end("draft")
         roots = [text.tokens[-1] for text in self.texts]
         logits_BQV = self._target.verify(proposal.tokens(roots, self._device), proposal.shapes)
-        results = self._decided(logits_BQV, proposal)
+        results = self._decided(logits_BQV, proposal, draws)
         verified = time.perf_counter()  # the device has nothing left to do: the outcome was read
         draft_seconds = clock.seconds()["draft"]
         drafts = proposal.drafts
@@ -183,7 +186,7 @@ class DecodeLoop:
         self._finish()
         return out
 
-    def _propose(self) -> Proposal:
+    def _propose(self, draws: Draws | None) -> Proposal:
         """Return drafts for all texts, on the device where all of them have one shape that is known before."""
         texts, drafter = self.texts, self._drafter
         if drafter is None:
@@ -194,31 +197,33 @@ class DecodeLoop:
             rooms = [min(room, drafter.max_draft_length) for room in rooms]
         shape = self._shape() if all(draft is None for draft in retrieved) and max(rooms) > 0 else None
         if shape is not None:
-            draws = None if self._processors.greedy else draws_of(self._rngs, 2 * shape.nodes + 2, self._device)
             numbers = [text.number for text in texts]
             fixed = FixedDrafts(shape, rooms, self._processors, draws, self._committed, numbers, self._shared)
-            return Proposal(batch=fixed.build(drafter), draws=draws, slots=fixed.slots)
+            return Proposal(batch=fixed.build(drafter), slots=fixed.slots)
         builders = []
         for text, room in zip(texts, rooms, strict=True):
             builders.append(DraftBuilder(text, room, self._processors, self._shared))
         policies = [text.policy for text in texts]
-        return Proposal(propose(drafter, policies, builders, retrieved, self._committed), builders)
+        return Proposal(propose(drafter, policies, builders, retrieved, draws, self._committed), builders)
 
     def _shape(self) -> Shape | None:
         """Return the shape of all drafts of the next round; None where they differ or depend on q."""
         shapes = [self._shapes[id(text)] for text in self.texts]
         return shapes[0] if all(shape is shapes[0] or shape == shapes[0] for shape in shapes) else None
 
-    @property
-    def _rngs(self) -> list[Rng]:
-        return [text.rng for text in self.texts]
+    def _draws(self) -> Draws | None:
+        """Return the random draws of the next round; greedy decoding has none."""
+        if self._processors.greedy:
+            return None
+        seeds, lengths = [text.seed for text in self.texts], [len(text.tokens) for text in self.texts]
+        return self.draws_of(seeds, lengths, self._device)
 
-    def _decided(self, logits_BQV: Tensor, proposal: Proposal) -> list[VerifyResult]:
+    def _decided(self, logits_BQV: Tensor, proposal: Proposal, draws: Draws | None) -> list[VerifyResult]:
         """Apply the verification rule to all texts, and read the outcome in one transfer."""
         scores_BQV = self._scores(logits_BQV, proposal)
         # Places after which the processors forbid every token.
         empty_BQ = scores_BQV.isneginf().all(-1) if self._processors.may_empty else None
-        if self._processors.greedy:
+        if draws is None:
             tokens_BQ = scores_BQV.argmax(-1)
             if empty_BQ is not None:
                 tokens_BQ.masked_fill_(empty_BQ, NOT_DRAWN)
@@ -228,14 +233,11 @@ class DecodeLoop:
         p_BQV = scores_BQV.softmax(-1)
         if empty_BQ is not None:  # any distribution: a result ends before the token that is drawn from it
             p_BQV.masked_fill_(empty_BQ[..., None], 1 / p_BQV.shape[-1])
-        if self._rule is not None and self._rule.single is not None:
-            results = self._one_by_one(self._rule, p_BQV, proposal)
-            return results if empty_BQ is None else list(map(VerifyResult.until, results, empty_BQ.tolist()))
         outcomes = []
-        for group in proposal.groups(self._rngs, self._device, self._rule):
-            _, batch, draws = group
-            outcomes.append((group, verify_batch(self._rule, p_of(group, p_BQV), batch, draws)))
-        return read_outcomes(outcomes, proposal, self._rngs, empty_BQ)
+        for group in proposal.groups(draws, self._device, self._rule):
+            _, batch, own = group
+            outcomes.append((group, verify_batch(self._rule, p_of(group, p_BQV), batch, own)))
+        return read_outcomes(outcomes, proposal, empty_BQ)
 
     def _commit(self, drafts: list[Draft], results: list[VerifyResult], logits_BQV: Tensor) -> list[list[int]]:
         """Commit what was accepted and the tokens after it, and return the new tokens of each text.
@@ -252,14 +254,6 @@ class DecodeLoop:
                 before = [text.padding + text.tokens]
                 self._processors.raise_empty(logits_BQV[row, place][None], before, text.number)
         return new
-
-    def _one_by_one(self, rule: Rule, p_BQV: Tensor, proposal: Proposal) -> list[VerifyResult]:
-        """Apply a rule that verifies one text after the other."""
-        drafts = proposal.drawn(self._rngs)
-        return [
-            verify(rule, p_BQV[row, : len(draft) + 1], draft, text.rng)
-            for row, (text, draft) in enumerate(zip(self.texts, drafts, strict=True))
-        ]
 
     def _scores(self, logits_BQV: Tensor, proposal: Proposal) -> Tensor:
         """Return the processed logits after every place of every text."""

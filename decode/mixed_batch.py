@@ -40,6 +40,7 @@ class MixedBatch:
 
     drawn: ClassVar[bool] = False
     own: ClassVar[None] = None
+    own_BN: ClassVar[None] = None
 
     def __init__(self, drafts: Sequence[Draft], device: torch.device | None = None) -> None:
         assert not any(draft.drawn for draft in drafts)

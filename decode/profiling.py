@@ -16,7 +16,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Drafter
@@ -111,7 +111,7 @@ def _round_seconds(
     length = max(1, min(CONTEXT, limit - ROUNDS * (draft_length + 1) - 2))
     tokens = _tokens(target.config, text, length)
     source = tokens[:8] if target.config.is_encoder_decoder else []
-    sequence = DecodeSequence(tokens, length + ROUNDS * (draft_length + 1) + 2, SeededRng(0), source=source)
+    sequence = DecodeSequence(tokens, length + ROUNDS * (draft_length + 1) + 2, source=source)
     reader, processors = TransformersTarget(target), Processors(Sampling(1.0))
     reader.compile = compile
     # Compiled, a chain of fixed length is one graph, and cheaper than the steps of the policies that plan.

@@ -1,18 +1,16 @@
 """The drafts of one round for all texts, known to the host or still on the device, and the transfer that reads them."""
 
 from collections.abc import Hashable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
 from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.draws import Draws, SeededDraws, draws_of
+from draftsmith.decode.draws import Draws
 from draftsmith.decode.fixed_drafts import contexts_of
 from draftsmith.decode.mixed_batch import MixedBatch, united
-from draftsmith.decode.sampling import Rng, SeededRng
-from draftsmith.decode.verification import Outcome, Rule, TargetTokens, VerifyResult, takes_mixed, takes_united
+from draftsmith.decode.verification import Outcome, Rule, VerifyResult, takes_mixed, takes_united
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, path_to
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
@@ -29,7 +27,7 @@ class Proposal:
 
     Args:
         drafts: None while the tokens of a `batch` are on the device, until `read`.
-        batch: drafts of one shape on the device, which were drawn with `draws`.
+        batch: drafts of one shape on the device.
         slots: for each node of the batch its number among those that the drafter has read; None for the others.
         builders: of drafts that the host built.
     """
@@ -39,13 +37,10 @@ class Proposal:
         drafts: list[Draft] | None = None,
         builders: Sequence[DraftBuilder] = (),
         batch: DraftBatch | None = None,
-        draws: Draws | None = None,
         slots: Sequence[int | None] = (),
     ) -> None:
         self._drafts, self.builders, self.batch = drafts, builders, batch
-        self._draws, self._slots = draws, slots
-        self._slots_of_text: list[list[int | None]] | None = None
-        """The slots of each text's nodes, after `drawn`."""
+        self._slots = slots
 
     @staticmethod
     def empty(count: int, device: torch.device) -> "Proposal":
@@ -99,30 +94,14 @@ class Proposal:
             self._drafts = [Draft(tuple(map(int, row)), parents) if parents else NO_DRAFT for row in values]
         return self.drafts
 
-    def drawn(self, rngs: Sequence[Rng]) -> list[Draft]:
-        """Return the drafts with their q, for rules that verify one text after the other and draw from `rngs`."""
-        if self.batch is None:
-            return self.drafts
-        if isinstance(self._draws, SeededDraws):
-            made_B = self._draws.made_B
-            made = [self._draws.made] * len(rngs) if made_B is None else made_B.tolist()
-            for rng, count in zip(rngs, made, strict=True):
-                assert isinstance(rng, SeededRng)
-                rng.skip(count)
-        drafts = [self.batch.of_text(row) for row in range(len(rngs))]
-        self._drafts = [draft for draft, _ in drafts]
-        self._slots_of_text = [[self._slots[node] for node in nodes] for _, nodes in drafts]
-        return self._drafts
-
-    def groups(self, rngs: Sequence[Rng], device: torch.device, rule: Rule | None) -> list[Group]:
+    def groups(self, draws: Draws, device: torch.device, rule: Rule | None) -> list[Group]:
         """Return the drafts in batches that `rule` verifies in one call each, with their rows.
 
         Drafts of one shape form a batch, and so do drawn chains of all lengths. Chosen drafts and drawn trees of
         different shapes do where the rule takes them, see `takes_mixed` and `takes_united`.
         """
         if self.batch is not None:
-            draws = self._draws or draws_of(rngs, 2 * len(self.batch) + 2, device)
-            return [(list(range(len(rngs))), self.batch, draws)]
+            return [(list(range(len(self.batch.tokens_BN))), self.batch, draws)]
         by_kind: dict[Hashable, list[int]] = {}
         for row, draft in enumerate(self.drafts):
             by_kind.setdefault(_kind(draft, rule), []).append(row)
@@ -133,7 +112,7 @@ class Proposal:
             else:
                 batches = [(rows, self._batch(kind, [self.drafts[row] for row in rows], device))]
             for own, batch in batches:
-                groups.append((own, batch, draws_of([rngs[row] for row in own], 2 * len(batch) + 2, device)))
+                groups.append((own, batch, draws.of(own)))
         return groups
 
     @staticmethod
@@ -161,8 +140,7 @@ class Proposal:
         """Return the slots of those nodes on a path of a text that the drafter has read."""
         if self.builders:
             return self.builders[row].read_slots(tuple(path))
-        of_text = self._slots if self._slots_of_text is None else self._slots_of_text[row]
-        slots = [of_text[node] for node in path]
+        slots = [self._slots[node] for node in path]
         return [slot for slot in slots if slot is not None]
 
 
@@ -178,10 +156,9 @@ def _kind(draft: Draft, rule: Rule | None) -> Hashable:
 def p_of(group: Group, p_BQV: Tensor) -> Tensor:
     """Return the target's distributions at the places of a group's batch, from those at the places of all drafts."""
     rows, batch, _ = group
-    if batch.own is not None:
-        places = [[0, *(node + 1 for node in nodes)] for nodes in batch.own]
-        rows_B1 = torch.tensor(rows, device=p_BQV.device)[:, None]
-        return p_BQV[rows_B1, torch.tensor(places, device=p_BQV.device)]
+    if batch.own_BN is not None:
+        places_BP = torch.nn.functional.pad(batch.own_BN + 1, (1, 0))
+        return p_BQV[torch.tensor(rows, device=p_BQV.device)[:, None], places_BP]
     return p_BQV if len(rows) == len(p_BQV) else p_BQV[rows, : len(batch) + 1]
 
 
@@ -197,17 +174,13 @@ def result_of(
 
 
 def read_outcomes(
-    outcomes: Sequence[tuple[Group, Outcome]], proposal: Proposal, rngs: Sequence[Rng], empty_BQ: Tensor | None
+    outcomes: Sequence[tuple[Group, Outcome]], proposal: Proposal, empty_BQ: Tensor | None
 ) -> list[VerifyResult]:
-    """Return the result of each text, which ends at a place that is `empty_BQ`, from one transfer.
-
-    The numbers that were drawn are taken from their sources.
-    """
-    tables = []
-    for (rows, _, draws), outcome in outcomes:
-        made_B = draws.made_B if isinstance(draws, SeededDraws) else None
-        parts = [outcome.packed(), *([] if made_B is None else [made_B[:, None].double()])]
-        parts += [] if empty_BQ is None else [(empty_BQ if len(rows) == len(rngs) else empty_BQ[rows]).double()]
+    """Return the result of each text, which ends at a place that is `empty_BQ`, from one transfer."""
+    count, tables = sum(len(rows) for (rows, _, _), _ in outcomes), []
+    for (rows, _, _), outcome in outcomes:
+        parts = [outcome.packed()]
+        parts += [] if empty_BQ is None else [(empty_BQ if len(rows) == count else empty_BQ[rows]).double()]
         parts += proposal.packed()
         tables.append(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     widest = max(table.shape[1] for table in tables)
@@ -217,17 +190,9 @@ def read_outcomes(
         proposal.read([row[widest - len(proposal.batch) :] for row in values])
     results: dict[int, VerifyResult] = {}
     place = iter(values)
-    for (rows, batch, draws), outcome in outcomes:
-        columns, seeded = outcome.columns, isinstance(draws, SeededDraws)
-        counted = isinstance(draws, SeededDraws) and draws.made_B is not None
-        made = draws.made if isinstance(draws, SeededDraws) else 0
-        along = isinstance(outcome, TargetTokens)
+    for (rows, batch, _), outcome in outcomes:
         for number, row in enumerate(rows):
             of_row = next(place)
             result = result_of(outcome, batch, number, of_row, proposal.drafts[row])
-            results[row] = result if empty_BQ is None else result.until(of_row[columns + counted :])
-            if seeded:
-                made = int(of_row[columns]) if counted else made
-                # Of the draws along a path, those up to the token after it count.
-                cast(SeededRng, rngs[row]).skip(made + result.accepted + 1 if along else made)
-    return [results[row] for row in range(len(rngs))]
+            results[row] = result if empty_BQ is None else result.until(of_row[outcome.columns :])
+    return [results[row] for row in range(count)]

@@ -1,13 +1,12 @@
-"""Random draws and logits processing.
+"""Logits processing, and tokens by their share of the probability.
 
-All randomness of the decoder comes from the two methods of `Rng`, so that tests can enumerate every outcome. The same
-processors turn logits into the target's p and the drafter's q, at every node.
+The same processors turn logits into the target's p and the drafter's q, at every node.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,54 +30,6 @@ def require_seed(key: str, seed: int, largest: int = LARGEST_SEED) -> None:
     """Raise ConfigError for a seed out of range."""
     if not 0 <= seed <= largest:
         raise ConfigError.of(key, seed, f">= 0 and at most {largest}")
-
-
-BLOCK = 256
-"""Uniform numbers that a source draws at once."""
-
-
-class Rng(Protocol):
-    """A source of random draws. `SeededRng` draws; the exact tests branch over every outcome instead."""
-
-    def bernoulli(self, probability: float) -> bool:
-        """Return True with `probability`; values of 1 and above are certain."""
-        ...
-
-    def categorical(self, weights_V: Tensor) -> int:
-        """Return an index with probability proportional to `weights_V` [V] (non-negative, not all zero)."""
-        ...
-
-
-class SeededRng:
-    """Draws from one CPU generator; the same seed gives the same text on the same machine."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._block = torch.empty(0, dtype=torch.float64)
-        self._place = self._held = 0
-
-    def block(self, count: int) -> Tensor:
-        """Return the next `count` uniform numbers in fp64; `skip` takes them from the source."""
-        if self._place + count > self._held:
-            more = torch.rand(max(count, BLOCK), dtype=torch.float64, generator=self._generator)
-            self._block, self._place = torch.cat([self._block[self._place :], more]), 0
-            self._held = len(self._block)
-        return self._block[self._place : self._place + count]
-
-    def skip(self, count: int) -> None:
-        """Take the next `count` numbers, which the last `block` returned."""
-        self._place += count
-
-    def _uniform(self) -> float:
-        value = self.block(1).item()
-        self.skip(1)
-        return value
-
-    def bernoulli(self, probability: float) -> bool:
-        return self._uniform() < probability
-
-    def categorical(self, weights_V: Tensor) -> int:
-        return int(index_at(weights_V, torch.tensor([self._uniform()], dtype=torch.float64, device=weights_V.device)))
 
 
 BLOCK_WIDTH, LARGE = 1024, 2**16

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
 from draftsmith.decode.policies.base import Policy
-from draftsmith.decode.sampling import Rng
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.processor_inputs import ProcessorInputs
 
@@ -141,7 +140,8 @@ class DecodeSequence:
     tokens: list[int]
     """Committed tokens; for an encoder-decoder target those of the decoder, including its start token."""
     max_length: int
-    rng: Rng
+    seed: int = 0
+    """Of its random draws."""
     stops: Stops = Stops()
     source: list[int] = field(default_factory=list)
     encoded: Tensor | None = None

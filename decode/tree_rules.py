@@ -36,7 +36,7 @@ def siblings_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
                     tested_B = torch.where(exists_B, torch.minimum(p_BV, q_BV).sum(-1), tested_B)
                 token_B1 = draft.tokens_BN[:, child, None]
                 ratio_B = (p_BV.gather(1, token_B1) / q_BV.gather(1, token_B1))[:, 0].double()
-                accepted_B = draws.bernoulli(ratio_B, exists_B) & exists_B
+                accepted_B = draws.passes(ratio_B, draft.number(child), exists_B) & exists_B
                 next_B = torch.where(accepted_B, child, next_B)
                 rejected_B1 = (exists_B & ~accepted_B)[:, None]
                 open_B = open_B & ~accepted_B
@@ -51,7 +51,7 @@ def siblings_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     last_B = path_BD.amax(1)  # parents come before their children
     leaf_P = torch.tensor([not below for below in children], device=p_BPV.device)
     end_BV = torch.where(leaf_P[last_B + 1][:, None], p_BPV[rows_B, last_B + 1], end_BV)
-    return Decided(path_BD, draws.categorical(end_BV), torch.stack(overlap, 1))
+    return Decided(path_BD, draws.next(end_BV), torch.stack(overlap, 1))
 
 
 def _depth(draft: DraftBatch, place: int) -> int:
@@ -91,7 +91,7 @@ class _Traversal:
     def _test(self, place: int, child: int, token_B1: Tensor) -> None:
         """Accept the path to `child`, all of whose children were removed, with its weight, or remove the child."""
         exists_B = self.open_B if self.draft.valid_BN is None else self.open_B & self.draft.valid_BN[:, child]
-        accepted_B = self.draws.bernoulli(self.weight[child + 1], exists_B) & exists_B
+        accepted_B = self.draws.passes(self.weight[child + 1], self.draft.number(child), exists_B) & exists_B
         self.leaf_B = torch.where(accepted_B, child, self.leaf_B)
         self.end_BV = torch.where(accepted_B[:, None], self.p[child + 1], self.end_BV)
         self.open_B = self.open_B & ~accepted_B
@@ -124,4 +124,4 @@ def traversal_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     ]
     nothing_B = torch.zeros_like(p_BPV[:, 0, 0])
     overlap_BP = torch.stack([nothing_B if value_B is None else value_B for value_B in overlap], 1)
-    return Decided(path_BD, draws.categorical(end_BV), along(overlap_BP, path_BD, draft))
+    return Decided(path_BD, draws.next(end_BV), along(overlap_BP, path_BD, draft))

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.decode.draws import Draws, RowDraws
+from draftsmith.decode.draws import Draws
 from draftsmith.decode.mixed_batch import MixedBatch
-from draftsmith.decode.sampling import Rng
 from draftsmith.decode.tree_rules import siblings_rule, traversal_rule
 from draftsmith.decode.verification_rules import (
     Decided,
@@ -27,29 +26,20 @@ from draftsmith.heads.draft_tree import Draft, DraftBatch, DrawnBatch
 
 VerifyBatch = Callable[[Tensor, DraftBatch, Draws], Outcome]
 """A rule: the target's distributions [B, P, V], the drafts and the random draws to the outcome, on the device."""
-Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
-"""A rule for one text: the target's distributions [P, V], the draft and the source of random draws to the result."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A verification rule for sampled decoding; greedy decoding has one rule, the argmax.
-
-    It has `batched`, or else `single`, which is called for one text after the other and may read values.
-    """
+    """A verification rule for sampled decoding; greedy decoding has one rule, the argmax."""
 
     name: str
+    verify: VerifyBatch
     fits: Callable[[Draft | DraftBatch], bool]
     takes: str
     """The drafts that `fits` accepts, in words."""
     lossless: bool = True
     unites: bool = False
     """Whether it verifies drawn trees of different shapes together, as parts of one tree."""
-    batched: VerifyBatch | None = None
-    single: Verify | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.batched is None) != (self.single is None), f"rule {self.name!r} is batched or single"
 
     def require(self, draft: Draft | DraftBatch) -> None:
         """Raise ConfigError for a kind of draft for which the rule is wrong."""
@@ -57,10 +47,6 @@ class Rule:
             kind = "drawn from q" if draft.drawn else "chosen, not drawn"
             shape = "chain" if draft.is_chain else "tree"
             raise ConfigError(f"rule={self.name!r} needs {self.takes}; this draft is a {shape} {kind}")
-
-
-def _drawn(draft: Draft | DraftBatch) -> bool:
-    return draft.drawn
 
 
 def _drawn_chain(draft: Draft | DraftBatch) -> bool:
@@ -80,24 +66,24 @@ def _ratio_rule(rule: Callable[[Tensor, DrawnBatch, Draws], Outcome]) -> VerifyB
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("token", _drawn_chain, "a chain drawn from q", batched=_ratio_rule(token_rule)),
-        Rule("block", _drawn_chain, "a chain drawn from q", batched=_ratio_rule(block_rule)),
-        Rule("point-mass", lambda draft: True, "any draft", batched=point_mass_rule),
+        Rule("token", _ratio_rule(token_rule), _drawn_chain, "a chain drawn from q"),
+        Rule("block", _ratio_rule(block_rule), _drawn_chain, "a chain drawn from q"),
+        Rule("point-mass", point_mass_rule, lambda draft: True, "any draft"),
         Rule(
             "siblings-without-replacement",
-            _drawn,
+            _ratio_rule(siblings_rule),
+            lambda draft: draft.drawn,
             "a draft whose tokens were drawn from q",
             unites=True,
-            batched=_ratio_rule(siblings_rule),
         ),
         Rule(
             "traversal",
-            _drawn,
+            _ratio_rule(traversal_rule),
+            lambda draft: draft.drawn,
             "a draft whose tokens were drawn from q",
             unites=True,
-            batched=_ratio_rule(traversal_rule),
         ),
-        Rule("typical", lambda draft: True, "any draft", lossless=False, batched=typical_rule),
+        Rule("typical", typical_rule, lambda draft: True, "any draft", lossless=False),
     )
 }
 
@@ -118,7 +104,7 @@ def best_rule(draft: Draft | DraftBatch) -> Rule:
 
 def takes_mixed(rule: Rule | None) -> bool:
     """Return whether chosen drafts of different shapes can be verified together."""
-    return rule is None or rule.batched is point_mass_rule
+    return rule is None or rule.verify is point_mass_rule
 
 
 def takes_united(rule: Rule | None) -> bool:
@@ -136,25 +122,10 @@ def verify_batch(rule: Rule | None, p_BPV: Tensor, draft: DraftBatch | MixedBatc
         return point_mass_rule(p_BPV, draft, draws)
     if len(draft) == 0:
         empty_B0 = p_BPV[:, 0, :0]
-        return Decided(empty_B0, draws.categorical(p_BPV[:, 0]), empty_B0)
+        return Decided(empty_B0, draws.next(p_BPV[:, 0]), empty_B0)
     rule = rule or best_rule(draft)
     rule.require(draft)
-    assert rule.batched is not None, "rules that are single verify one text after the other"
-    return rule.batched(p_BPV, draft, draws)
-
-
-def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
-    """Apply `rule` (None: `best_rule`) to the draft of one text; ConfigError for a draft for which it is wrong."""
-    if len(draft) == 0:
-        return VerifyResult((), rng.categorical(p_PV[0]), ())
-    if rule is not None and rule.single is not None:
-        rule.require(draft)
-        return rule.single(p_PV, draft, rng)
-    draws = RowDraws([rng])
-    outcome = verify_batch(rule, p_PV[None], DraftBatch.of([draft], p_PV.device), draws)
-    result = outcome.result(outcome.packed()[0].tolist(), draft)
-    # The token after the path is the last draw, which an enumeration of all outcomes may leave open.
-    return result if draws.last[0] is None else VerifyResult(result.path, draws.last[0], result.overlap)
+    return rule.verify(p_BPV, draft, draws)
 
 
 __all__ = [
@@ -162,14 +133,12 @@ __all__ = [
     "Outcome",
     "Rule",
     "TargetTokens",
-    "Verify",
     "VerifyBatch",
     "VerifyResult",
     "best_rule",
     "rule_named",
     "takes_mixed",
     "takes_united",
-    "verify",
     "verify_batch",
     "verify_greedy",
 ]

@@ -139,7 +139,7 @@ def token_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1. Lossless whatever q is.
     """
     q_BNV, overlap_BN, ratio_BN = _overlap_and_ratios(p_BPV, draft)
-    accepted_B = draws.first(ratio_BN, False, draft.valid_BN)
+    accepted_B = draws.until_failure(ratio_BN, draft.valid_BN)
     return _chain_outcome(p_BPV, q_BNV, draft, draws, accepted_B, overlap_BN, None)
 
 
@@ -166,9 +166,7 @@ def block_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
             accept_BN = torch.where(ends_BN, weight_BP[:, 1:], accept_BN)
     else:
         accept_BN = weight_BP[:, 1:]
-    # The largest prefix that passes; smaller ones need no draw.
-    valid_BN = None if draft.valid_BN is None else draft.valid_BN.flip(1)
-    accepted_B = N - draws.first(accept_BN.flip(1), True, valid_BN)
+    accepted_B = draws.longest(accept_BN, draft.valid_BN)
     return _chain_outcome(p_BPV, q_BNV, draft, draws, accepted_B, overlap_BN, weight_BP)
 
 
@@ -210,7 +208,7 @@ def _chain_outcome(
     p_BV = p_BPV[rows_B, accepted_B]
     q_BV = q_BNV[rows_B, accepted_B.clamp_max(N - 1)].masked_fill_(whole_B[:, None], 0.0)
     scale_B = None if weight_BP is None else weight_BP[rows_B, accepted_B].masked_fill_(whole_B, 1.0)
-    next_B = draws.categorical(residual(p_BV, q_BV, scale_B))
+    next_B = draws.next(residual(p_BV, q_BV, scale_B))
     tested_BN = steps_N <= accepted_B[:, None]
     if draft.valid_BN is not None:
         tested_BN = tested_BN & draft.valid_BN
@@ -311,5 +309,5 @@ def typical_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     depth_BN = torch.tensor(depths_of(draft.parents), device=device) * reached_BN
     leaf_B = torch.where(reached_BN.any(1), depth_BN.argmax(1), ROOT)
     path_BD = paths(draft, leaf_B)
-    next_B = draws.categorical(p_BPV[torch.arange(B, device=device), leaf_B + 1])
+    next_B = draws.next(p_BPV[torch.arange(B, device=device), leaf_B + 1])
     return Decided(path_BD, next_B, along(_candidates(p_BPV, draft), path_BD, draft))

@@ -138,45 +138,26 @@ class DrawnDraft(Draft):
 
 
 class Drawing:
-    """Draws a tree of tokens from q, one by one, and keeps all of them.
+    """A tree of tokens that are drawn from q, all of which are kept; `draw_together` draws them.
 
-    The call of `add` decides that a token is submitted before the token is known; tokens cannot be removed, and tokens
-    that were not drawn here cannot be added. The rules for `DrawnDraft` require this ("non-anticipation").
-
-    Args:
-        draw: returns an index with probability proportional to the weights [V], i.e. `Rng.categorical`.
+    A token is submitted before it is known; tokens cannot be removed, and tokens that were not drawn cannot be added.
+    The rules for `DrawnDraft` require this ("non-anticipation").
     """
 
-    def __init__(self, draw: Callable[[Tensor], int]) -> None:
-        self._draw = draw
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
         self._q: list[Tensor] = []
-
-    def add(self, parent: int, q_V: Tensor) -> int | None:
-        """Draw one more child of `parent` from `q_V` without its earlier children, and return its token.
-
-        Return None and add no child once all tokens in the support of q are drawn.
-        """
-        weights_V = q_V
-        siblings = [self.tokens[i] for i, other in enumerate(self.parents) if other == parent]
-        if siblings:
-            weights_V = q_V.clone()
-            weights_V[siblings] = 0
-            if not weights_V.any():
-                return None
-        token = self._draw(weights_V)
-        self._add(parent, token, q_V)
-        return token
-
-    def _add(self, parent: int, token: int, q_V: Tensor) -> None:
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self._q.append(q_V)
+        self.asked = 0
+        """Number of draws that were asked for; a draw is none where the support of q was exhausted."""
 
     def draft(self) -> DrawnDraft:
         """Return the draft of all tokens that were drawn."""
-        return _drawn(tuple(self.tokens), tuple(self.parents), tuple(self._q))
+        return _drawn(tuple(self._tokens), tuple(self._parents), tuple(self._q))
+
+
+Draw = Callable[[Tensor, int | Tensor, Tensor | None], Tensor]
+"""Weights [B, V], the numbers of the draws in their texts, and the rows that draw [B] (None: all) to indices [B]."""
 
 
 def draw_together(
@@ -185,7 +166,7 @@ def draw_together(
     counts: Sequence[Sequence[int]],
     q_mV: Tensor,
     starts: Sequence[int],
-    draw: Callable[[Tensor, Tensor | None], Tensor],
+    draw: Draw,
     *,
     may_empty: bool,
     chances: bool,
@@ -196,7 +177,7 @@ def draw_together(
         parents, counts: for each tree its nodes and the number of children to draw of each.
         q_mV: the distributions after the nodes; those of each tree stand together, from its place in `starts` on. With
             `may_empty` rows may be zero.
-        draw: see `BatchDrawing`.
+        draw: see `Draw`.
 
     Returns:
         For each tree and each of its nodes the tokens of the children and, with `chances`, their probabilities under
@@ -209,6 +190,8 @@ def draw_together(
         whole = rows == list(range(len(q_mV)))
         weights_BV = q_BV = q_mV if whole else q_mV[torch.tensor(rows, device=q_mV.device)]
         q.append(q_BV.unbind())
+        firsts = [drawing.asked + sum(own[:i]) for drawing, own in zip(drawings, counts, strict=True)]
+        first = firsts[0] if min(firsts) == max(firsts) else torch.tensor(firsts, device=q_BV.device)
         for order in range(max(wanted)):
             valid_B = None
             if min(wanted) <= order:
@@ -218,7 +201,7 @@ def draw_together(
                     weights_BV = weights_BV.scatter(1, columns[-1][:, None].clamp_min(0), 0)
                 left_B = weights_BV.any(-1)
                 valid_B = left_B if valid_B is None else valid_B & left_B
-            token_B = draw(weights_BV, valid_B)
+            token_B = draw(weights_BV, first if order == 0 else first + order, valid_B)
             columns.append(token_B if valid_B is None else token_B.masked_fill(~valid_B, NO_NODE))
             values += [q_BV.gather(1, token_B[:, None])[:, 0].double()] if chances else []
             places.append(i)
@@ -228,8 +211,11 @@ def draw_together(
     for tree, (drawing, row) in enumerate(zip(drawings, rows, strict=True)):
         for order, i in enumerate(places):
             if row[order] != NO_NODE:
-                drawing._add(parents[tree][i], int(row[order]), q[i][tree])
+                drawing._tokens.append(int(row[order]))
+                drawing._parents.append(parents[tree][i])
+                drawing._q.append(q[i][tree])
                 drawn[tree][i].append((int(row[order]), row[len(places) + order] if chances else None))
+        drawing.asked += sum(counts[tree])
     return drawn
 
 
@@ -249,6 +235,8 @@ class DraftBatch:
 
     drawn: ClassVar[bool] = False
     own: list[list[int]] | None = None
+    own_BN: Tensor | None = None
+    """`own` on the device."""
 
     def __init__(self, tokens_BN: Tensor, parents: Parents, valid_BN: Tensor | None = None) -> None:
         self.tokens_BN, self.parents, self.valid_BN = tokens_BN, parents, valid_BN
@@ -296,7 +284,7 @@ class DraftBatch:
         q = zip(*([tree.q[node] for node in nodes] for tree, nodes in zip(trees, held, strict=True)), strict=True)
         own_BN = torch.tensor(own, device=device)
         batch = _drawn_batch(torch.tensor(rows, device=device), parents, own_BN >= 0, tuple(map(torch.stack, q)))
-        batch.own = own
+        batch.own, batch.own_BN = own, own_BN
         return batch
 
     @property
@@ -316,19 +304,9 @@ class DraftBatch:
         """Return the depth [1, N + 1] of each place."""
         return torch.tensor([[0, *depths_of(self.parents)]], device=self.tokens_BN.device)
 
-    def of_text(self, row: int) -> tuple[Draft, list[int]]:
-        """Return the draft of one text, whose tokens are read from the device, and those nodes that it has."""
-        nodes, place = [], {ROOT: ROOT}
-        for node in range(len(self)):
-            if self.valid_BN is None or bool(self.valid_BN[row, node]):
-                place[node] = len(nodes)
-                nodes.append(node)
-        tokens = self.tokens_BN[row].tolist()
-        tokens, parents = [tokens[node] for node in nodes], [place[self.parents[node]] for node in nodes]
-        return self._draft(row, nodes, tuple(tokens), tuple(parents)), nodes
-
-    def _draft(self, row: int, nodes: list[int], tokens: tuple[int, ...], parents: Parents) -> Draft:
-        return Draft(tokens, parents)
+    def number(self, node: int) -> int | Tensor:
+        """Return the number of a node in the draft of all texts, or of each text [B]."""
+        return node if self.own_BN is None else self.own_BN[:, node].clamp_min(0)
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -344,9 +322,6 @@ class DrawnBatch(DraftBatch):
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a DrawnBatch is created by BatchDrawing only; use DraftBatch for tokens that were not drawn")
 
-    def _draft(self, row: int, nodes: list[int], tokens: tuple[int, ...], parents: Parents) -> DrawnDraft:
-        return _drawn(tokens, parents, tuple(self.q[node][row] for node in nodes))
-
 
 def _drawn_batch(tokens_BN: Tensor, parents: Parents, valid_BN: Tensor | None, q: tuple[Tensor, ...]) -> DrawnBatch:
     batch = object.__new__(DrawnBatch)
@@ -356,13 +331,9 @@ def _drawn_batch(tokens_BN: Tensor, parents: Parents, valid_BN: Tensor | None, q
 
 
 class BatchDrawing:
-    """Draws trees of one shape for B texts and keeps all tokens; see `Drawing` for the condition.
+    """Draws chains of one length for B texts and keeps all tokens; see `Drawing` for the condition."""
 
-    Args:
-        draw: weights [B, V] and the rows that draw [B] (None: all) to indices [B], i.e. `Draws.categorical`.
-    """
-
-    def __init__(self, draw: Callable[[Tensor, Tensor | None], Tensor]) -> None:
+    def __init__(self, draw: Draw) -> None:
         self._draw = draw
         self.parents: list[int] = []
         self.tokens: list[Tensor] = []
@@ -372,7 +343,7 @@ class BatchDrawing:
 
     def add(self, parent: int, q_BV: Tensor, valid_B: Tensor | None) -> None:
         """Draw a child of `parent` for the rows that are valid."""
-        self.tokens.append(self._draw(q_BV, valid_B))
+        self.tokens.append(self._draw(q_BV, len(self.tokens), valid_B))
         self.parents.append(parent)
         self.valid.append(valid_B)
         self._q.append(q_BV)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Read
+from draftsmith.decode.draft_builder import Children, DraftBuilder, DrawChildren, Read
 from draftsmith.decode.policies.base import Growing
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
@@ -11,7 +11,7 @@ from draftsmith.heads.draft_tree import ROOT, Draft
 
 @dataclass(frozen=True)
 class DrawnTree:
-    """Draws the children of every node without replacement; `shape`: paths, as of a `StaticTree`."""
+    """DrawChildren the children of every node without replacement; `shape`: paths, as of a `StaticTree`."""
 
     learns: ClassVar[bool] = False
     shape: tuple[tuple[int, ...], ...]
@@ -35,7 +35,7 @@ class DrawnTree:
                     for (node, _), tokens, values, count in rows
                 ]
             else:
-                children = yield Draws(counts)
+                children = yield DrawChildren(counts)
             level = [
                 (child, (*path, rank))
                 for (_, path), own in zip(level, children, strict=True)

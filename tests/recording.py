@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from draftsmith.decode.draft_builder import DraftBuilder, Look, Read
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies.base import Growing
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Level, TrainableDrafter
@@ -85,7 +85,7 @@ def planned_rounds(
     drafter: TrainableDrafter, target: LlamaForCausalLM, prompts: list[list[int]], policy: Planned
 ) -> list[Recorded]:
     """Decode the texts together for as many rounds as are planned, and check that drafts were accepted as planned."""
-    texts = [DecodeSequence(list(prompt), len(prompt) + 40, SeededRng(0), number=n) for n, prompt in enumerate(prompts)]
+    texts = [DecodeSequence(list(prompt), len(prompt) + 40, number=n) for n, prompt in enumerate(prompts)]
     decoding = DecodeLoop(TransformersTarget(target), drafter, policy, texts, Processors(Sampling(0.0)))
     decoding.prefill()
     for _ in policy.plans[0]:
@@ -106,7 +106,7 @@ class _Started(DecodeSequence):
 def decoded_logits(drafter: TrainableDrafter, target: LlamaForCausalLM, prompt: list[int], after: list[int]) -> Tensor:
     """Return [K, V]: the drafter's logits after `prompt` and along the tokens `after`, from the decoder."""
     policy = Recorder(after[1:])
-    text = _Started(list(prompt), len(prompt) + 40, SeededRng(0))
+    text = _Started(list(prompt), len(prompt) + 40)
     text.first = after[0]
     decoding = DecodeLoop(TransformersTarget(target), drafter, policy, [text], Processors(Sampling(0.0)))
     decoding.prefill()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.draft_builder import Children, DraftBuilder, Draws, Look, Read
+from draftsmith.decode.draft_builder import Children, DraftBuilder, DrawChildren, Look, Read
 from draftsmith.decode.policies.base import Growing, MostNodes, require_counts
 from draftsmith.decode.policies.best_first import Candidates
 from draftsmith.decode.verification_rules import VerifyResult
@@ -287,7 +287,7 @@ class OptimalTree:
             look: Look = yield Read(nodes, support=True)
             builder.passes += 1
             planned = self._planned(builder, [weight for _, weight in level], look, depth)
-            children: Children = (yield Draws(list(map(len, planned)))) if any(planned) else []
+            children: Children = (yield DrawChildren(list(map(len, planned)))) if any(planned) else []
             below = [
                 (child, survival)
                 for own, drawn in zip(planned, children, strict=False)

@@ -4,13 +4,13 @@ from collections.abc import Generator
 from dataclasses import is_dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
-from draftsmith.decode.draft_builder import DraftBuilder, Draws, Read
+from draftsmith.decode.draft_builder import DraftBuilder, DrawChildren, Read
 from draftsmith.decode.fixed_drafts import Shape
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft
 
-Growing = Generator[Read | Draws, Any, Draft]
+Growing = Generator[Read | DrawChildren, Any, Draft]
 """Yields what it needs next (a `Read` of `[ROOT]` first), is sent the `Look` or the `Children`, and returns the draft.
 
 The drafts of a batch are built in lockstep, so one forward pass of the drafter covers all texts.

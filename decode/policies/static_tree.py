@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from draftsmith.decode.draft_builder import DraftBuilder, Draws, Look, Read
+from draftsmith.decode.draft_builder import DraftBuilder, DrawChildren, Look, Read
 from draftsmith.decode.fixed_drafts import Shape
 from draftsmith.decode.policies.base import MOST, Growing, MostNodes, require_counts
 from draftsmith.decode.verification_rules import VerifyResult
@@ -138,7 +138,7 @@ class SampledTree:
                 children = [[(child, q) for _, child, q in own] for own in chosen]
             else:
                 yield Read(nodes, top=0)
-                children = yield Draws(counts, chances=True)
+                children = yield DrawChildren(counts, chances=True)
             level = [(child, weight * q) for (_, weight), own in zip(level, children, strict=True) for child, q in own]
         return builder.draft()
 

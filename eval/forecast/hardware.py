@@ -15,7 +15,7 @@ from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import Chain, Policy, StaticTree
 from draftsmith.decode.profiling import measure_costs, parts
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
@@ -330,7 +330,7 @@ class TimedVariant:
             half = _half(text)
             most = len(half) + (ROUNDS + 2) * (max(self.draft_length, LENGTHS[-1]) + 2)
             longest = most if target.context_limit is None else min(most, target.context_limit)
-            rows.append(DecodeSequence(half, longest, SeededRng(seed + number), source=text.source, number=number))
+            rows.append(DecodeSequence(half, longest, seed + number, source=text.source, number=number))
         processors, policy = Processors(sampling, texts=len(rows)), self.policy or Chain(max(self.draft_length, 1))
         decoding = DecodeLoop(target, self.drafter, policy, rows, processors, None, widths)
         records = []

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import Policy
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round, Stops
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.teacher_forced import TargetText, states_of, vocabulary_size
@@ -128,4 +128,4 @@ def _row(number: int, text: TargetText) -> DecodeSequence:
     # A text shorter than its limit ended with an EOS.
     ends = frozenset(text.tokens[-1:] if len(text.tokens) < text.max_length else [])
     prompt = text.tokens[: text.prompt_length]
-    return DecodeSequence(prompt, text.max_length, SeededRng(0), Stops(ends), source=text.source, number=number)
+    return DecodeSequence(prompt, text.max_length, 0, Stops(ends), source=text.source, number=number)

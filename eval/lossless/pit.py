@@ -12,15 +12,15 @@ high probability: the error of most wrong rules is a function of q/p, which woul
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.draws import Draws
-from draftsmith.decode.sampling import Rng
 from draftsmith.decode.sequence import DecodeOutput
-from draftsmith.decode.verification import Outcome, Rule, Verify, VerifyResult, verify_batch
-from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch, DrawnDraft
+from draftsmith.decode.verification import Outcome, Rule, VerifyBatch, VerifyResult, verify_batch
+from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch
 
 # Shapes: N tokens, V vocabulary, P positions of a draft.
 
@@ -91,20 +91,13 @@ class Watch:
     def __post_init__(self) -> None:
         self._v = torch.Generator().manual_seed(self.seed)
 
-    def watched(self, change: Verify | None = None) -> Rule:
-        """Return the rule to use in a decoder; `change` replaces the verification, one text after the other."""
-        if change is None:
-            return Rule("watched", lambda draft: True, "any draft", batched=self._watch)
+    def watched(self, change: VerifyBatch | None = None) -> Rule:
+        """Return the rule to use in a decoder; `change` replaces the verification."""
+        change = partial(verify_batch, self.rule) if change is None else change
+        return Rule("watched", partial(self._watch, change), lambda draft: True, "any draft")
 
-        def watch(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
-            result = change(p_PV, draft, rng)
-            self._add(p_PV, draft, draft.q if isinstance(draft, DrawnDraft) else None, result)
-            return result
-
-        return Rule("watched", lambda draft: True, "any draft", single=watch)
-
-    def _watch(self, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
-        outcome = verify_batch(self.rule, p_BPV, draft, draws)
+    def _watch(self, verify: VerifyBatch, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+        outcome = verify(p_BPV, draft, draws)
         for row, values in enumerate(outcome.packed().tolist()):
             whole = Draft(tuple(draft.tokens_BN[row].tolist()), draft.parents)  # none of the paths has invalid nodes
             q = tuple(q_BV[row] for q_BV in draft.q) if isinstance(draft, DrawnBatch) else None

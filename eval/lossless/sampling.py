@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.sampling import Rng
-from draftsmith.decode.verification import RULES, Rule, Verify, VerifyResult, verify
+from draftsmith.decode.draws import Draws
+from draftsmith.decode.verification import RULES, Outcome, Rule, VerifyBatch, verify_batch
 from draftsmith.eval.lossless.draws import (
     Continuations,
     Done,
@@ -33,19 +33,19 @@ from draftsmith.eval.lossless.statistics import (
     ks_p_value,
     poisson_tail,
 )
-from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.draft_tree import DraftBatch
 
 SHARE = 0.5
 """Share of rounds in which the control verifies wrongly: a rule that is half right is harder to detect."""
 
 
-def lossy(rule: Rule | None) -> Verify:
+def lossy(rule: Rule | None, seed: int = 0) -> VerifyBatch:
     """Return `rule` with typical acceptance, which is lossy, in half of all rounds."""
+    coin = torch.Generator().manual_seed(seed)
 
-    def verify_wrongly(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
-        if rng.bernoulli(SHARE):
-            return verify(RULES["typical"], p_PV, draft, rng)
-        return verify(rule, p_PV, draft, rng)
+    def verify_wrongly(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+        wrong = torch.rand((), generator=coin) < SHARE
+        return verify_batch(RULES["typical"] if wrong else rule, p_BPV, draft, draws)
 
     return verify_wrongly
 
@@ -126,7 +126,7 @@ def sample(
     plan: Plan,
     level: float,
     done: Done,
-    change: Verify | None = None,
+    change: VerifyBatch | None = None,
 ) -> Sample:
     """Sample with the decoder's rule, or with `change` instead, and apply every test."""
     rule, p = decoder.rule, SampledTarget(target, plan.sampling)

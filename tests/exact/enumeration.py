@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.draws import RowDraws
+from draftsmith.decode.draws import NOT_DRAWN, MakeDraws, Node
 from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.proposal import Proposal, p_of, result_of
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.verification import Rule, VerifyResult, verify_batch
-from draftsmith.heads.draft_tree import Draft, DraftBatch, depths_of
+from draftsmith.heads.draft_tree import Draft, DraftBatch, Drawing, DrawnDraft, children_of, depths_of, draw_together
 
 Tokens = tuple[int, ...]
 
@@ -79,14 +80,130 @@ class BranchingRng:
         return self._branch(weights)
 
 
-class BranchingDraws:
-    """`Draws` in which every row follows outcomes of its own, as a `BranchingRng` does."""
+class Rng(Protocol):
+    """A source of random draws, one after the other."""
 
-    def __init__(self, paths: Sequence[tuple[int, ...]], *, leave_open: bool, closed: int) -> None:
-        self.rngs = [BranchingRng(path, leave_open=leave_open, closed=closed) for path in paths]
-        self._draws = RowDraws(self.rngs)
-        self.categorical, self.bernoulli = self._draws.categorical, self._draws.bernoulli
-        self.first, self.along = self._draws.first, self._draws.along
+    def bernoulli(self, probability: float) -> bool: ...
+
+    def categorical(self, weights_V: Tensor) -> Any: ...
+
+
+Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
+"""A rule for one text: p [P, V], the draft and the source of random draws to the result."""
+
+
+class RowDraws:
+    """`Draws` of which each row takes those of its source, one after the other; no draw may be made twice."""
+
+    def __init__(self, rngs: Sequence[Rng]) -> None:
+        self.rngs = rngs
+        self.last: list[Any] = [None] * len(rngs)
+        """The last token of each row as its source returned it, which may be `Open`."""
+        self._made: set[tuple[int, str, int]] = set()
+
+    def of(self, rows: Sequence[int]) -> "RowDraws":
+        part = RowDraws([self.rngs[row] for row in rows])
+        part._made = {(place, kind, node) for place, row in enumerate(rows) for r, kind, node in self._made if r == row}
+        return part
+
+    def drafted(self, weights_BV: Tensor, node: Node, active_B: Tensor | None = None) -> Tensor:
+        active = [True] * len(self.rngs) if active_B is None else active_B.tolist()
+        rows = enumerate(zip(weights_BV, self._nodes(node), active, strict=True))
+        return torch.tensor([self._token(row, "draft", n, w_V) if on else 0 for row, (w_V, n, on) in rows])
+
+    def chain(self, length: int) -> None:
+        return None
+
+    def passes(self, probability_B: Tensor, node: Node, active_B: Tensor) -> Tensor:
+        rows = enumerate(zip(probability_B.tolist(), self._nodes(node), active_B.tolist(), strict=True))
+        return torch.tensor([active and self._passes(row, number, p) for row, (p, number, active) in rows])
+
+    def until_failure(self, probability_BN: Tensor, valid_BN: Tensor | None) -> Tensor:
+        N, found = probability_BN.shape[1], []
+        for row, (probabilities, valid) in enumerate(self._with_valid(probability_BN, valid_BN)):
+            nodes = (node for node in range(N) if valid[node] and not self._passes(row, node, probabilities[node]))
+            found.append(next(nodes, N))
+        return torch.tensor(found)
+
+    def longest(self, probability_BN: Tensor, valid_BN: Tensor | None) -> Tensor:
+        found = []
+        for row, (probabilities, valid) in enumerate(self._with_valid(probability_BN, valid_BN)):
+            last = reversed(range(probability_BN.shape[1]))
+            nodes = (node for node in last if valid[node] and self._passes(row, node, probabilities[node]))
+            found.append(next(nodes, -1) + 1)
+        return torch.tensor(found)
+
+    def next(self, weights_BV: Tensor) -> Tensor:
+        return torch.tensor([self._token(row, "target", 0, weights_V) for row, weights_V in enumerate(weights_BV)])
+
+    def along(self, weights_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
+        B, places = weights_BPV.shape[:2]
+        tokens = [[NOT_DRAWN] * places for _ in range(B)]
+        nodes = draft.tokens_BN.tolist()
+        valid = None if draft.valid_BN is None else draft.valid_BN.tolist()
+        for row, weights_PV in enumerate(weights_BPV):
+            place: int | None = 0
+            depth, children = 0, children_of(draft.parents_of(row))
+            while place is not None:
+                token = self._token(row, "target", depth, weights_PV[place])
+                here, place, depth = place, None, depth + 1
+                for child in children[here]:
+                    exists = valid is None or valid[row][child]
+                    if exists and place is None and self.last[row] == nodes[row][child]:
+                        place = child + 1
+                tokens[row][here] = token
+        return torch.tensor(tokens)
+
+    def _token(self, row: int, kind: str, node: int, weights_V: Tensor) -> int:
+        self._once(row, kind, node)
+        self.last[row] = self.rngs[row].categorical(weights_V)
+        return self.last[row] if isinstance(self.last[row], int) else 0
+
+    def _passes(self, row: int, node: int, probability: float) -> bool:
+        self._once(row, "test", node)
+        return self.rngs[row].bernoulli(probability)
+
+    def _once(self, row: int, kind: str, node: int) -> None:
+        assert (row, kind, node) not in self._made, f"the {kind} of node {node} is drawn twice"
+        self._made.add((row, kind, node))
+
+    def _nodes(self, node: Node) -> list[int]:
+        return [node] * len(self.rngs) if isinstance(node, int) else node.tolist()
+
+    def _with_valid(self, values_BN: Tensor, valid_BN: Tensor | None) -> Iterator[tuple[list[float], list[bool]]]:
+        valid = [[True] * values_BN.shape[1]] * len(values_BN) if valid_BN is None else valid_BN.tolist()
+        return zip(values_BN.tolist(), valid, strict=True)
+
+
+def draws_of(rngs: Sequence[Rng]) -> MakeDraws:
+    """Return the draws of a decoder whose texts have their place in `rngs` as seed; no round may draw twice."""
+    rounds: set[tuple[int, int]] = set()
+
+    def make(seeds: Sequence[int], lengths: Sequence[int], device: torch.device) -> RowDraws:
+        own = set(zip(seeds, lengths, strict=True))
+        assert len(own) == len(seeds), "two texts draw the same numbers"
+        assert not own & rounds, "two rounds of a text draw the same numbers"
+        rounds.update(own)
+        return RowDraws([rngs[seed] for seed in seeds])
+
+    return make
+
+
+def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
+    """Apply a rule (None: the best one) to the draft of one text."""
+    draws = RowDraws([rng])
+    outcome = verify_batch(rule, p_PV[None], DraftBatch.of([draft]), draws)
+    result = outcome.result(outcome.packed()[0].tolist(), draft)
+    return replace(result, next_token=draws.last[0])
+
+
+def drawn_draft(parents: Sequence[int], q: Callable[[int], Tensor], rng: Rng) -> DrawnDraft:
+    """Return a draft whose nodes have these parents, all drawn: each from `q(parent)`."""
+    drawing, draws = Drawing(), RowDraws([rng])
+    for parent in parents:
+        q_1V = q(parent)[None]
+        draw_together([drawing], [[parent]], [[1]], q_1V, [0], draws.drafted, may_empty=False, chances=False)
+    return drawing.draft()
 
 
 AT_ONCE = 2048
@@ -110,7 +227,7 @@ def verified(
         pending: list[tuple[int, tuple[int, ...]]] = [(number, ()) for number in numbers]
         while pending:
             rows, pending = pending[:AT_ONCE], pending[AT_ONCE:]
-            draws = BranchingDraws([path for _, path in rows], leave_open=leave_open, closed=closed)
+            draws = RowDraws([BranchingRng(path, leave_open=leave_open, closed=closed) for _, path in rows])
             batch = DraftBatch.of([cases[number][1] for number, _ in rows])
             outcome = verify_batch(rule, torch.stack([cases[number][0] for number, _ in rows]), batch, draws)
             for (number, _), rng, values in zip(rows, draws.rngs, outcome.packed().tolist(), strict=True):
@@ -131,7 +248,7 @@ def verified_together(
         # Places that a text does not have hold p of its last one, which must not count.
         p = [cases[number][0] for number, _ in rows]
         p_BQV = torch.stack([torch.cat([p_PV, p_PV[-1:].expand(widest - len(p_PV), -1)]) for p_PV in p])
-        for group in Proposal(drafts).groups(rngs, cpu, rule):
+        for group in Proposal(drafts).groups(RowDraws(rngs), cpu, rule):
             own, batch, draws = group
             outcome = verify_batch(rule, p_of(group, p_BQV), batch, draws)
             for place, (row, values) in enumerate(zip(own, outcome.packed().tolist(), strict=True)):
@@ -202,8 +319,9 @@ def played(make: Callable[[], DecodeLoop], rng: BranchingRng, rounds: int | None
     """Return the state of a new decoder after `rounds` rounds, or at the end."""
     decoding = make()
     texts = tuple(decoding.texts)
-    for text in texts:
-        text.rng = rng
+    for place, text in enumerate(texts):
+        text.seed = place
+    decoding.draws_of = draws_of([rng] * len(texts))
     decoding.prefill()
     done = 0
     while decoding.texts and done != rounds:
@@ -250,8 +368,9 @@ def replayed(
     """
     decoding, rngs = make(len(paths)), [BranchingRng(path) for path in paths]
     texts = tuple(decoding.texts)
-    for text, rng in zip(texts, rngs, strict=True):
-        text.rng = rng
+    for place, text in enumerate(texts):
+        text.seed = place
+    decoding.draws_of = draws_of(rngs)
     decoding.prefill()
     done = 0
     while decoding.texts and done != rounds:

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import torch
 from exact.enumeration import (
     BranchingRng,
+    RowDraws,
     Tokens,
+    Verify,
     add,
     outcomes,
     spread,
@@ -29,9 +31,9 @@ from transformers import LogitsProcessor
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.policies import Policy
-from draftsmith.decode.sampling import Processors, Rng, Sampling
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
-from draftsmith.decode.verification import RULES, Rule, Verify, VerifyResult, verify_greedy
+from draftsmith.decode.verification import RULES, Rule, VerifyResult, verify_greedy
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 PROMPT = (0, 3, 0, 3)
@@ -96,8 +98,8 @@ class Round:
         """Return p after the root and after each node of `draft`."""
         return torch.stack([self.p_V(below(draft, node)) for node in range(ROOT, len(draft))])
 
-    def _text(self, rng: Rng | None = None) -> DecodeSequence:
-        return DecodeSequence(list(PROMPT), len(PROMPT) + self.count, rng or BranchingRng(), Stops(self.setting.eos))
+    def _text(self) -> DecodeSequence:
+        return DecodeSequence(list(PROMPT), len(PROMPT) + self.count, stops=Stops(self.setting.eos))
 
     def drafts(self, policy: Policy) -> Drafts:
         """Return every draft that the policy can build, with its probability."""
@@ -110,12 +112,13 @@ class Round:
         drafts: Drafts = []
         pending: list[tuple[int, ...]] = [()]
         while pending:  # all outcomes that are known so far are texts of one batch
-            texts = [self._text(BranchingRng(path)) for path in pending]
+            rngs, texts = [BranchingRng(path) for path in pending], [self._text() for _ in pending]
             self.drafter.start(SimpleNamespace(texts=texts))
             builders = [DraftBuilder(text, text.room, self.processors) for text in texts]
-            grown = propose(self.drafter, [policy] * len(texts), builders, [None] * len(texts))
-            drafts += [(text.rng.weight, draft) for text, draft in zip(texts, grown, strict=True)]
-            pending = [path for text in texts for path in text.rng.alternatives]
+            draws = None if self.processors.greedy else RowDraws(rngs)
+            grown = propose(self.drafter, [policy] * len(texts), builders, [None] * len(texts), draws)
+            drafts += [(rng.weight, draft) for rng, draft in zip(rngs, grown, strict=True)]
+            pending = [path for rng in rngs for path in rng.alternatives]
         return drafts
 
     def _cut(self, new: Tokens) -> Tokens:

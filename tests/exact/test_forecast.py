@@ -12,7 +12,7 @@ from exact.toys import ToyDrafter, ToyModel, ToyTarget
 
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree, StaticTree, widths_shape
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
 from draftsmith.decode.verification import RULES
 from draftsmith.eval.forecast.expected_rounds import NotPredicted, accepted
@@ -40,7 +40,7 @@ class Pair:
         """Return (probability, expected counts given the text) for every text of the decoder."""
 
         def make() -> DecodeLoop:
-            text = DecodeSequence(list(PROMPT), len(PROMPT) + count, SeededRng(0), Stops(eos))
+            text = DecodeSequence(list(PROMPT), len(PROMPT) + count, stops=Stops(eos))
             return DecodeLoop(
                 ToyTarget(self.target), self.drafter, policy, [text], self.processors, rule and RULES[rule]
             )
@@ -160,7 +160,7 @@ def test_acceptance_of_a_tree_is_given_that_the_accepted_path_has_children() -> 
         pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
 
         def make(pair: Pair = pair) -> DecodeLoop:
-            text = DecodeSequence(list(PROMPT), len(PROMPT) + 6, SeededRng(0), Stops())
+            text = DecodeSequence(list(PROMPT), len(PROMPT) + 6)
             return DecodeLoop(ToyTarget(pair.target), pair.drafter, TREE, [text], pair.processors)
 
         found = np.zeros((2, 3))

@@ -10,7 +10,7 @@ from transformers import TemperatureLogitsWarper
 
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, Policy, SampledTree
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng, _Cold
+from draftsmith.decode.sampling import Processors, Sampling, _Cold
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.verification import RULES
 
@@ -71,7 +71,7 @@ def test_texts_follow_the_limit(policy: Policy, rule: str) -> None:
         target, drafter = Tied(seed), ToyDrafter(Tied(DRAFTER_SEEDS + seed))
 
         def make(target: Tied = target, drafter: ToyDrafter = drafter) -> DecodeLoop:
-            text = DecodeSequence(list(PROMPT), len(PROMPT) + COUNT, SeededRng(0))
+            text = DecodeSequence(list(PROMPT), len(PROMPT) + COUNT)
             return DecodeLoop(ToyTarget(target), drafter, policy, [text], Processors(Sampling(1e-38)), RULES[rule])
 
         def p(new: Tokens, target: Tied = target) -> list[float]:

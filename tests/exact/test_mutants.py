@@ -8,9 +8,10 @@ import pytest
 import torch
 from drawn_tree import DrawnTree
 from exact import wrong_rules
-from exact.enumeration import Tokens
-from exact.one_round import EXACT, GAMMA, PROMPT, Drafts, Round, Setting, Verify, the_rule
+from exact.enumeration import Tokens, Verify
+from exact.one_round import EXACT, GAMMA, PROMPT, Drafts, Round, Setting, the_rule
 from exact.toys import ToyModel, below
+from exact.wrong_rules import forged
 from torch import Tensor
 from transformers import NoRepeatNGramLogitsProcessor
 
@@ -94,18 +95,6 @@ def test_the_mutants_are_correct_without_their_mutation(rule: Verify, policy: Po
 
 
 # Correct rules on drafts whose type is wrong.
-
-
-def forged(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Tensor]) -> DrawnDraft:
-    """A `DrawnDraft` of tokens that were not drawn from `q`, past the guard of its class."""
-    draft = object.__new__(DrawnDraft)
-    for name, value in (
-        ("tokens", tuple(tokens)),
-        ("parents", tuple(parents)),
-        ("q", tuple(q)),
-    ):
-        object.__setattr__(draft, name, value)
-    return draft
 
 
 def kept(draft: DrawnDraft, nodes: Sequence[int]) -> DrawnDraft:

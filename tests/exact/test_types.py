@@ -4,21 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exact.enumeration import BranchingRng
+from exact.enumeration import BranchingRng, drawn_draft, verify
 
-from draftsmith.decode.verification import RULES, best_rule, verify
+from draftsmith.decode.verification import RULES, best_rule
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_tree import ROOT, Draft, Drawing, DrawnDraft
+from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
 
 Q_V = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.1], dtype=torch.float64)
 RATIO_RULES = ("token", "block", "siblings-without-replacement", "traversal")
 
 
 def drawn(parents: list[int]) -> DrawnDraft:
-    drawing = Drawing(BranchingRng().categorical)
-    for parent in parents:
-        drawing.add(parent, Q_V)
-    return drawing.draft()
+    return drawn_draft(parents, lambda _: Q_V, BranchingRng())
 
 
 CHAIN, TREE = drawn([ROOT, 0]), drawn([ROOT, ROOT, 0])

@@ -3,16 +3,17 @@
 The general forms below are the correct rules if no option is changed; a test checks this.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+from exact.enumeration import Rng, RowDraws, Verify, verify
 from torch import Tensor
 
-from draftsmith.decode.draws import RowDraws
-from draftsmith.decode.sampling import Rng
-from draftsmith.decode.verification import RULES, VerifyResult, verify
-from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnDraft
+from draftsmith.decode.draws import Draws
+from draftsmith.decode.verification import RULES, VerifyBatch, VerifyResult
+from draftsmith.decode.verification_rules import Decided
+from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch, DrawnDraft
 
 FIFTH = 0.2
 """Any threshold on p is wrong; at this one both outcomes are common."""
@@ -34,11 +35,60 @@ def token_rule(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
 
 def unchecked(name: str, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Apply a correct rule, also to a kind of draft for which it is wrong."""
-    rule, draws = RULES[name].batched, RowDraws([_Certain(rng)])
-    assert rule is not None
-    outcome = rule(p_PV[None], DraftBatch.of([draft]), draws)
+    draws = RowDraws([_Certain(rng)])
+    outcome = RULES[name].verify(p_PV[None], DraftBatch.of([draft]), draws)
     result = outcome.result(outcome.packed()[0].tolist(), draft)
     return VerifyResult(result.path, draws.last[0], result.overlap)
+
+
+class Seeded:
+    """Draws one after the other."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def bernoulli(self, probability: float) -> bool:
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64)) < probability
+
+    def categorical(self, weights_V: Tensor) -> int:
+        return int(torch.multinomial(weights_V, 1, generator=self._generator))
+
+
+def batched(rule: Verify, seed: int = 0) -> VerifyBatch:
+    """Return a rule for one text as one for the texts of a batch, with draws of its own."""
+    rng = Seeded(seed)
+
+    def verify(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
+        B, N = draft.tokens_BN.shape
+        path_BN, overlap_BN = torch.full((B, N), ROOT), torch.full((B, N), torch.nan)
+        tokens = []
+        for row in range(B):
+            own, nodes = of_text(draft, row)
+            result = rule(p_BPV[row, [0, *(node + 1 for node in nodes)]], own, rng)
+            path_BN[row, : result.accepted] = torch.tensor([nodes[node] for node in result.path])
+            tokens.append(result.next_token)
+        return Decided(path_BN, torch.tensor(tokens), overlap_BN)
+
+    return verify
+
+
+def of_text(batch: DraftBatch, row: int) -> tuple[Draft, list[int]]:
+    """Return the draft of one text, and those nodes of the batch's shape that it has."""
+    nodes = [node for node in range(len(batch)) if batch.valid_BN is None or bool(batch.valid_BN[row, node])]
+    place = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
+    tokens = tuple(int(batch.tokens_BN[row, node]) for node in nodes)
+    parents = tuple(place[batch.parents[node]] for node in nodes)
+    if not isinstance(batch, DrawnBatch):
+        return Draft(tokens, parents), nodes
+    return forged(tokens, parents, [batch.q[node][row] for node in nodes]), nodes
+
+
+def forged(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Tensor]) -> DrawnDraft:
+    """Return a `DrawnDraft` of tokens that may not have been drawn from `q`, past the guard of its class."""
+    draft = object.__new__(DrawnDraft)
+    for name, value in (("tokens", tuple(tokens)), ("parents", tuple(parents)), ("q", tuple(q))):
+        object.__setattr__(draft, name, value)
+    return draft
 
 
 def token(

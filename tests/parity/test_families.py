@@ -28,7 +28,6 @@ from transformers import (
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import BestFirst, Chain, StaticTree, widths_shape
-from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Level
@@ -146,7 +145,7 @@ def test_a_tree_is_read_as_its_paths_are(family: str) -> None:
     texts = []
     for prompt in PROMPTS[:3]:
         own = [0, 17] if encoder_decoder else [*prompt, 17]
-        texts.append(DecodeSequence(own, 60, SeededRng(0), source=prompt if encoder_decoder else []))
+        texts.append(DecodeSequence(own, 60, source=prompt if encoder_decoder else []))
     with torch.inference_mode():
         target = TransformersTarget(model)
         for text in texts:

@@ -16,7 +16,6 @@ from vision_models import FAMILIES, IMAGE, TEXT, ImagePrompt, build, prompt, two
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes import compiled
 from draftsmith.decode.policies import StaticTree, widths_shape
-from draftsmith.decode.sampling import SeededRng
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.distill.teacher import OnlineTeacher
@@ -109,7 +108,7 @@ def test_compiled_passes_after_images(family: str, monkeypatch: pytest.MonkeyPat
 def test_states_of_the_prompt_are_those_of_the_model_with_the_images(family: str) -> None:
     """As drafters read them: of every token of the prompt, those of images included."""
     model, asked = build(family), prompts(family)
-    texts = [DecodeSequence(list(one.ids), len(one.ids) + NEW_TOKENS, SeededRng(0), inputs=one.inputs) for one in asked]
+    texts = [DecodeSequence(list(one.ids), len(one.ids) + NEW_TOKENS, inputs=one.inputs) for one in asked]
     target = TransformersTarget(model)
     target.prefill(texts, layers=(1, FINAL))
     features_BTF = target.features(None)

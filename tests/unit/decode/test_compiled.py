@@ -29,6 +29,7 @@ from transformers import T5ForConditionalGeneration as T5
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.cache.recurrent import LOCK
 from draftsmith.decode.costs import Costs
+from draftsmith.decode.draws import SeededDraws
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes import compiled
 from draftsmith.decode.passes.compiled import MOST_WIDTH, CompiledPasses, built_graphs, run_step
@@ -36,7 +37,6 @@ from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import StaticTree
 from draftsmith.decode.policies.base import most_nodes
 from draftsmith.decode.profiling import LONG, SHORT, measure_costs
-from draftsmith.decode.sampling import SeededRng
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
@@ -339,7 +339,7 @@ def test_chains_that_are_not_one_graph(
     if reason == "layers":
         monkeypatch.setattr("draftsmith.decode.passes.runner.MOST_LAYERS", 2)
     if reason == "draws":
-        monkeypatch.setattr("draftsmith.decode.decoder.SeededRng", OwnRng)
+        monkeypatch.setattr(SeededDraws, "chain", lambda draws, length: None)
     plans = {"siblings": {"policy": "tree:widths=2x1"}, "ranks": {"policy": StaticTree(((1,), (1, 0)))}}
     plan = plans.get(reason, {"draft_length": 4})
     expected, own = (
@@ -348,10 +348,6 @@ def test_chains_that_are_not_one_graph(
     assert own.tokens == expected.tokens
     assert "pass" in ran
     assert "chain" not in ran
-
-
-class OwnRng(SeededRng):
-    """A source whose draws are made one by one."""
 
 
 def test_policies_that_plan_know_the_seconds_of_single_steps(

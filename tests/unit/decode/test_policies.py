@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.draws import seeded_draws
 from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.policies import (
     AdaptiveChain,
@@ -29,7 +30,7 @@ from draftsmith.decode.policies import (
     widths_shape,
 )
 from draftsmith.decode.profiling import measure_costs
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, Level
@@ -63,9 +64,9 @@ class Table(Drafter):
 
 
 def draft(policy: Policy, *, greedy: bool = True, room: int = 8, seed: int = 0, table: Table | None = None) -> Draft:
-    text = DecodeSequence([1, 0], 50, SeededRng(seed))
+    text = DecodeSequence([1, 0], 50)
     builder = DraftBuilder(text, room, Processors(Sampling(0.0 if greedy else 1.0)))
-    return propose(table or Table(), [policy], [builder], [None])[0]
+    return propose(table or Table(), [policy], [builder], [None], seeded_draws([seed], [2], torch.device("cpu")))[0]
 
 
 def path_weights(shown: Draft, table: Table) -> list[float]:

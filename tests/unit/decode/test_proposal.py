@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from exact.enumeration import drawn_draft
+from exact.wrong_rules import Seeded
 
-from draftsmith.decode.draws import draws_of
+from draftsmith.decode.draws import seeded_draws
 from draftsmith.decode.mixed_batch import united
-from draftsmith.decode.proposal import NO_DRAFT, Proposal, p_of, read_outcomes
-from draftsmith.decode.sampling import SeededRng
+from draftsmith.decode.proposal import NO_DRAFT, Group, Proposal, p_of, read_outcomes
 from draftsmith.decode.verification import RULES, verify_batch
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Drawing
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch
 
 VOCAB = 7
 CPU = torch.device("cpu")
@@ -25,18 +26,13 @@ def distributions(count: int) -> torch.Tensor:
 
 
 def drawn_chain(length: int, seed: int) -> Draft:
-    drawing = Drawing(SeededRng(seed).categorical)
-    for node in range(length):
-        drawing.add(node - 1, distributions(1)[0])
-    return drawing.draft()
+    return drawn_draft(range(-1, length - 1), lambda _: distributions(1)[0], Seeded(seed))
 
 
 def drawn_tree(parents: tuple[int, ...], seed: int) -> Draft:
     """Return a tree whose siblings are not numbered one after the other: (ROOT, 0, ROOT) among others."""
-    drawing, q = Drawing(SeededRng(seed).categorical), distributions(len(parents) + 1)
-    for parent in parents:
-        drawing.add(parent, q[parent + 1])
-    return drawing.draft()
+    q = distributions(len(parents) + 1)
+    return drawn_draft(parents, lambda parent: q[parent + 1], Seeded(seed))
 
 
 def drawn_trees(seed: int) -> list[Draft]:
@@ -68,22 +64,25 @@ def test_results_are_those_of_each_draft_alone(kind: str, rule: str | None, call
         drafts = some_drafts(kind, 10 * trial)
         widest = 1 + max(map(len, drafts))
         p_BQV = distributions(len(drafts) * widest).unflatten(0, (len(drafts), widest))
-        together, alone = ([SeededRng(100 * trial + row) for row in range(len(drafts))] for _ in range(2))
+        seeds, lengths = [100 * trial + row for row in range(len(drafts))], [5 + row for row in range(len(drafts))]
         proposal = Proposal(drafts)
-        groups = proposal.groups(together, CPU, chosen_rule)
+        groups = proposal.groups(seeded_draws(seeds, lengths, CPU), CPU, chosen_rule)
         assert len(groups) == calls
         outcomes = [(group, verify_batch(chosen_rule, p_of(group, p_BQV), *group[1:])) for group in groups]
-        results = read_outcomes(outcomes, proposal, together, None)
+        results = read_outcomes(outcomes, proposal, None)
         for row, (draft, result) in enumerate(zip(drafts, results, strict=True)):
-            batch = DraftBatch.of([draft])
-            group = ([0], batch, draws_of([alone[row]], 2 * len(draft) + 2, CPU))
-            outcome = verify_batch(chosen_rule, p_BQV[row : row + 1, : len(draft) + 1], batch, group[2])
-            (expected,) = read_outcomes([(group, outcome)], Proposal([draft]), [alone[row]], None)
+            group = ([0], DraftBatch.of([draft]), seeded_draws([seeds[row]], [lengths[row]], CPU))
+            outcome = verify_batch(chosen_rule, p_BQV[row : row + 1, : len(draft) + 1], *group[1:])
+            (expected,) = read_outcomes([(group, outcome)], Proposal([draft]), None)
             assert (result.path, result.next_token) == (expected.path, expected.next_token)
             assert result.overlap == pytest.approx(expected.overlap)
-            assert torch.equal(together[row].block(9), alone[row].block(9)), "the same numbers were drawn"
             accepted += result.accepted
     assert accepted > 20
+
+
+def groups_of(drafts: list[Draft]) -> list[Group]:
+    draws = seeded_draws(range(len(drafts)), [3] * len(drafts), CPU)
+    return Proposal(drafts).groups(draws, CPU, None)
 
 
 def test_trees_that_have_little_in_common_are_verified_apart() -> None:
@@ -92,16 +91,14 @@ def test_trees_that_have_little_in_common_are_verified_apart() -> None:
     both = [wide, deep, (ROOT, 0, ROOT), deep]
     drafts = [drawn_tree(shape, row) for row, shape in enumerate(both * 3)]
     assert len(united([wide, deep])[0]) == len(wide) + len(deep) - 1 <= 2 * len(deep)
-    rngs = [SeededRng(row) for row in range(len(drafts))]
-    assert len(Proposal(drafts).groups(rngs, CPU, None)) == 1
+    assert len(groups_of(drafts)) == 1
     other = (ROOT, ROOT, 1, 1, 1, 1, 1)
     drafts += [drawn_tree(other, 40 + row) for row in range(3)]
-    rngs += [SeededRng(row) for row in range(3)]
-    groups = Proposal(drafts).groups(rngs, CPU, None)
+    groups = groups_of(drafts)
     assert sorted(row for rows, _, _ in groups for row in rows) == list(range(len(drafts)))
     assert 1 < len(groups) < 4
     mingled = [drawn_tree(shape, row) for row, shape in enumerate([wide, deep, other] * 4)]
-    parts = Proposal(mingled).groups([SeededRng(row) for row in range(12)], CPU, None)
+    parts = groups_of(mingled)
     assert len(parts) == 2, "equal shapes come together, wherever they stand"
     assert all(len(batch) <= 2 * max(len(drafts[row]) for row in rows) for rows, batch, _ in groups)
 

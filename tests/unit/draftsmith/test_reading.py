@@ -119,7 +119,7 @@ SETTINGS = {"tree": {"size": int, "factor": float, "siblings": str}, "chain": {"
 
 
 def test_specifications() -> None:
-    text = "tree:size=16,factor=0.5,name=a=b"
+    text = "tree:size=16,factor=0.5,siblings=a=b"
     assert parse_specification("policy", text, SETTINGS) == ("tree", {"size": 16, "factor": 0.5, "siblings": "a=b"})
     assert parse_specification("policy", "chain", SETTINGS) == ("chain", {})
     assert (specified_name(text), specified_name("chain")) == ("tree", "chain")

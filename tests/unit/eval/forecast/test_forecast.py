@@ -16,7 +16,7 @@ from draftsmith.decode.draft_builder import DraftBuilder, Look, Read, probabilit
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree, StaticTree
 from draftsmith.decode.policies.base import Growing
-from draftsmith.decode.sampling import Processors, Sampling, SeededRng
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.verification import VerifyResult
@@ -109,7 +109,7 @@ def test_q_of_the_unrolled_states_is_the_decoders(kind: str, target: LlamaForCau
     tables = agreement(target, drafter, texts, GAMMA, [acceptance_measure(plain)])
     for text, table in zip(texts, tables, strict=True):
         policy = OnTheText(text.tokens)
-        row = DecodeSequence(text.tokens[: text.prompt_length], len(text.tokens), SeededRng(0))
+        row = DecodeSequence(text.tokens[: text.prompt_length], len(text.tokens))
         decoding = DecodeLoop(TransformersTarget(target), drafter, policy, [row], Processors(greedy))
         with torch.inference_mode():
             decoding.prefill()

@@ -9,11 +9,12 @@ import pytest
 import torch
 from conftest import make_llama
 from exact import wrong_rules
+from exact.enumeration import Verify
 from transformers import T5Config, T5ForConditionalGeneration
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
-from draftsmith.decode.verification import RULES, Verify, verify
+from draftsmith.decode.verification import RULES, VerifyBatch, verify_batch
 from draftsmith.eval.lossless.draws import Plan
 from draftsmith.eval.lossless.greedy import read
 from draftsmith.eval.lossless.sampling import ALL_TOKENS, Sample, check_sampling, sample
@@ -44,7 +45,7 @@ def decoder(
 
 
 def drawn(
-    change: Verify | None = None, tokens: int = 1000, seed: int = 0, policy: str = "chain:draft_length=3"
+    change: VerifyBatch | None = None, tokens: int = 1000, seed: int = 0, policy: str = "chain:draft_length=3"
 ) -> Sample:
     target, speculative = decoder(policy)
     plan = Plan(PROMPTS, Sampling(1.0), tokens, seed)
@@ -62,7 +63,7 @@ TREE = "sampled-tree:width=3,depth=2"
 )
 def test_right_rules_pass(rule: str | None, policy: str) -> None:
     """Each fails here with probability 0.1 %, if the seed were not fixed."""
-    result = drawn(None if rule is None else partial(verify, RULES[rule]), policy=policy)
+    result = drawn(None if rule is None else partial(verify_batch, RULES[rule]), policy=policy)
     assert result.accepted > 100
     assert not result.rejects(LEVEL)
     assert max(test.adjusted for test in result.tests) == 1.0
@@ -90,17 +91,20 @@ SLOWER = [
     ids=lambda wrong: getattr(wrong, "__name__", "block, first failure"),
 )
 def test_wrong_rules_fail(wrong: Verify) -> None:
-    assert drawn(wrong, tokens=2000).rejects(LEVEL)
+    assert drawn(wrong_rules.batched(wrong), tokens=2000).rejects(LEVEL)
 
 
 def test_an_error_at_the_bonus_is_found_at_its_place() -> None:
-    found = {test.name for test in drawn(wrong_rules.bonus_from_the_position_before, tokens=2000).rejects(LEVEL)}
+    bonus = wrong_rules.batched(wrong_rules.bonus_from_the_position_before)
+    found = {test.name for test in drawn(bonus, tokens=2000).rejects(LEVEL)}
     assert "  after 3 accepted" in found
     assert not {"  after 0 accepted", "  after 1 accepted", "  after 2 accepted"} & found
 
 
 def test_a_wrong_rule_for_trees_fails() -> None:
-    assert drawn(wrong_rules.point_mass_drawn_again, policy="best-first:size=6,depth=2").rejects(LEVEL)
+    assert drawn(wrong_rules.batched(wrong_rules.point_mass_drawn_again), policy="best-first:size=6,depth=2").rejects(
+        LEVEL
+    )
 
 
 def test_another_target_is_found_though_the_rule_is_right() -> None:
