@@ -64,6 +64,9 @@ def batched(rule: Verify, seed: int = 0) -> VerifyBatch:
         tokens = []
         for row in range(B):
             own, nodes = of_text(draft, row)
+            if not nodes:
+                tokens.append(rng.categorical(p_BPV[row, 0]))
+                continue
             result = rule(p_BPV[row, [0, *(node + 1 for node in nodes)]], own, rng)
             path_BN[row, : result.accepted] = torch.tensor([nodes[node] for node in result.path])
             tokens.append(result.next_token)

@@ -1,6 +1,6 @@
 """EOS, lengths, seeds, streaming and invalid input of the decoder."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from draftsmith.decode.clock import PartClock, now
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst
-from draftsmith.decode.proposal import Proposal
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.decode.verification import VerifyResult
 from draftsmith.errors import ConfigError
@@ -224,8 +223,8 @@ def test_times_of_a_round_do_not_wait(tiny_target: LlamaForCausalLM, monkeypatch
     """On CUDA the drafting is timed by events, which are read after the outcome: the host never waits in between."""
     decided = DecodeLoop._decided
 
-    def read(self: DecodeLoop, logits_BQV: torch.Tensor, proposal: Proposal) -> list[VerifyResult]:
-        results = decided(self, logits_BQV, proposal)
+    def read(self: DecodeLoop, *arguments: Any) -> list[VerifyResult]:
+        results = decided(self, *arguments)
         _Event.read()
         return results
 

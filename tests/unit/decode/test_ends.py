@@ -43,7 +43,7 @@ def ends(kind: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {"stopping_criteria": [OneOf()], "eos_token_id": None}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [
