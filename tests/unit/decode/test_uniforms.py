@@ -1,6 +1,7 @@
 """Random numbers without state equal a scalar reference, are uniform, and do not depend on each other."""
 
 import random
+from itertools import combinations
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from draftsmith.decode import sampling
 from draftsmith.decode.draws import seeded_draws
 from draftsmith.decode.sampling import index_at
 from draftsmith.decode.uniforms import first_uniforms, round_keys, signed, uniforms
+from draftsmith.heads.draft_tree import DraftBatch
 
 CPU = torch.device("cpu")
 ALL = 2**64 - 1
@@ -90,6 +92,39 @@ def test_draws_follow_their_weights() -> None:
         # Six standard deviations of a share of 1/2: a false failure has a probability below 1e-8.
         assert (shares_V - weights_V / weights_V.sum()).abs().max() < 6 * 0.5 / 20_000**0.5
         assert shares_V[[0, 3, 5]].sum() == 0
+
+
+def test_draws_of_a_round_are_independent() -> None:
+    """Each gives a fair bit; every two of them agree in half of 20,000 texts, within six standard deviations."""
+    B = 20_000
+    draws, every_B = seeded_draws(range(B), [9] * B, CPU), torch.ones(B, dtype=torch.bool)
+    fair_BV, half_B = torch.ones(B, 2), torch.full((B,), 0.5)
+    after_BP = draws.along(torch.ones(B, 4, 2), DraftBatch(torch.zeros(B, 3, dtype=torch.int64), (-1, 0, 1)))
+    bits = [draws.drafted(fair_BV, node) for node in range(3)]
+    bits += [draws.passes(half_B, node, every_B).long() for node in range(3)]
+    bits += [*after_BP.unbind(1), draws.drafted(fair_BV, torch.full((B,), 40))]
+    for one, other in combinations(bits, 2):
+        assert abs((one == other).double().mean() - 0.5) < 6 * 0.5 / B**0.5
+    assert torch.equal(draws.next(fair_BV), after_BP[:, 0]), "rules use one or the other"
+
+
+def test_draws_are_the_same_however_they_are_asked_for() -> None:
+    draws, B = seeded_draws(range(50), range(50), CPU), 50
+    weights_BV, half_BN = torch.rand(B, 7), torch.full((B, 30), 0.5)
+    for node in (0, 3, 29):
+        nodes_B = torch.full((B,), node)
+        assert torch.equal(draws.drafted(weights_BV, node), draws.drafted(weights_BV, nodes_B))
+        passed_B = draws.passes(half_BN[:, 0], node, torch.ones(B, dtype=torch.bool))
+        assert torch.equal(passed_B, draws.passes(half_BN[:, 0], nodes_B, torch.ones(B, dtype=torch.bool)))
+        alone_BN = torch.arange(30).expand(B, -1) == node
+        assert torch.equal(passed_B, draws.until_failure(half_BN, alone_BN) == 30)
+        assert torch.equal(passed_B, draws.longest(half_BN, alone_BN) == node + 1)
+        part = draws.of([7, 2])
+        assert torch.equal(part.drafted(weights_BV[[7, 2]], node), draws.drafted(weights_BV, node)[[7, 2]])
+    drawn_B3 = torch.stack([draws.drafted(weights_BV, node) for node in range(3)], 1)
+    numbers_B3 = draws.chain(3)
+    assert numbers_B3 is not None
+    assert torch.equal(index_at(weights_BV[:, None].expand(-1, 3, -1), numbers_B3[..., None])[..., 0], drawn_B3)
 
 
 def test_certain_events_are_certain() -> None:
