@@ -198,7 +198,7 @@ def test_of_the_two_rules_of_the_page_one_is_exact(extending: SimpleNamespace, s
     one_round = Round(Setting(), seed)
     drafts = one_round.drafts(Chain(2))
     right, wrong = (
-        Rule("page", lambda draft: True, "any draft", batched=partial(extending.rule, from_residual=from_residual))
+        Rule("page", partial(extending.rule, from_residual=from_residual), lambda draft: True, "any draft")
         for from_residual in (True, False)
     )
     assert one_round.gap(right, drafts) < EXACT

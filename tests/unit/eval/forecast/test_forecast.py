@@ -133,7 +133,7 @@ def decoded(target: nn.Module, drafter: Drafter, policy: Policy | None, sampling
 
 GREEDY_POLICIES = (
     *(Chain(1), Chain(3), ConfidenceChain(0.3, 3)),
-    *(StaticTree(((0,), (1,), (2,), (0, 0), (1, 0)))),
+    StaticTree(((0,), (1,), (2,), (0, 0), (1, 0))),
     *(BestFirst(5, 3), SampledTree(3, 3)),
 )
 
