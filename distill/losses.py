@@ -141,7 +141,7 @@ def cross_entropy(rows_N: Tensor, q_log_ND: Tensor) -> Tensor:
 
 
 class LossInputs(NamedTuple):
-    """What a loss may read of N tokens of one draft position. Shapes: E events, D draft vocabulary."""
+    """Inputs of a loss for N tokens of one draft position. Shapes: E events, D draft vocabulary."""
 
     p_log_NE: Tensor
     """The target's log-probabilities of the drafter's vocabulary, or of the known tokens and the tail."""

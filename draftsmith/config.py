@@ -1,4 +1,4 @@
-"""The base class of all recipe sections, the number types of their fields, and what is wrong with a value."""
+"""The base class of all recipe sections, the number types of their fields, and messages about wrong values."""
 
 import os.path
 from collections.abc import Callable

@@ -25,7 +25,7 @@ class DrafterSection(Section):
 
     @property
     def start(self) -> Start:
-        """What its weights are at first."""
+        """The origin of its weights when training begins."""
         return "untrained"
 
 

@@ -1,4 +1,4 @@
-"""Build what a run trains from its `RunContext`: target, drafter, data, teacher, step, optimizers and engine.
+"""Build the parts of a run from its `RunContext`: target, drafter, data, teacher, step, optimizers and engine.
 
 Training, `draftsmith data prepare` and the memory estimate build these parts here.
 """
@@ -83,7 +83,7 @@ def _load(context: RunContext, **options: Any) -> LoadedTarget:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run trains, and what it trains on."""
+    """The parts of a run that are loaded or built before its step and engine."""
 
     target: LoadedTarget
     """On its devices, see `Placement`."""

@@ -1,4 +1,4 @@
-"""What a run measures while it trains: acceptance on held-out prompts, the validation loss, and early ends."""
+"""Measurements during training: acceptance on held-out prompts, the validation loss; early ends by them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics, checkpoints, the best drafter; averaged weights."""
+"""Files that a run writes while it trains: metrics, checkpoints, the best drafter; averaged weights."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -183,6 +183,8 @@ class Record:
         self._saved: int | None = None
         self.progress = self._restored()
         """That of the checkpoint; None for a new run."""
+        self._metrics: Metrics | None = None
+        """On the main process."""
         if self._main:
             with self._writing(METRICS):
                 self._metrics = Metrics(self._folder, self._saved, self.progress is None or self.progress.evaluated)
@@ -209,7 +211,7 @@ class Record:
         return progress
 
     def _opened(self) -> "tuple[Publisher | None, Tracker | None]":
-        """Return what only some recipes ask for."""
+        """Build the publisher and the tracker where the recipe names them."""
         publisher = tracker = None
         if self._recipe.publish is not None:
             from draftsmith.train.publishing import Publisher
@@ -228,7 +230,7 @@ class Record:
 
     def log(self, row: dict[str, Any]) -> None:
         """Write a row to the metrics and to the tracker."""
-        if self._main:
+        if self._metrics is not None:
             with self._writing(METRICS):
                 self._metrics.write(row)
         if self._tracker is not None:
@@ -251,7 +253,7 @@ class Record:
         if step == self._saved:
             return
         state = self._engine.state()
-        if self._main:
+        if self._metrics is not None:
             best = self.best
             progress = Progress(step, best.tau, best.step, last.alpha, last.quality_kl, evaluated, best.averaged, end)
             if self._average is not None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a step is in the run."""
+    """The place of a step in the run."""
 
     done: float
     """Share of the steps after the warm-up that have been taken."""

@@ -1,12 +1,36 @@
-"""Where a run ends before its last step."""
+"""The metrics of the periodic evaluation, and where a run ends before its last step."""
 
 from typing import Any
 
 import pytest
 
+from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
-from draftsmith.train.evaluation import early_end
+from draftsmith.train.evaluation import METRICS, early_end
 from draftsmith.train.recipe import Recipe, parse_recipe
+
+
+def _output(*rounds: tuple[int, tuple[float, ...]]) -> DecodeOutput:
+    """Return a text of rounds with a draft of two tokens, of which some were accepted."""
+    times = {"draft_seconds": 0.0, "verify_seconds": 0.0, "seconds": 0.0}
+    records = [
+        Round(drafted=2, depth=2, accepted=accepted, committed=accepted + 1, overlap=overlap, **times)
+        for accepted, overlap in rounds
+    ]
+    return DecodeOutput([5, 6], list(range(1 + sum(record.committed for record in records))), records, 0.0, "length")
+
+
+def test_metrics_are_those_of_all_rounds_of_all_texts() -> None:
+    texts = [_output((2, (0.5, 1.0)), (0, (0.25,))), _output((1, (1.0, 0.0)))]
+    found = {name: metric(texts) for name, metric in METRICS.items()}
+    assert found == {
+        "alpha": pytest.approx(2.75 / 5),
+        "tau": pytest.approx((3 + 1 + 2) / 3),
+        "tokens": [4, 2],
+        "rounds": [2, 1],
+        "acceptance_at": [pytest.approx(2 / 3), pytest.approx(1 / 2)],
+    }
+    assert (METRICS["alpha"]([_output()]), METRICS["tau"]([_output()])) == (0, 1), "texts of one token have no round"
 
 
 def _recipe(**train: Any) -> Recipe:
