@@ -406,7 +406,7 @@ class TrainableDrafter(Drafter, ABC):
         return [*named, *(weight for module in modules for weight in module.parameters())]
 
     def why_undivided(self) -> str | None:
-        """Return why processes cannot share each text in training, see `TeacherSignals.part`; None where they can."""
+        """Return the reason for which processes cannot share a text in training, see `TeacherSignals.part`; or None."""
         return f"drafter.type={self.type!r}"
 
     def own_lm_heads(self) -> list[nn.Linear]:
