@@ -394,27 +394,6 @@ def test_the_first_drafter_is_kept_where_no_evaluation_has_a_round(recipe_file: 
         loop.train(load_recipe(str(recipe_file), overrides))
 
 
-@pytest.mark.parametrize("drafter", [name for name in LEARNERS if " " not in name])
-def test_a_row_that_is_shorter_than_the_draft_is_a_part_of_a_batch(
-    drafter: str, recipe_file: Path, tmp_path: Path
-) -> None:
-    """Parts of one row each, one of them of two tokens; lk_lambda needs the last step's alpha at every position."""
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("ab", LETTERS[3:15], LETTERS[9:], "xyz")))
-    overrides = [f"drafter.type={drafter.split()[0]}", *LEARNERS[drafter], f"data.prompts={file}", "data.response=text"]
-    overrides += [
-        "data.prompt_tokens=1",
-        "data.response_tokens=32",
-        "evaluation.count=1",
-        "evaluation.max_new_tokens=4",
-    ]
-    overrides += ["train.steps=3", "train.batch_size=2", "train.gradient_accumulation=2", "objective.kind=lk_lambda"]
-    overrides += ["evaluation.prompts=" + str(file)]
-    loop.train(load_recipe(str(recipe_file), overrides))
-    assert len(_losses(tmp_path / "run")) == 3
-    assert len({len(row["alpha"]) for row in read_metrics(tmp_path / "run") if "alpha" in row}) == 1
-
-
 def test_a_sample_says_who_wrote_what(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     rounds = [
         Round(drafted=3, depth=3, accepted=2, committed=3, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),

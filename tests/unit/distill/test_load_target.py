@@ -1,8 +1,9 @@
-"""Adapters as targets: the tokenizer and the chat template that were saved with them."""
+"""Targets by name; adapters, with the tokenizer and the chat template that were saved with them."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -56,3 +57,28 @@ def test_an_adapters_tokenizer_that_cannot_be_read_is_refused(adapter: Path) -> 
     (adapter / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"adapter: its tokenizer cannot be read"):
         load_tokenizer(str(adapter))
+
+
+def test_missing_targets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        load_target(str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=r"target\.dtype='int3'; expected one of float32"):
+        load_target(str(tmp_path), dtype="int3")
+    with pytest.raises(ConfigError, match="expected 'embedded', a local folder, a GGUF file or a Hub id"):
+        load_target(str(tmp_path))
+
+
+def test_a_target_has_the_given_attention_implementation(tiny_target_folder: Path) -> None:
+    name = str(tiny_target_folder)
+    assert load_target(name).model.config._attn_implementation == "sdpa"
+    assert load_target(name, attn_implementation="eager").model.config._attn_implementation == "eager"
+    for wrong, message in {
+        "flex_attention": r"'flex_attention'; expected sdpa, eager, flash_attention_2",
+        "user/flash-attn": r"'user/flash-attn'; expected sdpa, eager, flash_attention_2",
+        "flash_attention_2": r"flash_attention_2 with dtype=float32; expected bfloat16 or float16",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"target\.attn_implementation=.?{message}"):
+            load_target(name, attn_implementation=wrong)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"attn_implementation=flash_attention_2; expected one that target="):
+            load_target(name, attn_implementation="flash_attention_2", dtype="bfloat16")

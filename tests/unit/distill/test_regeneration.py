@@ -1,0 +1,394 @@
+"""Responses that are sampled from the target, their cache, and runs that continue."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import YARN, make_llama
+from datasets import Dataset
+from transformers import (
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from draftsmith.bars import Bars
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.distill.asked import question_numbers
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.dataset import (
+    FEATURES,
+)
+from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.regeneration import Sampler, Share, samples_key, target_samples
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.heads import DraftModel, Medusa
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
+TEMPLATE = (
+    "{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}{{ 'E' if m.role == 'assistant' }}"
+    "{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def loaded(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> LoadedTarget:
+    return LoadedTarget(tiny_target, tiny_tokenizer, "tiny", None)
+
+
+def questions(prompts: list[list[int]] = PROMPTS) -> Dataset:
+    rows = [
+        {"input_ids": ids, "spans": [], "opening": str(i), "turns": "", "images": ""} for i, ids in enumerate(prompts)
+    ]
+    return Dataset.from_list(rows, features=FEATURES)
+
+
+def sampler(
+    loaded: LoadedTarget,
+    tokens: int,
+    temperature: float,
+    batch_size: int,
+    seed: int,
+    drafter_share: float = 0.0,
+    responses: int = 1,
+    **options: Any,
+) -> Sampler:
+    data = DataSection(
+        response_tokens=tokens,
+        temperature=temperature,
+        batch_size=batch_size,
+        drafter_share=drafter_share,
+        responses=responses,
+    )
+    return Sampler(loaded, Chat(loaded.tokenizer), data, seed, **options)
+
+
+def test_greedy_samples_are_the_targets_own(loaded: LoadedTarget) -> None:
+    rows = target_samples(sampler(loaded, 12, 0.0, 3, 0), questions(), progress=False)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        expected = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert row["input_ids"] == expected[0].tolist()
+        assert row["spans"] == [[len(prompt), len(row["input_ids"])]]
+
+
+def test_several_responses_are_drawn_each_by_itself(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first responses are those of responses=1; with more responses only new ones are drawn, also after a kill."""
+    folder = tmp_path / "answers"
+    alone = target_samples(sampler(loaded, 12, 1.0, 3, 0), questions(), folder=tmp_path / "alone", progress=False)
+    original, answered = Sampler.answer, []
+
+    def killed(self: Sampler, rows: list, indices: list[int], response: int) -> list:
+        if len(answered) == 5:  # each response to four questions is two parts
+            answered.append("killed")
+            raise KeyboardInterrupt
+        answered.append((tuple(indices), response))
+        return original(self, rows, indices, response)
+
+    monkeypatch.setattr(Sampler, "answer", killed)
+    two = target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions(), folder=folder, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=4), questions(), folder=folder, progress=False)
+    four = target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=4), questions(), folder=folder, progress=False)
+    assert [response for _, response in answered[:5]] == [0, 0, 1, 1, 2]
+    assert [response for _, response in answered[6:]] == [2, 3, 3]
+    assert two.to_list()[:4] == alone.to_list()
+    assert four.to_list()[:8] == two.to_list()
+    assert four["question"] == [0, 1, 2, 3] * 4
+    assert len({tuple(ids) for ids in four["input_ids"]}) == 16
+    names = sorted(place.name for place in tmp_path.iterdir() if place.name.startswith("answers"))
+    assert names == ["answers", "answers-1", "answers-2", "answers-3"], "no parts are left"
+    key = samples_key(sampler(loaded, 12, 1.0, 3, 0), questions())
+    assert key == samples_key(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions())
+
+
+def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = target_samples(sampler(loaded, 12, 1.0, 9, 0), questions(), progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "answer", lambda *_: pytest.fail("the responses are on disk"))
+        for size in (9, 2):  # the prompts that are decoded together do not count
+            again = target_samples(sampler(loaded, 12, 1.0, size, 0), questions(), progress=False)
+            assert first.to_list() == again.to_list()
+    another = LoadedTarget(make_llama(3), loaded.tokenizer, "tiny", None)
+    for other in (sampler(loaded, 12, 1.0, 9, 1), sampler(loaded, 12, 0.9, 9, 0), sampler(another, 12, 1.0, 9, 0)):
+        found = target_samples(other, questions(), progress=False)
+        assert found["input_ids"] != first["input_ids"]
+        alone = other.answer([{"input_ids": PROMPTS[0], "turns": "", "number": question_numbers(questions())[0]}], [0])
+        assert found["input_ids"][0] == alone[0]["input_ids"]
+
+
+@pytest.mark.parametrize("named_in", ["config", "generation_config"])
+def test_sampled_responses_end_where_decoded_texts_do(named_in: str, loaded: LoadedTarget) -> None:
+    """The EOS of config.json counts where generation_config.json names none."""
+    ids = PROMPTS[0]
+    free = SpeculativeDecoder(loaded.model).generate(ids, max_new_tokens=12, eos_token_id=None).tokens
+    loaded.model.generation_config.eos_token_id = None
+    getattr(loaded.model, named_in).eos_token_id = free[3]
+    (row,) = sampler(loaded, 12, 0.0, 4, 0).answer([{"input_ids": ids, "turns": ""}], [0])
+    assert row["input_ids"] == [*ids, *free[: free.index(free[3]) + 1]]
+
+
+def test_another_data_set_asks_only_what_is_new(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers belong to their question: more questions, fewer, in another order, and the same one twice."""
+    asked: list[list[int]] = []
+    original = Sampler.answer
+
+    def noted(self: Sampler, rows: list[dict[str, Any]], *of: Any) -> list:
+        asked.extend(row["input_ids"] for row in rows)
+        return original(self, rows, *of)
+
+    monkeypatch.setattr(Sampler, "answer", noted)
+
+    def sampled(prompts: list[list[int]], said: list[str], folder: Path | None = None, seed: int = 0) -> Dataset:
+        asked.clear()
+        one = sampler(loaded, 12, 1.0, 1, seed, responses=2)
+        return target_samples(one, questions(prompts), folder=folder, progress=False, say=said.append)
+
+    said: list[str] = []
+    first = sampled(PROMPTS[:2], said)
+    again = sampled([PROMPTS[3], PROMPTS[1], PROMPTS[0], PROMPTS[2], PROMPTS[0]], said)
+    assert sorted(asked) == sorted([PROMPTS[3], PROMPTS[2], PROMPTS[0]] * 2)
+    assert [again["input_ids"][index] for index in (2, 1, 7, 6)] == first["input_ids"]
+    assert again["question"] == [0, 1, 2, 3, 4] * 2
+    assert again["input_ids"][2] != again["input_ids"][4], "a question that is asked twice has two answers"
+    one = sampled(PROMPTS[1:2], said)
+    assert asked == []
+    assert one["input_ids"] == [first["input_ids"][1], first["input_ids"][3]]
+    assert said == ["responses: 4 of 4 are new", "responses: 6 of 10 are new", "responses: 0 of 2 are new"]
+    alone = sampled([PROMPTS[3], PROMPTS[1], PROMPTS[0], PROMPTS[2], PROMPTS[0]], said, folder=tmp_path / "alone")
+    assert alone.to_list() == again.to_list()
+    sampled(PROMPTS[:2], said, seed=1)
+    assert len(asked) == 4, "another seed gives other answers"
+
+
+def test_answers_of_a_killed_run_are_kept_for_another_data_set(
+    loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, count = Sampler.answer, [0]
+
+    def killed(self: Sampler, *of: Any) -> list:
+        count[0] += 1
+        if count[0] == 3:
+            raise KeyboardInterrupt
+        return original(self, *of)
+
+    said: list[str] = []
+    monkeypatch.setattr(Sampler, "answer", killed)
+    for prompts, size in ((PROMPTS, 1), ([*PROMPTS, [7, 7]], 2)):
+        if size == 1:
+            with pytest.raises(KeyboardInterrupt):
+                target_samples(sampler(loaded, 12, 1.0, size, 0), questions(prompts), progress=False)
+        else:
+            target_samples(sampler(loaded, 12, 1.0, size, 0), questions(prompts), progress=False, say=said.append)
+    assert said == ["responses: 3 of 5 are new"]
+
+
+def test_progress_moves_in_every_round(
+    loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All prompts are one part; the bar shows some of them as answered before the part ends."""
+    monkeypatch.setattr(Bars, "seconds", 0.001)
+    target_samples(sampler(loaded, 60, 1.0, 4, 0), questions())
+    lines = [line.split() for line in capsys.readouterr().err.splitlines() if line.startswith("sampling")]
+    assert {"1/4", "2/4"} & {word for line in lines for word in line}
+    one, shares = sampler(loaded, 12, 1.0, 4, 0), list[float]()
+    one.advance = shares.append
+    one.answer([{"input_ids": ids, "turns": ""} for ids in PROMPTS], [0, 1, 2, 3])
+    assert max(shares) <= 1 / 12 + 1e-9
+    assert 1 < sum(shares) <= 4 + 1e-9
+
+
+def test_the_key_of_samples_knows_the_config_and_the_end_of_answers(loaded: LoadedTarget) -> None:
+    first = samples_key(sampler(loaded, 12, 1.0, 1, 0), questions())
+    scaled = LoadedTarget(make_llama(rope_parameters=YARN), loaded.tokenizer, "tiny", None)
+    assert samples_key(sampler(scaled, 12, 1.0, 1, 0), questions()) != first
+    loaded.model.generation_config.eos_token_id = [1]
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) == first
+    loaded.model.generation_config.eos_token_id = [1, 2]
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) != first
+
+
+def test_sampling_continues_after_the_last_part(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill in the third of four parts two are kept, and the final text is that of an uninterrupted run."""
+    whole = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "whole", progress=False)
+    original, answered = Sampler.answer, []
+
+    def killed(self: Sampler, rows: list, indices: list[int], response: int) -> list:
+        answered.append(indices)
+        if len(answered) == 3:
+            raise KeyboardInterrupt
+        return original(self, rows, indices, response)
+
+    monkeypatch.setattr(Sampler, "answer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
+    resumed = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
+    assert answered[2] == answered[3], "the part in hand alone is lost"
+    assert len(answered) == 5
+    assert resumed.to_list() == whole.to_list()
+    assert not (tmp_path / "torn.parts").exists()
+
+
+def test_the_key_of_samples_knows_the_template_of_later_turns(loaded: LoadedTarget) -> None:
+    """Conversations may have equal first prompts and different later ones."""
+    turns = json.dumps({"turns": [[{"role": "user", "content": "a"}]] * 2, "tools": None})
+    asked = questions().remove_columns("turns").add_column("turns", [turns] * len(PROMPTS))
+    loaded.tokenizer.chat_template = TEMPLATE
+    first = samples_key(sampler(loaded, 12, 1.0, 1, 0), asked)
+    assert first == samples_key(sampler(loaded, 12, 1.0, 1, 0), asked)
+    plain = samples_key(sampler(loaded, 12, 1.0, 1, 0), questions())
+    loaded.tokenizer.chat_template = TEMPLATE + " "
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), asked) != first
+    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) == plain, "plain text goes through no template"
+
+
+def test_a_full_disk_keeps_the_parts_before(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, written = Dataset.to_parquet, []
+
+    def full(self: Dataset, path: Path) -> None:
+        written.append(path)
+        if len(written) == 3:
+            path.write_bytes(b"torn")
+            raise OSError(28, "No space left on device")
+        original(self, path)
+
+    monkeypatch.setattr(Dataset, "to_parquet", full)
+    folder = tmp_path / "full"
+    with pytest.raises(
+        DraftsmithError, match=r"part-00002.* cannot be written .*No space left.* finished parts are kept"
+    ):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)
+    assert sorted(file.name for file in (tmp_path / "full.parts").glob("*.[!j]*")) == [
+        "part-00000.parquet",
+        "part-00001.parquet",
+    ]
+    assert len(target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)) == 4
+    assert len(written) == 5
+
+
+def test_processes_share_the_parts(loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes in turn: the second samples only its own parts, and the first joins all parts."""
+    alone = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "alone", progress=False)
+    done: list[list[int]] = []
+    original = Sampler.answer
+    monkeypatch.setattr(Sampler, "answer", lambda self, *of: (done.append(of[1]), original(self, *of))[1])
+    folder = tmp_path / "shared"
+
+    class _Later(Exception):
+        pass
+
+    waited: list[int] = []
+
+    def waits() -> None:
+        waited.append(len(done))
+        if len(waited) == 2:
+            raise _Later
+
+    with pytest.raises(_Later):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(1, 2, waits))
+    assert waited == [0, 2], "before all see the same, and after the parts"
+    both = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(0, 2))
+    assert both.to_list() == alone.to_list()
+    assert sorted(done) == [[0], [1], [2], [3]]
+
+
+def test_sampling_follows_the_targets_distribution(loaded: LoadedTarget) -> None:
+    count = 4000
+    rows = sampler(loaded, 1, 1.0, 500, 0).answer([{"input_ids": [5, 6], "turns": ""}] * count, list(range(count)))
+    share = torch.bincount(torch.tensor([row["input_ids"][2] for row in rows]), minlength=64) / count
+    with torch.inference_mode():
+        p = loaded.model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1)
+    # Six standard deviations of each share: a false failure over 64 tokens has a probability below 1e-6.
+    assert ((share - p).abs() < 6 * (p * (1 - p) / count).sqrt() + 1e-3).all()
+
+
+def test_a_drafter_makes_sampling_no_different(loaded: LoadedTarget) -> None:
+    drafter = DraftModel(make_llama())
+    alone, drafted = sampler(loaded, 12, 0.0, 4, 0), sampler(loaded, 12, 0.0, 4, 0, drafter=drafter)
+    rows = [{"input_ids": ids, "turns": ""} for ids in PROMPTS]
+    assert alone.answer(rows, [0, 1, 2, 3]) == drafted.answer(rows, [0, 1, 2, 3])
+    assert alone.tokens / alone.rounds == 1
+    assert drafted.tokens / drafted.rounds > 1
+
+
+def test_the_drafter_answers_its_share(loaded: LoadedTarget) -> None:
+    """Greedy decoding shows which model wrote a response: the drafter's are its own greedy text."""
+    drafter = DraftModel(make_llama(5))
+    count = 60
+    rows = [{"input_ids": [3 + i], "turns": ""} for i in range(count)]
+    found = sampler(loaded, 8, 0.0, 60, 0, 0.5, drafter=drafter).answer(rows, list(range(count)))
+    by = {"target": 0, "drafter": 0}
+    for row in found:
+        for name, model in (("target", loaded.model), ("drafter", drafter.model)):
+            ids = torch.tensor([row["input_ids"][:1]])
+            text = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=1)[0].tolist()
+            by[name] += text == row["input_ids"]
+    assert sum(by.values()) == count
+    assert 15 < by["drafter"] < 45
+    with pytest.raises(ConfigError, match=r"drafter_share=0\.5 with drafter\.type='medusa'; expected a 'draft_model'"):
+        sampler(loaded, 8, 0.0, 60, 0, 0.5, drafter=Medusa.from_target(loaded.model))
+
+
+def test_each_response_has_later_turns_of_its_own(loaded: LoadedTarget, tmp_path: Path) -> None:
+    loaded.tokenizer.chat_template = TEMPLATE
+    turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "cd"}]]
+    rows = [
+        {
+            "input_ids": Chat(loaded.tokenizer).plain("UabA"),
+            "spans": [],
+            "opening": "ab",
+            "turns": json.dumps({"turns": turns, "tools": None}),
+            "images": "",
+        }
+    ]
+    asked = Dataset.from_list(rows, features=FEATURES)
+    several = sampler(loaded, 5, 1.0, 2, 0, responses=3)
+    found = target_samples(several, asked, folder=tmp_path / "answers", progress=False)
+    said = [json.loads(messages) for messages in found["messages"]]
+    said = [messages for messages in said if len(messages) == 4]  # an answer that a template shows otherwise is alone
+    assert len(said) == 3
+    assert len({messages[1]["content"] for messages in said}) == 3
+
+
+def test_later_turns_are_asked_after_the_targets_own_answers(loaded: LoadedTarget) -> None:
+    tokenizer = loaded.tokenizer
+    tokenizer.chat_template = TEMPLATE
+    turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "cd"}]]
+    asked = json.dumps({"turns": turns, "tools": None})
+    first = Chat(tokenizer).plain("UabA")
+    rows = sampler(loaded, 5, 0.0, 2, 0).answer([{"input_ids": first, "turns": asked}], [7])
+    answer = loaded.model.generate(torch.tensor([first]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    text = tokenizer.decode(answer[len(first) :], skip_special_tokens=True)
+    again = Chat(tokenizer).plain(f"UabA{text}EUcdA")
+    second = loaded.model.generate(torch.tensor([again]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    assert rows == [
+        {
+            "input_ids": second.tolist(),
+            "spans": [[len(first), len(answer)], [len(again), len(second)]],
+            "question": 7,
+            "messages": rows[0]["messages"],
+        }
+    ]
+
+    said = json.loads(rows[0]["messages"])
+    assert [message["role"] for message in said] == ["user", "assistant"] * 2
+    assert said[1]["content"] == text
+
+
+def test_samples_that_do_not_fit_the_context_are_refused(loaded: LoadedTarget) -> None:
+    with pytest.raises(ConfigError, match=r"response_tokens=132; expected at most the target's context of 128"):
+        target_samples(sampler(loaded, 128, 1.0, 3, 0), questions())
