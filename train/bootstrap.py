@@ -156,18 +156,19 @@ def _started(recipe: Recipe, source: str, target: LoadedTarget, fresh: Trainable
         raise ConfigError(f"{key} is a {trained.type!r} drafter; expected {fresh.type!r}")
     trained, stored, options = trained.float().train(), trained.config(), recipe.drafter_options()
     given = {name: options[name] for name in sorted(recipe.drafter.model_fields_set & options.keys())}
-    trained.train_further(**given)
+    own = trained.training_options  # where the recipe leaves them out, the drafter keeps its own
+    trained.train_further(**{name: value for name, value in options.items() if name in given or name not in own})
     shapes, expected = ({name: tuple(p.shape) for name, p in it.named_parameters()} for it in (trained, fresh))
     if shapes != expected:
         name = min(key for key in {**shapes, **expected} if shapes.get(key) != expected.get(key))
-        said, named = fresh.config(), (stored.keys() & options.keys()) - {*trained.training_options}
+        said, named = fresh.config(), (stored.keys() & options.keys()) - {*own}
         others = ", ".join(f"{other}={stored[other]!r}" for other in sorted(named) if stored[other] != said.get(other))
         raise ConfigError(
             f"{key}: {name} has shape {shapes.get(name)}; expected {expected.get(name)}, as the section drafter says"
             + (f" (the drafter has {others})" if others else "")
         )
     for name, value in given.items():
-        if name in stored and name not in trained.training_options and value is not None and stored[name] != value:
+        if name in stored and name not in own and value is not None and stored[name] != value:
             raise ConfigError(
                 f"{key}: {name}={stored[name]!r}; expected {value!r}, as the section drafter says (leave the key out "
                 "to keep the drafter's own)"
